@@ -26,7 +26,7 @@ _STEAL_FIELD = 7  # of the line `cpu` of /proc/stat: user nice system idle iowai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """What the machine did while something was timed.
+    """Load of the machine while something was timed.
 
     Attributes:
         load_average: Runnable threads in the minute before the measurement; `None` where the system does not count them.
@@ -84,14 +84,14 @@ def disturbance(
 
 
 class MachineWatch:
-    """The machine from now on; made before anything of ours works, or the load average counts that."""
+    """Watch the machine from now on. Create it before our own work starts, which the load average would count."""
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         self._before = _processor_time()
 
     def judge(self, rounds: Mapping[str, Sequence[float]]) -> Disturbance:
-        """What happened since the watch began; see `disturbance`."""
+        """Judge the time since the watch began; see `disturbance`."""
         steal = None
         after = _processor_time()
         if self._before is not None and after is not None and after[1] > self._before[1]:
@@ -100,7 +100,7 @@ class MachineWatch:
 
 
 def _processor_time() -> tuple[int, int] | None:
-    """Stolen and all processor time since the start of the system, in ticks; Linux alone says it."""
+    """Stolen and all processor time since the start of the system, in ticks; only Linux has it."""
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     except OSError:

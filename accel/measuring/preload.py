@@ -1,4 +1,4 @@
-"""Imports what every process needs before it does anything of its own, and no runtime: processes are forked from one that did."""
+"""Import the libraries that every process needs, and no runtime; processes are forked from one that did this."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Processes of one's own for what may be slow, crash, or disturb its neighbours; and what a process says about itself.
+"""Run slow, crashing or noisy work in processes of its own, and read the memory use of a process.
 
 One process a variant: two spinning thread pools in one process slow each other by up to 190 microseconds a call, and a
 runtime that crashes takes nobody with it.
@@ -66,7 +66,7 @@ class Helper:
         self._ended = False
 
     def start(self) -> None:
-        """Start the process now, and import while others do."""
+        """Start the process now, so that several import at the same time."""
         self._process, self._pipe = start_process(_help, self._imports)
         if self._ended:
             self.kill()
@@ -107,7 +107,7 @@ class Helper:
         return value
 
     def end(self) -> None:
-        """Kill it, from another thread, also when it is only just starting."""
+        """Kill the process from another thread, even while it is starting."""
         self._ended = True
         self.kill()
 
@@ -181,7 +181,7 @@ def _own_socket_folder() -> None:
 def _run(
     target: Callable[..., None], environment: Mapping[str, str], forked: bool, pipe: Connection, *args: Any
 ) -> None:
-    """In the process: the server's environment is that of its start, not of now."""
+    """Run `target` in the process, with the parent's environment of now; the server has that of its start."""
     global _not_mapped
     # A forked process has the imported libraries, but not their pages until it touches them.
     _not_mapped = max(0, _status("VmRSS", os.getppid()) - _status("VmRSS")) if forked else 0
@@ -207,7 +207,7 @@ def _without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread, and in what it starts for good: else each process that is importing tells where it was."""
+    """Block Ctrl-C in this thread and in the processes that it starts; else each importing process prints a traceback."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -234,7 +234,7 @@ def exit_reason(code: int | None) -> str:
 
 
 def quiet_child() -> None:
-    """Set a child up: Ctrl-C is the parent's to handle, and stdout belongs to the parent's result."""
+    """Set a child process up: ignore Ctrl-C, which the parent handles, and send stdout to stderr."""
     import tqdm  # type: ignore[import-untyped]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -284,7 +284,7 @@ def peak_memory() -> int:
 
 
 def _status(name: str, pid: int | str = "self") -> int:
-    """A number of bytes that Linux tells about a process; 0 where it does not."""
+    """Read a number of bytes from `/proc/PID/status`; 0 on other systems."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:

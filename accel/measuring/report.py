@@ -101,7 +101,7 @@ def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title:
 
 
 def check_pages(report: Path | None, png: Path | None) -> None:
-    """Refuse a page that could not be written, before minutes are spent on what it would show.
+    """Refuse a page that cannot be written, before minutes are spent on measuring.
 
     Raises:
         ConfigError: Its folder does not exist, or a PNG needs matplotlib, which is not installed.
@@ -162,7 +162,7 @@ def text_table(values: Mapping[str, Any]) -> str:
 
 
 def disturbed(values: Mapping[str, Any]) -> list[str]:
-    """A line that says that the machine was disturbed while a benchmark or a search was timed; none on a quiet machine.
+    """Return a line that says that other programs disturbed a benchmark or a search; none on a quiet machine.
 
     Args:
         values: Its JSON form.
@@ -172,7 +172,7 @@ def disturbed(values: Mapping[str, Any]) -> list[str]:
 
 
 def saturated(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether calls arrived faster than they were answered. Arrivals are random: a quarter less is no sign yet."""
+    """Whether calls arrived faster than they were answered. Arrivals are random, so a quarter less is accepted."""
     rate = settings.get("rate")
     return rate is not None and float(cell["throughput"]) / float(cell["batch"]) < 0.75 * float(rate)
 

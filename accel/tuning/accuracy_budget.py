@@ -31,7 +31,7 @@ from ..interfaces.specs import WEIGHTS
 from ..interfaces.task_registry import task_spec
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.results import ratio_of, without_infinity
+from ..measuring.latency.results import VariantResult, ratio_of, without_infinity
 from ..measuring.latency.variants import Variant
 from ..measuring.latency.workloads import Load
 from ..models.base import ORTModel
@@ -232,7 +232,7 @@ def _refuse_quantized(artifact: Artifact) -> None:
 def _recipes(
     artifact: Artifact, config: QuantizeConfig, backend: str | None, *, calibrated: bool, searched: bool
 ) -> tuple[Recipe, list[Recipe], list[Attempt]]:
-    """The artifact as a recipe, what is tried on it, and the schemes that are not.
+    """Return the artifact as a recipe, the recipes to try on it, and the schemes that are skipped.
 
     Args:
         artifact: What is quantized.
@@ -275,7 +275,7 @@ def _evaluation_set(artifact: Artifact, data: EvaluationData) -> EvaluationSet:
 
 
 def _subject(artifact: Artifact) -> Subject:
-    """The float artifact, which is what everything is compared with."""
+    """Compare every candidate with the float artifact."""
     weights = artifact.format == WEIGHTS
     lies_there = weights or (artifact.path / MANIFEST).is_file()
     baseline = Variant(
@@ -289,7 +289,7 @@ def _subject(artifact: Artifact) -> Subject:
 
 
 def _median_rows(prepared: EvaluationSet, task: str) -> dict[str, Any]:
-    """A call of rows of median length; of a language model one token each, since that is what generating takes time for."""
+    """Return the inputs of a call of median length; for language models one token a row, because generation spends its time there."""
     plan = prepared.predictor.encoded.plan(prepared.predictor.batch_size)
     feeds = prepared.predictor.encoded.batch(plan[len(plan) // 2])
     if task_spec(task).generates:
@@ -303,20 +303,22 @@ def _fastest(search: Search, fitting: Sequence[Tried]) -> Tried:
     winner = search.judge.best(search.judge.finals())
     if winner is None:
         raise SessionError(fitting[0].reason, fix="run it alone to see why.")
-    assert winner.final is not None
-    assert winner.final_anchor is not None
     gain = search.judge.speedup(winner)
     if gain.equal or gain.value < 1:
         logger.warning(
             "The recipe kept inside the budget takes %.2f ms, the float artifact %.2f (%s times as fast): it is smaller, not "
             "faster.",
-            winner.final.cells[0].latency.median, winner.final_anchor.cells[0].latency.median, gain,
+            _median_ms(winner.last.result), _median_ms(winner.last.anchor), gain,
         )  # fmt: skip
     return winner
 
 
+def _median_ms(result: VariantResult) -> float:
+    return result.cells[0].latency.median
+
+
 def _table(layers: FloatLayers, search: Search, winner: Tried | None = None) -> list[Attempt]:
-    """What was tried, in order."""
+    """Return a row for each attempt, in order."""
     table = []
     for recipe, in_float, tried, seconds in layers.attempts:
         settings = {name: value for name, value in recipe.settings.items() if name not in ("samples", "seed")}
@@ -333,7 +335,7 @@ def _table(layers: FloatLayers, search: Search, winner: Tried | None = None) -> 
         )
         if tried.final is not None:
             speedup = without_infinity(asdict(search.judge.speedup(tried)))
-            attempt = replace(attempt, median_ms=tried.final.cells[0].latency.median, speedup=speedup)
+            attempt = replace(attempt, median_ms=_median_ms(tried.final.result), speedup=speedup)
         table.append(replace(attempt, chosen=tried is winner))
     return table
 
@@ -363,12 +365,12 @@ def _keep(
     }
     report = dict(step.report)
     if max_drop is not None:
-        timed = winner.final_anchor
+        timed = winner.final
         report["search"] = {
             "max_drop": max_drop,
-            "float_ms": timed.cells[0].latency.median if timed is not None else None,
+            "float_ms": _median_ms(timed.anchor) if timed is not None else None,
             "batch_size": batch_size,
-            "disturbance": asdict(winner.disturbance) if timed is not None else None,
+            "disturbance": asdict(timed.disturbance) if timed is not None else None,
             "table": [asdict(one) for one in [*_table(layers, search, winner), *skipped]],
             "sensitivity": layers.sensitivity,
         }

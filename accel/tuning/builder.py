@@ -78,17 +78,17 @@ class Builder:
         self.errors: dict[str, AccelError] = {}
 
     def __getitem__(self, recipe: Recipe) -> Made:
-        """The artifact of a recipe that was made."""
+        """Return the artifact of a recipe that was built."""
         return self._made[str(recipe)]
 
     def add(self, recipe: Recipe, artifact: Artifact) -> Made:
-        """Start from an artifact that exists."""
+        """Add an artifact that exists, for recipes to start from."""
         self._given[str(recipe)] = artifact
         made = self._made[str(recipe)] = Made(recipe, artifact.path, facts_of(artifact))
         return made
 
     def close(self) -> None:
-        """End the processes, in the middle of their work if need be: Ctrl-C does not wait for a build."""
+        """End the processes at once, so that Ctrl-C does not wait for a build."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for helper in self._helpers:
             helper.end()
@@ -97,11 +97,11 @@ class Builder:
             helper.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """`function(*args)` in the next process that is free."""
+        """Call `function(*args)` in the next free process."""
         return self._pool.submit(self._ask, 1.0, function, *args)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The same, waited for."""
+        """Call `function(*args)` in the next free process and wait for the result."""
         return self.start(function, *args).result()
 
     def build(self, recipes: Sequence[Recipe], share: float) -> list[Made]:
@@ -118,7 +118,7 @@ class Builder:
         return [(recipe, self._pool.submit(self._one, recipe, share)) for recipe in recipes]
 
     def finish(self, begun: Sequence[tuple[Recipe, Future[Facts | str]]]) -> list[Made]:
-        """Wait for what `begin` started; what fails is kept in `failed`."""
+        """Wait for the builds that `begin` started; the reasons of failures go to `failed`."""
         for recipe, future in progress.track(begun, "building"):
             facts = future.result()
             if isinstance(facts, str):
@@ -129,7 +129,7 @@ class Builder:
         return [self._made[str(recipe)] for recipe, _ in begun if str(recipe) in self._made]
 
     def files(self, made: Made) -> None:
-        """Make the folder of a known artifact again where an earlier run removed it.
+        """Rebuild the folder of a known artifact where an earlier run removed it.
 
         Raises:
             SessionError: It cannot be made any more.
@@ -141,7 +141,7 @@ class Builder:
             raise SessionError(facts)
 
     def tidy(self, kept: set[Path]) -> None:
-        """Remove the files of artifacts that lost; what was measured about them stays, and so do exports."""
+        """Remove the files of artifacts that lost; exports and all results stay."""
         lost = [made.path for made in self._made.values() if made.recipe.parent is not None and made.path not in kept]
         with self._store.alone() as alone:
             for path in lost if alone else ():
@@ -166,7 +166,7 @@ class Builder:
         }
 
     def _one(self, recipe: Recipe, share: float, *, files: bool = False) -> Facts | str:
-        """What is known about an artifact, or why there is none; `files`: and its folder, made again where it is gone."""
+        """Return facts about an artifact, or the reason why it cannot be built; with `files`, rebuild a folder that is gone."""
         # Two recipes may start from the same one, and only one of their processes may make it.
         with self._turns.setdefault(str(recipe), threading.Lock()):
             return self._one_alone(recipe, share, files)

@@ -1,4 +1,4 @@
-"""What searches try: read from what the installed backends declare, so that a new plugin takes part by itself.
+"""Candidates of searches, read from the capabilities that installed backends declare; a new plugin takes part by itself.
 
 A candidate is an artifact, made by a chain of steps (export, optimize, quantize), and the way to run it. Nothing here
 names a backend, a format, a level or a scheme.
@@ -96,7 +96,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Orders candidates that are equally good; the least wins.
+        """Order of equally good candidates; the least complex wins.
 
         Float comes before quantized, float32 before another dtype, then fewer run options (buckets, threads, the backend's
         own), fewer steps, fewer settings, fewer layers in float.
@@ -114,14 +114,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """Something declared that is not tried, and why."""
+    """A declared candidate that is skipped, and the reason."""
 
     name: str
     reason: str
 
 
 def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[BackendSpec], list[Skipped]]:
-    """What may be tried, what was not asked for, and all that is not tried with the reason."""
+    """Return the backends to try, those that were not asked for, and every skipped one with the reason."""
     specs, broken = registry.describe_all()
     skipped = [Skipped(name=name, reason=str(reason)) for name, reason in broken.items()]
     wanted = None if backends is None else {registry.describe(name).name for name in backends}
@@ -197,7 +197,7 @@ class Space:
         return list(made.values())
 
     def _lent(self) -> Iterator[tuple[BackendSpec, Capability]]:
-        """Exports by backends that were not asked for, of formats that those that were run and do not make."""
+        """Exports by other backends, for formats that the requested backends run but cannot export."""
         own = {capability.produces for _, capability in self._offers("export", None)}
         for spec in self._others:
             for capability in spec.capabilities:
@@ -260,7 +260,7 @@ class Space:
         return made
 
     def _exports_of(self, recipe: Recipe) -> list[Recipe]:
-        """Where the backend that quantized runs nothing: one export for each other format that is exported."""
+        """Exports to the other formats, for a quantizer whose backend runs nothing."""
         return [
             replace(export, parent=recipe)
             for export in self.exports()
@@ -337,7 +337,7 @@ class Space:
 
 
 def combined(changes: Sequence[Candidate]) -> Candidate:
-    """One candidate with the run options of several that differ from the same one by one option each."""
+    """Combine candidates that each change one run option of the same candidate."""
     options: dict[str, Any] = {}
     own: dict[str, Any] = {}
     for change in changes:

@@ -1,4 +1,4 @@
-"""`accel convert`: one command from a model to artifacts, checked, timed beside PyTorch, with a report.
+"""`accel convert`: one command from a model to artifacts, checked, timed next to PyTorch, with a report.
 
 The flow and the flags are those of transformer-deploy's `convert_model`.
 """
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What was made.
+    """Artifacts and measurements of a conversion.
 
     Attributes:
         path: The folder: one subfolder for each artifact, `benchmark.json` and `report.html`.
         artifacts: By subfolder.
-        benchmark: All of them beside PyTorch.
+        benchmark: All of them next to PyTorch.
         failed: What could not be made, and why.
     """
 
@@ -73,7 +73,7 @@ def convert(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
 ) -> Conversion:
-    """Export, optimize and quantize for every backend that can, check each result, and time all beside PyTorch.
+    """Export, optimize and quantize for every backend that can, check each result, and time all next to PyTorch.
 
     Takes one export for each format (4 to 25 s), seconds for each further artifact, and the benchmark. To let the machine
     choose among everything, with an accuracy budget, use `accel.tune`.

@@ -32,7 +32,7 @@ _PROBE_BATCHES = 4
 
 
 class FloatLayers:
-    """Quantized candidates that fit or do not, with some of their layers in float where nothing fits otherwise.
+    """Quantized candidates; where none fits, candidates with some layers in float.
 
     Args:
         search: The search that they take part in.

@@ -59,7 +59,7 @@ class Grader:
         self.seconds = 0.0
 
     def begin(self) -> None:
-        """Start on the baseline, while whatever comes next runs."""
+        """Start to measure the baseline in another process."""
         known = self._store.get("accuracy", self._reference_key())
         if known is not None:
             self._reference = Accuracy.from_dict(known)
@@ -67,7 +67,7 @@ class Grader:
             self._pending = self._builder.start(accuracy, self._subject.baseline, self._data, None)
 
     def reference(self) -> Accuracy:
-        """The baseline on the data.
+        """Return the accuracy of the baseline.
 
         Raises:
             InputError: Data without rows or labels.

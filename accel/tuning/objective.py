@@ -1,4 +1,4 @@
-"""Who is better, who fits, and why the others were not kept."""
+"""Compare candidates by the objective and the constraints, and say why the others were rejected."""
 
 from __future__ import annotations
 
@@ -35,39 +35,31 @@ class Judge:
         return sorted(timed, key=lambda tried: -self.speed(tried))
 
     def speed(self, tried: Tried) -> float:
-        """What candidates are ordered by: the objective relative to PyTorch float32, by the last measurement.
+        """Return the number that orders candidates: the objective relative to PyTorch float32, by the last measurement.
 
-        A screen is short, and another program's work can hit PyTorch in one heat and not in the next: latencies of screens
+        A screen is short, and another program can slow PyTorch in one heat only: latencies of screens
         are compared by their lower quintile, with PyTorch's over all heats of the same search. An earlier search that was
-        interrupted may have run beside other programs: what it measured is compared with the PyTorch that it measured. These
+        interrupted may have run beside other programs: its results are compared with its own measurement of PyTorch. These
         numbers are not shown; see `speedup`.
         """
-        if tried.final is not None and tried.final_anchor is not None:
-            return self._ratio(tried.final, tried.final_anchor).value
-        return self._screened(tried)
+        return self._screened(tried) if tried.final is None else self.speedup(tried).value
 
     def speedup(self, tried: Tried) -> Ratio:
-        """The objective relative to PyTorch float32 that took turns with it, by the last measurement, as it is shown everywhere."""
-        if tried.final is not None and tried.final_anchor is not None:
-            return self._ratio(tried.final, tried.final_anchor)
-        assert tried.screen is not None
-        assert tried.anchor is not None
-        return self._ratio(tried.screen, tried.anchor)
+        """Return the objective relative to the baseline of the last measurement; tables show this number."""
+        return self._ratio(tried.last.result, tried.last.anchor)
 
     def beside(self, one: Tried, other: Tried) -> Ratio:
-        """How many times better one survivor is than another."""
-        assert one.final is not None
-        assert other.final is not None
-        if one.final_anchor is other.final_anchor or _calls(one.final_anchor) == _calls(other.final_anchor):
+        """Return how many times better one survivor is than another."""
+        if _calls(one.last.anchor) == _calls(other.last.anchor):
             # They took turns in the same rounds.
-            return self._ratio(one.final, other.final)
+            return self._ratio(one.last.result, other.last.result)
         first, second = self.speedup(one), self.speedup(other)
         low = first.low / second.high
         high = first.high / second.low if second.low > 0 else float("inf")
         return Ratio(value=first.value / second.value, low=low, high=high)
 
     def best(self, fitting: Sequence[Tried]) -> Tried | None:
-        """The survivor to keep, of those that fit, best first: the simplest one that is as good as the best.
+        """Return the simplest candidate that is as good as the best one.
 
         As good is what `Ratio.equal` says of both; `Candidate.complexity` says what is simple. Of equally simple ones the first that
         was tried is kept.
@@ -78,30 +70,31 @@ class Judge:
 
     def _screened(self, tried: Tried) -> float:
         """The objective relative to PyTorch float32, by the screen."""
-        assert tried.screen is not None
-        assert tried.anchor is not None
         if self._objective != "latency":
-            return self._ratio(tried.screen, tried.anchor).value
-        beside = [t for t in self.tried.values() if t.screened_in == tried.screened_in]
-        anchors = [_quintiles(t.anchor) for t in beside if t.anchor is not None] or [_quintiles(tried.anchor)]
+            return self.speedup(tried).value
+        screen = tried.last
+        beside = [t.screen for t in self.tried.values() if t.screen is not None and t.screen.search == screen.search]
+        anchors = [_quintiles(other.anchor) for other in beside or [screen]]
         base = [sorted(cell)[len(cell) // 2] for cell in zip(*anchors, strict=True)]
-        return geometric_mean([a / b for a, b in zip(base, _quintiles(tried.screen), strict=True)])
+        return geometric_mean([a / b for a, b in zip(base, _quintiles(screen.result), strict=True)])
 
     def measured_again(self, trial: Trial, winner: Tried) -> Trial:
-        """The winner's trial with what was measured of it last."""
+        """Return the winner's trial with its last measurement."""
         gain = self.speedup(winner)
-        return replace(trial, result=winner.final, speed=gain.value, speedup=gain, disturbed=winner.disturbance.signs)
+        return replace(
+            trial, result=winner.last.result, speed=gain.value, speedup=gain, disturbed=winner.last.disturbance.signs
+        )
 
     def disturbance(self, winner: Tried) -> Disturbance:
-        """What the machine did while the winner was measured, and what PyTorch's latencies in all of the search say."""
-        found = winner.disturbance
+        """Signs of other programs, while the winner was measured and in all latencies of PyTorch."""
+        found = winner.last.disturbance
         more = self.disturbed()
         return replace(found, signs=(*found.signs, more)) if more else found
 
     def disturbed(self) -> str:
-        """What says that other programs ran beside the search, by PyTorch's own latencies; empty where nothing does."""
+        """Say how far apart the latencies of PyTorch are where other programs ran during the search; else empty."""
         found: dict[str, list[float]] = {}
-        for anchor in (a for t in self.tried.values() for a in (t.anchor, t.final_anchor) if a is not None):
+        for anchor in (one.anchor for t in self.tried.values() for one in (t.screen, t.final) if one is not None):
             for cell, ms in zip(anchor.cells, _quintiles(anchor), strict=True):
                 found.setdefault(cell.workload, []).append(ms)
         for workload, times in found.items():
@@ -122,7 +115,7 @@ class Judge:
         return speedup([a for a, _ in pairs], [b for _, b in pairs])
 
     def _costs(self, cell: Cell) -> list[float]:
-        """What each round cost: latency, time a call with all callers together, or processor time a call."""
+        """Cost of each round: latency, time a call with all callers together, or processor time a call."""
         if self._objective == "latency":
             return cell.round_ms
         spent = cell.round_seconds if self._objective == "throughput" else cell.round_processor_seconds
@@ -130,8 +123,7 @@ class Judge:
 
     def cheap_violation(self, tried: Tried) -> str:
         """Why a candidate cannot win, as far as the screen tells."""
-        limits, screen = self._constraints, tried.screen
-        assert screen is not None
+        limits, screen = self._constraints, tried.last.result
         size, memory = tried.made.facts.bytes / 1e6, (screen.peak_memory_bytes or 0) / 1e6
         if limits.max_size_mb is not None and size > limits.max_size_mb:
             return f"{size:.1f} MB of files; accepted: {limits.max_size_mb:g}"
@@ -144,9 +136,10 @@ class Judge:
         return ""
 
     def violations(self, tried: Tried) -> dict[str, float]:
-        """By how much a candidate misses each constraint."""
+        """Return by how much a candidate misses each constraint."""
         limits, missed = self._constraints, {}
-        shown, found = tried.final or tried.screen, tried.found
+        last, found = tried.final or tried.screen, tried.found
+        shown = last.result if last is not None else None
         if limits.max_drop is not None and found is not None and found.comparison is not None:
             missed["max_drop"] = found.comparison.excess(limits.max_drop)
         if limits.min_accuracy is not None and found is not None:
@@ -164,7 +157,7 @@ class Judge:
         return [t for t in self.ranked() if t.final is not None and t.found is not None]
 
     def trials(self, winner: Tried, failed: Mapping[str, tuple[Candidate | None, str]], space: Space) -> list[Trial]:
-        """Every candidate, best first, and why it is not the winner."""
+        """Return every candidate, best first, each with the reason why it is not the winner."""
         finals = self.finals()
         made = [self._trial(tried, winner, finals) for tried in self.ranked()]
         for name, (candidate, reason) in failed.items():
@@ -174,19 +167,19 @@ class Judge:
         return made
 
     def _trial(self, tried: Tried, winner: Tried, finals: Sequence[Tried]) -> Trial:
-        found, facts, shown = tried.found, tried.made.facts, tried.final or tried.screen
+        found, facts, shown = tried.found, tried.made.facts, tried.last
         compared = found.comparison if found is not None else None
         return Trial(
             name=str(tried.candidate),
             backend=tried.candidate.backend,
             device=tried.candidate.device,
-            options=shown.options if shown is not None else {},
+            options=shown.result.options,
             digest=facts.digest,
             bytes=facts.bytes,
             speed=(gain := self.speedup(tried)).value,
             speedup=gain,
-            result=tried.final,
-            disturbed=tried.disturbance.signs,
+            result=tried.final.result if tried.final is not None else None,
+            disturbed=shown.disturbance.signs,
             by_batch=found.by_batch if found is not None else {},
             **(compared.in_a_table() if compared is not None else {}),
             front=tried is winner or (tried in finals and not self._dominated(tried, finals)),
@@ -217,8 +210,8 @@ class Judge:
         return f"fits, and is better than the winner ({found}), which is as good as the best and simpler"
 
 
-def _calls(result: VariantResult | None) -> list[tuple[tuple[float, ...], ...]]:
-    return [cell.milliseconds for cell in result.cells] if result is not None else []
+def _calls(result: VariantResult) -> list[tuple[tuple[float, ...], ...]]:
+    return [cell.milliseconds for cell in result.cells]
 
 
 def _memory_mb(result: VariantResult) -> float:

@@ -58,7 +58,7 @@ _LOAD_S, _TIMES = 5.0, 2.0
 
 
 def in_turns(group: Sequence[Tried]) -> list[Tried]:
-    """In turns of the backends, of each the last ones first: a time limit cuts off plain exports rather than the highest levels."""
+    """Alternate between backends, the last candidates first: a time limit then drops plain exports, not the highest levels."""
     of: dict[str, list[Tried]] = {}
     for tried in reversed(group):
         of.setdefault(tried.candidate.backend, []).append(tried)
@@ -66,7 +66,7 @@ def in_turns(group: Sequence[Tried]) -> list[Tried]:
 
 
 class Search:
-    """One search and what it has found so far.
+    """A search and its results so far.
 
     Args:
         subject: What is searched for.
@@ -179,7 +179,7 @@ class Search:
 
     @staticmethod
     def _rewrites(space: Space, exports: Sequence[Made]) -> list[Recipe]:
-        """Optimizations and quantizations of the exports, in turns: a time limit cuts every kind off alike."""
+        """Optimizations and quantizations of the exports, alternating: a time limit drops some of each kind."""
         kinds = [
             offered
             for made in exports
@@ -217,7 +217,7 @@ class Search:
         return recipes
 
     def _vary(self, space: Space) -> None:
-        """Change the run options of the best recipes one by one, then put together what helped."""
+        """Change the run options of the best recipes one by one, then combine the changes that helped."""
         bases, share = self._bases(), self._clock.until(_VARY)
         changes: dict[str, list[Candidate]] = {}
         for base in bases:
@@ -276,16 +276,16 @@ class Search:
                 fresh.append(tried)
         self.timer.screen(in_turns(fresh) if first else fresh, share, hopeless=self._hopeless())
         for tried in fresh:
-            if tried.screen is not None and tried.screen.error is None:
+            if tried.screen is not None and tried.screen.result.error is None:
                 self.judge.tried[str(tried.candidate)] = tried
                 logger.info("%s: %s times PyTorch float32", tried.candidate, self.judge.speedup(tried))
             else:
-                why = tried.reason or (tried.screen.error if tried.screen else None) or "it was not measured"
+                why = tried.reason or (tried.screen.result.error if tried.screen else None) or "it was not measured"
                 self._failed[str(tried.candidate)] = (tried.candidate, why.splitlines()[0])
                 logger.info("%s: %s", tried.candidate, why.splitlines()[0])
 
     def _hopeless(self) -> float:
-        """How many times slower than PyTorch a call may be that is worth timing.
+        """Return how many times slower than PyTorch a call may be before timing stops.
 
         Where rows a second or processor time count, one thread may win that is slower than all of them together; for size
         time does not matter, but what takes a hundred times as long helps nobody.
@@ -293,7 +293,7 @@ class Search:
         return {"latency": 3.0, "size": 100.0}.get(self._goal.objective, 3.0 * available_processors())
 
     def _refusal(self, tried: Tried) -> str:
-        """Why a backend does not compute in another dtype, or with its own option; asked once, in a helper that is warm."""
+        """Return why a backend refuses another dtype or its own option; each is tried once, in a running process."""
         c = tried.candidate
         if c.options.compute_dtype is None and not c.provider_options:
             return ""
@@ -357,16 +357,15 @@ class Search:
             reasons = {name: why for name, (_, why) in failed.items()}
             raise no_fit(missed, asdict(self._goal.constraints), self._clock.limit_s, reasons)
         assert winner.final is not None
-        assert winner.final_anchor is not None
         trials = self.judge.trials(winner, failed, space)
-        side_by_side = winner.final_anchor
+        side_by_side = winner.final
         # Once more, alone next to the baseline: its own numbers everywhere.
         self.timer.finals([winner], alone=True)
-        alone = winner.final_anchor is not side_by_side
+        alone = winner.final is not side_by_side
         trials = [self.judge.measured_again(one, winner) if one.winner else one for one in trials]
         facts = machine()
         del facts["home"], facts["executable"]
-        blocks = winner.final.cells[0].milliseconds
+        blocks = winner.last.result.cells[0].milliseconds
         settings = {**load_key(self._load), "threads": self._load.threads or available_processors(),
                     "callers": self.timer.traffic.callers, "rounds": len(blocks), "calls": len(blocks[0])}  # fmt: skip
         reference = self.grader.reference()
@@ -380,7 +379,7 @@ class Search:
             rows=reference.rows,
             total_rows=reference.data["total"],
             reference=reference.scored.value,
-            baseline=winner.final_anchor,
+            baseline=winner.last.anchor,
             objective=self._goal.objective,
             constraints=self._goal.constraints,
             machine=facts,
@@ -390,7 +389,7 @@ class Search:
             resumed=self._store.hits,
             batch_sizes=self.grader.batch_sizes,
             disturbance=self.judge.disturbance(winner),
-            side_by_side=side_by_side if alone else None,
+            side_by_side=side_by_side.anchor if alone else None,
         )
         if made.disturbance.signs:
             logger.warning(
@@ -403,7 +402,7 @@ class Search:
 
 
 def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
-    """The winning artifact with its run options, so that loading it runs what was measured."""
+    """Write the winning artifact with its run options, so that loading it runs it as measured."""
     found, result, speedup = winner.found, tuning.winner.result, tuning.winner.speedup
     assert result is not None
     assert speedup is not None

@@ -35,7 +35,7 @@ class Store:
         self.hits = 0
 
     def get(self, kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What was found for a key, or `None`."""
+        """Return the result of a key, or `None`."""
         file = self._file(kind, key)
         if self._fresh and file not in self._written:
             return None
@@ -48,7 +48,7 @@ class Store:
         return found if isinstance(found, dict) else None
 
     def put(self, kind: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
-        """Remember it, at once: an interrupted search keeps what it measured."""
+        """Write a result at once: an interrupted search keeps its results."""
         file = self._file(kind, key)
         with keeping("What a search found"):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,16 +63,16 @@ class Store:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a search runs: nobody removes what is kept, and others see that they are not alone with it."""
+        """Mark the store as used while a search runs, so that nobody removes its files."""
         with using_searches() as self._running:
             yield
 
     def alone(self) -> AbstractContextManager[bool]:
-        """Whether no other search uses what is kept, for the time of the block; only then may artifacts be removed."""
+        """Lock the store: whether no other search uses it during the block, so that artifacts may be removed."""
         return alone_with_searches(self._running)
 
     def building(self, key: Mapping[str, Any], timeout_s: float) -> AbstractContextManager[bool]:
-        """The right to make the artifact of a key, which another search may be making; whether it came in time."""
+        """Lock the artifact of a key, which another search may be building; whether the lock came in time."""
         return held(self.artifact(key).with_suffix(".lock"), timeout_s, keep=True)
 
     def artifact(self, key: Mapping[str, Any]) -> Path:
@@ -89,7 +89,7 @@ def digest(key: Any) -> str:
 
 
 def data_digest(data: Any) -> str:
-    """Identifies data: the content of a file or a folder, the rows of a list, the fingerprint of a data set, the name of another.
+    """Identify data by the content of a file or a folder, the rows of a list, the fingerprint of a data set, the name of another.
 
     Files that a file's rows name (images, sounds) are not read.
     """

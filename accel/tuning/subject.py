@@ -1,4 +1,4 @@
-"""What the parts of a search share: the model, the calls to time, what was made and tried, and the time limit."""
+"""Data that the parts of a search share: the model, artifacts, candidates, measurements, and the time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .store import digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is searched for, and where: everything that a measurement depends on and no candidate changes.
+    """The model and the machine: everything that a measurement depends on and no candidate changes.
 
     Attributes:
         model: The PyTorch model, or the artifact to quantize.
@@ -60,7 +60,7 @@ class Subject:
 
 
 def load_key(load: Load) -> dict[str, Any]:
-    """What identifies the calls of a search."""
+    """Return what identifies the calls of a search."""
     values = {name: getattr(load, name) for name in ("batch", "sequence", "max_length", "threads", "seed")}
     return {**values, "texts": digest(load.texts) if load.texts is not None else None}
 
@@ -74,31 +74,60 @@ class Made:
     facts: Facts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A candidate timed next to the baseline.
+
+    Attributes:
+        result: Its latencies.
+        anchor: The baseline's in the same rounds.
+        disturbance: What the machine did meanwhile.
+        search: The search that it was made in: an earlier one where it was remembered.
+    """
+
+    result: VariantResult
+    anchor: VariantResult
+    disturbance: Disturbance = field(default_factory=Disturbance)
+    search: str = ""
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Measurement:
+        """Read a record of the store."""
+        noticed = record["disturbance"]
+        return cls(
+            result=VariantResult.from_dict(record["result"]),
+            anchor=VariantResult.from_dict(record["anchor"]),
+            disturbance=Disturbance(**{**noticed, "signs": tuple(noticed["signs"])}),
+            search=record.get("search", ""),
+        )
+
+
 @dataclass(slots=True)
 class Tried:
-    """A candidate and what was measured of it, next to the baseline (`anchor`).
+    """A candidate and what was measured of it.
 
     Attributes:
         candidate: Recipe and run options.
         made: Its artifact.
-        screen, anchor: The short measurement.
-        screened_in: The search that the short measurement was made in: an earlier one where it was remembered.
-        final, final_anchor: The long one.
-        disturbance: What the machine did meanwhile.
+        screen: The short measurement.
+        final: The long one; the short one where there was no time for it.
         found: Its accuracy.
         reason: Why it was not measured further.
     """
 
     candidate: Candidate
     made: Made
-    screen: VariantResult | None = None
-    anchor: VariantResult | None = None
-    screened_in: str = ""
-    final: VariantResult | None = None
-    final_anchor: VariantResult | None = None
-    disturbance: Disturbance = field(default_factory=Disturbance)
+    screen: Measurement | None = None
+    final: Measurement | None = None
     found: Accuracy | None = None
     reason: str = ""
+
+    @property
+    def last(self) -> Measurement:
+        """The last measurement of a candidate that was timed."""
+        last = self.final or self.screen
+        assert last is not None, "it was timed"
+        return last
 
     @property
     def identity(self) -> str:
@@ -131,7 +160,7 @@ class Clock:
         return math.inf if self.limit_s is None else share * self.limit_s - self.spent()
 
     def until(self, part: float) -> float:
-        """The share of the limit that is used up when a part of what is left now is: a slow start takes from all alike."""
+        """Return the share of the limit that is used up when this part of the time left is: a slow start shortens all stages."""
         return (
             1.0 if self.limit_s is None else (self.spent() + part * max(self.left() - self.kept_s, 0.0)) / self.limit_s
         )
@@ -141,6 +170,6 @@ class Clock:
         self.kept_s = min(seconds, max(self.left(), 0.0) / 2)
 
     def timeout(self, share: float = 1.0) -> float | None:
-        """How long a process may take to answer; at least a moment, so that what is nearly done gets through."""
+        """Return how long a process may take to answer; at least 0.1 s, so that nearly finished work still counts."""
         left = self.left(share)
         return None if left == math.inf else max(left, 0.1)

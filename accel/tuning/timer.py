@@ -13,20 +13,20 @@ from typing import Any
 
 from .. import progress
 from ..errors import BudgetError, SessionError
-from ..measuring.disturbance import Disturbance, MachineWatch
+from ..measuring.disturbance import MachineWatch
 from ..measuring.latency import rounds
-from ..measuring.latency.results import Cell, VariantResult, result
+from ..measuring.latency.results import Cell, result
 from ..measuring.latency.rounds import Measured
 from ..measuring.latency.variants import Traffic, Variant, Workload
 from ..measuring.latency.worker import Worker
 from ..measuring.latency.workloads import Load, text_workloads, workloads_of
 from .builder import LATE, Builder
 from .store import Store
-from .subject import Clock, Subject, Tried, load_key
+from .subject import Clock, Measurement, Subject, Tried, load_key
 
 logger = logging.getLogger(__name__)
 
-_HEAT = 6  # candidates that are loaded at once, beside PyTorch
+_HEAT = 6  # candidates that are loaded at once, next to the baseline
 _WARMUP = 6
 _RESERVE_S = 2.0  # for ending the processes of a heat
 
@@ -39,7 +39,7 @@ class Amount:
         rounds: How often the variants take turns.
         calls: Calls of each in a round.
         budget_s: For each workload; three rounds are made in any case.
-        hopeless: A candidate whose first calls take this many times as long as PyTorch's is not timed.
+        hopeless: A candidate whose first calls take this many times as long as the baseline's is not timed.
     """
 
     rounds: int
@@ -94,7 +94,7 @@ class Timer:
             self._anchor.close()
 
     def lengths(self, limits: Mapping[str, int]) -> Iterator[int]:
-        """Lengths that the calls have, where a model has these limits."""
+        """Lengths of the calls, for a model with these limits."""
         if self._load.texts is None:
             yield from self._load.sequence
             return
@@ -105,15 +105,14 @@ class Timer:
         """Short measurements, a few candidates at a time, until a share of the time limit is used up.
 
         Args:
-            group: What to measure; each gets `screen` and `anchor`, or a reason why not.
+            group: What to measure; each gets `screen`, or a reason why not.
             share: Of the time limit.
             hopeless: See `Amount`.
         """
         waiting = []
         for tried in group:
             if (record := self._store.get("screens", self._key(tried, "screen"))) is not None:
-                tried.screen, tried.anchor, tried.disturbance = _results(record)
-                tried.screened_in = str(record.get("search") or tried.candidate)
+                tried.screen = Measurement.from_dict({"search": str(tried.candidate), **record})
             else:
                 waiting.append(tried)
         for i in range(0, len(waiting), _HEAT):
@@ -132,14 +131,14 @@ class Timer:
                 for tried in heat:
                     tried.reason = LATE
             for tried, record, lost in timed or ():
-                tried.screen, tried.anchor, tried.disturbance = _results(record)
-                tried.screened_in = self._search
+                record["search"] = self._search
+                tried.screen = Measurement.from_dict(record)
                 # A process that died or was cut off may do better the next time.
                 if not lost:
-                    self._store.put("screens", self._key(tried, "screen"), {**record, "search": self._search})
+                    self._store.put("screens", self._key(tried, "screen"), record)
 
     def finals(self, group: Sequence[Tried], *, alone: bool = False) -> None:
-        """Longer measurements of the survivors, all side by side; each gets `final` and `final_anchor`.
+        """Longer measurements of the survivors, all side by side; each gets `final`.
 
         With too little time left, the measurements before have to do.
 
@@ -156,8 +155,7 @@ class Timer:
                 records.append((tried, record))
             else:
                 waiting.append(tried)
-            if tried.final is None:
-                tried.final, tried.final_anchor = tried.screen, tried.anchor
+            tried.final = tried.final or tried.screen
         left = (self._clock.left() - self._loading_s - _RESERVE_S) / max(len(self._loadloads), 1)
         amount = replace(FINAL, budget_s=min(FINAL.budget_s, left))
         if waiting and amount.budget_s >= 1:
@@ -166,11 +164,11 @@ class Timer:
                 if amount == FINAL and record["result"]["error"] is None:
                     self._store.put(folder, self._key(tried, kind), record)
         for tried, record in records:
-            result, anchor, disturbance = _results(record)
-            if result.error is None:
-                tried.final, tried.final_anchor, tried.disturbance = result, anchor, disturbance
+            measurement = Measurement.from_dict(record)
+            if measurement.result.error is None:
+                tried.final = measurement
             elif not alone:
-                tried.final, tried.final_anchor, tried.reason = None, None, result.error
+                tried.final, tried.reason = None, measurement.result.error
 
     def _in_time(
         self, heat: Sequence[Tried], amount: Amount, what: str
@@ -203,11 +201,11 @@ class Timer:
         return None if left == math.inf else time.perf_counter() + left
 
     def _heat(self, heat: Sequence[Tried], amount: Amount, what: str) -> list[tuple[Tried, dict[str, Any], bool]]:
-        """Each candidate with its result and that of PyTorch, taken in turns, and whether its process was lost."""
+        """Time candidates in turns with the baseline: each with its record, and whether its process was lost."""
         for tried in heat:
             self._builder.files(tried.made)
         started = time.perf_counter()
-        # PyTorch and the candidates import at the same time.
+        # The baseline and the candidates import at the same time.
         others = [Measured(v, Worker(v, self._load.threads, self._until())) for v in map(self._variant, heat)]
         group = others
         try:
@@ -241,7 +239,7 @@ class Timer:
         ]
 
     def _start_anchor(self) -> Measured:
-        """PyTorch float32, kept loaded for all heats, and the workloads, whose inputs it makes."""
+        """Load the baseline, which stays loaded for all heats and makes the inputs of the workloads."""
         if self._anchor is not None:
             return self._anchor
         variant = self._subject.baseline
@@ -258,18 +256,8 @@ class Timer:
 
 
 class _LateError(Exception):
-    """The time limit ended while PyTorch was timed."""
+    """The time limit ended while the baseline was timed."""
 
 
 def _round_ms(cell: Mapping[str, Any]) -> list[float]:
     return [median(calls) for calls in cell["milliseconds"]]
-
-
-def _results(record: Mapping[str, Any]) -> tuple[VariantResult, VariantResult, Disturbance]:
-    """Candidate, PyTorch and the machine, from what was measured now or what was remembered as JSON."""
-    noticed = record["disturbance"]
-    return (
-        VariantResult.from_dict(record["result"]),
-        VariantResult.from_dict(record["anchor"]),
-        Disturbance(**{**noticed, "signs": tuple(noticed["signs"])}),
-    )

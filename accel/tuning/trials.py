@@ -1,4 +1,4 @@
-"""What a search found: its types, its table, and the message when nothing fits."""
+"""Results of a search: their types, the table, and the error when nothing fits."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         artifact: The winner, in its folder.
@@ -165,7 +165,7 @@ class Tuning:
 
     @property
     def measured_on(self) -> str:
-        """The rows in words: a sample is never passed off as all of them."""
+        """Describe the rows; a sample is always called one."""
         return f"{self.rows} rows" if self.rows == self.total_rows else f"{self.rows} of {self.total_rows} rows"
 
     @property
@@ -203,7 +203,7 @@ def no_fit(
     limit_s: float | None,
     failed: Mapping[str, str],
 ) -> BudgetError:
-    """The error when no candidate satisfies all constraints: which ones bind, and by how much.
+    """Return the error when no candidate satisfies all constraints: which ones bind, and by how much.
 
     Args:
         missed: Of each candidate its name, by how much it misses each constraint, and whether its accuracy was measured.

@@ -1,4 +1,4 @@
-"""`accel.tune`: tries what every backend offers on this machine and this data, and keeps the best that fits."""
+"""`accel.tune`: try the candidates of every backend on this machine and data, and keep the best that fits."""
 
 from __future__ import annotations
 

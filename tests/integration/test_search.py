@@ -26,7 +26,7 @@ from accel.measuring.statistics import summarize
 from accel.stages.export import export
 from accel.testing.models import tiny_model, tiny_tokenizer
 from accel.tuning.accuracy_budget import Attempt
-from accel.tuning.subject import Tried
+from accel.tuning.subject import Measurement, Tried
 from accel.tuning.timer import Timer
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
@@ -87,7 +87,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Seq
         sizes.append(len(self._load.call["input_ids"]))
         base = _result(anchor)
         for tried, rounds in zip(group, itertools.cycle(others)):
-            tried.final, tried.final_anchor = _result(rounds), base
+            tried.final = Measurement(result=_result(rounds), anchor=base)
 
     monkeypatch.setattr(Timer, "finals", finals)
     return sizes

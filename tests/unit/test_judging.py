@@ -17,7 +17,7 @@ from accel.measuring.statistics import summarize
 from accel.tuning.candidates import Candidate, Recipe
 from accel.tuning.jobs import Accuracy, Facts
 from accel.tuning.objective import Judge
-from accel.tuning.subject import Made, Tried
+from accel.tuning.subject import Made, Measurement, Tried
 from accel.tuning.trials import Constraints, Goal
 
 
@@ -30,10 +30,14 @@ def measured(ms: float) -> VariantResult:
     return VariantResult(name="one", cells=(cell,))
 
 
+def beside(result: VariantResult, anchor: VariantResult, search: str = "") -> Measurement:
+    return Measurement(result=result, anchor=anchor, search=search)
+
+
 def screened(name: str, search: str, *, ms: float, pytorch_ms: float) -> Tried:
     recipe = Recipe(stage="export", backend=name, format="onnx", setting="float32")
     candidate = Candidate(recipe=recipe, backend=name, device="cpu")
-    return Tried(candidate, cast(Any, None), screen=measured(ms), anchor=measured(pytorch_ms), screened_in=search)
+    return Tried(candidate, cast(Any, None), screen=beside(measured(ms), measured(pytorch_ms), search))
 
 
 def test_what_an_earlier_search_measured_is_compared_with_its_own_pytorch() -> None:
@@ -66,7 +70,7 @@ def test_other_programs_are_noticed_by_pytorchs_own_latencies() -> None:
     judge.tried["one"] = screened("one", "first", ms=1.0, pytorch_ms=3.0)
     judge.tried["two"] = screened("two", "first", ms=1.0, pytorch_ms=4.0)
     assert not judge.disturbed()
-    judge.tried["one"].final, judge.tried["one"].final_anchor = measured(1.2), measured(172.0)
+    judge.tried["one"].final = beside(measured(1.2), measured(172.0))
     assert "took 3 ms for 1x8 in one measurement and 172 ms in another" in judge.disturbed()
 
 
@@ -85,7 +89,7 @@ def rounds(times: list[float]) -> VariantResult:
     return VariantResult(name="one", cells=(cell,))
 
 
-def survivor(recipe: Recipe, times: list[float], beside: list[float] = PYTORCH, **options: Any) -> Tried:
+def survivor(recipe: Recipe, times: list[float], anchor: list[float] = PYTORCH, **options: Any) -> Tried:
     candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(**options))
     comparison = cast(Any, SimpleNamespace(excess=lambda budget: 0.0, in_a_table=dict))
     scored = Scored(value=0.9, scores={}, predictions=(), seconds=1.0)
@@ -94,9 +98,8 @@ def survivor(recipe: Recipe, times: list[float], beside: list[float] = PYTORCH, 
         by_batch={"1": 0.9},
     )  # fmt: skip
     made = Made(recipe, Path(), Facts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0))
-    tried = Tried(candidate, made, screen=rounds(times), anchor=rounds(beside), found=found)
-    tried.final, tried.final_anchor = rounds(times), rounds(beside)
-    return tried
+    measurement = beside(rounds(times), rounds(anchor))
+    return Tried(candidate, made, screen=measurement, final=measurement, found=found)
 
 
 def judged(*group: Tried, objective: Any = "latency") -> Judge:
@@ -158,26 +161,26 @@ def test_one_statistic_is_shown_for_one_measurement() -> None:
     assert trial.speedup is not None
     assert trial.speed == trial.speedup.value
     assert not trial.speedup.steady
-    plain.final, plain.final_anchor = rounds([1.0] * 12), rounds([16.0] * 12)
+    plain.final = beside(rounds([1.0] * 12), rounds([16.0] * 12))
     again = judge.measured_again(trial, plain)
     assert again.speedup is not None
-    assert (again.speed, again.result) == (again.speedup.value, plain.final)
+    assert (again.speed, again.result) == (again.speedup.value, plain.final.result)
     assert again.speed == pytest.approx(16.0)
 
 
 def test_sizes_are_exact() -> None:
     judge = judged(objective="size")
     small = survivor(INT8, [1.0] * 12)
-    assert small.final is not None
-    small.final = replace(small.final, bytes=25)
-    small.final_anchor = replace(small.final, bytes=100)
+    result = rounds([1.0] * 12)
+    small.final = beside(replace(result, bytes=25), replace(result, bytes=100))
     assert str(judge.speedup(small)) == "4.00 (4.00 to 4.00)"
 
 
 def test_other_programs_are_in_what_the_search_found() -> None:
     plain = survivor(EXPORT, [1.0] * 12)
-    plain.disturbance = Disturbance(signs=("the load average was 7.0 on 2 processors before the measurement",))
+    signs = ("the load average was 7.0 on 2 processors before the measurement",)
+    plain.final = replace(plain.last, disturbance=Disturbance(signs=signs))
     judge = judged(plain)
-    assert judge.disturbance(plain).signs == plain.disturbance.signs
-    plain.final_anchor = rounds([400.0] * 12)
+    assert judge.disturbance(plain).signs == signs
+    plain.final = replace(plain.last, anchor=rounds([400.0] * 12))
     assert len(judge.disturbance(plain).signs) == 2

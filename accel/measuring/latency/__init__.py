@@ -1,1 +1,1 @@
-"""Latency: calls to time, variants that take turns, and what is said about the times."""
+"""Latency: calls to time, variants that take turns, and their results."""

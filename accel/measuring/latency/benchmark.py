@@ -134,7 +134,7 @@ def _sizes(given: int | Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured.
+    """Number of calls, rounds and processes.
 
     Attributes:
         warmup, rounds, calls, processes: As in `benchmark`.
@@ -274,7 +274,7 @@ def variants_of(
     options: SessionOptions | None,
     hub: HubOptions,
 ) -> list[Variant]:
-    """The variants of what the user named, PyTorch float32 first where it is to be found.
+    """Return the variants of the named models, PyTorch float32 first where its weights are here.
 
     Raises:
         ConfigError: Models of several tasks, or the same variant twice.
@@ -311,7 +311,7 @@ def variants_of(
 
 
 def _path_of(resolved: Resolved, artifact: Artifact) -> Path:
-    """What another process finds the same graphs by: of several in one folder, the file of one."""
+    """Path that another process opens: the folder, or one file of a folder with several graphs."""
     lies_there = resolved.kind == "foreign" and artifact.path == resolved.folder
     return artifact.path / artifact.components[0].file if lies_there else artifact.path
 
@@ -347,7 +347,7 @@ def pytorch_variant(
 
 
 def _runner(resolved: Resolved) -> str | None:
-    """Who runs a model when nobody is named: its own choice, or else the first backend that runs its format."""
+    """Backend of a model when none is named: its own choice, or else the first one that runs its format."""
     artifact = resolved.artifact
     if artifact is None or artifact.manifest.run is not None:
         return None

@@ -1,4 +1,4 @@
-"""What a benchmark says: one result a variant, one cell a workload, and the lines that are printed of them."""
+"""Results of a benchmark: one result a variant, one cell a workload, and their printed lines."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class VariantResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """What was measured.
+    """Result of a benchmark.
 
     Attributes:
         task: Of the model.
@@ -168,7 +168,7 @@ class Benchmark:
 
 
 def without_infinity(value: Any) -> Any:
-    """The values with `None` for infinite numbers, which JSON does not have: the end of a single round's interval."""
+    """Replace infinite numbers, such as the interval of a single round, by `None`, because JSON has none."""
     if isinstance(value, Mapping):
         return {key: without_infinity(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -182,7 +182,7 @@ def ratio_of(values: Mapping[str, Any]) -> Ratio:
 
 
 def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> VariantResult:
-    """What was measured of a variant, for the report."""
+    """Return the result of a variant that was measured."""
     cells: list[Cell] = []
     for workload in workloads:
         blocks = one.blocks.get(workload.name, [])
@@ -231,7 +231,7 @@ def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> Vari
 
 
 def _tokens_per_s(workload: Workload, milliseconds: Sequence[float], before: Sequence[Cell]) -> float | None:
-    """Tokens behind the first one over the time that they took; the cell before holds the time until the first one."""
+    """Tokens after the first one over the time that they took; the previous cell has the time until the first token."""
     if workload.new_tokens < 2 or not before:
         return None
     behind = summarize(milliseconds).median - before[-1].latency.median

@@ -1,4 +1,4 @@
-"""Variants that take turns: the measuring kernel of benchmarks and searches."""
+"""Time variants in turns, for benchmarks and searches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Measured:
     lost: bool = False  # its process died or did not answer in time
 
     def attempt(self, action: Callable[[Worker], Any]) -> Any:
-        """Do something with the worker; what it raises ends this variant and no other."""
+        """Call `action` with the worker; an error ends this variant only."""
         if self.worker is None:
             return None
         try:
@@ -152,7 +152,7 @@ def restart(
 
 
 def warm_up(group: Sequence[Measured], workload: Workload, calls: int, *, hopeless: float | None = None) -> None:
-    """Calls that are not counted; every shape of the workload at least once, where there are not too many.
+    """Make calls that are not counted; every shape of the workload at least once, where there are not too many.
 
     Args:
         group: The baseline and the others.
@@ -179,7 +179,7 @@ def _seconds(block: Block | None) -> float:
 
 
 def _give_up_if_slow(one: Measured, workload: Workload, base_ms: float, factor: float) -> None:
-    """Three calls that are all too slow decide, or one that is not done a second after it should be.
+    """Give up after three calls that are all too slow, or one that is not done a second after it should be.
 
     Measured: OpenVINO 2026.4 computes the float part of an int8 graph in float16 with its reference kernels on a Xeon with AMX,
     in 10 s a call where PyTorch takes 15 ms.

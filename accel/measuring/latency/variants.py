@@ -1,4 +1,4 @@
-"""What is timed, and what comes back: variants, calls, traffic, times."""
+"""Data of latency measurements: variants, calls, traffic, times."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def planned_variant(variant: Variant) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a process says about the variant that it loaded.
+    """Facts about a loaded variant.
 
     Attributes:
         load_s: Seconds to load it, imports excluded.

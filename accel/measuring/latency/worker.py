@@ -100,7 +100,7 @@ def _serve(verb: str, args: Sequence[Any]) -> Any:
 
 
 def _given(artifact: Artifact) -> tuple[TensorSpec, ...]:
-    """What a caller gives: the inputs of all graphs that no other one answers with."""
+    """Inputs of all graphs that are not outputs of another graph."""
     made = {spec.name for component in artifact.components for spec in component.outputs}
     return tuple(spec for component in artifact.components for spec in component.inputs if spec.name not in made)
 
@@ -215,7 +215,7 @@ _served = _Served()
 
 
 def _generate(model: Any, new_tokens: int, **feeds: Any) -> Any:
-    """Greedy generation of exactly so many tokens."""
+    """Generate exactly `new_tokens` tokens greedily."""
     return model.generate(
         **feeds, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, num_beams=1,
         output_logits=True, return_dict_in_generate=True,

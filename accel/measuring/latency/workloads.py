@@ -1,4 +1,4 @@
-"""What is timed: a grid of shapes, or real texts with the lengths that they have."""
+"""Workloads: a grid of shapes, or real texts with their own lengths."""
 
 from __future__ import annotations
 
