@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..artifact.manifest import MANIFEST, Artifact
+from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.plan import make_plan
@@ -32,7 +32,7 @@ from ..interfaces.task_registry import task_spec
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.results import VariantResult, ratio_of, without_infinity
-from ..measuring.latency.variants import Variant
+from ..measuring.latency.variants import Variant, process_path
 from ..measuring.latency.workloads import Load
 from ..models.base import ORTModel
 from ..models.decoder_batches import PartBatches
@@ -276,14 +276,11 @@ def _evaluation_set(artifact: Artifact, data: EvaluationData) -> EvaluationSet:
 
 def _subject(artifact: Artifact) -> Subject:
     """Compare every candidate with the float artifact."""
-    weights = artifact.format == WEIGHTS
-    lies_there = weights or (artifact.path / MANIFEST).is_file()
     baseline = Variant(
         name="the float artifact",
-        # Another process finds the graph of a folder without a manifest by its file.
-        path=artifact.path if lies_there else artifact.path / artifact.components[0].file,
+        path=process_path(artifact),
         task=artifact.task,
-        backend=registry.owner("export", WEIGHTS).name if weights else None,
+        backend=registry.owner("export", WEIGHTS).name if artifact.format == WEIGHTS else None,
     )
     return Subject(model=resolve(artifact), baseline=baseline, digest=artifact.digest, reference=baseline.name)
 

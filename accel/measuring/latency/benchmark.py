@@ -30,7 +30,7 @@ from ...stages.resolution import original, resolve
 from ..disturbance import MachineWatch
 from .results import Benchmark, result
 from .rounds import Measured, check, restart, start, take_turns, warm_up
-from .variants import Traffic, Variant, Workload
+from .variants import Traffic, Variant, Workload, process_path
 from .workloads import Load, lengths, workloads_of
 
 logger = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ def variants_of(
             label = f"{resolved.name} [{spec.name}]" if spec is not None else resolved.name
             found.append(
                 Variant(
-                    name=_unused(label, found), path=_path_of(resolved, artifact), task=resolved.task,
+                    name=_unused(label, found), path=process_path(artifact), task=resolved.task,
                     backend=spec.name if spec else None, device=device, options=options,
                     trust_remote_code=hub.trust_remote_code,
                 )
@@ -308,12 +308,6 @@ def variants_of(
     if len(tasks) != 1:
         raise ConfigError(f"The models do different tasks: {sorted(tasks)}.", fix="benchmark one task at a time.")
     return variants
-
-
-def _path_of(resolved: Resolved, artifact: Artifact) -> Path:
-    """Path that another process opens: the folder, or one file of a folder with several graphs."""
-    lies_there = resolved.kind == "foreign" and artifact.path == resolved.folder
-    return artifact.path / artifact.components[0].file if lies_there else artifact.path
 
 
 def pytorch_variant(

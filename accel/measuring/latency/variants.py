@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...artifact.manifest import MANIFEST, Artifact
 from ...config import SessionOptions, check_number
+from ...interfaces.specs import WEIGHTS
 
 if TYPE_CHECKING:
     from ...backends.plan import Plan
@@ -40,6 +42,12 @@ class Variant:
     options: SessionOptions | None = None
     trust_remote_code: bool = False
     lasting: bool = False
+
+
+def process_path(artifact: Artifact) -> Path:
+    """Path by which another process opens an artifact: its folder, or a file of a folder without a manifest and several graphs."""
+    complete = artifact.format == WEIGHTS or (artifact.path / MANIFEST).is_file()
+    return artifact.path if complete else artifact.path / artifact.components[0].file
 
 
 def planned_variant(variant: Variant) -> Plan:
