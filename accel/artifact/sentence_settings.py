@@ -17,10 +17,8 @@ from .tensors import TensorSpec
 
 MODULES = "modules.json"
 GENERAL = "config_sentence_transformers.json"
-_TRANSFORMER_FILES = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
+# `sentence_bert_config.json`; the first versions named the file after the model type.
+_TRANSFORMER_FILES = "sentence_*_config.json"
 
 Kind = Literal["", "embedder", "cross-encoder", "sparse encoder", "multi-vector encoder"]
 _KINDS: Mapping[str, Kind] = {
@@ -231,7 +229,7 @@ def sentence_settings(folder: Path) -> SentenceSettings:
     modules = _modules(folder) if kind else []
     _check(folder / GENERAL, general, FIELDS[GENERAL])
     first = folder / (modules[0]["path"] if modules and _class(modules[0]) == "Transformer" else "")
-    path = next((one for name in _TRANSFORMER_FILES if (one := first / name).is_file()), None)
+    path = next(iter(sorted(first.glob(_TRANSFORMER_FILES))), None)
     transformer = _json(path) if path is not None else {}
     limit = None
     refusal = "it is a cross-encoder" if kind == "cross-encoder" else ""

@@ -13,6 +13,7 @@ from ..interfaces.family import Axes
 from ..interfaces.wrapper import Tensors, Wrapper
 from ..upstream.cache_names import CACHE_NAME, CACHE_NAMES, cache_argument
 from ..upstream.library_output import quiet
+from ..upstream.onnx_exporter import make_rewrites_exact
 from .cached_attention import FusedAttention
 from .generation_graphs import encoder_output, split
 from .graph_names import (
@@ -25,7 +26,6 @@ from .graph_names import (
     strip_provenance,
     usual_sizes_in,
 )
-from .graph_repairs import make_rewrites_exact
 from .mapped_memory import release_pages
 from .process_lock import alone
 from .prompt_cases import cases_by_part

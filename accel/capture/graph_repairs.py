@@ -1,8 +1,7 @@
-"""What the libraries under the trace rewrite in graphs, held to what is exact."""
+"""What the libraries under the trace write into graphs, held to what is exact."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -13,51 +12,6 @@ if TYPE_CHECKING:
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
 # A size that may be further below 0 is not moved above it: OpenVINO's integers are exact up to 2**24 where they are divided.
 _FARTHEST = 2**20
-
-
-@functools.cache
-def make_rewrites_exact() -> None:
-    """Let onnxscript drop `x + 0` and `x * 1` for 0 and 1 alone.
-
-    Its rules take any number up to 1e-8 for 0 and up to 1.00001 for 1 (onnxscript 0.7). That removes the epsilon of an
-    RMSNorm (Helium's is 1e-8), which makes NaN of padding, whose embeddings are zeros. Call it before its optimizer runs.
-    """
-    from onnxscript.rewriter.rules.common import _no_op
-
-    for rule in _no_op.rules:
-        for node in rule._target_pattern:
-            for value in node.inputs:
-                if hasattr(value, "_abs_tol"):
-                    value._abs_tol = value._rel_tol = 0.0
-
-
-@functools.cache
-def parse_operators_once() -> None:
-    """Let onnxscript keep the signatures of its five hundred functions for PyTorch's operators.
-
-    `torch.onnx` (2.12) asks for all of them with each graph, and onnxscript 0.7 parses their source each time: a tenth of the
-    time of a small export.
-    """
-    from onnxscript import TracedOnnxFunction
-
-    parse = TracedOnnxFunction.function_ir.fget
-    assert parse is not None
-    TracedOnnxFunction.function_ir = property(functools.cache(parse))
-
-
-def forget_traced() -> None:
-    """Let the libraries let go of the graph that they looked at last, and with it of the model's weights.
-
-    Each rule of onnxscript (0.7) keeps the graph that it was tried on, and `torch.export` (2.13) the nodes of its last trace, both
-    for as long as the process runs.
-    """
-    from onnxscript import rewriter
-    from torch.fx.experimental import proxy_tensor
-
-    for rule in rewriter._DEFAULT_REWRITE_RULES:
-        for kept in ("_graph", "_match", "_current_node"):
-            vars(rule._matcher).pop(kept, None)
-    getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
 
 
 def round_to_bfloat16(model: onnx_ir.Model) -> None:

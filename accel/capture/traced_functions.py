@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..upstream.symbolic_sizes import formula, hint, is_fake, statically_known_true
 
 # So many places along a side has no map of an image that is pooled.
 _WIDEST = 512
@@ -51,7 +51,7 @@ def _getitem(original: Function) -> Function:
 
 def _counts_from_the_end(stop: Any) -> bool:
     """Whether the end of a slice is minus something that varies."""
-    return isinstance(stop, torch.SymInt) and bool(stop.node.expr.as_coeff_Mul()[0] < 0)
+    return isinstance(stop, torch.SymInt) and bool(formula(stop).as_coeff_Mul()[0] < 0)
 
 
 def _length(original: Function) -> Function:
@@ -61,9 +61,9 @@ def _length(original: Function) -> Function:
 
     def length(self: torch.Tensor) -> Any:
         size: Any = self.shape[0] if self.ndim else 0
-        # A size that depends on data has no hint, and then the original says what is wrong.
-        hint = size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
-        return original(self) if hint is None else int(hint)
+        # Of a size that depends on data, the original says what is wrong.
+        known = hint(size)
+        return original(self) if known is None else known
 
     return length
 
@@ -142,8 +142,8 @@ def _pools_all(image: torch.Tensor, kernel_size: Any, padding: Any) -> bool:
 def _covers(side: Any, size: Any) -> bool:
     if isinstance(side, torch.SymInt):
         # transformers' exporter for OpenVINO has cut the window: to the smaller of its side and the image's.
-        limits = [int(one) for one in side.node.expr.args if one.is_Integer]
-        return side.node.expr.func.__name__ == "Min" and min(limits, default=0) >= _WIDEST
+        limits = [int(one) for one in formula(side).args if one.is_Integer]
+        return formula(side).func.__name__ == "Min" and min(limits, default=0) >= _WIDEST
     return bool(side >= _WIDEST or (isinstance(size, int) and side >= size))
 
 

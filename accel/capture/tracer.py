@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +17,17 @@ from ..errors import ExportError
 from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import task_spec
 from ..interfaces.wrapper import Wrapper
-from ..upstream.library_output import quiet
-from .graph_names import graph_name, rename_axes, strip_provenance
-from .graph_repairs import (
-    divide_sizes,
-    forget_traced,
-    keep_padding,
-    make_rewrites_exact,
-    parse_operators_once,
-    round_to_bfloat16,
+from ..upstream.exporter_tables import (
+    weights_read_by_other_code,
+    with_conversions,
+    without_stack_traces,
+    without_telemetry,
 )
+from ..upstream.library_output import quiet
+from ..upstream.onnx_exporter import make_rewrites_exact, parse_operators_once, release_traced_graphs
+from ..upstream.symbolic_sizes import DATA_DEPENDENT, formula
+from .graph_names import graph_name, rename_axes, strip_provenance
+from .graph_repairs import divide_sizes, keep_padding, round_to_bfloat16
 from .process_lock import alone
 from .quantized_linears import symbolic_layers
 from .recurrence import recurrent
@@ -62,7 +62,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
         with recurrent(source.model, symbolic=True), symbolic_layers():
             exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     finally:
-        forget_traced()
+        release_traced_graphs()
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
@@ -123,7 +123,7 @@ def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> Exporte
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
     settings = OpenVINOConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), stateful=False)
-    with _without_telemetry(), _converting(conversions), _weights_read_by_other_code(), recurrent(source.model):
+    with without_telemetry(), with_conversions(conversions), weights_read_by_other_code(), recurrent(source.model):
         exported = _traced(source, lambda: OpenVINOExporter().export(source.model, dict(source.example), settings))
     for port in exported.program.inputs:
         for position, axis in source.axes.get(port.any_name, {}).items():
@@ -147,7 +147,7 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
             replaced(source.model),
             _without_cache(source),
             _simple_sizes(source),
-            _without_stack_traces(),
+            without_stack_traces(),
         ):
             return trace()
 
@@ -157,7 +157,7 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
     except ExportError:
         raise
     except Exception as error:
-        answers = _answers(source) if "DataDependent" in type(error).__name__ else ()
+        answers = _answers(source) if isinstance(error, DATA_DEPENDENT) else ()
         if not answers:
             raise _trace_error(source, error) from error
     try:
@@ -179,22 +179,6 @@ def replaced(model: torch.nn.Module) -> Iterator[None]:
                 stack.callback(delattr, owner, name)
             setattr(owner, name, value)
         yield
-
-
-@contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Not to record the lines of Python behind each node, which `strip_provenance` would remove: up to a tenth of an export.
-
-    Errors of a trace name the model's lines still. A PyTorch that has no such setting does not look at it.
-    """
-    from torch.fx import config
-
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True  # type: ignore[attr-defined, unused-ignore]
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before  # type: ignore[attr-defined, unused-ignore]
 
 
 def _answers(source: Source) -> tuple[bool, ...]:
@@ -223,11 +207,11 @@ class _SimpleSizes(TorchFunctionMode):
         """Run a function of torch, and look at the size of what it makes."""
         made = func(*args, **(kwargs or {}))
         for size in made.shape if isinstance(made, torch.Tensor) else ():
-            formula = size.node.expr if isinstance(size, torch.SymInt) else None
-            if formula is None or formula in self._seen:
+            expression = formula(size) if isinstance(size, torch.SymInt) else None
+            if expression is None or expression in self._seen:
                 continue
-            self._seen.add(formula)
-            if formula.count_ops() > _MOST_OPERATIONS:
+            self._seen.add(expression)
+            if expression.count_ops() > _MOST_OPERATIONS:
                 raise ExportError(
                     f"A trace of {self._architecture} with images of any size takes too long: sizes in it are formulas of more "
                     f"than {_MOST_OPERATIONS} operations.",
@@ -260,60 +244,6 @@ def _without_cache(source: Source) -> Iterator[None]:
             config.use_cache = True
 
 
-@contextmanager
-def _converting(conversions: Sequence[Any]) -> Iterator[None]:
-    """transformers' converter for OpenVINO with further extensions in its table."""
-    from transformers.exporters import exporter_openvino
-
-    table = exporter_openvino._OV_CONVERSION_EXTENSIONS
-    before = list(table)
-    table.extend(conversions)
-    try:
-        yield
-    finally:
-        table[:] = before
-
-
-@contextmanager
-def _weights_read_by_other_code() -> Iterator[None]:
-    """transformers' converter puts zeros in the place of 16-bit weights of linear layers and embeddings, as these layers read what
-    it kept. Code that reads a weight itself, as Whisper's decoder its positions, gets it in float32 instead of the zeros.
-    """
-    from transformers.exporters import utils
-
-    fixes = utils._FX_PROGRAM_FIXES.setdefault("openvino", [])
-    fixes.append(_put_weights_back)
-    try:
-        yield
-    finally:
-        fixes.remove(_put_weights_back)
-
-
-def _put_weights_back(program: torch.export.ExportedProgram) -> None:
-    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    for spec in program.graph_signature.input_specs:
-        if spec.target is None or spec.arg.name not in read:
-            continue
-        layer, dot, name = spec.target.rpartition(".")
-        kept = program.state_dict.get(f"{layer}{dot}_16bit_{name}")
-        if kept is not None:
-            program.state_dict[spec.target] = torch.nn.Parameter(kept.detach().float(), requires_grad=False)
-
-
-@contextmanager
-def _without_telemetry() -> Iterator[None]:
-    """OpenVINO's converter reports each conversion to its vendor unless it believes that it runs in a CI job."""
-    before = os.environ.get("CI")
-    os.environ["CI"] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CI"]
-        else:
-            os.environ["CI"] = before
-
-
 def _fixed_axis(source: Source, axis: str, name: str, size: int) -> ExportError:
     return ExportError(
         f"The trace of {source.architecture} fixed the axis {axis!r} of {name!r} to {size}.",
@@ -327,7 +257,7 @@ def _dynamic_shapes(source: Source) -> dict[str, dict[int, Any]]:
 
 
 def _trace_error(source: Source, error: Exception) -> ExportError:
-    if "DataDependent" in type(error).__name__:
+    if isinstance(error, DATA_DEPENDENT):
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling" in frame.filename]
         where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         return ExportError(

@@ -31,6 +31,7 @@ MODULES = {
     "superglue": "superglue",
     "visual_bert": "visual_bert",
     "vits": "vits",
+    "whisper": "whisper",
     "xmod": "xmod",
 }
 """Module of this package by model type, transformers' word in `config.json`."""

@@ -51,6 +51,7 @@ class Family:
         any_image_size: Whether a graph may take images of several sizes, where the PyTorch model does.
         processor_sizes: Settings of the image processor that say the size of an image, the first one first.
         sounds_of_any_length: For speech encoder-decoders: whether the encoder reads sounds of any length with their padding mask.
+        long_recordings: For speech encoder-decoders: whether `generate` goes through long recordings window by window.
         tiles: Whether an image is several tiles: `pixel_values: (batch, tiles, channels, height, width)`.
         fixed_text_length: Length in tokens that all texts next to an image are padded to; `None` for the longest of the batch.
         metric_depth: Whether depths are in metres although the config does not say so.
@@ -61,6 +62,7 @@ class Family:
     any_image_size: bool = True
     processor_sizes: Sequence[str] = ("crop_size", "size")
     sounds_of_any_length: bool = False
+    long_recordings: bool = False
     tiles: bool = False
     fixed_text_length: int | None = None
     metric_depth: bool = False

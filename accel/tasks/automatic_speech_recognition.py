@@ -16,11 +16,12 @@ from ..data.rows import Rows
 from ..data.sounds import encode_sounds
 from ..decoding.kv_cache import renamed
 from ..errors import InputError
+from ..interfaces.family_registry import family_of
 from ..interfaces.task import Sample, Task
 from ..models.encoder_decoder import EncoderDecoder
 from ..models.outputs import numpy_too
 from ..upstream.auto_models import architectures
-from ..upstream.long_form_speech import LongFormSpeech, encoder_strides, reads_long_recordings
+from ..upstream.long_form_speech import LongFormSpeech, encoder_strides
 
 
 class ORTModelForSpeechSeq2Seq(LongFormSpeech, EncoderDecoder):
@@ -66,7 +67,7 @@ class ORTModelForSpeechSeq2Seq(LongFormSpeech, EncoderDecoder):
 
     def _open(self) -> None:
         super()._open()
-        self._long_form = reads_long_recordings(self.config)
+        self._long_form = family_of(self.config).long_recordings
         if type(self) is ORTModelForSpeechSeq2Seq and not self._long_form:
             # The stock pipeline finds by the class's name that a model generates.
             self.__class__ = _named_after(*(self.config.architectures or ())[:1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from transformers.models.whisper.configuration_whisper import WhisperConfig
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 
@@ -22,11 +21,6 @@ class LongFormSpeech(WhisperGenerationMixin):  # type: ignore[misc]  # transform
 
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._postprocess_outputs(self.window_outputs(seek_outputs), *args, **kwargs)
-
-
-def reads_long_recordings(config: Any) -> bool:
-    """Whether transformers generates with this loop from a model of this config."""
-    return isinstance(config, WhisperConfig)
 
 
 def encoder_strides(config: Any) -> SimpleNamespace:

@@ -16,7 +16,7 @@ CORE = sorted((ROOT / "accel").rglob("*.py"))
 ALL = [*CORE, *sorted((ROOT / "accel_plugins").rglob("*.py"))]
 ROOMS = {path.name for path in (ROOT / "accel").iterdir() if (path / "__init__.py").is_file()}
 # `capture` calls transformers' exporters by their names; the reader of foreign folders is about other tools' formats.
-ABOUT_VENDORS = ("accel/capture/", "accel/compat/", "accel/deploying/", "accel/cli/deploy.py")
+ABOUT_VENDORS = ("accel/capture/", "accel/upstream/", "accel/compat/", "accel/deploying/", "accel/cli/deploy.py")
 VENDORS = re.compile(r"onnxruntime|openvino|tensorrt|nncf|neural_compressor", re.IGNORECASE)
 
 
