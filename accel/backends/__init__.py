@@ -1,5 +1,5 @@
-"""What a plugin's author imports, and how a backend is found, chosen and opened.
+"""How a backend is found and chosen, and how a model's sessions are opened.
 
-In: an artifact and what the user asked for. Out: its open sessions, and the reasons for the choice. `specs`, `interfaces`
-and `checks` are the plugin interface; what belongs to every backend alike goes here, what belongs to one into its plugin.
+In: a model that was found, and what the user asked for. Out: a plan with its reasons, and its open sessions. What belongs to every backend goes
+here, what belongs to one into its plugin.
 """
