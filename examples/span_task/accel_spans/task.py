@@ -167,8 +167,11 @@ class SpanExtractionPipeline(transformers.Pipeline):
 
 
 def _span_sums(predictions: Values, references: Values) -> Floats:
-    pairs = zip(predictions, references, strict=True)
-    return np.asarray([(len(found & true), len(found), len(true)) for found, true in pairs], np.float64)
+    rows = []
+    for found, true in zip(predictions, references, strict=True):
+        a, b = set(map(tuple, found)), set(map(tuple, true))
+        rows.append((len(a & b), len(a), len(b)))
+    return np.asarray(rows, np.float64)
 
 
 def _f1(sums: Floats) -> Floats:
@@ -180,7 +183,7 @@ def _span_f1(predictions: Values, references: Values) -> dict[str, float]:
 
 
 class Spans(Predictor):
-    """The spans of a row, as `(label, start, end)`."""
+    """The spans of a row, `[label, start, end]` each: predictions are values of JSON, because searches keep them in files."""
 
     kind = "spans"
 
@@ -190,15 +193,15 @@ class Spans(Predictor):
         return {"span_f1": Metric(name="span_f1", key="span_f1", compute=_span_f1, sums=_span_sums, finish=_f1)}
 
     def _references(self) -> list[Any]:
-        return [{(one["label"], one["start"], one["end"]) for one in row} for row in self.rows.column("spans")]
+        return [[[one["label"], one["start"], one["end"]] for one in row] for row in self.rows.column("spans")]
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Sets of spans, a row each."""
+        """A list of spans for each row."""
         found: list[Any] = [None] * len(self.rows)
         labels, text = self.rows.column("labels"), texts(self.rows, "text")
         for part, _, output in self.batches(model, what):
             for i, starts, ends in zip(part, output["start_logits"], output["end_logits"], strict=True):
                 encoding, _ = ask(self.processor, labels[i], text[i], self.max_length)
                 spans = found_spans(encoding, labels[i], starts.cpu(), ends.cpu(), text[i], 0.5)
-                found[i] = {(span["label"], span["start"], span["end"]) for span in spans}
+                found[i] = [[span["label"], span["start"], span["end"]] for span in spans]
         return found
