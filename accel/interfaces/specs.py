@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
@@ -15,14 +15,16 @@ API_VERSION = (2, 4)
 WEIGHTS = "torch"
 """The format of artifacts that are PyTorch models: weights, config, tokenizer."""
 
-GENERATING = (
-    "text-generation",
-    "text2text-generation",
-    "automatic-speech-recognition",
-    "image-to-text",
-    "image-text-to-text",
-)
-"""Tasks whose models answer token by token, over something that is kept between calls."""
+GENERATES = "generates"
+"""In place of a task's name: every task whose models answer token by token, over something that is kept between calls."""
+
+
+def among(task: str, words: Collection[str]) -> bool:
+    """Whether words name a task, by itself or by what it does (`GENERATES`)."""
+    from .task_registry import task_spec
+
+    return task in words or (GENERATES in words and task_spec(task).generates)
+
 
 Stage = Literal["prepare", "export", "optimize", "quantize", "run"]
 
@@ -75,7 +77,7 @@ class OptionTrial:
             runs as it was measured; or of a setting of a scheme (`SchemeSettings.trials`).
         value: What is tried.
         devices: Of an option: device types on which it is worth a try.
-        tasks: Tasks for which it is worth a try; `("*",)` for any.
+        tasks: Tasks for which it is worth a try; `("*",)` for any, `(GENERATES,)` for those that generate.
     """
 
     name: str
@@ -114,7 +116,7 @@ class Capability:
         settings: What each scheme can be told; the core refuses everything else by name.
         options: Of `export`: options that only this exporter has (`ExportConfig.options`). Of `run`: the vendor's device or
             provider options, where the backend leaves checking their names to `ortkit`.
-        tasks: Tasks it is limited to; `("*",)` for any.
+        tasks: Tasks it is limited to; `("*",)` for any, `(GENERATES,)` for those that generate.
         excludes: Tasks that it does not do.
         domains: Domains of the operators that it has, of those that a graph of `consumes` may use: `("",)` for the
             standard's alone, `None` for whatever comes. A graph with others is refused before anything is opened.
@@ -155,11 +157,11 @@ class Capability:
     def scheme_trials(self, scheme: str, task: str) -> tuple[OptionTrial, ...]:
         """The values of a scheme's settings that are worth a try for a task."""
         trials = next((one.trials for one in self.settings if one.scheme == scheme), ())
-        return tuple(trial for trial in trials if "*" in trial.tasks or task in trial.tasks)
+        return tuple(trial for trial in trials if "*" in trial.tasks or among(task, trial.tasks))
 
     def does(self, task: str) -> bool:
         """Whether it is for a task."""
-        return task not in self.excludes and ("*" in self.tasks or task in self.tasks)
+        return not among(task, self.excludes) and ("*" in self.tasks or among(task, self.tasks))
 
     def foreign(self, domains: Iterable[str] | None) -> tuple[str, ...]:
         """Of the operator domains of a graph, those that it does not have; none, where either side is unknown."""
@@ -251,4 +253,4 @@ class BackendSpec:
             and (format is None or capability.consumes == format)
             and (produces is None or capability.produces == produces)
         ]
-        return next((one for one in fitting if task in one.tasks), next(iter(fitting), None))
+        return next((one for one in fitting if task and among(task, one.tasks)), next(iter(fitting), None))

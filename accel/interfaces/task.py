@@ -109,6 +109,10 @@ class Task:
         """Return the pipeline class of one of `TaskSpec.own_pipelines`."""
         return None
 
+    def can_serve(self, pipeline: str, config: Any) -> bool:
+        """Whether a model with this config has what one of the task's pipelines looks for, such as a label of a certain name."""
+        return True
+
     # Serving
 
     def operations(self) -> Sequence[Any]:

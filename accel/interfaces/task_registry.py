@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from .task_spec import TaskSpec
 
 _ADAPTER = "adapter_config.json"
 _MOST_LABELS = 1_000_000
-_SENTENCE_TASKS: Mapping[str, str] = {"embedder": "sentence-similarity", "cross-encoder": "text-ranking"}
-"""The task of a kind of models of sentence-transformers."""
+_LANGUAGES = re.compile(r"_\w+_to_\w+\Z")
+"""Behind a task's name, the languages of a translation: `translation_en_to_de`."""
 
 
 def task_spec(name: str) -> TaskSpec:
@@ -31,10 +32,8 @@ def task_spec(name: str) -> TaskSpec:
         raise TaskError(
             f"A task is called by its name, not by {name!r}.", fix="pass a string such as 'text-classification'."
         )
-    # A translation task may name its languages: `translation_en_to_de`.
-    word = "translation" if name.startswith("translation_") else name
     known = _words(_installed())
-    found = known.get(word)
+    found = known.get(without_languages(name))
     if found is None:
         names = [spec.name for spec in all_tasks()]
         raise TaskError(
@@ -42,6 +41,21 @@ def task_spec(name: str) -> TaskSpec:
             fix=f"use one of {', '.join(names)}.",
         )
     return found
+
+
+def without_languages(word: str) -> str:
+    """The word for a task without the languages that it may name."""
+    return _LANGUAGES.sub("", word)
+
+
+def any_graph_task() -> str:
+    """The task of graphs that nothing is known about."""
+    return next(spec.name for spec in all_tasks() if spec.any_graph)
+
+
+def features_task() -> str:
+    """The task of hidden states alone."""
+    return next(spec.name for spec in all_tasks() if spec.embeds and not spec.pooling)
 
 
 def load_task(name: str) -> Task:
@@ -109,10 +123,10 @@ def _closeness(spec: TaskSpec, config: Mapping[str, Any]) -> tuple[bool, int, in
 
         if name in architectures(spec.auto_models):
             return (True, 0, len(name))
-    if not set(spec.fields) <= set(config):
+    if not set(spec.fields) <= set(config) or (spec.marks and not set(spec.marks) & set(config)):
         return None
     lengths = [len(suffix) for suffix in spec.suffixes if name.endswith(suffix)]
-    return (False, len(spec.fields), max(lengths)) if lengths else None
+    return (False, len(spec.fields) + bool(spec.marks), max(lengths)) if lengths else None
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
@@ -177,24 +191,19 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
         TaskError: The config names no architecture, or one without a task here.
     """
     if folder is not None and (kind := sentence_kind(folder)):
-        if kind not in _SENTENCE_TASKS:
+        task = next((spec.name for spec in all_tasks() if spec.sentence_kind == kind), None)
+        if task is None:
             raise TaskError(
                 f"{folder} holds a {kind} of sentence-transformers, which accel does not run yet.",
                 fix="use sentence-transformers for it, or pass task='feature-extraction' (or 'fill-mask') for the model's own outputs.",
             )
-        return _SENTENCE_TASKS[kind]
+        return task
     architectures = config.get("architectures") or []
     if not architectures:
         if folder is not None and not config and not (folder / "config.json").exists():
             raise missing_config(folder)
         raise TaskError("The model's config names no architecture to infer the task from.", fix="pass task=...")
     name = str(architectures[0])
-    # What Sentence Transformers writes beside a cross-encoder's classes.
-    if name.endswith("ForSequenceClassification") and {
-        "sentence_transformers",
-        "sbert_ce_default_activation_function",
-    } & set(config):
-        return "text-ranking"
     fits = [(closeness, spec.name) for spec in all_tasks() if (closeness := _closeness(spec, config)) is not None]
     best, task = max(fits, default=((False, 0, 0), ""))
     # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
@@ -235,4 +244,4 @@ def infer_adapter_task(folder: Path) -> str:
     """The task of a PEFT adapter from its `adapter_config.json`; features where it names none."""
     settings = read_json(folder / _ADAPTER)
     word = settings.get("task_type") or ""
-    return next((spec.name for spec in all_tasks() if word and spec.adapter == word), "feature-extraction")
+    return next((spec.name for spec in all_tasks() if word and spec.adapter == word), features_task())

@@ -53,6 +53,9 @@ class TaskSpec:
             these tasks also return what their training reads.
         suffixes: Endings of the names of architectures that do it.
         fields: Fields of a config that such an architecture has, where others' names end alike.
+        marks: Fields of which such a config has at least one.
+        sentence_kind: The kind of sentence-transformers folders that hold models for it: `embedder`, `cross-encoder`; empty for none.
+        any_graph: Whether its models are graphs that nothing is known about.
         listed: Whether all architectures that transformers lists for `auto_models` do it, whatever their names.
         synonyms: Other words for it.
         modalities: What a model for it reads.
@@ -62,6 +65,7 @@ class TaskSpec:
         pooling: For embeddings, what is pooled by where neither the user nor the folder says it; empty for none.
         pipelines: Pipeline tasks that a model for it serves, besides its own.
         own_pipelines: Pipeline tasks in addition that transformers has no pipeline for; the `Task` has their classes.
+        usual_models: By such a pipeline, the Hub id and revision of the model that is taken where a caller names none.
         columns: Uses of the columns of its data; none where rows cannot be read for it.
         processor: The transformers class that loads what makes its inputs, where its modalities do not tell.
         adapter: PEFT's word for it.
@@ -77,6 +81,9 @@ class TaskSpec:
     keeps: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    sentence_kind: str = ""
+    any_graph: bool = False
     listed: bool = False
     synonyms: tuple[str, ...] = ()
     modalities: tuple[Modality, ...] = ("text",)
@@ -86,6 +93,7 @@ class TaskSpec:
     pooling: str = ""
     pipelines: tuple[str, ...] = ()
     own_pipelines: tuple[str, ...] = ()
+    usual_models: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     processor: str = ""
     adapter: str = ""

@@ -66,7 +66,7 @@ class ORTModel(Familiar, Saveable):
     the first call.
     """
 
-    task: ClassVar[str] = "custom"
+    task: ClassVar[str] = ""
     _any_task: ClassVar[bool] = True
     base_model_prefix = "model"
     generation_config: Any = None
@@ -222,9 +222,14 @@ class ORTModel(Familiar, Saveable):
         """The class of a task, for a class that opens any."""
         return model_class(task)
 
+    @classmethod
+    def opens_any_graph(cls) -> bool:
+        """Whether it opens models of every task."""
+        return not cls.task or task_spec(cls.task).any_graph
+
     def _check_task(self, artifact: Artifact) -> None:
         wanted = task_spec(artifact.task)
-        if self.task != "custom" and not self._is_for(wanted):
+        if not self.opens_any_graph() and not self._is_for(wanted):
             raise TaskError(
                 f"{artifact.path} holds a model for {artifact.task}, which {type(self).__name__} does not do.",
                 fix=f"use {model_class(wanted.name).__name__}, or export the model again with another task.",
@@ -232,12 +237,12 @@ class ORTModel(Familiar, Saveable):
 
     def _load_config(self) -> Any:
         if not (self.artifact.path / "config.json").is_file():
-            if self.artifact.task == "custom":
+            if task_spec(self.artifact.task).any_graph:
                 return None
             raise missing_config(self.artifact.path)
         values = read_config(self.artifact.path)
         if (
-            self.artifact.task == "custom"
+            task_spec(self.artifact.task).any_graph
             and values.get("model_type") not in transformers.CONFIG_MAPPING
             and "auto_map" not in values
         ):

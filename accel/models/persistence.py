@@ -16,6 +16,7 @@ from ..artifact.manifest import MANIFEST, Artifact, with_files
 from ..artifact.writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
 from ..config import checked_arguments
 from ..errors import ArtifactError, OutputFolderError
+from ..interfaces.task_registry import task_spec
 
 
 class Saveable:
@@ -233,7 +234,7 @@ def model_card(artifact: Artifact, repo_id: str, class_name: str) -> str:
     base = source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None
     data = ModelCardData(
         library_name="accel",
-        pipeline_tag=manifest.task if manifest.task != "custom" else None,
+        pipeline_tag=None if task_spec(manifest.task).any_graph else manifest.task,
         base_model=base,
         tags=[manifest.format, *([manifest.quantization.scheme] if manifest.quantization else [])],
     )

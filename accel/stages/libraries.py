@@ -55,7 +55,7 @@ def check_heads(folder: Path, task: str | None) -> None:
     """
     if not (folder / _SETFIT).is_file() or not (folder / _HEAD).is_file():
         return
-    if task is None or (not (spec := task_spec(task)).embeds and spec.name != "custom"):
+    if task is None or (not (spec := task_spec(task)).embeds and not spec.any_graph):
         raise TaskError(
             f"{folder} is a classifier of SetFit. Its labels come from {_HEAD}, a pickle: accel does not read pickles, because reading "
             "one runs code.",

@@ -22,6 +22,7 @@ from ..artifact.writing import checkpoint_weights
 from ..config import ExportConfig, check_type
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError
 from ..interfaces.task_registry import (
+    any_graph_task,
     fitting_task,
     infer_adapter_task,
     infer_task,
@@ -105,7 +106,9 @@ def resolve(
         choose_graphs=partial(graphs_to_fetch, os.fspath(model), file_name=file_name, variant=variant),
     )
     folder = location.folder
-    found = Resolved(kind="weights", id=location.id, task="custom", folder=folder, revision=location.revision, hub=hub)
+    found = Resolved(
+        kind="weights", id=location.id, task=any_graph_task(), folder=folder, revision=location.revision, hub=hub
+    )
     has_weights = (folder / "config.json").is_file() and found.has_weights
     adapter = is_adapter(folder)
     check_heads(folder, task or default_task)
@@ -238,12 +241,12 @@ def _seen_from(artifact: Artifact, root: Path) -> Artifact:
 
 
 def _task_of_module(module: Any, task: str | None) -> str:
-    """The task of a module in memory: as given, from its class, or `custom` for one that has no config."""
+    """The task of a module in memory: as given, from its class, or the one of any graph where it has no config."""
     config = getattr(module, "config", None)
     said = {**(config.to_dict() if config is not None else {}), "architectures": [type(module).__name__]}
     if task is not None:
         return fitting_task(task, said)
-    return "custom" if config is None else infer_task(said)
+    return any_graph_task() if config is None else infer_task(said)
 
 
 def _task_of_weights(folder: Path, task: str | None, default: str | None, *, adapter: bool) -> str:

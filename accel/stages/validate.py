@@ -17,7 +17,7 @@ from ..backends.sessions import open_plan
 from ..capture.graph_forms import FormVerdict, HasForms
 from ..config import ExportConfig, check_number, checked_arguments
 from ..errors import ArtifactNotFoundError
-from ..interfaces.task_registry import task_spec
+from ..interfaces.task_registry import features_task, task_spec
 from .export import load_source
 from .graph_comparison import differences, merged, recorded_rounding
 from .resolution import artifact_of, original, resolve
@@ -127,7 +127,7 @@ def validate(
 def _task_of_graph(artifact: Artifact) -> str:
     """The task that the graph itself computes: hidden states, where pooling follows the graph."""
     pooled = {"sentence_embedding"} & {spec.name for spec in artifact.components[0].outputs}
-    return "feature-extraction" if task_spec(artifact.task).embeds and not pooled else artifact.task
+    return features_task() if task_spec(artifact.task).embeds and not pooled else artifact.task
 
 
 def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:

@@ -77,6 +77,7 @@ QUESTION_ANSWERING = TaskSpec(
     suffixes=("ForQuestionAnswering", "ForQuestionAnsweringSimple"),
     loss="ForQuestionAnswering",
     own_pipelines=("question-answering",),
+    usual_models={"question-answering": ("distilbert/distilbert-base-cased-distilled-squad", "564e9b5")},
     columns=(
         Column(use="answers", known=("answers", "answer"), holds="answers", needed="measuring", answer=True),
         Column(use="question", known=("question", "query"), holds="text"),
@@ -154,6 +155,7 @@ SENTENCE_SIMILARITY = TaskSpec(
     # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
     more_auto_models=("AutoModelForTextEncoding",),
     output="BaseModelOutput",
+    sentence_kind="embedder",
     synonyms=("embedding", "embeddings"),
     pipelines=("feature-extraction",),
     columns=_EMBEDDED,
@@ -167,6 +169,10 @@ TEXT_RANKING = TaskSpec(
     auto_model="AutoModelForSequenceClassification",
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
+    suffixes=("ForSequenceClassification",),
+    # What sentence-transformers writes next to a cross-encoder's classes.
+    marks=("sentence_transformers", "sbert_ce_default_activation_function"),
+    sentence_kind="cross-encoder",
     synonyms=("reranking", "cross-encoder"),
     pipelines=("text-classification",),
     columns=(
@@ -177,7 +183,7 @@ TEXT_RANKING = TaskSpec(
     loss="ForSequenceClassification",
 )
 
-CUSTOM = TaskSpec(name="custom", impl="accel.tasks.custom:Custom", synonyms=("custom-tasks",))
+CUSTOM = TaskSpec(name="custom", impl="accel.tasks.custom:Custom", synonyms=("custom-tasks",), any_graph=True)
 
 IMAGE = Column(use="image", known=("image", "img", "pixel_values", "file", "path", "image_path"), holds="image")
 
@@ -308,6 +314,7 @@ IMAGE_TO_IMAGE = TaskSpec(
     modalities=("image",),
     columns=(_map("target", "target", "hr", "high_resolution", "ground_truth", "gt"), IMAGE),
     own_pipelines=("image-to-image",),
+    usual_models={"image-to-image": ("caidas/swin2SR-classical-sr-x2-64", "cee1c92")},
 )
 
 VIDEO_CLASSIFICATION = TaskSpec(
@@ -441,6 +448,9 @@ TEXT_GENERATION = TaskSpec(
     adapter="CAUSAL_LM",
 )
 
+# The models of pipelines that transformers 5 removed are those that transformers 4 took.
+_T5 = ("google-t5/t5-base", "a9723ea")
+
 TEXT2TEXT_GENERATION = TaskSpec(
     name="text2text-generation",
     impl="accel.tasks.text2text_generation:Text2textGeneration",
@@ -452,6 +462,11 @@ TEXT2TEXT_GENERATION = TaskSpec(
     encoder_decoder=True,
     columns=(TEXT,),
     own_pipelines=("text2text-generation", "summarization", "translation"),
+    usual_models={
+        "summarization": ("sshleifer/distilbart-cnn-12-6", "a4f8f3e"),
+        "text2text-generation": _T5,
+        **{f"translation_en_to_{language}": _T5 for language in ("de", "fr", "ro")},
+    },
     adapter="SEQ_2_SEQ_LM",
 )
 
@@ -481,6 +496,7 @@ IMAGE_TO_TEXT = TaskSpec(
     encoder_decoder=True,
     columns=(IMAGE,),
     own_pipelines=("image-to-text",),
+    usual_models={"image-to-text": ("ydshieh/vit-gpt2-coco-en", "5bebf1e")},
 )
 
 IMAGE_TEXT_TO_TEXT = TaskSpec(

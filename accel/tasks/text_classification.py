@@ -197,6 +197,11 @@ class TextClassification(Task):
             raise TaskError("Models with several labels a row cannot be measured yet.", fix="measure them yourself.")
         return Numbers if kind == "regression" or getattr(config, "num_labels", 2) == 1 else Classes
 
+    def can_serve(self, pipeline: str, config: Any) -> bool:
+        # Zero-shot classification asks whether a text entails that a label fits.
+        labels = getattr(config, "label2id", None) or {}
+        return pipeline != "zero-shot-classification" or any(str(one).lower().startswith("entail") for one in labels)
+
     def operations(self) -> Sequence[Operation]:
         return (Rank(), Classify(), ZeroShot())
 

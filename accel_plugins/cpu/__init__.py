@@ -1,6 +1,6 @@
 """ONNX Runtime on the CPU."""
 
-from accel.interfaces.specs import GENERATING, BackendSpec, Capability, OptionTrial, SchemeSettings
+from accel.interfaces.specs import GENERATES, BackendSpec, Capability, OptionTrial, SchemeSettings
 
 from ..ortkit.capabilities import ONNX_FOLDERS, ONNX_LAYOUTS
 
@@ -8,7 +8,7 @@ from ..ortkit.capabilities import ONNX_FOLDERS, ONNX_LAYOUTS
 _DTYPES = ("float32", "float16", "int8")
 _COMMON = ("preset", "symmetric", "operators", "exclude")
 # Larger blocks of 4-bit weights: a step of Qwen2-0.5B's layers takes 20 % less time, a prompt 30 % less, for some accuracy.
-_BLOCKS = (OptionTrial("block_size", 128, tasks=GENERATING),)
+_BLOCKS = (OptionTrial("block_size", 128, tasks=(GENERATES,)),)
 
 SPEC = BackendSpec(
     name="cpu",

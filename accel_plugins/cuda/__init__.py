@@ -1,6 +1,6 @@
 """ONNX Runtime on NVIDIA GPUs."""
 
-from accel.interfaces.specs import GENERATING, BackendSpec, Capability
+from accel.interfaces.specs import GENERATES, BackendSpec, Capability
 
 from ..ortkit.capabilities import FLOATS, NVIDIA, ONNX_FOLDERS, ONNX_LAYOUTS
 
@@ -27,7 +27,7 @@ SPEC = BackendSpec(
             consumes="onnx",
             devices=("cuda",),
             dtypes=(*FLOATS, "int8"),
-            excludes=GENERATING,
+            excludes=(GENERATES,),
             device_io=True,
             thread_safe=True,
         ),
@@ -36,7 +36,7 @@ SPEC = BackendSpec(
             consumes="onnx",
             devices=("cuda",),
             dtypes=FLOATS,
-            tasks=GENERATING,
+            tasks=(GENERATES,),
             device_io=True,
             thread_safe=True,
         ),

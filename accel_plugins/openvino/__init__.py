@@ -1,7 +1,7 @@
 """OpenVINO: its graphs and ONNX graphs on Intel's runtime, quantization with NNCF."""
 
 from accel.interfaces.specs import (
-    GENERATING,
+    GENERATES,
     BackendSpec,
     Capability,
     OptionTrial,
@@ -23,7 +23,7 @@ _SETTINGS = (
     SchemeSettings(
         "weight-int4",
         (*_COMMON, "symmetric", "block_size", "algorithm", "ratio", "scale_estimation"),
-        (OptionTrial("block_size", 128, tasks=GENERATING),),
+        (OptionTrial("block_size", 128, tasks=(GENERATES,)),),
     ),
 )
 
@@ -59,7 +59,7 @@ SPEC = BackendSpec(
             consumes="onnx",
             devices=_DEVICES,
             dtypes=_FLOATS,
-            excludes=GENERATING,
+            excludes=(GENERATES,),
             thread_safe=True,
             preferred_multiple=16,
             fixed_shapes=True,
@@ -71,7 +71,7 @@ SPEC = BackendSpec(
             produces=FORMAT,
             dtypes=_FLOATS,
             schemes=("O1", "O2"),
-            excludes=GENERATING,
+            excludes=(GENERATES,),
         ),
         Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
         Capability(
@@ -80,7 +80,7 @@ SPEC = BackendSpec(
             produces=FORMAT,
             schemes=_SCHEMES,
             settings=_SETTINGS,
-            excludes=GENERATING,
+            excludes=(GENERATES,),
         ),
     ),
 )

@@ -26,8 +26,7 @@ from accel.artifact import (
 from accel.errors import ArtifactNotFoundError, ExportError, IntegrityError, SessionError
 from accel.interfaces.family_registry import max_text_sizes
 from accel.interfaces.folder_reader import Part
-from accel.interfaces.specs import GENERATING
-from accel.interfaces.task_registry import infer_task, read_config
+from accel.interfaces.task_registry import infer_task, read_config, task_spec
 
 from . import FORMAT
 from .exporter import GRAPH, dtype_word, input_spec, output_specs
@@ -96,7 +95,7 @@ class OpenVinoFolderReader:
 def _adopted(root: Path, folder: Path, named: str, task: str) -> Artifact:
     """An artifact for the graphs in `folder`, whose config is in `root`."""
     config = _config(root)
-    generates = task in GENERATING
+    generates = task_spec(task).generates
     several = generates and (bool(config.get("is_encoder_decoder")) or (folder / ENCODER).is_file())
     if generates and not (folder / named).is_file() and (folder / DECODE).is_file():
         # transformers' exporter: what takes several tokens behind a past takes a prompt behind none.

@@ -1,6 +1,6 @@
 """PyTorch itself: transformers models as they are, the baseline of every measurement."""
 
-from accel.interfaces.specs import GENERATING, WEIGHTS, BackendSpec, Capability, OptionTrial
+from accel.interfaces.specs import GENERATES, WEIGHTS, BackendSpec, Capability, OptionTrial
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "cuda")
@@ -40,7 +40,7 @@ INDUCTOR = BackendSpec(
             consumes=WEIGHTS,
             devices=_DEVICES,
             dtypes=_FLOATS,
-            excludes=GENERATING,
+            excludes=(GENERATES,),
             trials=(OptionTrial("quantization", "int8"), OptionTrial("quantization", "float8", ("cuda",))),
             device_io=True,
             thread_safe=True,
@@ -59,7 +59,7 @@ INDUCTOR = BackendSpec(
 )
 
 # Of points whose number varies the compiled mask decoder makes other masks (PyTorch 2.11 to 2.13).
-_NOT_COMPILED = (*GENERATING, "mask-generation")
+_NOT_COMPILED = (GENERATES, "mask-generation")
 
 AOTINDUCTOR = BackendSpec(
     name="aotinductor",

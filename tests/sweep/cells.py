@@ -327,7 +327,7 @@ class _Run:
     def _optimized(self) -> Artifact:
         """The backend's own export; where it optimizes ONNX graphs only, that of the backend that makes them."""
         spec = registry.describe(self.backend)
-        able = [one for one in spec.capabilities if one.stage == "optimize" and self.pair.task not in one.excludes]
+        able = [one for one in spec.capabilities if one.stage == "optimize" and one.does(self.pair.task)]
         formats = {one.consumes for one in able}
         parent = next((one for one in self.exports.values() if one.format in formats), None)
         if parent is None:

@@ -10,7 +10,7 @@ import pytest
 from accel.backends import registry
 from accel.config import SessionOptions
 from accel.interfaces.specs import (
-    GENERATING,
+    GENERATES,
     BackendSpec,
     Capability,
     DeviceSpec,
@@ -63,7 +63,7 @@ def test_settings_worth_a_try_for_a_task_are_recipes_of_their_own(
 ) -> None:
     weights = Capability(
         stage="quantize", consumes="vendor_graph", produces="vendor_graph", schemes=("weight-4",),
-        settings=(SchemeSettings("weight-4", ("block_size",), (OptionTrial("block_size", 128, tasks=GENERATING),)),),
+        settings=(SchemeSettings("weight-4", ("block_size",), (OptionTrial("block_size", 128, tasks=(GENERATES,)),)),),
     )  # fmt: skip
     vendor = replace(VENDOR, capabilities=(*VENDOR.capabilities, weights))
     monkeypatch.setattr(registry, "describe_all", lambda: ((vendor,), {}))

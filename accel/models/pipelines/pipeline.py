@@ -17,7 +17,7 @@ from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
 from ...config import check_number, checked_arguments
 from ...errors import ConfigError, TaskError, did_you_mean
-from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec
+from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec, without_languages
 from ...interfaces.task_spec import TaskSpec
 from ..arguments import LoadingArguments, device_name, read_arguments
 from ..base import ORTModel, model_class
@@ -30,16 +30,6 @@ from .sorting import LengthSorted
 logger = logging.getLogger(__name__)
 
 _IMAGES = {"pixel_values", "flattened_patches"}
-# Models and revisions that transformers 4 took for the tasks whose pipelines transformers 5 removed.
-_T5 = ("google-t5/t5-base", "a9723ea")
-_ONCE_USUAL = {
-    "image-to-image": ("caidas/swin2SR-classical-sr-x2-64", "cee1c92"),
-    "image-to-text": ("ydshieh/vit-gpt2-coco-en", "5bebf1e"),
-    "question-answering": ("distilbert/distilbert-base-cased-distilled-squad", "564e9b5"),
-    "summarization": ("sshleifer/distilbart-cnn-12-6", "a4f8f3e"),
-    "text2text-generation": _T5,
-    **{f"translation_en_to_{language}": _T5 for language in ("de", "fr", "ro")},
-}
 
 
 @checked_arguments(device=(str, int, torch.device))
@@ -171,8 +161,11 @@ def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
         ConfigError: No task either, or transformers has no model for it.
     """
     try:
-        if task in _ONCE_USUAL:
-            name, usual = _ONCE_USUAL[task]
+        ours = (
+            next((spec.usual_models[task] for spec in all_tasks() if task in spec.usual_models), None) if task else None
+        )
+        if ours is not None:
+            name, usual = ours
         else:
             _, targeted, options = PIPELINE_REGISTRY.check_task(task or "")
             name, usual = get_default_model_and_revision(targeted, options)
@@ -215,17 +208,11 @@ def _pipelines_of(spec: TaskSpec) -> tuple[str, ...]:
 
 
 def _has_what_it_needs(task: str, model: ORTModel) -> bool:
-    """Whether a model of a task that serves a pipeline reads what it gives, and has the labels that it looks for."""
+    """Whether a model of a task that serves a pipeline reads what it gives, and has what it looks for."""
     impl: Any = pipeline_class(task)
     if getattr(impl, "_load_image_processor", False) is True and not _IMAGES & set(model.input_names):
         return False
-    needed = _LABELS_NEEDED.get(task)
-    labels = getattr(model.config, "label2id", None) or {}
-    return needed is None or any(str(label).lower().startswith(needed) for label in labels)
-
-
-_LABELS_NEEDED = {"zero-shot-classification": "entail"}
-"""How a label begins without which a pipeline has no answer."""
+    return load_task(model.artifact.task).can_serve(task, model.config)
 
 
 def _pipeline_of(spec: TaskSpec) -> str:
@@ -235,7 +222,7 @@ def _pipeline_of(spec: TaskSpec) -> str:
 
 def _ours(task: str) -> type[Pipeline] | None:
     """The class of a pipeline that transformers 5 removed and accel brings back; `None` for the others."""
-    word = "translation" if task.startswith("translation_") else task
+    word = without_languages(task)
     spec = next((spec for spec in all_tasks() if word in spec.own_pipelines), None)
     return load_task(spec.name).pipeline(word) if spec is not None else None
 
@@ -285,7 +272,7 @@ def _stock(task: str) -> type[Pipeline]:
 
 def _check_model(task: str, model: ORTModel) -> None:
     wanted = task_spec(task)
-    if model.task == "custom" and wanted.embeds:
+    if model.opens_any_graph() and wanted.embeds:
         # Whoever opens any graph says himself what its first output is.
         return
     if not any(isinstance(model, model_class(spec.name)) for spec in specs_for(task)):

@@ -1,0 +1,49 @@
+"""No task's name outside the tasks: engine rooms and plugins ask for a task by name or by what it does, and name none themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from accel.interfaces.task_registry import all_tasks
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted([*(ROOT / "accel").rglob("*.py"), *(ROOT / "accel_plugins").rglob("*.py")])
+# Names are the subject of `tasks`, and of what stands above it; a backend's spec names the tasks that a capability is limited to.
+NAMING = ("accel/tasks/", "accel/testing/", "accel/demo/", "accel/compat/")
+SPECS = tuple(
+    f"accel_plugins/{path.parent.name}/__init__.py" for path in (ROOT / "accel_plugins").glob("*/__init__.py")
+)
+NAMES = {word for spec in all_tasks() for word in (*spec.serves, *(one for one in spec.synonyms if "-" in one))}
+OTHER_MEANINGS = {
+    # sentence-transformers' own words for its kinds of models and their modules.
+    ("accel/artifact/sentence_settings.py", "cross-encoder"),
+    ("accel/artifact/sentence_settings.py", "feature-extraction"),
+    ("accel/artifact/sentence_settings.py", "sequence-classification"),
+}
+
+
+def named(path: Path) -> set[str]:
+    """Names of tasks among a module's strings, without docstrings and the help of commands."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)  # type: ignore[attr-defined]
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    }
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and id(node) not in docstrings and node.value in NAMES
+    }
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_names_no_task(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    if name.startswith(NAMING) or name in SPECS:
+        pytest.skip("naming tasks is its subject")
+    assert not {word for word in named(path) if (name, word) not in OTHER_MEANINGS}
