@@ -53,6 +53,11 @@ def any_graph_task() -> str:
     return next(spec.name for spec in all_tasks() if spec.any_graph)
 
 
+def text_decoder_task() -> str:
+    """The task of decoders that read texts alone."""
+    return next(s.name for s in all_tasks() if s.generates and s.encoder_decoder is False and s.modalities == ("text",))
+
+
 def features_task() -> str:
     """The task of hidden states alone."""
     return next(spec.name for spec in all_tasks() if spec.embeds and not spec.pooling)

@@ -77,6 +77,6 @@ class ImageToImage(Task):
         return Pixels
 
     def pipeline(self, name: str) -> type[Any]:
-        from ..models.pipelines.image_to_image import ImageToImagePipeline
+        from .image_to_image_pipeline import ImageToImagePipeline
 
         return ImageToImagePipeline

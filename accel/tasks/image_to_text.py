@@ -25,6 +25,6 @@ class ImageToText(Task):
         return encode_images(rows, processor, max_length)
 
     def pipeline(self, name: str) -> type[Any]:
-        from ..models.pipelines.image_to_text import ImageToTextPipeline
+        from .image_to_text_pipeline import ImageToTextPipeline
 
         return ImageToTextPipeline

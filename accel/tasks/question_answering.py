@@ -125,7 +125,7 @@ class QuestionAnswering(Task):
         return Answers
 
     def pipeline(self, name: str) -> type[Any]:
-        from ..models.pipelines.question_answering import QuestionAnsweringPipeline
+        from .question_answering_pipeline import QuestionAnsweringPipeline
 
         return QuestionAnsweringPipeline
 

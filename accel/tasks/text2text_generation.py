@@ -55,11 +55,7 @@ class Text2textGeneration(Task):
     model = ORTModelForSeq2SeqLM
 
     def pipeline(self, name: str) -> type[Any]:
-        from ..models.pipelines.text_to_text import (
-            SummarizationPipeline,
-            Text2TextGenerationPipeline,
-            TranslationPipeline,
-        )
+        from .text2text_pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 
         return {
             "text2text-generation": Text2TextGenerationPipeline,

@@ -10,7 +10,7 @@ from accel.artifact.checksums import check_file
 from accel.artifact.reading import read_json
 from accel.errors import ArtifactNotFoundError, IntegrityError
 from accel.interfaces.folder_reader import Part
-from accel.interfaces.task_registry import infer_task, read_config
+from accel.interfaces.task_registry import infer_task, read_config, text_decoder_task
 
 from .file_names import EXPORT, GENAI, checked_file, descriptions_in
 
@@ -52,7 +52,7 @@ class Description:
         """The task, as far as it can be told."""
         if self.written:
             # A folder of onnxruntime-genai's that has a decoder alone.
-            return "text-generation"
+            return text_decoder_task()
         return infer_task(self.config, folder)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from transformers.image_utils import load_image
 from transformers.pipelines.base import Pipeline
 
-from ...errors import ConfigError
-from .empty_inputs import check_not_empty
+from ..errors import ConfigError
+from ..models.pipelines.empty_inputs import check_not_empty
 
 
 class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here

@@ -8,10 +8,10 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.image_utils import load_image
 
-from ...errors import ConfigError
-from ..single_prompt import asked_of
-from .empty_inputs import check_not_empty
-from .task_defaults import GenerationPipeline
+from ..errors import ConfigError
+from ..models.pipelines.empty_inputs import check_not_empty
+from ..models.pipelines.task_defaults import GenerationPipeline
+from ..models.single_prompt import asked_of
 
 # With the mask of patches that are padding.
 _READ = ("pixel_values", "flattened_patches", "attention_mask")

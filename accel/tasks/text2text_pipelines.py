@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...errors import ConfigError, InputError
-from .task_defaults import GenerationPipeline
+from ..errors import ConfigError, InputError
+from ..models.pipelines.task_defaults import GenerationPipeline
 
 _TOKENIZER_OPTIONS = ("truncation", "max_length_input", "src_lang", "tgt_lang")
 _OUTPUT_OPTIONS = ("clean_up_tokenization_spaces", "return_text", "return_tensors")

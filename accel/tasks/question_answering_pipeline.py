@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.pipelines.base import ChunkPipeline
 
-from ...errors import ConfigError, InputError
+from ..errors import ConfigError, InputError
 
 
 class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transformers is untyped here
