@@ -16,8 +16,6 @@ NAMING = ("accel/tasks/", "accel/testing/", "accel/demo/", "accel/compat/")
 SPECS = tuple(
     f"accel_plugins/{path.parent.name}/__init__.py" for path in (ROOT / "accel_plugins").glob("*/__init__.py")
 )
-# HTTP bodies, tables and Triton's fronts are still theirs; they belong to the tasks (`Task.operations`, `Task.fronts`).
-SERVING = ("accel/serving/", "accel/deploying/")
 NAMES = {word for spec in all_tasks() for word in (*spec.serves, *(one for one in spec.synonyms if "-" in one))}
 OTHER_MEANINGS = {
     # sentence-transformers' own words for its kinds of models and their modules.
@@ -46,6 +44,6 @@ def named(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_names_no_task(path: Path) -> None:
     name = str(path.relative_to(ROOT))
-    if name.startswith((*NAMING, *SERVING)) or name in SPECS:
+    if name.startswith(NAMING) or name in SPECS:
         pytest.skip("naming tasks is its subject")
     assert not {word for word in named(path) if (name, word) not in OTHER_MEANINGS}
