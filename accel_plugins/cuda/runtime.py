@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import onnxruntime as ort
 import torch
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import Component, TensorSpec
 from accel.capture.graph_forms import Form as Described
@@ -23,12 +22,13 @@ from accel.interfaces.protocols import Feeds
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import growing_axes
 
+from ..ortkit import upstream
 from ..ortkit.graph.editing import read_graph
 from ..ortkit.optimization.causal_attention import NoCausalFormError, causal_form
 from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
-from ..ortkit.runtime.values import ort_value_as_tensor
+from ..ortkit.upstream import ort_value_as_tensor
 from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
 from .forms.packing import Packing, packed_rows
 from .options import CudaOptions
@@ -52,13 +52,7 @@ ELEMENT_TYPES: Mapping[torch.dtype, int] = {
 
 
 # A run over a binding raises `RuntimeError` whatever has failed; so does torch.
-RUN_ERRORS = (
-    ort_errors.InvalidArgument,
-    ort_errors.Fail,
-    ort_errors.RuntimeException,
-    ort_errors.NotImplemented,
-    RuntimeError,
-)
+RUN_ERRORS = (*upstream.RUN_ERRORS, RuntimeError)
 
 # Which form computes a call instead, where one is not right.
 _INSTEAD: Mapping[Form, Form] = {"packed": "lengths", "short": "full", "full": "general", "lengths": "general"}

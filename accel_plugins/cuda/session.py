@@ -23,7 +23,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
 from ..ortkit.runtime.nvidia import on_gpu
-from ..ortkit.runtime.values import ort_value_as_tensor
+from ..ortkit.upstream import ort_value_as_tensor
 from .cuda_graphs import CaptureError, LateCheck, MaskCheck, ShapeGraphs
 from .forms.masks import Form, Held, Plan, held_by
 from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, device_tensor, on_device

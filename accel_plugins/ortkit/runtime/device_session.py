@@ -14,9 +14,9 @@ from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
+from ..upstream import ort_value_as_tensor
 from .nvidia import on_gpu
 from .session import OrtSession
-from .values import ort_value_as_tensor
 
 
 class DeviceSession(OrtSession):

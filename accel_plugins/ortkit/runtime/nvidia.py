@@ -6,7 +6,6 @@ Looks at libraries and at the driver's management library (NVML), which neither 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import io
 import os
 import re
@@ -190,8 +189,10 @@ def survey(provider: str = CUDA) -> Facts:
     import onnxruntime as ort
     import torch
 
+    from ..upstream import cuda_of_build
+
     driver, driver_cuda, gpus = _nvml()
-    build_cuda = _build_cuda()
+    build_cuda = cuda_of_build()
     providers = tuple(ort.get_available_providers())
     distributions = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
@@ -211,16 +212,6 @@ def survey(provider: str = CUDA) -> Facts:
         torch_cuda=torch.version.cuda,
         load_error=_load_error(folder, _LIBRARIES[provider]) if provider in providers and driver else None,
     )
-
-
-def _build_cuda() -> str | None:
-    """CUDA version that ONNX Runtime was built for; its CPU build has no such entry."""
-    if importlib.util.find_spec("onnxruntime.capi.build_and_package_info") is None:
-        return None
-    from onnxruntime.capi import build_and_package_info
-
-    version = getattr(build_and_package_info, "cuda_version", None)
-    return str(version) if version else None
 
 
 def _load_error(folder: Path, library: str) -> str | None:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import onnxruntime as ort
 import torch
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from accel.artifact import Artifact, Component, TensorSpec
 from accel.config import SessionOptions, available_processors
@@ -23,10 +22,19 @@ from accel.interfaces.session_contract import no_state, session_closed
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
+from ..upstream import (
+    INVALID_GRAPH_ERRORS,
+    INVALID_OPTION_ERRORS,
+    PROVIDER_ERRORS,
+    RUN_ERRORS,
+    VERSION,
+    native_run,
+    ort_value_as_tensor,
+)
 from .assignment import Assignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
 from .steps import OrtSteps
-from .values import RUN_ERRORS, VERSION, as_ort_value, ort_value_as_tensor
+from .values import as_ort_value
 
 logger = logging.getLogger(__name__)
 
@@ -218,16 +226,16 @@ def open_runtime(
                 enable_fallback=0,
             )
         )
-    except (ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.NoSuchFile) as error:
+    except INVALID_GRAPH_ERRORS as error:
         raise SessionError(
             f"ONNX Runtime refuses {path}: {_one_line(error)}", fix="export the model again; see docs/troubleshooting."
         ) from error
-    except (ort_errors.InvalidArgument, ort_errors.NotImplemented, ort_errors.RuntimeException, ValueError) as error:
+    except INVALID_OPTION_ERRORS as error:
         raise SessionError(
             f"ONNX Runtime cannot open {path}: {_one_line(error)}",
             fix="check the session and provider options; `accel doctor` shows the versions installed.",
         ) from error
-    except ort_errors.EPFail as error:
+    except PROVIDER_ERRORS as error:
         raise SessionError(
             f"{provider} cannot compile {path}: {_one_line(error)}",
             fix="try a graph of another precision, or of fixed shapes (SessionOptions(buckets=...)), or another backend.",
@@ -314,8 +322,7 @@ class OrtSession(HostSession[ort.InferenceSession]):
         super().__init__(session, component, device, compute_dtype, shapes=shapes)
         self._own_lengths = component.stateful and any(one.name == LENGTHS for one in session.get_inputs())
         self._presents = frozenset(spec.name for spec in component.outputs if spec.pair is not None)
-        # `InferenceSession.run` checks the names again and catches provider failures: 20 microseconds with cold caches.
-        self._run = session._sess.run
+        self._run = native_run(session)
 
     @property
     def assignment(self) -> Assignment | None:

@@ -13,7 +13,8 @@ from accel.errors import InputError
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.state import State, StateOwner, moved_right
 
-from .values import Binding, native_as_tensor
+from ..upstream import native_as_tensor
+from .values import Binding
 
 # Buffers grow in steps: a step a token would copy the cache each time, doubling would waste half of it.
 _MIN_CAPACITY = 256

@@ -14,8 +14,8 @@ from accel.interfaces.protocols import Feeds
 from accel.interfaces.session import BaseSession
 from accel.interfaces.state import State
 
+from ..upstream import native_value
 from .state import HOST, LENGTHS, OrtState
-from .values import native_value
 
 _ONE = {"sequence": 1, "kept": 1}
 

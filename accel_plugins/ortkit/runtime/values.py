@@ -6,21 +6,8 @@ from typing import Any
 
 import onnxruntime as ort
 import torch
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_native
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
-"""Of ONNX Runtime: major and minor."""
-RUN_ERRORS = (
-    ort_native.InvalidArgument,
-    ort_native.Fail,
-    ort_native.RuntimeException,
-    ort_native.NotImplemented,
-    ort_native.EPFail,
-)
-"""What ONNX Runtime raises when a run fails; with IO binding a plain `RuntimeError`, too."""
-_BOOLS_ARE_BYTES = VERSION < (1, 32)
-"""Whether DLPack's tensors of bytes are said to be booleans; from 1.32 on DLPack's own booleans are."""
+from ..upstream import native_binding, native_device, native_value
 
 
 def as_ort_value(tensor: torch.Tensor) -> Any:
@@ -28,30 +15,8 @@ def as_ort_value(tensor: torch.Tensor) -> Any:
     return ort.OrtValue(native_value(tensor))
 
 
-def ort_value_as_tensor(value: Any) -> torch.Tensor:
-    """An `OrtValue`'s memory as a torch tensor of its shape, on its device."""
-    return native_as_tensor(value._ortvalue)
-
-
-def native_as_tensor(value: Any) -> torch.Tensor:
-    """The same of what `OrtValue` wraps."""
-    tensor: torch.Tensor = from_dlpack(value.to_dlpack())
-    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
-
-
-def native_value(tensor: torch.Tensor) -> Any:
-    """What `OrtValue` wraps, over the memory of a torch tensor."""
-    if not _BOOLS_ARE_BYTES:
-        return ort_native.OrtValue.from_dlpack(to_dlpack(tensor))
-    is_bool = tensor.dtype is torch.bool
-    return ort_native.OrtValue.from_dlpack(to_dlpack(tensor.view(torch.uint8) if is_bool else tensor), is_bool)
-
-
 class Binding:
     """What a graph reads and writes, as tensors, bound by their addresses and kept from run to run.
-
-    ONNX Runtime's own class in Python looks each time whether another provider has captured a graph: half of what a step of
-    a small decoder costs. This one talks to what is below it.
 
     Args:
         session: Whose graph.
@@ -59,9 +24,8 @@ class Binding:
     """
 
     def __init__(self, session: ort.InferenceSession, where: torch.device) -> None:
-        self._run = session._sess.run_with_iobinding
-        self._native: Any = ort_native.SessionIOBinding(session._sess)
-        self._where = ort.OrtDevice.make(where.type, where.index or 0)._get_c_device()
+        self._native, self._run = native_binding(session)
+        self._where = native_device(where)
         # The host's memory is read at each run: the same tensor need not be bound again. For a device it may be copied when it
         # is bound.
         self._stays = where.type == "cpu"
