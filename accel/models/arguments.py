@@ -75,7 +75,7 @@ def read_arguments(
         UnknownBackendError: A backend that does not exist.
     """
     hub = HubOptions(**{option.name: others.pop(option.name) for option in fields(HubOptions) if option.name in others})
-    settings, device = without_others_words(others, device)
+    settings, device = without_other_arguments(others, device)
     return LoadingArguments(
         task=task,
         hub=hub,
@@ -165,14 +165,14 @@ def session_options_of(options: Any) -> SessionOptions | None:
 # Of Optimum's `from_pretrained`: how its sessions are fed, which of its graphs are taken, and where its library is looked up.
 _WITHOUT_EFFECT = ("use_io_binding", "use_merged", "library_name", "low_cpu_mem_usage")
 _QUANTIZED_ON_LOADING = ("load_in_8bit", "load_in_4bit", "quantization_config")
-OTHERS_WORDS = (
+OTHER_ARGUMENTS = (
     *_WITHOUT_EFFECT, *_QUANTIZED_ON_LOADING, "force_download", "device_map", "dtype", "torch_dtype", "attn_implementation",
 )  # fmt: skip
 """Arguments of transformers' and Optimum's `from_pretrained` that ours has no parameter for, and answers."""
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-def without_others_words(
+def without_other_arguments(
     settings: Mapping[str, Any], device: str | int | torch.device | None
 ) -> tuple[dict[str, Any], str | int | torch.device | None]:
     """Arguments that transformers' and Optimum's `from_pretrained` have, as ours: the rest of them, and the device.

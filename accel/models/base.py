@@ -37,7 +37,7 @@ from .arguments import LoadingArguments, read_arguments
 from .inputs import Inputs, too_long
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
-from .module_interface import Familiar
+from .module_interface import ModuleInterface
 from .outputs import fast_output, grouped, indexed
 from .persistence import Saveable
 
@@ -58,7 +58,7 @@ at_fork(after_in_child=_count_fork)
 _TENSOR = {torch.Tensor}
 
 
-class ORTModel(Familiar, Saveable):
+class ORTModel(ModuleInterface, Saveable):
     """Base of the task classes; made by `from_pretrained`.
 
     The prefix is the one the field knows; the runtime is an argument (`backend="openvino"`). A model may be pickled: it

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..interfaces.protocols import Session
 
 
-class Familiar:
+class ModuleInterface:
     """The habits of a `torch.nn.Module`, and the attributes of Optimum's models."""
 
     artifact: Artifact

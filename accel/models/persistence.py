@@ -55,21 +55,52 @@ class Saveable:
         commit_message: str = "Upload an accelerated model",
     ) -> str:
         """Upload what `save_pretrained` writes, with a model card that says how it was made. Returns the URL."""
-        return upload_model(
-            self.artifact,
-            self.config,
-            repo_id,
-            generation_config=self.generation_config,
-            class_name=type(self).__name__,
-            token=token,
-            private=private,
-            revision=revision,
-            commit_message=commit_message,
-        )
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+
+        api = HfApi(token=token)
+        try:
+            _check_reached(api, repo_id)
+            repo = api.create_repo(repo_id, private=private, exist_ok=True)
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary)
+                write_model(self.artifact, self.config, folder, generation_config=self.generation_config, public=True)
+                (folder / "README.md").write_text(self.model_card(repo.repo_id), encoding="utf-8")
+                info = api.upload_folder(
+                    repo_id=repo.repo_id, folder_path=folder, revision=revision, commit_message=commit_message
+                )
+        except http_errors(HFValidationError) as error:
+            said, fix = hub_reason(error, name=repo_id, revision=revision)
+            raise ArtifactError(f"Uploading to {repo_id!r} failed. {said}", fix=fix) from error
+        return str(info)
 
     def model_card(self, repo_id: str) -> str:
         """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
-        return model_card(self.artifact, repo_id, type(self).__name__)
+        from huggingface_hub import ModelCardData
+
+        manifest, class_name = self.artifact.manifest, type(self).__name__
+        source = manifest.source.id if manifest.source else "unknown"
+        base = source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None
+        data = ModelCardData(
+            library_name="accel",
+            pipeline_tag=None if task_spec(manifest.task).any_graph else manifest.task,
+            base_model=base,
+            tags=[manifest.format, *([manifest.quantization.scheme] if manifest.quantization else [])],
+        )
+        steps = "\n".join(
+            f"| {step.stage} | {step.backend} | {step.validation.get('max_abs_difference', 'not measured')} |"
+            for step in manifest.steps
+        )
+        return (
+            f"---\n{data.to_yaml()}\n---\n\n# {repo_id}\n\n"
+            f"{manifest.architecture or 'A model'} for {manifest.task}, made from `{base or Path(source).name}`"
+            f" with accel {manifest.accel} ({manifest.format}, {manifest.dtype}).\n\n"
+            f"| step | backend | largest difference from its parent |\n| --- | --- | --- |\n{steps}\n\n"
+            "```python\n"
+            f"from accel import {class_name}\n\n"
+            f'model = {class_name}.from_pretrained("{repo_id}")\n'
+            "```\n"
+        )
 
 
 def write_model(
@@ -183,39 +214,6 @@ def _differs(new: Path, old: Path) -> bool:
     return old.exists() and (not old.is_file() or not filecmp.cmp(new, old, shallow=False))
 
 
-def upload_model(
-    artifact: Artifact,
-    config: Any,
-    repo_id: str,
-    *,
-    generation_config: Any,
-    class_name: str,
-    token: str | bool | None,
-    private: bool | None,
-    revision: str | None,
-    commit_message: str,
-) -> str:
-    """Upload what `write_model` writes, with a model card that says how it was made. Returns the URL."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
-
-    api = HfApi(token=token)
-    try:
-        _check_reached(api, repo_id)
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            write_model(artifact, config, folder, generation_config=generation_config, public=True)
-            (folder / "README.md").write_text(model_card(artifact, repo.repo_id, class_name), encoding="utf-8")
-            info = api.upload_folder(
-                repo_id=repo.repo_id, folder_path=folder, revision=revision, commit_message=commit_message
-            )
-    except http_errors(HFValidationError) as error:
-        said, fix = hub_reason(error, name=repo_id, revision=revision)
-        raise ArtifactError(f"Uploading to {repo_id!r} failed. {said}", fix=fix) from error
-    return str(info)
-
-
 def _check_reached(api: Any, repo_id: str) -> None:
     """Ask the Hub once, because uploads are tried again for a minute. A repository that is not there yet is fine."""
     try:
@@ -223,35 +221,6 @@ def _check_reached(api: Any, repo_id: str) -> None:
     except http_errors() as error:
         if is_outage(error):
             raise
-
-
-def model_card(artifact: Artifact, repo_id: str, class_name: str) -> str:
-    """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
-    from huggingface_hub import ModelCardData
-
-    manifest = artifact.manifest
-    source = manifest.source.id if manifest.source else "unknown"
-    base = source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None
-    data = ModelCardData(
-        library_name="accel",
-        pipeline_tag=None if task_spec(manifest.task).any_graph else manifest.task,
-        base_model=base,
-        tags=[manifest.format, *([manifest.quantization.scheme] if manifest.quantization else [])],
-    )
-    steps = "\n".join(
-        f"| {step.stage} | {step.backend} | {step.validation.get('max_abs_difference', 'not measured')} |"
-        for step in manifest.steps
-    )
-    return (
-        f"---\n{data.to_yaml()}\n---\n\n# {repo_id}\n\n"
-        f"{manifest.architecture or 'A model'} for {manifest.task}, made from `{base or Path(source).name}`"
-        f" with accel {manifest.accel} ({manifest.format}, {manifest.dtype}).\n\n"
-        f"| step | backend | largest difference from its parent |\n| --- | --- | --- |\n{steps}\n\n"
-        "```python\n"
-        f"from accel import {class_name}\n\n"
-        f'model = {class_name}.from_pretrained("{repo_id}")\n'
-        "```\n"
-    )
 
 
 def _public_name(source: str) -> str:

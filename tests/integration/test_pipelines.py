@@ -18,7 +18,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, InputError, TaskError
 from accel.models.log_filter import FILTER
 from accel.models.pipelines.pipeline import pipeline_class
-from accel.models.pipelines.pipeline_arguments import check_words, loading_words
+from accel.models.pipelines.pipeline_arguments import check_known_arguments, loading_arguments
 from accel.models.pipelines.sorting import WINDOW_BATCHES
 from accel.testing.models import tiny_model, tiny_tokenizer
 
@@ -399,7 +399,7 @@ def test_every_argument_of_loading_reaches_it_and_unknown_ones_are_refused(
         raise ConfigError("enough")
 
     monkeypatch.setattr("accel.models.pipelines.pipeline.read_arguments", read)
-    words = {name: object() for name in loading_words() - {"task", "backend", "device", "revision", "token"}}
+    words = {name: object() for name in loading_arguments() - {"task", "backend", "device", "revision", "token"}}
     words |= {"trust_remote_code": False, "subfolder": "inner"}
     for name in ("subfolder", "file_name", "variant", "provider", "session_options", "export", "cache_dir", "config"):
         assert name in words
@@ -415,7 +415,7 @@ def test_every_argument_of_loading_reaches_it_and_unknown_ones_are_refused(
 )  # fmt: skip
 def test_no_pipeline_passes_over_a_word_that_nobody_knows(task: str) -> None:
     with pytest.raises(ConfigError, match="no argument 'nobodys_word'"):
-        check_words(task, pipeline_class(task), ["top_k", "nobodys_word"])
+        check_known_arguments(task, pipeline_class(task), ["top_k", "nobodys_word"])
 
 
 def test_words_of_transformers_4_that_ask_for_nothing(tiny_artifact: Callable[..., Artifact]) -> None:

@@ -380,10 +380,10 @@ def pipeline(
     from ...models.arguments import read_arguments
     from ...models.pipelines.pipeline import has_several_classes, pipeline_class, usual_model
     from ...models.pipelines.pipeline import pipeline as ours
-    from ...models.pipelines.pipeline_arguments import loading_words, passed_over
+    from ...models.pipelines.pipeline_arguments import loading_arguments, unknown_arguments
 
     if task is not None:
-        for name in set(passed_over(pipeline_class(task), settings)) - loading_words():
+        for name in set(unknown_arguments(pipeline_class(task), settings)) - loading_arguments():
             logger.warning("The pipeline %s passes %s=%r over.", task, name, settings.pop(name))
     kind: type[Words] = OVModel if accelerator in ("ov", "openvino") else ORTModel
     settings = {name: value for name, value in settings.items() if name != "use_fast"}

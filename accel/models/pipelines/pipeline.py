@@ -24,7 +24,7 @@ from ..base import ORTModel, model_class
 from ..processors import companion_of, opened_processors
 from .classifying import ClassifiesWindows, classifies_windows
 from .empty_inputs import ChecksEmpty
-from .pipeline_arguments import check_model, check_words, loading_words
+from .pipeline_arguments import check_known_arguments, check_model, loading_arguments
 from .sorting import LengthSorted
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ def pipeline(
     if kwargs.get("framework") in (None, "pt"):
         # transformers 4 had others.
         kwargs.pop("framework", None)
-    loading = {name: kwargs.pop(name) for name in loading_words() & kwargs.keys()}
+    loading = {name: kwargs.pop(name) for name in loading_arguments() & kwargs.keys()}
     if task is not None:
-        check_words(task, pipeline_class(task), kwargs)
+        check_known_arguments(task, pipeline_class(task), kwargs)
     if isinstance(model, str | os.PathLike):
         given = {"backend": backend, "device": device, **(model_kwargs or {})}
         hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
@@ -104,7 +104,7 @@ def pipeline(
             task = _pipeline_of(own)
     ours = _ours(task)
     impl: Any = pipeline_class(task)
-    check_words(task, impl, kwargs)
+    check_known_arguments(task, impl, kwargs)
     given = opened_processors(
         {
             "tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,

@@ -15,7 +15,7 @@ from transformers.pipelines.base import Pipeline
 
 from ...config import ExportConfig
 from ...errors import ConfigError, did_you_mean
-from ..arguments import ARGUMENTS, OTHERS_WORDS
+from ..arguments import ARGUMENTS, OTHER_ARGUMENTS
 
 _OF_BOTH = frozenset(("use_cache", "batch_size"))
 """Arguments of `from_pretrained`, and of a pipeline's calls, where they are meant."""
@@ -24,9 +24,9 @@ _ALWAYS = frozenset(("batch_size", "num_workers"))
 
 
 @functools.cache
-def loading_words() -> frozenset[str]:
+def loading_arguments() -> frozenset[str]:
     """Arguments of a pipeline that go to `from_pretrained`: all that it has, and those that it refuses with a reason."""
-    return frozenset((*ARGUMENTS, *(field.name for field in fields(ExportConfig)), *OTHERS_WORDS)) - _OF_BOTH
+    return frozenset((*ARGUMENTS, *(field.name for field in fields(ExportConfig)), *OTHER_ARGUMENTS)) - _OF_BOTH
 
 
 def check_model(model: Any) -> None:
@@ -58,23 +58,23 @@ def known_options(impl: type[Pipeline]) -> frozenset[str] | None:
     return frozenset((*parameters, *read, *_ALWAYS)) - {"self", *(() if rest is None else (rest.name,))}
 
 
-def check_words(task: str, impl: type[Pipeline], given: Iterable[str]) -> None:
+def check_known_arguments(task: str, impl: type[Pipeline], given: Iterable[str]) -> None:
     """Refuse arguments that a pipeline would pass over.
 
     Raises:
         ConfigError: There are some.
     """
-    unknown = passed_over(impl, given)
+    unknown = unknown_arguments(impl, given)
     if unknown:
         options: Any = known_options(impl)
-        known = sorted(options | loading_words())
+        known = sorted(options | loading_arguments())
         raise ConfigError(
             f"The pipeline {task!r} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)}",
             fix=f"use one of {', '.join(sorted(options - _of_making(impl)))}, or an argument of from_pretrained.",
         )
 
 
-def passed_over(impl: type[Pipeline], given: Iterable[str]) -> list[str]:
+def unknown_arguments(impl: type[Pipeline], given: Iterable[str]) -> list[str]:
     """The arguments that a pipeline would pass over, as far as it can be said beforehand."""
     options = known_options(impl)
     return [] if options is None else sorted(set(given) - options - _of_making(impl))
