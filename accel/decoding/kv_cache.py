@@ -17,17 +17,20 @@ _CROSS = "cross."
 
 
 class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """A session's state as a transformers cache, which scripts ask to be a `DynamicCache` and read by its `layers`.
+    """A session's state as a transformers cache. It is a `DynamicCache` because scripts test for one and read its `layers`.
 
     Keys and values stay where the runtime has them: the cache can be continued, reordered, cropped and passed to the next
-    `generate`. `layers` copies them out, and `fill` takes those of another cache in.
+    `generate`. `layers` copies them out, and `fill` copies another cache in.
 
     Args:
-        session: The decoder's session, which makes the state at the first call.
+        session: The decoder's session; it makes the state at the first call.
         croppable: Whether tokens can be taken out of its states.
 
     Attributes:
-        in_parts: Whether a prompt is read in parts: rows that are padded in front may have no token in the first.
+        state: The session's state; `None` before the first call.
+        constants: The same inputs of every step: what the decoder reads of the encoder's answer.
+        last_feeds: The inputs of the last step.
+        in_parts: Whether a prompt is read in parts: a row that is padded on the left may have no token in the first part.
     """
 
     def __init__(self, session: Session, *, croppable: bool = True) -> None:
@@ -38,18 +41,18 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.constants: dict[str, torch.Tensor] = {}
         self.last_feeds: dict[str, torch.Tensor] = {}
         self._ones = torch.ones((0, 0), dtype=torch.int64)
-        # What it keeps is the session's: nothing of a DynamicCache's own layers.
+        # Not DynamicCache's constructor, which makes layers.
         Cache.__init__(self, layers=[])
 
     def whole_mask(self, batch: int, total: int) -> torch.Tensor:
-        """A mask `(batch, total)` that hides nothing; a new one a step would cost more than the rest of it."""
+        """A mask `(batch, total)` of ones. Making a new one at each step would cost more than the rest of the step."""
         rows, columns = self._ones.shape
         if rows != batch or columns < total:
             self._ones = torch.ones((batch, total + total // 2 + 64), dtype=torch.int64)
         return self._ones[:, :total]
 
     def run(self, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The logits of new tokens, whose keys and values are held from then on; the state is made already."""
+        """Run the decoder: the logits of new tokens, whose keys and values are in the state from then on."""
         self.last_feeds = feeds
         return self.session.run(feeds, outputs=("logits",), state=self.state)["logits"]
 
@@ -60,7 +63,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Raises:
             InputError: The backend keeps them in a form of its own, or the model keeps something else.
         """
-        held = _readable(self.state).read() if self.state is not None else {}
+        held = self.state.read() if self.state is not None else {}
         odd = sorted(name for name in held if name.partition(".")[2] not in ("key", "value"))
         if odd:
             raise InputError(
@@ -81,7 +84,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def cross_attention_cache(self) -> DynamicCache:
-        """The keys and values that the decoder reads of the encoder's answer; of a model without encoder, none."""
+        """The keys and values of the encoder's answer; empty where there is no encoder."""
         made = DynamicCache()
         numbers = sorted({int(name.split(".")[1]) for name in self.constants if name.startswith(_CROSS)})
         made.layers = [
@@ -111,14 +114,12 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         values = {
             f"{n}.{kind}": tensor for n, pair in pairs for kind, tensor in zip(("key", "value"), pair, strict=True)
         }
-        _readable(state).load(values, int(length))
+        state.load(values, int(length))
         self.state = state
 
     def write_to(self, cache: Cache) -> None:
-        """Put the keys and values into another cache, in the place of its own; where they cannot be read, or the model keeps
-        something else, what holds them.
-        """
-        readable = self._croppable and (self.state is None or hasattr(self.state, "read"))
+        """Replace the keys and values of another cache by copies; by a reference to this cache where they cannot be copied."""
+        readable = self._croppable and (self.state is None or self.state.readable)
         cache.layers = list(self.layers) if readable else [HeldLayer(self)]
 
     def to_dynamic(self) -> DynamicCache:
@@ -134,7 +135,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be taken back: out of keys and values, not out of the state of a state-space model."""
+        """Whether tokens can be taken out: out of keys and values, but not out of the state of a state-space model."""
         return self._croppable
 
     @property
@@ -149,7 +150,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def is_linear(self) -> list[bool]:
-        """That it counts tokens, whatever its layers are, which are not to be copied for the answer."""
+        """One layer that counts tokens; the real layers would have to be copied for the answer."""
         return [False]
 
     @property
@@ -185,18 +186,18 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def join(self, other: StateCache) -> None:
-        """The rows of another cache of the model behind these; that one is empty then.
+        """Add the rows of another cache of the model after these rows, and empty that cache.
 
-        The last token of every row stands in the last column: a row of fewer tokens has columns in front that the masks of later
-        calls have to hide.
+        The last token of every row is in the last column. A row with fewer tokens begins with columns that the masks of later steps
+        have to hide.
 
         Raises:
-            InputError: The runtime's states cannot, it is of another model, it holds nothing, or what an encoder made is in it.
+            InputError: The runtime's states cannot be joined, a cache of another model, an empty cache, or one with an encoder's answer.
         """
-        if self.state is None or not self.is_joinable or other.state is None or self.constants or other.constants:
+        if self.state is None or other.state is None or self.constants or other.constants:
             raise InputError(
-                "Rows join rows that hold tokens, of a backend whose states can, and of a decoder alone.",
-                fix="ask is_joinable, and run a prompt through both caches first.",
+                "Rows join rows that hold tokens, and no encoder's answer.",
+                fix="run a prompt of a decoder through both caches first.",
             )
         self.state.join(other.state)
         other.reset()
@@ -205,10 +206,10 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         """Forget the first columns of every row, which all masks hid; see `join`.
 
         Raises:
-            InputError: The runtime's states cannot, or nothing would be left.
+            InputError: The runtime's states cannot be joined, or no column would be left.
         """
-        if self.state is None or not self.is_joinable:
-            raise InputError("No columns can be taken from the front of this cache.", fix="ask is_joinable.")
+        if self.state is None:
+            raise InputError("An empty cache has no columns.", fix="run a prompt first.")
         self.state.drop(columns)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -239,7 +240,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
-        # How transformers' users keep what is in front of several texts.
+        # Users of transformers copy the cache of a common prefix.
         return self.clone()
 
     def __copy__(self) -> StateCache:
@@ -252,7 +253,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         )
 
     def __len__(self) -> int:
-        # Not the layers: whoever asks whether a cache is empty must not copy it.
+        # Counting the layers would copy them.
         return 0
 
     def __repr__(self) -> str:
@@ -260,10 +261,10 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
 
 class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
-    """What a model keeps beside keys and values, or in their place, as the one layer of a `DynamicCache` that the user brought.
+    """The one layer of a user's `DynamicCache` that stands for a state which cannot be copied into it.
 
     Args:
-        cache: What holds it.
+        cache: Holds the state.
     """
 
     is_initialized = True
@@ -272,10 +273,10 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: it is there."""
+        """Do nothing: the state exists."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a PyTorch model cannot go on with it.
+        """Raise: a PyTorch model cannot continue the state.
 
         Raises:
             InputError: Always.
@@ -319,7 +320,7 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _holds_all(layer: Any) -> bool:
-    """Whether a layer has the keys of all tokens, as one with a window does until it is full."""
+    """Whether a layer has the keys of all tokens; a layer with a window does until the window is full."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys.shape[-2] == layer.get_seq_length()
 
 
@@ -328,17 +329,6 @@ def _layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values = keys, values
     return layer
-
-
-def _readable(state: State) -> Any:
-    """A state that can be read and filled.
-
-    Raises:
-        InputError: It is of a plugin whose states cannot.
-    """
-    if not hasattr(state, "read"):
-        raise InputError("The keys and values of this backend cannot be read.", fix="use backend='cpu'.")
-    return state
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Any | None:
@@ -365,5 +355,5 @@ def renamed(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_theirs(cache: Any) -> bool:
-    """Whether it is a `DynamicCache` that holds its keys and values itself, as PyTorch models fill them."""
+    """Whether a cache is a `DynamicCache` that holds its keys and values itself, as PyTorch models fill them."""
     return isinstance(cache, DynamicCache) and not isinstance(cache, StateCache)

@@ -24,10 +24,10 @@ class DecoderStep:
     Args:
         session: The graph's session.
         component: The graph in the manifest.
+        embed: Returns the input that stands for tokens `(batch, new)`: the tokens themselves, or their embeddings.
         counts: What position ids count where a call has none: columns (`place`), tokens that the mask shows (`mask`), or tokens
             other than the padding token, starting after `padding` (`tokens`).
         padding: The padding token, for `counts="tokens"`.
-        embed: Tokens `(batch, new)` to the input that stands for them; the tokens themselves when `None`.
 
     Attributes:
         inputs: Names of the graph's inputs, without those of the cache.
@@ -38,26 +38,22 @@ class DecoderStep:
         self,
         session: Session,
         component: Component,
+        embed: Callable[[torch.Tensor], Feeds],
         *,
         counts: Literal["place", "mask", "tokens"] = "place",
         padding: int = 0,
-        embed: Callable[[torch.Tensor], Feeds] | None = None,
     ) -> None:
         self.session, self.component = session, component
         self.inputs = frozenset(spec.name for spec in component.inputs if spec.pair is None)
         # Sessions check masks that declare bounds; masks without bounds are checked nowhere.
         self.fills_rows = any(spec.role == "mask" and spec.bounds is not None for spec in session.inputs)
         self._limit = component.most_tokens
-        self._counts, self._padding, self._embed = counts, padding, embed
+        self.embed, self._counts, self._padding = embed, counts, padding
         self._last = torch.zeros(1, dtype=torch.int64)
 
     def new_cache(self) -> StateCache:
         """An empty cache."""
         return StateCache(self.session, croppable=self.component.croppable)
-
-    def embedded(self, ids: torch.Tensor) -> Feeds:
-        """The input that stands for tokens `(batch, new)`."""
-        return {"input_ids": ids} if self._embed is None else self._embed(ids)
 
     def __call__(
         self,
@@ -71,7 +67,7 @@ class DecoderStep:
         """The logits `(batch, kept, vocabulary)` of new tokens, whose keys and values are in the cache from then on.
 
         Args:
-            tokens: From `embedded`: `(batch, new, ...)`.
+            tokens: From `embed`: `(batch, new, ...)`.
             cache: Continued in place.
             mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
             position_ids: `(batch, new)`; counted when `None`.
@@ -212,7 +208,7 @@ class TokenSteps:
             return logits
         feeds = self._feeds
         self._step.check_room(self._cache.get_seq_length(), 1)
-        feeds |= self._step.embedded(tokens)
+        feeds |= self._step.embed(tokens)
         if "position_ids" in feeds:
             feeds["position_ids"] = feeds["position_ids"] + 1
         if self._mask is not None:

@@ -25,26 +25,26 @@ _PATCHES = "flattened_patches"
 
 @dataclass
 class EncoderOutput(BaseModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """What an encoder returns.
+    """An encoder's answer.
 
     Attributes:
-        attention_mask: `(batch, encoder_sequence)`, of one that has fewer positions than what it reads.
+        attention_mask: `(batch, encoder_sequence)`, from encoders with fewer positions than their inputs.
     """
 
     attention_mask: torch.Tensor | None = None
 
 
 class EncoderOf:
-    """A model's encoder as `generate` calls one."""
+    """A model's encoder as `generate` calls it."""
 
     def __init__(self, session: Session, main_input_name: str) -> None:
         self._session = session
         self.main_input_name = main_input_name
         self.names = tuple(spec.name for spec in session.inputs)
         self.shortens = _ENCODER_MASK in {spec.name for spec in session.outputs}
-        # Frames that its positions allow; 0 for any number.
+        # Greatest number of frames; 0 for any number.
         self.longest = 0
-        # Rows and columns of patches that it has embeddings for.
+        # Number of rows and columns of patches with embeddings.
         self.rows = 0
 
     def forward(
@@ -61,8 +61,8 @@ class EncoderOf:
         """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`.
 
         Raises:
-            InputError: Token types other than zero, which the graph does not take, or more frames, or patches in other rows and
-                columns, than it has positions for.
+            InputError: Token types other than zero, which the graph does not take; more frames than positions; or patches in rows
+                or columns without embeddings.
         """
         if token_type_ids is not None and torch.as_tensor(token_type_ids).any():
             raise InputError(
@@ -115,7 +115,7 @@ class EncoderDecoder(Generator):
         return EncoderOf(session, main_input_name)
 
     def watch(self, around: Callable[[str, Session], Session]) -> None:
-        """Put something around the session of each graph, by component, until the model is opened again."""
+        """Wrap the session of each component, until the model is opened again."""
         self._encoder = self._bounded(around("encoder", self._opened.sessions["encoder"]))
         self._open_decoder(around("decoder", self.decoder_step.session))
         if self._cross_session is not None:
@@ -128,11 +128,11 @@ class EncoderDecoder(Generator):
 
     @property
     def encoder(self) -> Any:
-        """The encoder, whose arguments `generate` accepts, too."""
+        """The encoder; `generate` accepts its arguments."""
         return self._encoder
 
     def get_encoder(self, modality: str | None = None) -> Any:  # transformers' signature
-        """The encoder, callable by itself."""
+        """Return the encoder."""
         self._check_fork()
         return self._encoder
 
@@ -178,7 +178,7 @@ class EncoderDecoder(Generator):
         """
         self._check_fork()
         if isinstance(input_ids, torch.Tensor) and input_ids.is_floating_point():
-            # Sounds and pixels stand first in their models' signatures, too.
+            # Sounds and pixels are the first argument of their models.
             rest, input_ids = {self.main_input_name: input_ids, **rest}, None
         inputs = {"input_ids": input_ids, **rest}
         encoder_inputs = {n: tensor_of(n, v) for n, v in inputs.items() if n in self._encoder.names and v is not None}
@@ -206,7 +206,7 @@ class EncoderDecoder(Generator):
             if _HIDDEN in self.decoder_step.inputs:
                 cache.constants.update(hidden)
         elif self._encoder.shortens:
-            # What `generate` passes on is that of the sounds.
+            # `generate` passes the mask of the sounds on.
             attention_mask = None
         if _ENCODER_MASK in self.decoder_step.inputs:
             if attention_mask is None:
@@ -225,30 +225,30 @@ class EncoderDecoder(Generator):
 
 
 def _mask_for(feeds: Mapping[str, Any], main: str) -> Any:
-    """An encoder's mask, `(batch, encoder_sequence)` int64; what its model takes where none is given."""
+    """An encoder's mask `(batch, encoder_sequence) int64`; its model's default where there is none."""
     if "attention_mask" in feeds:
         return _whole(feeds["attention_mask"])
     read = feeds[main]
     if main == _PATCHES:
-        # Those that are zeros are padding, as are in transformers those that add up to zero.
+        # Patches of zeros are padding; in transformers, also patches whose sum is zero.
         return (read.sum(dim=-1) != 0).to(torch.int64)
     return torch.ones(read.shape[:2], dtype=torch.int64, device=read.device)
 
 
 def _whole(mask: Any) -> Any:
-    """A mask of integers where it is one of floating-point numbers, as the processor of Pix2Struct makes it."""
+    """A mask of integers, from one of floating-point numbers such as the processor of Pix2Struct makes."""
     return (mask != 0).to(torch.int64) if isinstance(mask, torch.Tensor) and mask.is_floating_point() else mask
 
 
 def _check_places(patches: torch.Tensor, rows: int) -> None:
-    """Check the rows and columns of patches `(batch, patches, 2 + values of a patch)`, which are looked up: runtimes answer those that
-    are in no table each in another way.
+    """Check the rows and columns of patches `(batch, patches, 2 + values of a patch)`: runtimes differ in how they look up places outside
+    the table.
 
     Raises:
-        InputError: One that the model has no embedding of, or no tensor.
+        InputError: A row or column without an embedding, or no tensor.
     """
     check_readable(_PATCHES, patches)
-    # Those of another shape the session refuses. What is no number compares with nothing.
+    # The session refuses other shapes. NaN compares as false.
     places = patches[..., :2] if patches.ndim else patches
     if not bool(((places > -1) & (places < rows)).all()):
         raise InputError(
@@ -259,10 +259,10 @@ def _check_places(patches: torch.Tensor, rows: int) -> None:
 
 
 def _mask_of(encoded: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask of an encoder's answer, which is shorter than that of its sounds.
+    """The mask of an encoder's answer, which is shorter than the mask of its sounds.
 
     Raises:
-        InputError: The answer came without it, beside a mask of another length.
+        InputError: The answer has no mask, and the mask of the sounds has another length.
     """
     found: torch.Tensor | None = getattr(encoded, "attention_mask", None)
     if found is None and mask is not None and mask.shape[1] != encoded[0].shape[1]:

@@ -63,7 +63,7 @@ class Generator(ORTModel, GenerateHooks):
         self.can_crop = component.croppable
         self._unused = frozenset(component.unused_inputs)
         self._limited = None
-        self._short = _length_of_short_texts(self.config) if family_of(self.config).recomputes_long_texts else None
+        self._short = length_of_short_texts(self.config) if family_of(self.config).recomputes_long_texts else None
         self._open_decoder(self._opened.sessions[self._decoder])
 
     def _open_decoder(self, session: Session) -> None:
@@ -71,9 +71,9 @@ class Generator(ORTModel, GenerateHooks):
         self.decoder_step = DecoderStep(
             session,
             self.artifact.component(self._decoder),
+            self._embed,
             counts=family_of(self.config).positions,
             padding=getattr(self.config, "pad_token_id", None) or 0,
-            embed=self._embed,
         )
 
     def _embed(self, ids: torch.Tensor) -> Feeds:
@@ -303,7 +303,9 @@ def tensor_of(name: str, value: Any) -> torch.Tensor:
     return value
 
 
-def _length_of_short_texts(config: Any) -> int | None:
-    """How many tokens have the angles of short texts; `None` where there is one kind of them."""
+def length_of_short_texts(config: Any) -> int | None:
+    """The length up to which a config with LongRoPE has its first angles; `None` for others."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return getattr(config, "original_max_position_embeddings", None) if rope.get("rope_type") == "longrope" else None
+    each = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
+    own = getattr(config, "original_max_position_embeddings", None)
+    return min((int(n) for one in each if (n := one.get("original_max_position_embeddings", own))), default=None)

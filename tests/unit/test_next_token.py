@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,6 +178,18 @@ def test_the_first_of_several_stop_texts_ends_the_text() -> None:
     pieces = TextPieces(ByteTokenizer(), ["three", "two"])
     assert "".join(pieces.push(token) for token in b"one two three") == "one "
     assert pieces.stopped
+
+
+def test_logits_become_tokens_in_one_place() -> None:
+    """Everything else that generates calls it; beams and other modes are transformers'."""
+    root = Path(text_decoder.__file__).parents[3]
+    places = {
+        str(path.relative_to(root))
+        for room in ("decoding", "models", "serving/continuous_batching", "upstream")
+        for path in (root / room).glob("*.py")
+        if re.search(r"argmax\(|multinomial\(", path.read_text(encoding="utf-8"))
+    }
+    assert places == {"decoding/next_token.py"}
 
 
 def test_one_thread_is_this_thread_alone() -> None:

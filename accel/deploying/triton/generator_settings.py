@@ -8,6 +8,7 @@ from typing import Any
 
 from ...artifact.companions import open_generation_config
 from ...errors import ConfigError, TaskError
+from ...models.generation_mixin import length_of_short_texts
 from .text_fronts import Facts
 from .triton_config import TritonConfig
 
@@ -92,7 +93,7 @@ def _limit(facts: Facts) -> int | None:
     """
     sizes = facts.artifact.components[0].max_sizes
     found = sizes.get("total", sizes.get("sequence"))
-    short = _short_texts(facts.config.get_text_config(decoder=True))
+    short = length_of_short_texts(facts.config.get_text_config(decoder=True))
     if short is None or (found is not None and found <= short):
         return found
     logger.warning(
@@ -102,14 +103,6 @@ def _limit(facts: Facts) -> int | None:
         found,
     )
     return short
-
-
-def _short_texts(config: Any) -> int | None:
-    """The length up to which a config with LongRoPE has its first angles; `None` for others."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    each = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
-    own = getattr(config, "original_max_position_embeddings", None)
-    return min((int(n) for one in each if (n := one.get("original_max_position_embeddings", own))), default=None)
 
 
 def _generation(facts: Facts) -> dict[str, Any]:

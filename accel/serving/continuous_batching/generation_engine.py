@@ -1,4 +1,4 @@
-"""Answers of a generating model for many callers at once, from Python: in a thread or in an event loop, with texts or tokens."""
+"""Answers of a generating model for many callers at once, in threads or an event loop, as texts or tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Prompt = str | Sequence[int] | Messages
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one token added to an answer.
+    """The text that one token added to an answer.
 
     Attributes:
-        text: Text that is final now; often empty, of letters of several tokens and of what may become a stop string.
-        tokens: Tokens of the answer so far.
-        finish: On the last one, why the answer ends: `stop` or `length`.
+        text: Final text; empty for a part of a character and for what may become a stop text.
+        tokens: Number of tokens of the answer so far.
+        finish: On the last piece, why the answer ends: `stop` or `length`.
     """
 
     text: str
@@ -40,11 +40,11 @@ class GeneratedText:
     """A whole answer.
 
     Attributes:
-        text: Without the prompt and without the stop string.
-        finish: Why it ends: `stop`, `length` or `cancelled`.
+        text: Without the prompt and the stop text.
+        finish: Why the answer ends: `stop`, `length` or `cancelled`.
         prompt_tokens: Tokens read.
         new_tokens: Tokens generated.
-        queued_s: Seconds before its prompt was read.
+        queued_s: Seconds until its prompt was read.
         prefill_s: Seconds from then to its first token.
     """
 
@@ -57,13 +57,14 @@ class GeneratedText:
 
 
 class GenerationEngine:
-    """Continuous batching: prompts of many callers continue together, each as it would alone.
+    """Continuous batching: prompts of many callers are continued together, each as it would be alone.
 
-    Rows join and leave between two steps where the backend's state can (`Scheduler.joins`); else those that wait start together
-    when the ones before are through. Greedy answers are those of `model.generate`; drawn ones with a seed, too, up to rounding.
+    Rows join and leave between two steps where the backend's states can be joined (`Scheduler.joins`); otherwise waiting rows start
+    together when the rows before them have finished. Greedy answers equal those of `model.generate`; drawn answers with a seed equal them
+    up to rounding.
 
     Args:
-        model: `ORTModelForCausalLM` or `ORTModelForSeq2SeqLM`. Nobody else may run it meanwhile, unless its sessions are
+        model: `ORTModelForCausalLM` or `ORTModelForSeq2SeqLM`. Nothing else may run it at the same time, unless its sessions are
             thread-safe.
         tokenizer: Its tokenizer; the one in its folder when `None`.
         limits: How much at once.
@@ -129,11 +130,11 @@ class GenerationEngine:
     # Answers
 
     def submit(self, prompt: Prompt, options: GenerationOptions | None = None) -> Generation:
-        """An answer in the making: iterate over its tokens from a thread or in an event loop, or cancel it.
+        """Start an answer: iterate over its tokens from a thread or in an event loop, or cancel it.
 
         Raises:
-            InputError: The prompt or its options cannot be.
-            QueueFullError: As many wait as may.
+            InputError: An invalid prompt, or invalid options.
+            QueueFullError: The queue is full.
             EngineClosedError: After `close`.
         """
         if options is not None and not isinstance(options, GenerationOptions):
@@ -143,12 +144,12 @@ class GenerationEngine:
         return self.scheduler.submit(self.encode(prompt), options or GenerationOptions())
 
     async def generate(self, prompt: Prompt, options: GenerationOptions | None = None) -> AsyncIterator[Token]:
-        """Tokens as they come; a caller that stops listening frees its row. Raises as `submit` does."""
+        """Yield tokens as they come; a caller that stops iterating frees its row. Raises as `submit` does."""
         async for token in self.submit(prompt, options):
             yield token
 
     async def stream(self, generation: Generation) -> AsyncIterator[TextPiece]:
-        """The text of an answer as it comes; ends it at its stop strings."""
+        """Yield the text of an answer as it comes; a stop text ends the answer."""
         reader = _Reader(self.tokenizer, generation)
         async for token in generation:
             piece = reader.take(token)
@@ -157,7 +158,7 @@ class GenerationEngine:
                 return
 
     def pieces(self, generation: Generation) -> Iterator[TextPiece]:
-        """The same, in a thread."""
+        """Yield as `stream` does, in a thread."""
         reader = _Reader(self.tokenizer, generation)
         for token in generation:
             piece = reader.take(token)
@@ -166,19 +167,19 @@ class GenerationEngine:
                 return
 
     async def answer(self, prompt: Prompt, options: GenerationOptions | None = None) -> GeneratedText:
-        """A whole answer. Raises as `submit` does."""
+        """Await a whole answer. Raises as `submit` does."""
         generation = self.submit(prompt, options)
         return _whole(generation, [piece async for piece in self.stream(generation)])
 
     def __call__(self, prompt: Prompt, options: GenerationOptions | None = None) -> GeneratedText:
-        """A whole answer, blocking. Raises as `submit` does."""
+        """Wait for a whole answer. Raises as `submit` does."""
         generation = self.submit(prompt, options)
         return _whole(generation, list(self.pieces(generation)))
 
     # Lifetime
 
     def close(self, *, drain: bool = True) -> None:
-        """Take no more prompts, and finish those that were accepted; cancel them without `drain`. The model stays open."""
+        """Accept no more prompts and finish the accepted ones, or cancel them without `drain`. The model stays open."""
         self.scheduler.close(drain=drain)
 
     def __enter__(self) -> GenerationEngine:

@@ -69,7 +69,7 @@ class PromptReading:
         """Read at most this many more; returns the logits `(1, vocabulary)` after the prompt once it is read."""
         ids = self.row.generation.ids[self.row.held :]
         ids = ids[:tokens] if self._parts else ids
-        logits = self._step(self._step.embedded(torch.tensor([ids])), self.cache, logits_to_keep=1)
+        logits = self._step(self._step.embed(torch.tensor([ids])), self.cache, logits_to_keep=1)
         self.row.held += len(ids)
         return None if self.left else logits[:, -1]
 
@@ -118,7 +118,7 @@ class RunningRows:
         else:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             step = self._model.decoder_step
-            logits = step(step.embedded(ids), self._cache, mask=mask, position_ids=positions, logits_to_keep=1)
+            logits = step(step.embed(ids), self._cache, mask=mask, position_ids=positions, logits_to_keep=1)
         for row in rows:
             row.held = 1 if behind_encoder else len(row.generation.ids)
         self._count()
@@ -130,7 +130,7 @@ class RunningRows:
         columns = self._cache.get_seq_length() + 1
         mask = (torch.arange(columns) >= (columns - 1 - self._held).unsqueeze(1)).long()
         step = self._model.decoder_step
-        tokens = step.embedded(torch.tensor([[row.last] for row in self.rows]))
+        tokens = step.embed(torch.tensor([[row.last] for row in self.rows]))
         logits = step(tokens, self._cache, mask=mask, position_ids=self._held.unsqueeze(1))[:, -1]
         for row in self.rows:
             row.held += 1

@@ -1,4 +1,4 @@
-"""The thread that runs one generating model: which prompts are read next to which steps, and who waits."""
+"""The thread that runs one generating model: it reads prompts between the steps of the running rows."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def continues_text(model: Any) -> bool:
 class Scheduler:
     """Continuous batching of one model, in a thread of its own.
 
-    Between two steps of the running rows, finished and cancelled ones leave, and prompts of waiting ones are read, up to
-    `GenerationLimits.prefill_tokens`, whose rows then join. Where the backend's states cannot be joined, and behind an encoder,
-    rows start together instead, when all those before are through.
+    Between two steps of the running rows, finished and cancelled rows leave. Waiting prompts are read, up to
+    `GenerationLimits.prefill_tokens`, and their rows join. Where the backend's states cannot be joined, and after an encoder, waiting rows
+    start together when all rows before them have finished.
 
     Args:
         model: A causal language model, or an encoder-decoder of text.
         limits: How much at once.
 
     Raises:
-        InputError: It reads something else than text.
+        InputError: The model reads something other than text.
     """
 
     def __init__(self, model: Any, limits: GenerationLimits) -> None:
@@ -82,12 +82,12 @@ class Scheduler:
         self._limit = component.most_tokens
         self._parts = component.continues == "any"
         self.joins = not self._behind_encoder and model.new_cache().is_joinable
-        """Whether rows join while others run; else they start together."""
+        """Whether rows join while others run; otherwise they start together."""
         self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
         self.steps = self.step_rows = 0
-        """Steps that were run, and rows of all of them together."""
+        """Number of steps, and the sum of their rows."""
         self._vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-        # Rotary positions go on behind those that the model was trained with; its answers do not.
+        # A graph with rotary positions computes beyond the positions of the training, but its answers are useless there.
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._batch = RunningRows(model, self._limit)
         self._waiting: deque[tuple[Generation, RowChoice]] = deque()
@@ -102,20 +102,20 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Prompts that wait for a row."""
+        """Number of prompts that wait for a row."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Rows that are read or running."""
+        """Number of rows whose prompts are read or that run."""
         return len(self._batch.rows) + len(self._reading)
 
     def submit(self, ids: Sequence[int], options: GenerationOptions) -> Generation:
         """Put a prompt into the queue.
 
         Raises:
-            InputError: No prompt, one that is too long, ids that the model does not have, settings that transformers refuses.
-            QueueFullError: As many wait as may.
+            InputError: An empty prompt, one that is too long, unknown ids, or settings that transformers refuses.
+            QueueFullError: The queue is full.
             EngineClosedError: After `close`.
         """
         if os.getpid() != self._process:
@@ -146,7 +146,7 @@ class Scheduler:
             self._changed.notify()
 
     def _new_tokens(self, ids: Sequence[int], options: GenerationOptions) -> int:
-        """How many tokens an answer may have."""
+        """The greatest number of tokens of an answer."""
         if not ids:
             raise InputError("The prompt is empty.", fix="give at least one token.")
         if min(ids) < 0 or max(ids) >= self._vocabulary:
@@ -181,7 +181,7 @@ class Scheduler:
 
     @property
     def _start(self) -> int:
-        """The token that a decoder behind an encoder starts with."""
+        """The token that a decoder with an encoder starts with."""
         config = self.model.generation_config
         start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
         return int(start)
@@ -204,11 +204,11 @@ class Scheduler:
                         self.step_rows += len(self._batch.rows)
                         self._batch.step()
                 except Exception as error:  # noqa: BLE001
-                    # Whatever a runtime raises belongs to those who wait for it; the next ones may fare better.
+                    # The callers of the running rows get the error; the next rows may succeed.
                     self._fail(error)
 
     def _wait(self) -> bool:
-        """Until there is something to do; whether there will be anything more."""
+        """Wait until there is work; returns whether there is any before the engine closes."""
         with self._changed:
             while not (self._waiting or self._reading or self._batch.rows):
                 if self._closing:
@@ -240,20 +240,20 @@ class Scheduler:
             request.end()
 
     def _read(self) -> None:
-        """Read prompts, and let the rows join whose prompts are read."""
+        """Read prompts, and add the rows whose prompts are complete."""
         self._admit()
         budget = self.limits.prefill_tokens
         while self._reading and budget > 0:
             reading = self._reading[0]
             before = reading.left
             if budget < before <= self.limits.prefill_tokens and budget < self.limits.prefill_tokens:
-                # Whole in the next round: what is read in parts is not rounded as in one.
+                # The whole prompt in the next round: reading in parts rounds differently.
                 break
             try:
                 logits = reading.advance(budget)
             except Exception as error:  # noqa: BLE001
-                # Its own: the rows that run have other caches.
-                self._reading.popleft().row.generation.end(_told(error))
+                # Of this prompt alone: the running rows have other caches.
+                self._reading.popleft().row.generation.end(_caller_error(error))
                 continue
             budget -= before - reading.left
             if logits is None:
@@ -264,15 +264,15 @@ class Scheduler:
             try:
                 self._batch.join(row, reading.cache)
             except Exception as error:
-                row.generation.end(_told(error))
+                row.generation.end(_caller_error(error))
                 raise
 
     def _admit(self) -> None:
-        """Give rows to those that wait longest, while there is room for what they may become."""
+        """Give rows to the prompts that wait longest, while the caches have room for their longest answers."""
         rows = [*self._batch.rows, *(reading.row for reading in self._reading)]
         while self._waiting and len(rows) < self.limits.rows:
             request, choice = self._waiting[0]
-            longest = max(_whole(one) for one in (request, *(row.generation for row in rows)))
+            longest = max(_longest(one) for one in (request, *(row.generation for row in rows)))
             if rows and (len(rows) + 1) * longest > self.cache_tokens:
                 return
             with self._changed:
@@ -283,7 +283,7 @@ class Scheduler:
             rows.append(reading.row)
 
     def _start_together(self) -> None:
-        """Rows that wait, from prompts of their own lengths to answers of theirs, as many as fit."""
+        """Start as many waiting rows as fit together, with prompts and answers of different lengths."""
         rows: list[AnswerRow] = []
         prompt = new = 0
         while self._waiting and len(rows) < self.limits.rows:
@@ -305,17 +305,17 @@ class Scheduler:
 
     def _fail(self, error: Exception) -> None:
         for row in self._batch.clear():
-            row.generation.end(_told(error))
+            row.generation.end(_caller_error(error))
 
 
-def _told(error: Exception) -> AccelError:
-    """An error as callers may see it."""
+def _caller_error(error: Exception) -> AccelError:
+    """The error that callers see."""
     if isinstance(error, AccelError):
         return error
     logger.error("generating failed", exc_info=error)
     return SessionError(f"Generating failed: {type(error).__name__}.", fix="see the log of the process.")
 
 
-def _whole(request: Generation) -> int:
-    """Tokens of a prompt and the longest answer to it."""
+def _longest(request: Generation) -> int:
+    """Number of tokens of a prompt with its longest answer."""
     return len(request.ids) + request.new_tokens

@@ -1,4 +1,4 @@
-"""One prompt's answer while it is made: what the scheduler's thread puts in, and a caller takes out."""
+"""One prompt's answer while it is generated: the scheduler's thread puts tokens in, a caller takes them out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Generation:
         ids: The prompt.
         options: How to continue it.
         new_tokens: Tokens at most.
-        on_cancel: Called when nobody wants it any more.
+        on_cancel: Called when the caller gives the rest up.
 
     Attributes:
         created: When it was submitted, by `time.perf_counter`.
@@ -53,13 +53,14 @@ class Generation:
         self.finished = False
         self._on_cancel = on_cancel
         self._lock = threading.Lock()
-        self._items: list[Token | BaseException] = []
+        self._tokens: list[Token] = []
+        self._error: BaseException | None = None
         self._wake: Callable[[], None] | None = None
         self.created = time.perf_counter()
         self._started = 0.0
 
     def cancel(self) -> None:
-        """Nobody wants the rest: its row is free before the next step. Iterating ends with the tokens that are there."""
+        """Give up the rest: the row is free before the next step, and iterating ends after the tokens that are there."""
         if not self.finished:
             self.cancelled = True
             self._on_cancel()
@@ -67,70 +68,66 @@ class Generation:
     # The scheduler's side
 
     def begin(self) -> None:
-        """Its prompt is being read."""
+        """Note that the prompt is being read."""
         self._started = time.perf_counter()
         self.queued_s = self._started - self.created
 
     def put(self, token: Token) -> None:
-        """One more token."""
+        """Add a token."""
         if not self.prefill_s:
             self.prefill_s = time.perf_counter() - self._started
-        self._put(token, last=token.finish is not None)
+        self._add([token], last=token.finish is not None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """No more come: cancelled, or failed."""
-        self._put(error if error is not None else StopIteration(), last=True)
+        """End without a last token: cancelled, or failed."""
+        self._error = error
+        self._add([], last=True)
 
-    def _put(self, item: Token | BaseException, *, last: bool) -> None:
+    def _add(self, tokens: list[Token], *, last: bool) -> None:
         with self._lock:
             self.finished = self.finished or last
-            self._items.append(item)
+            self._tokens += tokens
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()
 
     # The caller's side
 
-    def _taken(self, wake: Callable[[], None]) -> list[Token | BaseException]:
+    def _taken(self, wake: Callable[[], None]) -> list[Token] | None:
+        """The tokens that came, or `None` after the last one; `wake` is called when more come where there are none.
+
+        Raises:
+            BaseException: The error that ended the answer.
+        """
         with self._lock:
-            items, self._items = self._items, []
-            self._wake = None if items else wake
-            return items
+            tokens, self._tokens = self._tokens, []
+            if not tokens and self.finished:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._wake = None if tokens else wake
+            return tokens
 
     def __iter__(self) -> Iterator[Token]:
         try:
-            while True:
-                ready = threading.Event()
-                items = self._taken(ready.set)
-                if not items:
+            ready = threading.Event()
+            while (tokens := self._taken(ready.set)) is not None:
+                if not tokens:
                     ready.wait()
-                for item in items:
-                    if isinstance(item, StopIteration):
-                        return
-                    if isinstance(item, BaseException):
-                        raise item
-                    yield item
-                    if item.finish is not None:
-                        return
+                ready.clear()
+                yield from tokens
         finally:
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
-        loop = asyncio.get_running_loop()
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
         try:
-            while True:
-                ready = asyncio.Event()
-                items = self._taken(lambda ready=ready: _from_thread(loop, ready))  # type: ignore[misc]
-                if not items:
+            while (tokens := self._taken(lambda: _from_thread(loop, ready))) is not None:
+                if not tokens:
                     await ready.wait()
-                for item in items:
-                    if isinstance(item, StopIteration):
-                        return
-                    if isinstance(item, BaseException):
-                        raise item
-                    yield item
-                    if item.finish is not None:
-                        return
+                ready.clear()
+                for token in tokens:
+                    yield token
         finally:
             self.cancel()
 
@@ -139,5 +136,5 @@ def _from_thread(loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
     try:
         loop.call_soon_threadsafe(ready.set)
     except RuntimeError:
-        # The loop is closed: nobody waits.
+        # The loop is closed, so no caller waits.
         return

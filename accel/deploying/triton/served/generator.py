@@ -70,7 +70,7 @@ class TritonPythonModel:
     def _loop(self) -> None:
         decoder = self._decoder
         while True:
-            # Nobody to answer: wait. Else take whoever came meanwhile, as far as there is room.
+            # Wait while there are no rows; otherwise take the waiting ones, as far as there is room.
             while not decoder.rows or (len(decoder.rows) < self._most and not self._waiting.empty()):
                 row = self._waiting.get()
                 if row is None:
