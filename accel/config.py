@@ -46,6 +46,7 @@ _ARGUMENTS: Mapping[str, tuple[type, ...]] = {
 _OF_DEFAULTS: Mapping[type, tuple[type, ...]] = {
     bool: (bool,), int: (numbers.Integral,), float: (numbers.Real,), str: (str,), tuple: (Sequence,)
 }  # fmt: skip
+_ANYTHING = (object, bool)
 _WORDS = {numbers.Integral: "a whole number", numbers.Real: "a number", type(None): "None"}
 
 
@@ -103,15 +104,14 @@ def check_number(
 
 
 def checked_arguments(
-    taker: str = "", /, **kinds: type | tuple[type, ...]
+    **kinds: type | tuple[type, ...],
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Wrap a public function so that it raises on arguments of the wrong type.
 
     The type follows from the argument's default. Where that is `None`, or there is none, the table above says it, or `kinds`. Other
-    arguments, and the items of sequences and mappings, are not checked.
+    arguments may be of any type; the items of sequences and mappings are not checked.
 
     Args:
-        taker: The name of the function in messages; its own when empty.
         kinds: Types of arguments by name. `None` is allowed where it is the default.
     """
 
@@ -131,8 +131,8 @@ def checked_arguments(
             except TypeError:
                 # One is missing or one too many: Python's own error.
                 return function(*args, **kwargs)
-            for name in allowed.keys() & values.keys():
-                check_type(name, values[name], allowed[name], taker or function.__qualname__)
+            for name, value in values.items():
+                check_type(name, value, allowed.get(name, _ANYTHING), function.__qualname__)
             return function(*args, **kwargs)
 
         return call

@@ -54,6 +54,7 @@ def test_what_a_signature_allows_passes(given: dict[str, Any]) -> None:
         ({"path": b"a"}, "path"),
         ({"path": None}, "path"),
         ({"path": "a\0b"}, "path"),
+        ({"path": "a", "anything": "a\0b"}, "anything"),
         ({"path": "a", "count": True}, "count"),
         ({"path": "a", "count": 1.5}, "count"),
         ({"path": "a", "count": None}, "count"),
