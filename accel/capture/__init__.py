@@ -10,7 +10,7 @@ samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
 from ..interfaces.family import Axes
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, Wrapper, unwrapped
 from ..upstream.cache_names import CACHE_NAME, CACHE_NAMES, cache_argument
 from ..upstream.library_output import quiet
 from ..upstream.onnx_exporter import make_rewrites_exact
@@ -130,6 +130,7 @@ __all__ = [
     "strip_provenance",
     "tolerance",
     "unpack",
+    "unwrapped",
     "usual_sizes_in",
     "with_record",
     "with_special_tokens",

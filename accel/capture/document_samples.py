@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, unwrapped
 from .samples import BOXES, SAMPLE_BATCH, SAMPLE_SEQUENCE, parameters_of, resize, text_inputs
 
 _SIDES = 4
@@ -22,7 +22,7 @@ def document_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
         ExportError: The model cannot do without the image.
     """
     if "image" in parameters_of(module):
-        inner = module.unwrapped if isinstance(module, Wrapper) else module
+        inner = unwrapped(module)
         raise ExportError(
             f"{type(inner).__name__} looks at images with a network of detectron2, whose operators no graph of a backend here has.",
             fix="run it with transformers, or take LayoutLMv3.",

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.wrapper import unwrapped
 from .samples import (
     SAMPLE_BATCH,
     SAMPLE_SEQUENCE,
@@ -38,7 +38,7 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
         ExportError: The model reads its texts by other names.
     """
     if "input_ids" not in parameters_of(module):
-        inner = module.unwrapped if isinstance(module, Wrapper) else module
+        inner = unwrapped(module)
         raise ExportError(
             f"A {type(inner).__name__} reads {', '.join(parameters_of(module))}; texts are given to the stock pipeline's models as "
             "input_ids.",

@@ -17,7 +17,7 @@ from ..artifact.reading import read_json
 from ..errors import ExportError, InputError
 from ..interfaces.family import Axes, Sample
 from ..interfaces.family_registry import family_of
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, unwrapped
 from ..upstream.library_output import quiet
 from .patch_samples import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
 
@@ -43,14 +43,14 @@ _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a transformers model's `forward` takes, by name."""
-    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    inner = unwrapped(module)
     return inspect.signature(inner.forward).parameters
 
 
 def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Inputs for a transformers model, from what its forward takes and its config says."""
     config = getattr(module, "config", None)
-    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    inner = unwrapped(module)
     main = getattr(inner, "main_input_name", None)
     if main == "inputs":
         # Perceiver's one word for all modalities; its heads take the usual names, too.
@@ -169,7 +169,7 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
         others: What else it is given.
     """
     config = getattr(module, "config", None)
-    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    inner = unwrapped(module)
     height, width = image_size(config, folder, type(inner).__name__)
     channels = getattr(_image_config(config), "num_channels", 3)
     named = {0: "batch"}

@@ -13,7 +13,7 @@ import torch
 from ..artifact.reading import read_json
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, unwrapped
 from .samples import IMAGE_AXES, SAMPLE_BATCH, parameters_of
 
 SOUND_AXES = ("samples", "frames")
@@ -40,7 +40,7 @@ def sound_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
         ExportError: The model reads something else.
     """
     config: Any = getattr(module, "config", None)
-    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    inner = unwrapped(module)
     main = getattr(inner, "main_input_name", None)
     window = _window(config, main)
     if window is not None:

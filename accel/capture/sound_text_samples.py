@@ -11,7 +11,7 @@ import torch
 from ..artifact.reading import read_json
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.wrapper import unwrapped
 from .image_text_samples import texts_beside
 from .samples import SAMPLE_BATCH
 
@@ -25,7 +25,7 @@ def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     Raises:
         ExportError: The model is none of this kind, or looks at long and short sounds in two ways.
     """
-    inner: Any = module.unwrapped if isinstance(module, Wrapper) else module
+    inner: Any = unwrapped(module)
     audio: Any = getattr(module.config, "audio_config", None)
     bins, size = getattr(audio, "num_mel_bins", None), getattr(audio, "spec_size", None)
     if bins is None or size is None:

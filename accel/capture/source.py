@@ -14,7 +14,7 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from ..interfaces.family import Axes
 from ..interfaces.task_registry import task_spec
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.wrapper import Tensors, Wrapper, unwrapped
 from .layer_outputs import TracedPlainly
 from .position_limits import position_bounds, rows_of_table, text_rows
 from .quantized_linears import record_of
@@ -70,7 +70,7 @@ class Source:
     @property
     def architecture(self) -> str:
         """Class name of the model."""
-        inner = self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
+        inner = unwrapped(self.model)
         return type(inner).__name__
 
     @property
@@ -106,7 +106,7 @@ class Source:
         Args:
             stateful: Of the graph with the cache, whose tokens are the decoder's.
         """
-        model: Any = self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
+        model: Any = unwrapped(self.model)
         config = getattr(model, "config", None)
         if config is None:
             return {}

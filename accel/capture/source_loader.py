@@ -25,7 +25,7 @@ from ..interfaces.family import Axes
 from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import infer_task, is_adapter, load_task, read_config
 from ..interfaces.task_spec import TaskSpec
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.wrapper import Wrapper, unwrapped
 from ..upstream.library_output import quiet
 from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .layer_outputs import WithInnerStates
@@ -121,7 +121,7 @@ def load_source(
     if sample is None:
         # From the start again: a model that is loaded may have drawn, one in memory has not.
         with same_draws():
-            inner = module.unwrapped if isinstance(module, Wrapper) else module
+            inner = unwrapped(module)
             example, axes, unused = family.sample(inner, work.sample(module, folder) or default_sample(module, folder))
     else:
         check_sample(sample, axes)
@@ -145,9 +145,7 @@ def load_source(
         origin=origin,
         example=example,
         axes=axes,
-        max_sizes=max_sizes_of(module, axes)
-        | longest_sound(module, axes)
-        | family.max_sizes(module.unwrapped if isinstance(module, Wrapper) else module, axes),
+        max_sizes=max_sizes_of(module, axes) | longest_sound(module, axes) | family.max_sizes(unwrapped(module), axes),
         unused_inputs=unused,
         own_defaults=own,
         dtype=config.dtype,

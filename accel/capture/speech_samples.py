@@ -11,7 +11,7 @@ import torch
 
 from ..interfaces.family import Axes, Sample
 from ..interfaces.family_registry import family_of
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.wrapper import unwrapped
 from .samples import default_sample
 from .sound_samples import samples_for, sound_sample
 
@@ -31,7 +31,7 @@ def longest_sound(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
     """How many samples or frames the relative positions of a conformer allow (Wav2Vec2-Conformer, Wav2Vec2-BERT): the model makes more of
     them when it needs to, which a graph cannot.
     """
-    inner: Any = module.unwrapped if isinstance(module, Wrapper) else module
+    inner: Any = unwrapped(module)
     varied = {axis for named in axes.values() for axis in named.values()}
     if (positions := _relative_positions(inner)) is None:
         return {}

@@ -16,7 +16,7 @@ from ..config import ExportConfig
 from ..errors import ExportError
 from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import task_spec
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.wrapper import unwrapped
 from ..upstream.exporter_tables import (
     weights_read_by_other_code,
     with_conversions,
@@ -169,7 +169,7 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
 @contextmanager
 def replaced(model: torch.nn.Module) -> Iterator[None]:
     """The model with the replacements of its family, and its own attributes again afterwards."""
-    inner: Any = model.unwrapped if isinstance(model, Wrapper) else model
+    inner: Any = unwrapped(model)
     with ExitStack() as stack:
         for owner, name, value in family_of(getattr(inner, "config", None)).replacements(inner):
             # Modules in a module are attributes that `vars` does not show.

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.wrapper import unwrapped
 from .samples import SAMPLE_BATCH, image_size
 
 _FRAMES = ("num_frames", "frames_per_clip")
@@ -22,7 +22,7 @@ def video_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     Raises:
         ExportError: The model reads something else, or its config says no number of frames.
     """
-    inner = module.unwrapped if isinstance(module, Wrapper) else module
+    inner = unwrapped(module)
     config: Any = module.config
     name = getattr(inner, "main_input_name", None)
     frames = next((n for field in _FRAMES if isinstance(n := getattr(config, field, None), int)), None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.wrapper import Wrapper, unwrapped
 
 
 class KeypointMatcher(Wrapper):
@@ -30,7 +30,7 @@ class KeypointMatcher(Wrapper):
         """Match `(batch, 2, channels, height, width)`."""
         if not torch.compiler.is_exporting():
             return self.answers(pixel_values)
-        inner: Any = self.unwrapped
+        inner: Any = unwrapped(self)
         batch, _, channels, height, width = pixel_values.shape
         found = detect(inner.keypoint_detector, pixel_values.reshape(batch * 2, channels, height, width))
         keypoints, scores, descriptors, mask = (one.reshape(batch, 2, *one.shape[1:]) for one in found)
@@ -59,7 +59,7 @@ class KeypointMatcher(Wrapper):
             scores, mask: `(batch, 2, points)`.
             height, width: Of the images.
         """
-        matches, sure, *_ = self.unwrapped._match_image_pair(keypoints, descriptors, scores, height, width, mask=mask)  # type: ignore[operator]
+        matches, sure, *_ = unwrapped(self)._match_image_pair(keypoints, descriptors, scores, height, width, mask=mask)
         return matches, sure
 
 

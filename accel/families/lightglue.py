@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..interfaces.family import Family
-from ..interfaces.wrapper import Tensors
+from ..interfaces.wrapper import Tensors, unwrapped
 from .keypoint_matchers import KeypointMatcher
 
 
@@ -36,8 +36,8 @@ class LightGlueMatcher(KeypointMatcher):
         mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Matches by all layers."""
-        with _plain_attention(self.unwrapped):
-            return _match(self.unwrapped, keypoints, descriptors, height, width, mask)
+        with _plain_attention(unwrapped(self)):
+            return _match(unwrapped(self), keypoints, descriptors, height, width, mask)
 
 
 class LightGlue(Family):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .family import Tensors as Tensors  # most wrappers return them
@@ -16,11 +18,6 @@ class Wrapper(torch.nn.Module):
         self.config = model.config
 
     @property
-    def unwrapped(self) -> torch.nn.Module:
-        """The transformers model itself."""
-        return self.model.unwrapped if isinstance(self.model, Wrapper) else self.model
-
-    @property
     def required_token(self) -> int | None:
         """The token that each row of `input_ids` must hold; `None` where any rows will do."""
         return self.model.required_token if isinstance(self.model, Wrapper) else None
@@ -29,3 +26,10 @@ class Wrapper(torch.nn.Module):
     def returns_layers(self) -> bool:
         """Whether hidden states and attentions of single layers come out, where they are asked for."""
         return self.model.returns_layers if isinstance(self.model, Wrapper) else True
+
+
+def unwrapped(model: torch.nn.Module) -> Any:
+    """The transformers model in the modules around it."""
+    while isinstance(model, Wrapper):
+        model = model.model
+    return model

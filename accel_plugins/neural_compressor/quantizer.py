@@ -25,7 +25,6 @@ from accel.artifact import (
 )
 from accel.capture import (
     Source,
-    Wrapper,
     first_lines,
     load_source,
     quiet,
@@ -33,6 +32,7 @@ from accel.capture import (
     reference,
     replace_layer,
     save_quantized,
+    unwrapped,
     with_record,
 )
 from accel.config import ExportConfig, QuantizeConfig
@@ -118,8 +118,8 @@ class _Work:
             for batch in batches[1:]:
                 self._check_calls(batch)
             raise
-        model: torch.nn.Module = copy.deepcopy(_inner(self._source))
-        prefix = "model." if self._source.model is not _inner(self._source) else ""
+        model: torch.nn.Module = copy.deepcopy(unwrapped(self._source.model))
+        prefix = "model." if self._source.model is not unwrapped(self._source.model) else ""
         layers = integer_layers(converted, model, prefix, lambda name: name not in self._excluded)
         for name, layer in layers.items():
             replace_layer(model, name, layer)
@@ -150,7 +150,7 @@ class _Work:
             )
 
     def _weights(self, config: QuantizeConfig, settings: Any) -> torch.nn.Module:
-        inner = _inner(self._source)
+        inner = unwrapped(self._source.model)
         before = {name: one for name, one in inner.named_modules() if hasattr(one, "weight")}
         model = with_weights_of_their_own(copy.deepcopy(inner))
         batches = self._batches
@@ -268,11 +268,6 @@ def copy_of(graph: Any) -> Any:
     return made
 
 
-def _inner(source: Source) -> Any:
-    model: Any = source.model
-    return model.unwrapped if isinstance(model, Wrapper) else model
-
-
 def _source(artifact: Artifact) -> Source:
     recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
     config = ExportConfig.from_dict({**recorded, "dtype": "float32", "atol": None})
@@ -374,7 +369,7 @@ def _excluded(source: Source, patterns: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: A pattern that matches none.
     """
-    layers = {name: one for name, one in _inner(source).named_modules() if isinstance(one, _LINEAR)}
+    layers = {name: one for name, one in unwrapped(source.model).named_modules() if isinstance(one, _LINEAR)}
     names = list(layers)
     read = read_by_other_code(source.model, source.example)
     taken = [name for name, layer in layers.items() if layer in read]

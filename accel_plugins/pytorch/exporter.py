@@ -15,13 +15,13 @@ from accel.capture import (
     IMAGE_AXES,
     Source,
     Tensors,
-    Wrapper,
     graph_name,
     pad_id,
     quiet,
     reference,
     save_quantized,
     split,
+    unwrapped,
 )
 from accel.config import ExportConfig
 from accel.interfaces.specs import WEIGHTS
@@ -34,7 +34,7 @@ class WeightsExporter:
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Write the weights; see `accel.interfaces.protocols.Exporter`."""
-        model: Any = source.model.unwrapped if isinstance(source.model, Wrapper) else source.model
+        model: Any = unwrapped(source.model)
         with quiet():
             if source.quantization is None:
                 model.save_pretrained(out)

@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ... import capture, progress
+from ... import progress
 from ...artifact.sentence_settings import SentenceSettings, sentence_settings
 from ...data.batches import Encoded, encode, for_graph, longest
 from ...data.labels import label_ids, texts
 from ...data.rows import Rows
 from ...errors import ConfigError, InputError
 from ...interfaces.task_registry import load_task, measured_tasks
+from ...interfaces.wrapper import unwrapped
 from ...models.base import ORTModel
 from .metrics import SYNONYMS, Metric, class_metrics, through_evaluate
 
@@ -282,5 +283,5 @@ def _takes(model: Model) -> set[str]:
     """Names of the inputs of a PyTorch model's forward, or of a generating model's."""
     if isinstance(model, ORTModel):
         return {"input_ids", "attention_mask"}
-    inner = model.unwrapped if isinstance(model, capture.Wrapper) else model
+    inner = unwrapped(model)
     return set(inspect.signature(inner.forward).parameters)
