@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 import re
@@ -24,6 +25,8 @@ _READERS = {
     ".parquet": "parquet",
     ".txt": "text",
 }
+TABLES = tuple(suffix for suffix, reader in _READERS.items() if reader != "text")
+"""Suffixes of files with columns."""
 _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 
 
@@ -142,8 +145,9 @@ def load_rows(
         path = Path(data).expanduser()
         with _no_bars():
             if path.is_file():
-                loaded, source, sha256 = _read_file(path, split), path.name, _sha256(path)
-                split = None
+                if split is not None:
+                    raise ConfigError(f"{path.name} is one file and has no split {split!r}.", fix="leave split out.")
+                loaded, source, sha256 = read_files([path]), path.name, _sha256(path)
             elif path.is_dir():
                 loaded, source = _read_folder(path), path.name
             else:
@@ -186,40 +190,74 @@ def load_rows(
     )
 
 
-def _read_file(path: Path, split: str | None) -> Any:
+def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
+    """Read files of one kind.
+
+    Args:
+        paths: One after another.
+        as_text: Whether cells of CSV stay text. Otherwise columns of numbers are numbers.
+
+    Returns:
+        A `datasets.Dataset`.
+
+    Raises:
+        ConfigError: A kind of file that is not read.
+        InputError: The files hold no rows, or other rows than their kind has.
+    """
     import datasets
 
-    if split is not None:
-        raise ConfigError(f"{path.name} is one file and has no split {split!r}.", fix="leave split out.")
+    path = paths[0]
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
             f"{path.name} is not a kind of file that accel reads.", fix=f"use one of {', '.join(sorted(_READERS))}."
         )
-    if path.stat().st_size == 0:
+    if all(one.stat().st_size == 0 for one in paths):
         raise InputError(f"{path.name} is empty.", fix="pass a file with at least one row.")
     options: dict[str, Any] = {}
-    if reader == "csv":
-        # Only an empty cell is missing: pandas' default also drops texts such as "null", "NA" and "None".
-        options = {"keep_default_na": False, "na_values": [""]}
-        if path.suffix.lower() == ".tsv":
-            options["sep"] = "\t"
     try:
-        found = datasets.load_dataset(reader, data_files=str(path), split="train", **options)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        if reader == "csv":
+            names = _head(path)
+            # Only an empty cell is missing: pandas' default also drops texts such as "null", "NA" and "None".
+            options = {
+                "keep_default_na": False,
+                "na_values": [""],
+                "sep": "\t" if path.suffix.lower() == ".tsv" else ",",
+            }
+            if as_text:
+                options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+        with _no_bars():
+            loaded = datasets.load_dataset(reader, data_files=[str(one) for one in paths], split="train", **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, csv.Error) as error:
         cause = error.__cause__ or error
         if "corresponds to no data" in str(cause):
             raise InputError(f"{path.name} holds no rows.", fix="pass a file with at least one row.") from error
         raise InputError(f"{path.name} cannot be read as {reader}: {cause}", fix="check the file.") from error
-    names = found.column_names
-    separator = next((one for one in ";\t|" if len(names) == 1 and one in names[0]), None) if reader == "csv" else None
+    if len(loaded) == 0:
+        raise InputError(f"{path.name} holds no rows.", fix="pass a file with at least one row.")
+    return loaded
+
+
+def _head(path: Path) -> list[str]:
+    """The names of the columns of a CSV file.
+
+    Raises:
+        InputError: A name is there twice, or another separator is.
+    """
+    tabs = path.suffix.lower() == ".tsv"
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        names = next(csv.reader(file, delimiter="\t" if tabs else ",", strict=True), [])
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InputError(f"{path.name} has the column {repeated!r} twice.", fix="rename one of them.")
+    separator = next((one for one in ";\t|" if len(names) == 1 and one in names[0]), None)
     if separator is not None:
         kind = "tab" if separator == "\t" else repr(separator)
         raise InputError(
             f"The columns of {path.name} are separated by {kind}: {names[0]!r}.",
             fix="write it with commas, or with tabs as a .tsv file.",
         )
-    return found
+    return names
 
 
 def _read_folder(path: Path) -> Any:

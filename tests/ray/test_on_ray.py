@@ -195,5 +195,5 @@ def test_a_batch_has_the_rows_of_one_process_and_goes_on(
 def test_a_row_that_cannot_be_is_named_as_in_one_process(ray: Any, models: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "help"}\n{"text": 7}\n')
-    with pytest.raises(InputError, match=r"Row 1 \(rows.jsonl\): 'text' is 7, not a text"):
+    with pytest.raises(InputError, match=r"Row 1: 'text' is 7, not a text"):
         batch_on_ray(models["labels"], path, tmp_path / "out", cpus=0.2, backend="pytorch")

@@ -84,12 +84,12 @@ def compute(engine: Engine, data: Table, part: Part, asking: Asking, folder: Pat
     wrong = next((i for i, one in enumerate(found) if isinstance(one, Broken)), None)
     if wrong is not None and asking.on_error == "stop":
         raise InputError(
-            f"Row {part.start + wrong} ({data.files[part.file].name}): {found[wrong].reason.rstrip('.')}.",
+            f"Row {part.start + wrong}: {found[wrong].reason.rstrip('.')}.",
             fix="correct it, or have such rows written with what is wrong: --on-error record.",
         )
     answers = [None if isinstance(one, Broken) else one for one in found]
     errors = [one.reason if isinstance(one, Broken) else None for one in found]
-    kept = {name: [None if isinstance(row, Broken) else row.get(name) for row in rows] for name in asking.keep}
+    kept = {name: [row[name] for row in rows] for name in asking.keep}
     content = _written(_table(asking, part.start, kept, data.types(asking.keep), answers, errors), asking.format)
     name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{asking.format}"
     write_whole(folder / name, content)

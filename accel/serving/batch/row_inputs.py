@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import ConfigError, InputError, TaskError, did_you_mean
 from ..operations import Operation
-from .table_files import Broken, Row
+from .table_files import Broken
 
 
 def find_columns(
@@ -50,7 +50,7 @@ def find_columns(
     return found
 
 
-def inputs_of(operation: Operation, row: Row, columns: Mapping[str, str]) -> Any:
+def inputs_of(operation: Operation, row: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
     """The engine's inputs of a row, or `Broken` with what is wrong with it.
 
     Args:
@@ -58,8 +58,6 @@ def inputs_of(operation: Operation, row: Row, columns: Mapping[str, str]) -> Any
         row: With the columns that are read.
         columns: Column by use.
     """
-    if isinstance(row, Broken):
-        return row
     values = {}
     for use, name in columns.items():
         value = row.get(name)
