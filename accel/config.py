@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import numbers
+import operator
 import os
 import re
 import reprlib
@@ -78,6 +79,7 @@ def check_number(
     most: float | None = None,
     *,
     above: float | None = None,
+    below: float | None = None,
 ) -> None:
     """Refuse a number outside of its range, and what is no number; `None` is no value.
 
@@ -87,6 +89,7 @@ def check_number(
         least: The smallest number.
         most: The largest number.
         above: A number that the value is larger than.
+        below: A number that the value is smaller than.
 
     Raises:
         ConfigError: With the name, the value and the range.
@@ -94,13 +97,13 @@ def check_number(
     if value is None:
         return
     check_type(subject, value, (numbers.Real,))
-    inside = (least is None or value >= least) and (most is None or value <= most) and (above is None or value > above)
-    if not inside or not math.isfinite(value):
-        limits = ((f"above {above}", above), (f"at least {least}", least), (f"at most {most}", most))
-        raise ConfigError(
-            f"{subject} is {value}.",
-            fix=f"use a number {' and '.join(word for word, limit in limits if limit is not None)}.",
-        )
+    limits = (
+        ("above", above, operator.gt), ("at least", least, operator.ge), ("at most", most, operator.le), ("below", below, operator.lt)
+    )  # fmt: skip
+    asked = [(word, limit, holds) for word, limit, holds in limits if limit is not None]
+    if not all(holds(value, limit) for _, limit, holds in asked):
+        words = " and ".join(f"{word} {limit}" for word, limit, _ in asked)
+        raise ConfigError(f"{subject} is {value}.", fix=f"use a number {words}.")
 
 
 def checked_arguments(
@@ -238,7 +241,7 @@ class ExportConfig(JsonConfig):
     def __post_init__(self) -> None:
         super(ExportConfig, self).__post_init__()
         check_number("ExportConfig.opset", self.opset, 18, 25)
-        check_number("ExportConfig.atol", self.atol, above=0)
+        check_number("ExportConfig.atol", self.atol, above=0, below=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +263,7 @@ class OptimizeConfig(JsonConfig):
 
     def __post_init__(self) -> None:
         super(OptimizeConfig, self).__post_init__()
-        check_number("OptimizeConfig.atol", self.atol, above=0)
+        check_number("OptimizeConfig.atol", self.atol, above=0, below=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,7 +277,8 @@ def make_plan(
         return _with_options(made, artifact)
     if question.format == WEIGHTS:
         return made
-    exporter = registry.owner("export", question.format, named.name if named is not None and makes else None)
+    owner = named.name if named is not None and makes else None
+    exporter = registry.owner("export", question.format, owner, among=inventory)
     return replace(made, exporter=exporter)
 
 

@@ -282,11 +282,12 @@ def owner(
     *,
     scheme: str | None = None,
     domains: Sequence[str] | None = None,
+    among: Inventory | None = None,
 ) -> BackendSpec:
     """The backend that does `stage` for artifacts of `format`: the one named, or the owner of the format.
 
     For `export`, `format` is what it produces; for `prepare`, that of PyTorch models. `domains` are those of the graph's
-    operators, where they are known.
+    operators, where they are known. The choice is `among` the backends that are installed, when `None`.
 
     Raises:
         UnknownBackendError: `backend` names no plugin.
@@ -308,30 +309,30 @@ def owner(
             None,
         )
 
-    everyone = describe_all()[0]
-    specs = everyone if backend is None else (describe(backend),)
-    if backend is None:
+    if among is None and backend is None:
         tell_broken()
+    among = among or inventory()
+    specs = among.specs if backend is None else (among.spec(backend),)
     able = {spec: capability for spec in specs if (capability := fitting(spec)) is not None}
-    ready = [spec for spec in able if missing(spec) is None]
+    ready = [spec for spec in able if among.missing(spec) is None]
     if ready:
         # Whoever exports a format owns it; a backend that only rewrites it for its own hardware is asked by name.
         found = max(
             ready, key=lambda spec: (bool(spec.capability("export", produces=format)), spec.auto, spec.priority)
         )
-        if reason := missing_domains(found, able[found], domains, everyone):
+        if reason := missing_domains(found, able[found], domains, among.specs):
             raise BackendUnavailableError(
                 f"The backend {found.name!r} cannot {stage} this graph: {reason.message}.", fix=f"{reason.remedy}."
             )
         return found
     what = f"{'No backend can' if backend is None else f'Backend {backend!r} cannot'} {stage} {format}"
     if able:
-        why = "; ".join(f"{spec.name}: {missing(spec)}" for spec in able)
+        why = "; ".join(f"{spec.name}: {among.missing(spec)}" for spec in able)
         raise BackendUnavailableError(f"{what} here. {why}.", fix=_install(next(iter(able))))
     doing = [c for spec in specs for c in spec.capabilities if c.stage == stage]
     taken = sorted({c.consumes for c in doing if c.consumes is not None})
     offered = sorted({s for c in doing if consumes in (None, c.consumes) for s in c.schemes})
-    others = [spec.name for spec in everyone if stage == "prepare" and fitting(spec) is not None]
+    others = [spec.name for spec in among.specs if stage == "prepare" and fitting(spec) is not None]
     if others:
         fix = f"use backend={' or '.join(map(repr, others))}, or leave it out."
     elif consumes is not None and taken and consumes not in taken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -77,7 +78,7 @@ def validate(
         IntegrityError: A file of the artifact is damaged.
         ValidationError: The artifact has not the model's outputs.
     """
-    check_number("atol", atol, above=0)
+    check_number("atol", atol, above=0, below=math.inf)
     hub = hub or HubOptions()
     artifact = artifact_of(artifact, hub=hub)
     if against is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from accel.artifact import Artifact
+from accel.artifact.resolved_model import Resolved
 from accel.backends import doctor, plan, registry
 from accel.config import PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
@@ -141,6 +143,36 @@ def test_operators_that_a_runtime_lacks_are_an_obstacle() -> None:
 def test_the_remedy_for_operators_is_what_the_backend_can_make(stage: Capability, remedy: str) -> None:
     found = select([standard_only("a", stage)], [CPU], backend="a", domains=("com.vendor",))
     assert remedy in found.table[0].reasons[0].remedy
+
+
+def test_only_candidates_are_probed_and_none_after_one_that_fits() -> None:
+    specs = (spec("a", priority=1), spec("b", priority=2), spec("c", priority=3), spec("d", priority=4, auto=False))
+    probes, probed = {"a": CPU, "b": CPU, "c": BROKEN, "d": CPU}, []
+
+    def probe(spec: BackendSpec) -> Probe:
+        probed.append(spec.name)
+        return probes[spec.name]
+
+    inventory = registry.Inventory(specs=specs, probe=probe, missing=lambda spec: None)
+    question = plan.Question("onnx", "text-classification", "float32")
+    assert plan.select(question, inventory).backend == "b"
+    assert probed == ["c", "b"]
+
+
+def test_a_plan_depends_on_its_arguments_alone(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    export = Capability(stage="export", produces="onnx")
+    made = standard_only("a", export)
+    inventory = registry.Inventory(specs=(made,), probe=lambda spec: CPU, missing=lambda spec: None)
+    weights = Resolved(kind="weights", id="org/name", task="text-classification", folder=tmp_path)
+    found = plan.make_plan(weights, inventory=inventory)
+    assert (found.backend, found.exporter, found.artifact, str(found.device)) == (made, made, None, "cpu")
+    assert found == plan.make_plan(weights, inventory=inventory)
+    artifact = tiny_artifact()
+    assert found.with_artifact(artifact, inventory).artifact is artifact
+    component = replace(artifact.components[0], domains=("com.vendor",))
+    other = replace(artifact, manifest=replace(artifact.manifest, components=(component,)))
+    with pytest.raises(BackendUnavailableError, match="cannot run the export in .*: it has no operators of com.vendor"):
+        found.with_artifact(other, inventory)
 
 
 def test_device_is_found_by_index() -> None:
