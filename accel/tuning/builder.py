@@ -18,7 +18,7 @@ from ..errors import AccelError, ConfigError, SessionError, StageError, TaskErro
 from ..interfaces.protocols import Feeds
 from ..measuring.processes import Helper
 from .candidates import Recipe
-from .jobs import CalibrationData, Facts, build, facts_of
+from .jobs import ArtifactFacts, CalibrationData, build, facts_of
 from .store import Store, data_digest
 from .subject import Clock, Made, Subject
 
@@ -108,7 +108,7 @@ class Builder:
         """Make artifacts; see `begin`."""
         return self.finish(self.begin(recipes, share))
 
-    def begin(self, recipes: Sequence[Recipe], share: float) -> list[tuple[Recipe, Future[Facts | str]]]:
+    def begin(self, recipes: Sequence[Recipe], share: float) -> list[tuple[Recipe, Future[ArtifactFacts | str]]]:
         """Start to make artifacts.
 
         Args:
@@ -117,7 +117,7 @@ class Builder:
         """
         return [(recipe, self._pool.submit(self._one, recipe, share)) for recipe in recipes]
 
-    def finish(self, begun: Sequence[tuple[Recipe, Future[Facts | str]]]) -> list[Made]:
+    def finish(self, begun: Sequence[tuple[Recipe, Future[ArtifactFacts | str]]]) -> list[Made]:
         """Wait for the builds that `begin` started; the reasons of failures go to `failed`."""
         for recipe, future in progress.track(begun, "building"):
             facts = future.result()
@@ -165,13 +165,13 @@ class Builder:
             "versions": self._subject.versions,
         }
 
-    def _one(self, recipe: Recipe, share: float, *, files: bool = False) -> Facts | str:
+    def _one(self, recipe: Recipe, share: float, *, files: bool = False) -> ArtifactFacts | str:
         """Return facts about an artifact, or the reason why it cannot be built; with `files`, rebuild a folder that is gone."""
         # Two recipes may start from the same one, and only one of their processes may make it.
         with self._turns.setdefault(str(recipe), threading.Lock()):
             return self._one_alone(recipe, share, files)
 
-    def _one_alone(self, recipe: Recipe, share: float, files: bool) -> Facts | str:
+    def _one_alone(self, recipe: Recipe, share: float, files: bool) -> ArtifactFacts | str:
         key = self._key(recipe)
         known = self._known(key, files)
         if known is not None:
@@ -185,16 +185,16 @@ class Builder:
             found = self._known(key, files)
             return found if found is not None else self._build(recipe, key, share)
 
-    def _known(self, key: Mapping[str, Any], files: bool) -> Facts | str | None:
+    def _known(self, key: Mapping[str, Any], files: bool) -> ArtifactFacts | str | None:
         out = self._store.artifact(key)
         known = self._store.get("builds", key)
         if known is not None and "error" in known:
             return str(known["error"])
         if known is not None and (not files or (out / MANIFEST).is_file()):
-            return Facts(**known)
+            return ArtifactFacts(**known)
         return None
 
-    def _build(self, recipe: Recipe, key: Mapping[str, Any], share: float) -> Facts | str:
+    def _build(self, recipe: Recipe, key: Mapping[str, Any], share: float) -> ArtifactFacts | str:
         out = self._store.artifact(key)
         parent: Path | Artifact | None = self._given.get(str(recipe.parent))
         if recipe.parent is not None and parent is None:
@@ -203,7 +203,7 @@ class Builder:
             parent = self._store.artifact(self._key(recipe.parent))
         logger.info("building %s", recipe)
         try:
-            facts: Facts = self._ask(share, build, recipe, parent, out, self._subject.model, self._calibration)
+            facts: ArtifactFacts = self._ask(share, build, recipe, parent, out, self._subject.model, self._calibration)
         except AccelError as error:
             self.errors[str(recipe)] = error
             why = f"building it failed: {error.message.splitlines()[0]}"

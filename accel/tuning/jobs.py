@@ -51,7 +51,7 @@ class CalibrationData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ArtifactFacts:
     """What a search needs to know about an artifact.
 
     Attributes:
@@ -118,7 +118,7 @@ def build(
     out: Path,
     source: Resolved,
     calibration: CalibrationData | Iterable[Feeds] | None,
-) -> Facts:
+) -> ArtifactFacts:
     """Make the artifact of a recipe's last step.
 
     Args:
@@ -142,10 +142,10 @@ def build(
     return facts_of(artifact, time.perf_counter() - started)
 
 
-def facts_of(artifact: Artifact, seconds: float = 0.0) -> Facts:
+def facts_of(artifact: Artifact, seconds: float = 0.0) -> ArtifactFacts:
     """What a search needs to know about an artifact that took so long to make."""
     component = artifact.components[0]
-    return Facts(
+    return ArtifactFacts(
         digest=artifact.digest,
         bytes=artifact.bytes,
         dtype=artifact.dtype,

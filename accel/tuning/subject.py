@@ -16,7 +16,7 @@ from ..measuring.latency.results import VariantResult
 from ..measuring.latency.variants import Variant
 from ..measuring.latency.workloads import Load
 from .candidates import Candidate, Recipe
-from .jobs import Accuracy, Facts
+from .jobs import Accuracy, ArtifactFacts
 from .store import digest
 
 
@@ -71,7 +71,7 @@ class Made:
 
     recipe: Recipe
     path: Path
-    facts: Facts
+    facts: ArtifactFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

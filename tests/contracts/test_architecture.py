@@ -73,7 +73,7 @@ SHARED_MODULE_NAMES = frozenset(
     models opening options page pictures ranking reading results running settings sounds speech states tables tensors tokens tracing videos
     voices""".split()
 )
-SHARED_CLASS_NAMES = frozenset("Row Batches Trial Service Request Facts Timing Traffic Work".split())
+SHARED_CLASS_NAMES = frozenset("Row Batches Service".split())
 
 
 def room_of(path: Path) -> str:

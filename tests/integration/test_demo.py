@@ -17,7 +17,7 @@ from accel.backends import registry
 from accel.data.rows import load_rows
 from accel.demo import walkthrough
 from accel.interfaces.specs import Probe, Reason
-from accel.measuring.latency.rounds import Timing
+from accel.measuring.latency.rounds import Latencies
 
 _OPENVINO = importlib.util.find_spec("openvino") is not None
 
@@ -46,7 +46,7 @@ def test_the_job_is_done_on_a_small_model(
     monkeypatch.setattr(
         walkthrough,
         "measure",
-        lambda variants, feeds: [Timing(v.name, ((1.0, 2.0, 2.0, 3.0),) * 4) for v in variants],
+        lambda variants, feeds: [Latencies(v.name, ((1.0, 2.0, 2.0, 3.0),) * 4) for v in variants],
     )
     report = walkthrough.run(tmp_path / "demo")
     names = {"PyTorch eager, float32": "float32", "cpu, float32": "float32", "cpu, O2": "float32"}

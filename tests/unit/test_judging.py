@@ -15,7 +15,7 @@ from accel.measuring.disturbance import Disturbance
 from accel.measuring.latency.results import Cell, VariantResult
 from accel.measuring.statistics import summarize
 from accel.tuning.candidates import Candidate, Recipe
-from accel.tuning.jobs import Accuracy, Facts
+from accel.tuning.jobs import Accuracy, ArtifactFacts
 from accel.tuning.objective import Judge
 from accel.tuning.subject import Made, Measurement, Tried
 from accel.tuning.trials import Constraints, Goal
@@ -97,7 +97,7 @@ def survivor(recipe: Recipe, times: list[float], anchor: list[float] = PYTORCH, 
         metric="accuracy", higher_is_better=True, scored=scored, rows=10, data={}, comparison=comparison, batch_size=1,
         by_batch={"1": 0.9},
     )  # fmt: skip
-    made = Made(recipe, Path(), Facts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0))
+    made = Made(recipe, Path(), ArtifactFacts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0))
     measurement = beside(rounds(times), rounds(anchor))
     return Tried(candidate, made, screen=measurement, final=measurement, found=found)
 

@@ -30,7 +30,7 @@ _SHORT_MS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Latencies:
     """Latencies of one variant, in milliseconds, in the order measured, a tuple for each round."""
 
     name: str
@@ -57,7 +57,7 @@ class Timing:
         """The median of each round."""
         return [summarize(calls).median for calls in self.rounds]
 
-    def speedup(self, baseline: Timing) -> Ratio:
+    def speedup(self, baseline: Latencies) -> Ratio:
         """How many times faster than a baseline that took turns with it."""
         return ratio(baseline.rounds, self.rounds)
 
@@ -243,7 +243,7 @@ def measure(
     calls: int = 25,
     warmup: int = 10,
     threads: int | None = None,
-) -> list[Timing]:
+) -> list[Latencies]:
     """Time `model(**feeds)` of every variant.
 
     Args:
@@ -267,7 +267,8 @@ def measure(
             if one.error is not None:
                 raise SessionError(one.error, fix="run it alone to see why.")
         return [
-            Timing(one.variant.name, tuple(tuple(block.milliseconds) for block in one.blocks["given"])) for one in group
+            Latencies(one.variant.name, tuple(tuple(block.milliseconds) for block in one.blocks["given"]))
+            for one in group
         ]
     finally:
         for one in group:
