@@ -9,8 +9,7 @@ not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an 
 samples are ours: two rows or more, unequal sizes, and padding in the mask.
 """
 
-from ..interfaces.family import Axes
-from ..interfaces.wrapper import Tensors, Wrapper, unwrapped
+from ..interfaces.wrapper import Tensors, unwrapped
 from ..upstream.cache_names import CACHE_NAME, CACHE_NAMES, cache_argument
 from ..upstream.library_output import quiet
 from ..upstream.onnx_exporter import make_rewrites_exact
@@ -18,12 +17,9 @@ from .cached_attention import FusedAttention
 from .generation_graphs import encoder_output, split
 from .graph_names import (
     drop_unused_inputs,
-    dtype_name,
     feeds_for,
     graph_name,
     graph_specs,
-    rename_axes,
-    strip_provenance,
     usual_sizes_in,
 )
 from .mapped_memory import release_pages
@@ -40,7 +36,6 @@ from .quantized_linears import (
     needs_float_weights,
     pack,
     quantized_layers,
-    record_of,
     replace_layer,
     save_quantized,
     unpack,
@@ -60,7 +55,6 @@ from .reference_cases import (
     tolerance,
 )
 from .samples import IMAGE_AXES, pad_id, with_special_tokens
-from .sentence_embeddings import SentenceEmbedder
 from .sound_samples import AXIS_STEPS
 from .source import Source
 from .source_loader import base_of_adapter, code_elsewhere, load_source, modes_kept
@@ -79,17 +73,14 @@ __all__ = [
     "OPERATOR_DOMAIN",
     "RECURRENCE",
     "RECURRENCE_DOMAIN",
-    "Axes",
     "BlockLinear",
     "Case",
     "FusedAttention",
     "IntegerLinear",
     "QuantizedLinear",
-    "SentenceEmbedder",
     "Source",
     "Tensors",
     "Trained",
-    "Wrapper",
     "alone",
     "base_of_adapter",
     "cache_argument",
@@ -100,7 +91,6 @@ __all__ = [
     "code_elsewhere",
     "differences_by_output",
     "drop_unused_inputs",
-    "dtype_name",
     "encoder_output",
     "feeds_for",
     "first_lines",
@@ -119,15 +109,12 @@ __all__ = [
     "quantized_layers",
     "quiet",
     "read_by_other_code",
-    "record_of",
     "reference",
     "reference_cases",
     "release_pages",
-    "rename_axes",
     "replace_layer",
     "save_quantized",
     "split",
-    "strip_provenance",
     "tolerance",
     "unpack",
     "unwrapped",

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..upstream.attention_choice import attention_of
+
 IMPLEMENTATION = "accel"
 
 
@@ -227,27 +229,16 @@ def _attend_plainly(
 
 
 @contextmanager
-def _our_attention(model: Any) -> Iterator[None]:
-    """The model with our attention function, and its own again afterwards."""
+def tracing(model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> Iterator[None]:
+    """The model with our attention function, which reads these layers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(IMPLEMENTATION, _attend)
     AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-@contextmanager
-def tracing(model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> Iterator[None]:
-    """Our attention function, knowing these layers, inside the model."""
     token = _active.set(_Trace(fusion, layers, batch, total))
     try:
-        with _our_attention(model):
+        with attention_of(model, IMPLEMENTATION):
             yield
     finally:
         _active.reset(token)

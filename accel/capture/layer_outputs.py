@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..interfaces.wrapper import Tensors, Wrapper
+from ..upstream.attention_choice import attention_of
 
 
 class WithInnerStates(Wrapper):
@@ -26,7 +26,7 @@ class WithInnerStates(Wrapper):
         """Run the model; attentions are written down by its plain implementation alone."""
         model: Any = self.model
         wanted = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
-        with plain_attention(model, self.attentions):
+        with attention_of(model, "eager" if self.attentions else None):
             result = model(**inputs, **wanted)
         found: Tensors = {}
         for name, value in result.items():
@@ -46,22 +46,8 @@ class TracedPlainly(Wrapper):
 
     def forward(self, **inputs: torch.Tensor) -> Any:
         """Run the model."""
-        with plain_attention(self.model, torch.compiler.is_exporting()):
+        with attention_of(self.model, "eager" if torch.compiler.is_exporting() else None):
             return self.model(**inputs)
-
-
-@contextmanager
-def plain_attention(model: Any, wanted: bool) -> Iterator[None]:
-    """The attention that returns its weights; the model's own afterwards."""
-    before = getattr(model.config, "_attn_implementation", None)
-    if not wanted or before in (None, "eager"):
-        yield
-        return
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def inner_states(found: Mapping[str, torch.Tensor]) -> Tensors:

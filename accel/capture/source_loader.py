@@ -26,6 +26,7 @@ from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import infer_task, is_adapter, load_task, read_config
 from ..interfaces.task_spec import TaskSpec
 from ..interfaces.wrapper import Wrapper, unwrapped
+from ..upstream.auto_models import classes_for
 from ..upstream.library_output import quiet
 from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .layer_outputs import WithInnerStates
@@ -173,7 +174,7 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
                 folder, trust_remote_code=hub.trust_remote_code, local_files_only=True
             )
             loader = loader_for(spec, model_config)
-            if type(model_config) not in loader._model_mapping and not hasattr(model_config, "auto_map"):
+            if not classes_for(loader, model_config) and not hasattr(model_config, "auto_map"):
                 raise TaskError(
                     f"A {model_config.model_type} model cannot do {spec.name}: transformers has no {spec.auto_model} for it.",
                     fix="pass a task that fits the model, or leave it out to infer it.",
@@ -202,15 +203,9 @@ def loader_for(spec: TaskSpec, config: Any) -> Any:
     import transformers
 
     loaders = [getattr(transformers, name) for name in spec.auto_models]
-    having = [loader for loader in loaders if type(config) in loader._model_mapping]
+    having = [loader for loader in loaders if classes_for(loader, config)]
     named = (config.architectures or [""])[0]
-    return next((loader for loader in having if named in _classes(loader, config)), (having or loaders)[0])
-
-
-def _classes(loader: Any, config: Any) -> set[str]:
-    """Names of the classes that an auto class has for a config."""
-    found = loader._model_mapping.get(type(config), None)
-    return {cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,)) if cls is not None}
+    return next((loader for loader in having if named in classes_for(loader, config)), (having or loaders)[0])
 
 
 def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:
@@ -295,7 +290,7 @@ def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
     names = config.architectures or []
     if spec.embeds or not names:
         return
-    known = _classes(loader, config)
+    known = classes_for(loader, config)
     fitting = _fitting(config)
     if known and names[0] not in known and fitting not in (None, spec.name):
         raise TaskError(

@@ -6,14 +6,13 @@ those that it would have dropped are masked. The answers are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..interfaces.family import Family
 from ..interfaces.wrapper import Tensors, unwrapped
+from ..upstream.attention_choice import attention_of
 from .keypoint_matchers import KeypointMatcher
 
 
@@ -36,7 +35,8 @@ class LightGlueMatcher(KeypointMatcher):
         mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Matches by all layers."""
-        with _plain_attention(unwrapped(self)):
+        # Attention written out does not ask whether there is more than one point.
+        with attention_of(unwrapped(self), "eager"):
             return _match(unwrapped(self), keypoints, descriptors, height, width, mask)
 
 
@@ -68,17 +68,6 @@ def _together(pairs: list[Tensors]) -> Tensors:
         return whole
 
     return {name: filled(name, -1 if name == "matches" else 0) for name in pairs[0]}
-
-
-@contextmanager
-def _plain_attention(model: Any) -> Iterator[None]:
-    """Attention written out, which does not ask whether there is more than one point."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def _match(

@@ -22,6 +22,14 @@ def architectures(auto_models: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
 
 
+def classes_for(auto_class: Any, config: Any) -> frozenset[str]:
+    """Names of the classes that an auto class has for a config; none where it has no class for it."""
+    found = auto_class._model_mapping.get(type(config), None)
+    return frozenset(
+        cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,)) if cls is not None
+    )
+
+
 def model_type_of(processor: Any) -> str | None:
     """The model type that a processor belongs to; `None` where transformers has no such processor."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from accel.upstream import exporter_tables, onnx_exporter
-from accel.upstream.auto_models import architectures, model_type_of
+from accel.upstream.attention_choice import attention_of
+from accel.upstream.auto_models import architectures, classes_for, model_type_of
 from accel.upstream.cache_names import CACHE_NAME, cache_argument
 from accel.upstream.symbolic_sizes import DATA_DEPENDENT, formula, hint, is_fake, statically_known_true
 
@@ -18,6 +19,20 @@ def test_architectures_of_an_auto_class() -> None:
     both = architectures(("AutoModelForMaskedLM", "AutoModelForCTC"))
     assert {"BertForMaskedLM", "Wav2Vec2ForCTC"} <= both
     assert "BertModel" not in both
+
+
+def test_classes_for_a_config() -> None:
+    assert classes_for(transformers.AutoModelForCTC, transformers.Wav2Vec2Config()) == {"Wav2Vec2ForCTC"}
+    assert not classes_for(transformers.AutoModelForCTC, transformers.BertConfig())
+
+
+def test_the_choice_of_attention() -> None:
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    model = transformers.BertModel(config)
+    before = model.config._attn_implementation
+    with attention_of(model, "eager"):
+        assert (before, model.config._attn_implementation) == ("sdpa", "eager")
+    assert model.config._attn_implementation == before
 
 
 def test_the_model_type_of_a_processor() -> None:
