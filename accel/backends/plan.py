@@ -196,15 +196,7 @@ class Plan:
             "provider_options": dict(self.provider_options),
             "recorded": self.run is not None,
             "why_not": None if self.why_not is None else self.why_not.message,
-            "considered": [
-                {
-                    "backend": row.backend,
-                    "verdict": row.verdict,
-                    "device": None if row.device is None else str(row.device),
-                    "reasons": row.reasons,
-                }
-                for row in self.selection.table
-            ],
+            "considered": self.selection.table,
         }
 
 
