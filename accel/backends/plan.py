@@ -33,7 +33,7 @@ class RunSettings:
 
     Attributes:
         backend: Name of a backend.
-        device: Where, in `torch.device` words.
+        device: The device, in `torch.device` words.
         provider_options: The vendor's own options for the device.
         options: The same words for every backend.
     """
@@ -213,8 +213,8 @@ def make_plan(
     named), then the artifact's dtype and the defaults.
 
     Args:
-        model: What was named, as `resolve` found it.
-        settings: What the caller asks for.
+        model: The model, as `resolve` found it.
+        settings: The caller's settings.
         config: How to export a model that is no artifact yet.
         inventory: The backends to choose among; those installed here when `None`.
 
@@ -285,7 +285,7 @@ def _device(settings: RunSettings, run: RunRecord | None) -> DeviceSpec | None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be run, and where.
+    """A graph to be run, and the device.
 
     Attributes:
         format, task, dtype: Of the graph.
@@ -448,7 +448,7 @@ def _check_padding(options: SessionOptions, artifact: Artifact) -> None:
 
 
 def _check_threads(options: SessionOptions) -> None:
-    """Refuse what starting takes a machine down with: runtimes start as many threads as they are told to."""
+    """Refuse numbers of threads that take a machine down: runtimes start as many as they are told to."""
     most = max(_MOST_THREADS, available_processors())
     for name in ("threads", "inter_op_threads"):
         value = getattr(options, name)
@@ -460,7 +460,7 @@ def _check_threads(options: SessionOptions) -> None:
 
 
 def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) -> int:
-    """What lengths are padded to a multiple of: as asked, else what the backend prefers, where sequences can be padded."""
+    """The number that lengths are padded to a multiple of: the caller's, else the backend's, where sequences can be padded."""
     if options.pad_to_multiple_of is not None:
         return options.pad_to_multiple_of
     if options.buckets or why_unpadded(artifact) is not None:
@@ -470,10 +470,9 @@ def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) ->
 
 
 def _recorded_options(run: RunRecord, artifact: Artifact) -> SessionOptions:
-    """How an artifact was measured to run best, on this machine's processors.
+    """The options that an artifact was measured best with, limited to this machine's processors.
 
-    An artifact may come from anybody: of its manifest only what cannot write a file, load a library or take the machine is
-    followed.
+    An artifact may come from anybody. Options that write a file, load a library or take the whole machine are refused.
 
     Raises:
         ConfigError: It sets something else.

@@ -86,7 +86,7 @@ def open_plan(plan: Plan) -> OpenSessions:
 
 
 def _without_bounds(artifact: Artifact) -> Artifact:
-    """The same for sessions that look at no values."""
+    """The same artifact for sessions that do not check values."""
     components = tuple(
         replace(component, inputs=tuple(replace(spec, bounds=None, required=None) for spec in component.inputs))
         for component in artifact.components

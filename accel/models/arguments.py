@@ -45,7 +45,7 @@ class LoadingArguments:
     use_cache: bool | None
 
     def resolve(self, model: Any, *, default_task: str | None = None) -> Resolved:
-        """What a model's name stands for; see `resolution.resolve`."""
+        """Resolve a model with these arguments; see `resolution.resolve`."""
         return resolve(
             model, task=self.task, default_task=default_task, hub=self.hub, file_name=self.file_name, variant=self.variant,
             export=self.export,

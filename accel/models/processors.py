@@ -52,7 +52,7 @@ def kept_companion_of(model: Any, loader: str) -> Any:
 
 
 def opened_processors(given: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
-    """Tokenizers and processors as they were given, those given by folder or Hub id opened; `None` is left out.
+    """Open the tokenizers and processors that are named by folder or Hub id; others are returned as they are, `None` is left out.
 
     Args:
         given: By name of the argument.
