@@ -238,7 +238,7 @@ class _TextWriter(_Writer):
             TaskError: They cannot, and why.
         """
         component = self.artifact.components[0]
-        known = {"input_ids", "attention_mask", "token_type_ids"}
+        known = {"input_ids", "attention_mask", "token_type_ids", *self.service.makes}
         others = [spec.name for spec in component.inputs if spec.name not in known]
         if others:
             raise TaskError(
@@ -287,7 +287,7 @@ class _TextWriter(_Writer):
             "required": {spec.name: spec.required for spec in component.inputs if spec.required is not None},
             "padding": {
                 "side": tokenizer.padding_side,
-                "values": {spec.name: fill[spec.name] for spec in component.inputs},
+                "values": {spec.name: fill.get(spec.name, 0) for spec in component.inputs},
             },
             "truncation_side": tokenizer.truncation_side,
             "options": self.service.options(self.facts),

@@ -68,6 +68,7 @@ class TextFront:
         inputs: What a request brings.
         outputs: What a response holds.
         reads: Outputs of the graph that it needs.
+        makes: Inputs of the graph that it makes itself, one number a token; the others are the tokenizer's.
         options: What the module is told.
         limit: Tokens of a text at most, where something besides the model and its tokenizer says it.
         sample: A request, by which the server is tried out.
@@ -80,6 +81,7 @@ class TextFront:
     inputs: tuple[Tensor, ...]
     outputs: Callable[[Facts], tuple[Tensor, ...]]
     reads: Callable[[Facts], tuple[str, ...]] = lambda _: ("logits",)
+    makes: tuple[str, ...] = ()
     options: Callable[[Facts], dict[str, Any]] = lambda _: {}
     limit: Callable[[Facts], int | None] = lambda _: None
     sample: Mapping[str, list[str]] = field(default_factory=dict)

@@ -16,9 +16,11 @@ from accel import ORTModel
 from accel.data.batches import Encoded, from_tokenizer
 from accel.data.labels import texts
 from accel.data.rows import Rows
+from accel.deploying.triton.text_fronts import Tensor, TextFront
 from accel.interfaces.task import Sample, Task
 from accel.measuring.accuracy.metrics import Floats, Metric, Values, divide
 from accel.measuring.accuracy.predictors import Model, Predictor
+from accel.serving.operations import READS_TEXT, Operation
 
 from .model import SpanExtractor
 
@@ -70,6 +72,14 @@ class SpanExtraction(Task):
     def pipeline(self, name: str) -> type[transformers.Pipeline]:
         """The pipeline `span-extraction`."""
         return SpanExtractionPipeline
+
+    def operations(self) -> Sequence[Operation]:
+        """What a server and `accel batch` offer."""
+        return (ExtractSpans(),)
+
+    def fronts(self) -> Mapping[str, TextFront]:
+        """What serves the task as text in Triton."""
+        return {"span-extraction": FRONT}
 
 
 # Rows to inputs
@@ -205,3 +215,61 @@ class Spans(Predictor):
                 spans = found_spans(encoding, labels[i], starts.cpu(), ends.cpu(), text[i], 0.5)
                 found[i] = [[span["label"], span["start"], span["end"]] for span in spans]
         return found
+
+
+# Serving
+
+
+class ExtractSpans(Operation):
+    """Spans of texts: `POST /spans`, and a column `spans` in `accel batch`."""
+
+    name = "span-extraction"
+    reads = READS_TEXT
+    needs = ("labels",)
+
+    def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Arrow types of the answers."""
+        import pyarrow as pa
+
+        names = {
+            "label": pa.string(),
+            "score": pa.float64(),
+            "start": pa.int64(),
+            "end": pa.int64(),
+            "text": pa.string(),
+        }
+        return {"spans": pa.list_(pa.struct(names))}
+
+    def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The columns of one answer."""
+        return {"spans": answer}
+
+    def endpoint(self) -> Any:
+        """The path, its body and an example. HTTP's libraries are an extra of accel, so they are imported here."""
+        from pydantic import Field
+
+        from accel.serving.http.endpoints import Endpoint
+        from accel.serving.http.text_bodies import Texts, pipeline_answer
+
+        class SpansBody(Texts):
+            """What `/spans` takes."""
+
+            labels: list[str] = Field(min_length=1)
+            threshold: float = Field(default=0.5, ge=0, le=1)
+
+        return Endpoint(
+            path="/spans", answer=pipeline_answer(self.name, "labels", "threshold"), body=SpansBody,
+            summary="Spans for your labels", tag="tasks", operation=self.name,
+            example={"inputs": "Wolfgang lives in Berlin", "labels": ["city", "person"]},
+        )  # fmt: skip
+
+
+FRONT = TextFront(
+    module=str(Path(__file__).with_name("triton_spans")),
+    inputs=(Tensor(name="TEXT", dtype="string"), Tensor(name="LABELS", dtype="string", dims=(-1,), ragged=True)),
+    outputs=lambda _: (Tensor(name="SPANS", dtype="string"),),
+    reads=lambda _: ("start_logits", "end_logits"),
+    makes=("label_positions",),
+    options=lambda _: {"longest": _LONGEST},
+    sample={"TEXT": ["Wolfgang lives in Berlin."], "LABELS": ["city", "person"]},
+)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -46,15 +51,20 @@ def artifact(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> accel.Ar
 
 
 @pytest.fixture(scope="session")
-def rows(original: Any, folder: Path) -> list[dict[str, Any]]:
+def rows(expected: Any) -> list[dict[str, Any]]:
     """Rows whose spans are the PyTorch model's answers."""
-    pipe = SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
-    answers = [pipe(text, labels=LABELS) for text in TEXTS]
+    answers = [expected(text, labels=LABELS) for text in TEXTS]
     assert any(answers)
     return [
         {"text": text, "labels": LABELS, "spans": [{k: one[k] for k in ("label", "start", "end")} for one in answer]}
         for text, answer in zip(TEXTS, answers, strict=True)
     ]
+
+
+@pytest.fixture(scope="session")
+def expected(original: Any, folder: Path) -> Any:
+    """The pipeline over the PyTorch model."""
+    return SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
@@ -77,8 +87,7 @@ def test_export_and_model(artifact: accel.Artifact, original: Any) -> None:
             assert torch.allclose(found[name], values, atol=1e-4)
 
 
-def test_pipeline(artifact: accel.Artifact, original: Any, folder: Path) -> None:
-    expected = SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
+def test_pipeline(artifact: accel.Artifact, expected: Any) -> None:
     pipe = accel.pipeline(TASK, model=artifact.path)
     for text in TEXTS:
         assert same(pipe(text, labels=LABELS), expected(text, labels=LABELS))
@@ -102,9 +111,7 @@ def test_tune(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     assert tuned.reference == 1.0
 
 
-def test_serve(artifact: accel.Artifact, original: Any, folder: Path) -> None:
-    pipe = SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
-
+def test_engine(artifact: accel.Artifact, expected: Any) -> None:
     async def answers() -> list[Any]:
         async with accel.Engine({"spans": artifact}) as engine:
             # Rows of several callers share calls of the model.
@@ -112,4 +119,53 @@ def test_serve(artifact: accel.Artifact, original: Any, folder: Path) -> None:
             return list(await asyncio.gather(*asked))
 
     for found, text in zip(asyncio.run(answers()), TEXTS, strict=True):
-        assert same(found, pipe(text, labels=LABELS))
+        assert same(found, expected(text, labels=LABELS))
+
+
+def test_server(artifact: accel.Artifact, expected: Any) -> None:
+    testclient = pytest.importorskip("starlette.testclient", reason="the extra serve is not installed")
+    from accel.serving.http.app import create_app
+
+    with testclient.TestClient(create_app(accel.Engine({"spans": artifact}))) as client:
+        answer = client.post("/spans", json={"inputs": TEXTS[0], "labels": LABELS})
+        assert same(answer.json(), expected(TEXTS[0], labels=LABELS))
+        assert client.post("/spans", json={"inputs": TEXTS[0]}).status_code == 422
+        assert "/spans" in client.get("/openapi.json").json()["paths"]
+
+
+def test_batch(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    from accel.serving.batch.batch_run import batch
+
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    batch(artifact.path, tmp_path / "rows.jsonl", tmp_path / "out", options={"labels": LABELS})
+    found = parquet.read_table(tmp_path / "out").to_pydict()["spans"]
+    for spans, text in zip(found, TEXTS, strict=True):
+        assert same(spans, expected(text, labels=LABELS))
+
+
+def test_triton(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
+    from accel.deploying.triton import deploy
+
+    made = deploy(artifact, tmp_path / "out", name="spans")
+    # The code that runs inside Triton, over a session of ours.
+    folder = made.path / "spans" / "1"
+    package = types.ModuleType("front")
+    package.__path__ = [str(folder)]
+    sys.modules["front"] = package
+    batches = importlib.import_module("front.text_batches")
+    front = batches.Batches(folder)
+    with ORTModelForSpanExtraction(artifact) as model:
+
+        def call(feeds: Any) -> dict[str, Any]:
+            found = model(**{name: torch.from_numpy(value) for name, value in feeds.items()})
+            return {name: found[name].numpy() for name in front.settings["outputs"]}
+
+        def texts(*values: str) -> Any:
+            return np.array([[value.encode() for value in values]], dtype=object)
+
+        requests = [batches.Request({"TEXT": texts(text), "LABELS": texts(*LABELS)}, {}) for text in TEXTS]
+        for answer, text in zip(front.answer(requests, call), TEXTS, strict=True):
+            assert same(json.loads(answer["SPANS"][0][0]), expected(text, labels=LABELS))

@@ -1,0 +1,71 @@
+"""Spans inside Triton. The file is copied into the model repository: it imports its neighbours there, NumPy and tokenizers alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .text_batches import option, sigmoid
+from .tokens import Array, Refused, Row, Tokens
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A text with its labels, as one encoding."""
+
+    text: str
+    labels: Sequence[str]
+    encoding: Any
+
+
+class Service:
+    """`TEXT` and `LABELS` to `SPANS`: a JSON list of what the pipeline returns.
+
+    Args:
+        settings: `longest`: tokens of a span.
+        tokens: Reads the texts.
+    """
+
+    options = ("threshold",)
+
+    def __init__(self, settings: Mapping[str, Any], tokens: Tokens) -> None:
+        self._longest: int = settings["longest"]
+        self._tokens = tokens
+
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Asked, list[Row]]:
+        """One row for a text."""
+        option(options, "threshold", 0.5, float)
+        text, labels = texts["TEXT"][0], list(texts["LABELS"])
+        if not labels:
+            raise Refused("there are no labels")
+        (encoding, *_) = self._tokens.encode(", ".join(labels), text, cut="only_second")
+        starts = itertools.accumulate((len(label) + len(", ") for label in labels[:-1]), initial=0)
+        places = [encoding.char_to_token(start, 0) for start in starts]
+        # Each input has one number a token here; labels after the last one are scored, and their scores are not read.
+        row = self._tokens.row(encoding)
+        padded = [*places, *[0] * (row.length - len(places))]
+        return _Asked(text, labels, encoding), [Row({**row.values, "label_positions": padded})]
+
+    def write(
+        self, memory: _Asked, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The spans whose score reaches the threshold, in the order of the text."""
+        threshold = option(options, "threshold", 0.5, float)
+        first, last = sigmoid(outputs[0]["start_logits"]), sigmoid(outputs[0]["end_logits"])
+        tokens = [i for i, sequence in enumerate(memory.encoding.sequence_ids) if sequence == 1]
+        spans = []
+        for number, label in enumerate(memory.labels):
+            for place, begin in enumerate(tokens):
+                if first[number, begin] < threshold:
+                    continue
+                stop = max(tokens[place : place + self._longest], key=lambda token: last[number, token])
+                score = float(first[number, begin] * last[number, stop])
+                if score >= threshold:
+                    start, end = memory.encoding.offsets[begin][0], memory.encoding.offsets[stop][1]
+                    text = memory.text[start:end]
+                    spans.append({"label": label, "score": score, "start": start, "end": end, "text": text})
+        spans.sort(key=lambda span: (span["start"], span["end"], span["label"]))
+        return {"SPANS": [json.dumps(spans, ensure_ascii=False)]}
