@@ -8,7 +8,7 @@ from typing import Any
 
 from ..artifact.sentence_settings import sentence_settings
 from ..errors import InputError, did_you_mean
-from ..models.texts import TextRows, TokenRow
+from ..models.text_rows import TextRows, TokenRow
 from .job import Options, Prepared, Row, UnknownOptionError
 
 

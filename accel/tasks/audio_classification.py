@@ -8,7 +8,7 @@ from typing import Any
 from ..capture.sound_samples import sound_sample
 from ..data.batches import Encoded
 from ..data.rows import Rows
-from ..data.sounds import encode_sounds
+from ..data.sound_rows import encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Classes, Predictor
 from ..models.modality_models import SoundModel

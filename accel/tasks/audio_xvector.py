@@ -13,7 +13,7 @@ from ..capture.x_vectors import VoiceEmbedder
 from ..data.batches import Encoded
 from ..data.labels import numbers
 from ..data.rows import Rows
-from ..data.sounds import encode_sounds
+from ..data.sound_rows import encode_sounds
 from ..errors import InputError
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.metrics import Metric, Values

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..capture.speech_samples import speech_sample
 from ..data.batches import Encoded
 from ..data.rows import Rows
-from ..data.sounds import encode_sounds
+from ..data.sound_rows import encode_sounds
 from ..decoding.kv_cache import renamed
 from ..errors import InputError
 from ..interfaces.family_registry import family_of

@@ -12,7 +12,7 @@ from ..capture.sound_samples import sound_sample
 from ..data.batches import Encoded
 from ..data.labels import texts
 from ..data.rows import Rows
-from ..data.sounds import encode_sounds
+from ..data.sound_rows import encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, edits, ratio
 from ..measuring.accuracy.predictors import Model, Predictor

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..data.batches import Encoded
-from ..data.pictures import encode_pictures, one_channel
+from ..data.image_rows import encode_pictures, one_channel
 from ..data.rows import Rows
 from ..errors import InputError
 from ..interfaces.family_registry import family_of

@@ -22,7 +22,7 @@ from ..measuring.accuracy.metrics import Metric, correlation
 from ..measuring.accuracy.predictors import Cosines, Predictor
 from ..models.base import ORTModel
 from ..models.outputs import SentenceEmbeddingOutput
-from ..models.texts import COUNTED, Embedder, SentenceRows, SentenceVectors, TokenRow, prompt_length
+from ..models.text_rows import COUNTED, Embedder, SentenceRows, SentenceVectors, TokenRow, prompt_length
 from ..serving.batching import can_pad
 from ..serving.job import Options, Prepared, Row
 from ..serving.operations import READS_TEXT, Operation

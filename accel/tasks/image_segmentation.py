@@ -12,7 +12,7 @@ from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
 from ..data.batches import Encoded
-from ..data.pictures import encode_pictures, one_channel
+from ..data.image_rows import encode_pictures, one_channel
 from ..data.rows import Rows
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..data.batches import Encoded
-from ..data.pictures import encode_pictures, pixels
+from ..data.image_rows import encode_pictures, pixels
 from ..data.rows import Rows
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, ratio

@@ -13,8 +13,8 @@ from transformers.utils import ModelOutput
 
 from ..data.batches import Encoded
 from ..data.columns import inner
+from ..data.image_rows import encode_pictures
 from ..data.labels import translation
-from ..data.pictures import encode_pictures
 from ..data.rows import Rows
 from ..errors import InputError
 from ..interfaces.task import Task

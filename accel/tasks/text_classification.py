@@ -19,7 +19,7 @@ from ..measuring.accuracy.metrics import Floats, Metric, Values, correlation, ra
 from ..measuring.accuracy.predictors import Classes, Model, Predictor
 from ..models.base import ORTModel
 from ..models.modality_models import TextModel
-from ..models.texts import Activation, PairScorer, activation_of
+from ..models.text_rows import Activation, PairScorer, activation_of
 from ..serving.batching import can_pad
 from ..serving.job import Options, Prepared, Row
 from ..serving.operations import READS_TEXT, Operation

@@ -17,7 +17,7 @@ from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
-from ..models.texts import activation_path
+from ..models.text_rows import activation_path
 from ..serving.operations import Operation
 from ..upstream.library_output import quiet
 from .text_classification import CLASSIFICATION, Classify, ORTModelForSequenceClassification, Rank

@@ -12,10 +12,10 @@ from transformers.utils import ModelOutput
 
 from ..capture.sound_text_samples import sound_text_sample
 from ..data.batches import Encoded
+from ..data.image_rows import tokenized
 from ..data.labels import candidate_texts
-from ..data.pictures import tokenized
 from ..data.rows import Rows
-from ..data.sounds import Sounds, Wave, encode_sounds
+from ..data.sound_rows import Sounds, Wave, encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Candidates, Predictor
 from ..models.base import ORTModel

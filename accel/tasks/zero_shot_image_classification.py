@@ -12,8 +12,8 @@ from transformers.utils import ModelOutput
 
 from ..capture.image_text_samples import image_text_sample
 from ..data.batches import Encoded, images_of
+from ..data.image_rows import makes_one_size, tokenized
 from ..data.labels import candidate_texts
-from ..data.pictures import makes_one_size, tokenized
 from ..data.rows import Rows
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Candidates, Predictor

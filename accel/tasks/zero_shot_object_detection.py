@@ -12,8 +12,8 @@ import torch
 from ..capture.image_text_samples import detection_sample
 from ..data.batches import Encoded, images_of
 from ..data.columns import inner
+from ..data.image_rows import tokenized
 from ..data.labels import candidate_texts
-from ..data.pictures import tokenized
 from ..data.rows import Rows
 from ..errors import InputError
 from ..interfaces.task import Sample, Task

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..errors import AccelError
-from ..measuring.accuracy.comparing import Comparison
+from ..measuring.accuracy.comparison import Comparison
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.latency.workloads import Load
 from .builder import Builder

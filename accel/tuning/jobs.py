@@ -20,7 +20,7 @@ from ..backends.sessions import open_plan
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
 from ..data.batches import calibration_batches, load_processor
 from ..interfaces.protocols import Feeds
-from ..measuring.accuracy.comparing import Comparison, Scored
+from ..measuring.accuracy.comparison import Comparison, Scored
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
 from ..measuring.latency.variants import Variant, planned_variant
 from ..models.base import ORTModel

@@ -17,9 +17,9 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, InputError, TaskError
 from accel.models.log_filter import FILTER
+from accel.models.pipelines.length_sorted_batches import WINDOW_BATCHES
 from accel.models.pipelines.pipeline import pipeline_class
 from accel.models.pipelines.pipeline_arguments import check_known_arguments, loading_arguments
-from accel.models.pipelines.sorting import WINDOW_BATCHES
 from accel.testing.models import tiny_model, tiny_tokenizer
 
 TEXTS = [

@@ -17,7 +17,7 @@ from sklearn import metrics as sklearn_metrics
 import accel
 from accel.artifact import Artifact
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, TaskError
-from accel.measuring.accuracy.comparing import bootstrap, difference_interval, mcnemar, paired_proportions
+from accel.measuring.accuracy.comparison import bootstrap, difference_interval, mcnemar, paired_proportions
 from accel.measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from accel.measuring.accuracy.metrics import TokenScores
 from accel.measuring.accuracy.predictors import Classes, metric_for

@@ -12,7 +12,7 @@ import pytest
 from accel.config import SessionOptions
 from accel.data.batches import Encoded
 from accel.errors import ConfigError
-from accel.measuring.accuracy.comparing import Comparison, Interval, Scored
+from accel.measuring.accuracy.comparison import Comparison, Interval, Scored
 from accel.measuring.accuracy.evaluation import EvaluationData, rows_a_call
 from accel.measuring.latency.variants import Variant
 from accel.measuring.latency.workloads import Load

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from accel.config import SessionOptions
-from accel.measuring.accuracy.comparing import Scored
+from accel.measuring.accuracy.comparison import Scored
 from accel.measuring.disturbance import Disturbance
 from accel.measuring.latency.results import Cell, VariantResult
 from accel.measuring.statistics import summarize

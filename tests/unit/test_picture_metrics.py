@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from accel.measuring.accuracy.comparing import Scored, compare
+from accel.measuring.accuracy.comparison import Scored, compare
 from accel.measuring.accuracy.predictors import metric_for
 from accel.tasks.depth_estimation import Depths
 from accel.tasks.image_segmentation import Segments

@@ -14,7 +14,7 @@ from scipy.io import wavfile
 
 from accel.data.columns import map_columns
 from accel.data.rows import load_rows
-from accel.data.sounds import encode_sounds, wave_of
+from accel.data.sound_rows import encode_sounds, wave_of
 from accel.errors import InputError
 from accel.measuring.accuracy.predictors import metric_for
 from accel.tasks.audio_frame_classification import Frames

@@ -26,7 +26,7 @@ from ...interfaces.task_registry import task_spec
 from ...models.base import ORTModel
 from ...stages.export import weights_of
 from ...stages.resolution import original, recorded_export, resolve
-from .comparing import Comparison, Scored, compare
+from .comparison import Comparison, Scored, compare
 from .metrics import Metric
 from .predictors import Model, Predictor, metric_for, predictor_for
 

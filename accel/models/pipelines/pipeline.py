@@ -22,10 +22,10 @@ from ...interfaces.task_spec import TaskSpec
 from ..arguments import LoadingArguments, device_name, read_arguments
 from ..base import ORTModel, model_class
 from ..processors import companion_of, opened_processors
-from .classifying import ClassifiesWindows, classifies_windows
 from .empty_inputs import ChecksEmpty
+from .length_sorted_batches import LengthSorted
 from .pipeline_arguments import check_known_arguments, check_model, loading_arguments
-from .sorting import LengthSorted
+from .window_classifiers import ClassifiesWindows, classifies_windows
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import TextClassificationPipeline
 from transformers.pipelines.text_classification import ClassificationFunction, sigmoid, softmax
 
-from .sorting import WINDOW_BATCHES, LengthSorted, by_length, windows
+from .length_sorted_batches import WINDOW_BATCHES, LengthSorted, by_length, windows
 
 # What a tokenizer is told that means the same for one text and for a window of them.
 _SAME_FOR_MANY = {"truncation", "max_length", "add_special_tokens"}
