@@ -206,7 +206,7 @@ class Generator(ORTModel, GenerateHooks):
             return None
         rows = LiveRows(len(call.ids), call.end_tokens, call.padding_token, longest - call.ids.shape[1])
         choice = TokenChoice(call.processors, draw=call.config.do_sample)
-        steps = TokenSteps(self.decoder_step, cache, call.first_logits, steps=rows.left, padding=call.padding_token)
+        steps = TokenSteps(self.decoder_step, cache, call.first_logits, steps=rows.left - 1, padding=call.padding_token)
         with one_thread() if has_own_threads(self) else contextlib.nullcontext():
             tokens = decode_rows(call.ids, call.prompt_logits(), steps, choice, rows, call.streamer)
         if call.streamer is not None:

@@ -84,13 +84,13 @@ class Scheduler:
         self.joins = not self._behind_encoder and model.new_cache().is_joinable
         """Whether rows join while others run; otherwise they start together."""
         self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
-        self.steps = self.step_rows = 0
-        """Number of steps, and the sum of their rows."""
+        self.steps = 0
+        """Number of steps."""
         self._vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         # A graph with rotary positions computes beyond the positions of the training, but its answers are useless there.
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._batch = RunningRows(model, self._limit)
-        self._waiting: deque[tuple[Generation, RowChoice]] = deque()
+        self._waiting: deque[AnswerRow] = deque()
         self._reading: deque[PromptReading] = deque()
         self._changed = threading.Condition()
         self._closing = self._dropping = False
@@ -120,8 +120,7 @@ class Scheduler:
         """
         if os.getpid() != self._process:
             raise EngineClosedError("The engine's thread is in another process.", fix="start an engine in this one.")
-        request = Generation(ids, options, self._new_tokens(ids, options), self._wake)
-        choice = self._choice_of(request)
+        row = self._row_of(Generation(ids, options, self._new_tokens(ids, options), self._wake))
         with self._changed:
             if self._closing:
                 raise EngineClosedError("The engine is closed.", fix="start another one.")
@@ -129,9 +128,9 @@ class Scheduler:
                 raise QueueFullError(
                     f"{len(self._waiting)} prompts wait for {self.limits.rows} rows.", fix="try again later."
                 )
-            self._waiting.append((request, choice))
+            self._waiting.append(row)
             self._changed.notify()
-        return request
+        return row.generation
 
     def close(self, *, drain: bool = True) -> None:
         """Take no more prompts and wait for the thread: finish what was accepted, or cancel it without `drain`."""
@@ -174,17 +173,13 @@ class Scheduler:
         usual = self.model.generation_config.max_new_tokens or self.limits.new_tokens
         return min(room, usual, most or usual)
 
-    def _choice_of(self, request: Generation) -> RowChoice:
+    def _row_of(self, generation: Generation) -> AnswerRow:
         if not self._behind_encoder:
-            return RowChoice(self.model, request.ids, request.options)
-        return RowChoice(self.model, [self._start], request.options, encoded=request.ids)
-
-    @property
-    def _start(self) -> int:
-        """The token that a decoder with an encoder starts with."""
+            return AnswerRow(generation, RowChoice(self.model, generation.ids, generation.options))
         config = self.model.generation_config
         start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-        return int(start)
+        choice = RowChoice(self.model, [int(start)], generation.options, encoded=generation.ids)
+        return AnswerRow(generation, choice, last=int(start))
 
     # The thread
 
@@ -201,7 +196,6 @@ class Scheduler:
                         self._start_together()
                     if self._batch.rows:
                         self.steps += 1
-                        self.step_rows += len(self._batch.rows)
                         self._batch.step()
                 except Exception as error:  # noqa: BLE001
                     # The callers of the running rows get the error; the next rows may succeed.
@@ -215,9 +209,7 @@ class Scheduler:
                     return False
                 self._changed.wait()
             if self._dropping:
-                for request, _ in self._waiting:
-                    request.cancelled = True
-                for row in (*self._batch.rows, *(reading.row for reading in self._reading)):
+                for row in (*self._waiting, *self._batch.rows, *(reading.row for reading in self._reading)):
                     row.generation.cancelled = True
         return True
 
@@ -225,19 +217,15 @@ class Scheduler:
         leaving = [row for row in self._batch.rows if row.generation.cancelled]
         if leaving:
             self._batch.leave(leaving)
-        stopped = [reading for reading in self._reading if reading.row.generation.cancelled]
-        for reading in stopped:
-            self._reading.remove(reading)
+        leaving += [reading.row for reading in self._reading if reading.row.generation.cancelled]
         with self._changed:
-            dropped = [item for item in self._waiting if item[0].cancelled]
-            for item in dropped:
-                self._waiting.remove(item)
-        for request in (
-            *(row.generation for row in leaving),
-            *(r.row.generation for r in stopped),
-            *(r for r, _ in dropped),
-        ):
-            request.end()
+            leaving += [row for row in self._waiting if row.generation.cancelled]
+            # Others may be cancelled meanwhile: they leave in the next round.
+            gone = {id(row) for row in leaving}
+            self._waiting = deque(row for row in self._waiting if id(row) not in gone)
+        self._reading = deque(reading for reading in self._reading if id(reading.row) not in gone)
+        for row in leaving:
+            row.generation.end()
 
     def _read(self) -> None:
         """Read prompts, and add the rows whose prompts are complete."""
@@ -271,37 +259,36 @@ class Scheduler:
         """Give rows to the prompts that wait longest, while the caches have room for their longest answers."""
         rows = [*self._batch.rows, *(reading.row for reading in self._reading)]
         while self._waiting and len(rows) < self.limits.rows:
-            request, choice = self._waiting[0]
-            longest = max(_longest(one) for one in (request, *(row.generation for row in rows)))
+            longest = max(len(row.generation.ids) + row.generation.new_tokens for row in (self._waiting[0], *rows))
             if rows and (len(rows) + 1) * longest > self.cache_tokens:
                 return
-            with self._changed:
-                self._waiting.popleft()
-            request.begin()
-            reading = PromptReading(self.model, AnswerRow(request, choice), parts=self._parts)
-            self._reading.append(reading)
-            rows.append(reading.row)
+            rows.append(self._begun())
+            self._reading.append(PromptReading(self.model, rows[-1], parts=self._parts))
 
     def _start_together(self) -> None:
         """Start as many waiting rows as fit together, with prompts and answers of different lengths."""
         rows: list[AnswerRow] = []
         prompt = new = 0
         while self._waiting and len(rows) < self.limits.rows:
-            request, choice = self._waiting[0]
-            wider = max(prompt, 1 if self._behind_encoder else len(request.ids))
-            longer = max(new, request.new_tokens)
+            generation = self._waiting[0].generation
+            wider = max(prompt, 1 if self._behind_encoder else len(generation.ids))
+            longer = max(new, generation.new_tokens)
             if rows and (
                 (len(rows) + 1) * (wider + longer) > self.cache_tokens
                 or (self._limit and wider + longer > self._limit + 1)
             ):
                 break
-            with self._changed:
-                self._waiting.popleft()
-            request.begin()
             prompt, new = wider, longer
-            rows.append(AnswerRow(request, choice, last=self._start if self._behind_encoder else -1))
+            rows.append(self._begun())
         if rows:
             self._batch.begin(rows)
+
+    def _begun(self) -> AnswerRow:
+        """The row that waits longest, which waits no more."""
+        with self._changed:
+            row = self._waiting.popleft()
+        row.generation.begin()
+        return row
 
     def _fail(self, error: Exception) -> None:
         for row in self._batch.clear():
@@ -314,8 +301,3 @@ def _caller_error(error: Exception) -> AccelError:
         return error
     logger.error("generating failed", exc_info=error)
     return SessionError(f"Generating failed: {type(error).__name__}.", fix="see the log of the process.")
-
-
-def _longest(request: Generation) -> int:
-    """Number of tokens of a prompt with its longest answer."""
-    return len(request.ids) + request.new_tokens
