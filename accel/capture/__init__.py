@@ -23,7 +23,7 @@ from .graph_names import (
     usual_sizes_in,
 )
 from .mapped_memory import release_pages
-from .process_lock import alone
+from .process_lock import one_thread_at_a_time
 from .prompt_cases import cases_by_part
 from .quantized_linears import (
     BLOCK_LINEAR,
@@ -81,7 +81,6 @@ __all__ = [
     "Source",
     "Tensors",
     "Trained",
-    "alone",
     "base_of_adapter",
     "cache_argument",
     "capture_onnx",
@@ -102,6 +101,7 @@ __all__ = [
     "modes_kept",
     "named_tensors",
     "needs_float_weights",
+    "one_thread_at_a_time",
     "own_rounding",
     "pack",
     "pad_id",

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from ..interfaces.fork_hooks import at_fork
 
 _lock = threading.RLock()
-# The thread that held it is none of a child's.
+# A child process does not have the thread that held it.
 at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Load, trace or compile inside, or in a function that this decorates; another thread that is about to waits until the end.
+def one_thread_at_a_time() -> Iterator[None]:
+    """Load, trace or compile inside, or in a function that this decorates; another thread waits until the end.
 
-    Meanwhile libraries replace functions of torch and flags of the process. Of two threads at once, the second would take what the
-    first has put there for what was there before, and leave it.
+    Libraries replace functions of torch and flags of the process meanwhile. A second thread would take the replacements of the first for
+    the originals, and would restore them.
     """
     with _lock:
         yield

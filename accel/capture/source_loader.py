@@ -32,7 +32,7 @@ from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .layer_outputs import WithInnerStates
 from .output_selection import Answering
 from .position_limits import max_sizes_of
-from .process_lock import alone
+from .process_lock import one_thread_at_a_time
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .reference_cases import own_defaults_of
 from .row_pooling import answering_by_row
@@ -62,7 +62,7 @@ def _in_dtype(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return copy.deepcopy(module, {id(one): one for one in weights if one.dtype is dtype}).to(dtype)
 
 
-@alone()
+@one_thread_at_a_time()
 @same_draws()
 def load_source(
     model: Location | torch.nn.Module,

@@ -28,7 +28,7 @@ from ..upstream.onnx_exporter import make_rewrites_exact, parse_operators_once, 
 from ..upstream.symbolic_sizes import DATA_DEPENDENT, formula
 from .graph_names import graph_name, rename_axes, strip_provenance
 from .graph_repairs import divide_sizes, keep_padding, round_to_bfloat16
-from .process_lock import alone
+from .process_lock import one_thread_at_a_time
 from .quantized_linears import symbolic_layers
 from .recurrence import recurrent
 from .samples import IMAGE_AXES, resize
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers.exporters import ExportedModel
 
 
-@alone()
+@one_thread_at_a_time()
 def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, ExportedModel]:
     """Trace a model into an ONNX graph with named axes.
 
@@ -87,7 +87,7 @@ _MOST_OPERATIONS = 20
 _DATA_SIZE = re.compile(r"u\d+\Z")
 
 
-@alone()
+@one_thread_at_a_time()
 def capture_program(source: Source) -> ExportedProgram:
     """Trace a model into a `torch.export` program with the same inputs and axes as `capture_onnx`.
 
@@ -104,7 +104,7 @@ def capture_program(source: Source) -> ExportedProgram:
     return program
 
 
-@alone()
+@one_thread_at_a_time()
 def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> ExportedModel:
     """Trace a model into an OpenVINO graph with the same inputs and axes as `capture_onnx`.
 

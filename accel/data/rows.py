@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
-from ..capture import alone
+from ..capture import one_thread_at_a_time
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, did_you_mean
 
 _READERS = {
@@ -313,7 +313,7 @@ def _cache_only() -> Iterator[None]:
     import datasets
     from huggingface_hub import constants
 
-    with alone():
+    with one_thread_at_a_time():
         before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
         try:

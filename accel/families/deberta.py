@@ -10,16 +10,16 @@ from ..interfaces.family import Family, Replacement
 
 
 def _span(query: torch.Tensor, key: torch.Tensor, farthest: int) -> Any:
-    """The largest distance, as a size; the original makes a tensor of it, whose value would decide what is computed."""
+    """Return the largest distance as a size. The original makes a tensor of it and branches on its value."""
     longest = torch.sym_max(query.shape[-2], key.shape[-2])  # type: ignore[no-untyped-call]
     return torch.sym_min(longest, farthest)  # type: ignore[no-untyped-call]
 
 
 class Deberta(Family):
-    """DeBERTa, its first version."""
+    """The first version of DeBERTa."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """The largest distance."""
+        """Compute the largest distance from sizes."""
         from transformers.models.deberta import modeling_deberta
 
         return [(modeling_deberta, "compute_attention_span", _span)]

@@ -21,7 +21,7 @@ class FocalNet(Family):
     """FocalNet."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Padding in every call, where a trace would keep what its sample needed."""
+        """Pad in every call. The original pads if it is needed, and a trace keeps what its sample needed."""
         layers = [layer for layer in model.modules() if hasattr(layer, "maybe_pad")]
         return [(layer, "maybe_pad", partial(_pad_to_patches, layer.patch_size)) for layer in layers]
 

@@ -15,7 +15,7 @@ class Idefics3(Family):
     tiles = True
 
     def image_features(self, model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Of one tile without padding. The model's own code finds the tiles that are not empty first, which no trace can follow."""
+        """Embed one tile without padding. The model's own code first searches for tiles that are not empty, which a trace cannot follow."""
         inner = model.model
         found: torch.Tensor = inner.connector(inner.vision_model(pixel_values=pixel_values).last_hidden_state)
         return found.flatten(0, -2)

@@ -23,7 +23,7 @@ class KeypointMatcher(Wrapper):
 
     @property
     def returns_layers(self) -> bool:
-        """Layers are not returned."""
+        """No: in a trace, the layers' results are not returned."""
         return False
 
     def forward(self, pixel_values: torch.Tensor) -> Any:
@@ -39,7 +39,7 @@ class KeypointMatcher(Wrapper):
         return {"matches": matches, "matching_scores": sure, "keypoints": keypoints, "mask": mask}
 
     def answers(self, pixel_values: torch.Tensor) -> Any:
-        """What PyTorch answers."""
+        """Run the PyTorch model."""
         return self.model(pixel_values=pixel_values)
 
     def match(
@@ -64,7 +64,7 @@ class KeypointMatcher(Wrapper):
 
 
 def detect(detector: Any, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a SuperPoint finds: points `(images, points, 2)` as shares of the image, their scores `(images, points)`, descriptors
+    """Find the keypoints of images: points `(images, points, 2)` as shares of the image, their scores `(images, points)`, descriptors
     `(images, points, channels)` and a mask `(images, points)`.
 
     An image's points stand in the order of its rows where it has no more than it may keep, and else by their scores.

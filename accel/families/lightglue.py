@@ -17,12 +17,12 @@ from .keypoint_matchers import KeypointMatcher
 
 
 class LightGlueMatcher(KeypointMatcher):
-    """A LightGlue reads each pair of a batch by itself. In transformers (5.23) a batch in which pairs stop at different layers fails or
-    comes back in another order, and points that one pair drops move those of others. The score of what it finds no match for is 0.
+    """Matches each pair of a batch by itself. In transformers (5.23), a batch whose pairs stop at different layers fails or returns its
+    pairs in another order, and points that one pair drops move those of others. The score of a point without a match is 0.
     """
 
     def answers(self, pixel_values: torch.Tensor) -> Any:
-        """Pair by pair."""
+        """Run the PyTorch model pair by pair."""
         return _together([_cleared(self.model(pixel_values=pair[None])) for pair in pixel_values])
 
     def match(
@@ -34,7 +34,7 @@ class LightGlueMatcher(KeypointMatcher):
         width: int,
         mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Matches by all layers."""
+        """Match with all layers."""
         # Attention written out does not ask whether there is more than one point.
         with attention_of(unwrapped(self), "eager"):
             return _match(unwrapped(self), keypoints, descriptors, height, width, mask)
@@ -49,7 +49,7 @@ class LightGlue(Family):
 
 
 def _cleared(found: Any) -> Tensors:
-    """One pair's answer in its documented shapes, without matches of what fills up an image with fewer points."""
+    """The answer for one pair in its documented shapes, without matches of padding."""
     mask = found.mask
     matches = found.matches.reshape(mask.shape).masked_fill(mask == 0, -1)
     scores = found.matching_scores.reshape(mask.shape).masked_fill(matches < 0, 0.0)
@@ -57,7 +57,7 @@ def _cleared(found: Any) -> Tensors:
 
 
 def _together(pairs: list[Tensors]) -> Tensors:
-    """The answers of one batch, filled up to the pair with most points."""
+    """Join the answers of pairs; padded to the pair with most points."""
     points = max(pair["mask"].shape[2] for pair in pairs)
 
     def filled(name: str, value: float) -> torch.Tensor:

@@ -14,9 +14,9 @@ from .windowed_attention import replacements
 
 
 def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:
-    """How many tokens are before the first separator, `(batch,)`: those of the question.
+    """Count the tokens of each question, up to the first separator: `(batch,)`.
 
-    transformers refuses texts that have not three separators, which a graph cannot.
+    transformers raises unless a text has three separators, which a graph cannot.
     """
     return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
 
@@ -52,7 +52,7 @@ class Longformer(Roberta):
         return (token if isinstance(token, int) else 2) if architecture.endswith("ForQuestionAnswering") else None
 
     def traced_module(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The head for questions by row."""
+        """Wrap the head for questions."""
         return SeparatedQuestion(model) if hasattr(model, "qa_outputs") else model
 
     def replacements(self, model: Any) -> list[Replacement]:
@@ -65,7 +65,7 @@ class Longformer(Roberta):
         ]
 
     def fill(self, feeds: Tensors, config: Any) -> None:
-        """Separators after a question, before a context and after it, where the head for questions counts them."""
+        """Write separators after the question, before the context and at the end: the head for questions needs three."""
         ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
         if ids is None or mask is None or ids.shape != mask.shape:
             return

@@ -22,7 +22,7 @@ class Moonshine(Family):
     sounds_of_any_length = True
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Lengths in whole numbers: its own code divides floats, which are not sizes in a trace."""
+        """Compute lengths with integers. The original divides floats, which are not sizes in a trace."""
         return [(model.get_encoder(), "_get_feat_extract_output_lengths", _lengths)]
 
 

@@ -8,14 +8,14 @@ from ..interfaces.family import Family
 
 
 class Perceiver(Family):
-    """Perceiver. It makes its positions of an image's size as a number, which a trace would hold."""
+    """Perceiver. It computes positions from the size of an image as a Python number, which a trace keeps."""
 
     any_image_size = False
     # Its processor crops before it resizes.
     processor_sizes = ("size",)
 
     def image_size(self, config: Any, architecture: str) -> Any:
-        """The config's size is that of positions that are learned, which one head has."""
+        """The config's size, for the head with learned positions. The other heads take images of any size."""
         named = architecture or (getattr(config, "architectures", None) or [""])[0]
         return getattr(config, "image_size", None) if named.endswith("Learned") else None
 

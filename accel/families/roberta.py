@@ -14,7 +14,7 @@ class Roberta(Family):
     positions = "tokens"
 
     def first_position(self, config: Mapping[str, Any]) -> int:
-        """Rows up to and with the one of padding."""
+        """The row after `padding_idx`."""
         padding = config.get("pad_token_id")
         return (padding if isinstance(padding, int) else 1) + 1
 

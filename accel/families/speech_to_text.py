@@ -11,7 +11,7 @@ from ..interfaces.family import Axes, Family, Replacement
 
 
 def _mask(convolutions: int, length: Any, mask: torch.Tensor) -> torch.Tensor:
-    """The mask `(batch, length)` of what an encoder makes of frames with a mask `(batch, frames)`."""
+    """The padding mask `(batch, length)` of the encoder's output, from the mask of frames `(batch, frames)`."""
     frames = mask.sum(-1, keepdim=True)
     # Each convolution halves and rounds up: a position is real where its first frame is.
     first = torch.arange(length, device=mask.device) * 2**convolutions
@@ -26,12 +26,12 @@ class SpeechToText(Family):
     sounds_of_any_length = True
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """The mask without division: its own code divides integers of the mask, which OpenVINO (2026.3) answers with other masks."""
+        """Compute the mask without division. OpenVINO (2026.3) computes a wrong mask from the original's integer division."""
         masked = partial(_mask, int(model.config.num_conv_layers))
         return [(model.get_encoder(), "_get_feature_vector_attention_mask", masked)]
 
     def max_sizes(self, model: Any, axes: Axes) -> dict[str, int]:
-        """Frames that the encoder's positions allow. The model makes a longer table where it needs one, which a graph cannot."""
+        """Limit frames to the encoder's positions. The PyTorch model extends its table if needed, which a graph cannot."""
         if not any("frames" in named.values() for named in axes.values()):
             return {}
         table = model.get_encoder().embed_positions

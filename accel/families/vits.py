@@ -32,8 +32,8 @@ def _spline(
     min_bin_height: float = 1e-3,
     min_derivative: float = 1e-3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splines of every value, of which those beyond the spline's ends are left as they are. VITS' own code takes apart what is inside and
-    what is not, with sizes that depend on the values.
+    """Evaluate the spline at every value and keep values outside of its range as they are. The original selects the values inside, whose
+    number depends on the data.
     """
     from transformers.models.vits import modeling_vits
 
@@ -49,14 +49,14 @@ def _spline(
 
 
 class _GivenNoise(TorchFunctionMode):
-    """Normal noise that is drawn inside of a model is what its graph was given."""
+    """Return given noise wherever the model draws normal noise."""
 
     def __init__(self, noise: torch.Tensor) -> None:
         super().__init__()
         self._noise = noise
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, or give the noise."""
+        """Run a function of torch, or return the noise."""
         return self._noise if func is torch.randn else func(*args, **(kwargs or {}))
 
 
@@ -71,7 +71,7 @@ def _noise(noise: torch.Tensor | None) -> Iterator[None]:
 
 class _Speaking(Wrapper):
     def speaker(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """`(batch, size, 1)` of who speaks; `None` where there is one voice."""
+        """The speaker's embedding `(batch, size, 1)`; `None` for a model with one voice."""
         if SPEAKER not in inputs:
             return None
         embed: Callable[..., torch.Tensor] = self.model.embed_speaker  # type: ignore[assignment]
@@ -82,7 +82,7 @@ class _TextEncoder(_Speaking):
     """Tokens to `prior_means` and `prior_log_variances: (batch, sequence, channels)` and `log_durations: (batch, sequence)`."""
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Encode texts; noise `(batch, 2, sequence)` is scaled already."""
+        """Encode texts. The caller scales the noise `(batch, 2, sequence)`."""
         model: Any = self.model
         ids, mask, noise = inputs["input_ids"], inputs["attention_mask"], inputs.get(NOISE)
         real = mask.unsqueeze(-1).to(model.text_encoder.embed_tokens.weight.dtype)
@@ -102,7 +102,7 @@ class _Waveforms(_Speaking):
     """Frames `(batch, channels, frames)` to `waveform: (batch, samples)` and `spectrogram: (batch, channels, frames)`."""
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Sound frames."""
+        """Decode frames."""
         model: Any = self.model
         speaker = self.speaker(inputs)
         mask = inputs[FRAMES].unsqueeze(1).to(inputs[LATENTS].dtype)
@@ -114,11 +114,11 @@ class Vits(Family):
     """VITS."""
 
     def tokens_at_once(self, config: Any) -> int:
-        """The window of relative positions: a text of that length would be neither padded nor cut to it."""
+        """The window of relative positions, which shorter texts are padded to and longer ones are cut to."""
         return int(config.window_size or 0)
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Splines that a trace can follow."""
+        """Evaluate splines in a way that a trace can follow."""
         from transformers.models.vits import modeling_vits
 
         return [(modeling_vits, "_unconstrained_rational_quadratic_spline", _spline)]

@@ -25,7 +25,7 @@ def _attend(
     is_global_attn: bool | None = None,  # noqa: ARG001
     output_attentions: bool = False,
 ) -> tuple[torch.Tensor]:
-    """What a layer answers `(batch, length, hidden)`, of any length.
+    """Compute a layer's output `(batch, length, hidden)`, for any length.
 
     Args:
         self: The layer.
@@ -51,7 +51,7 @@ def _attend(
 
 
 def _chosen(is_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a token of any row sees all, and for each token which of these is its own.
+    """Indices of the columns in which any row has a global token, and for each column its place among them.
 
     The first is always one of them: not every runtime computes with none.
     """
@@ -63,7 +63,7 @@ def _chosen(is_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _near(
     layer: Any, hidden: torch.Tensor, mask: torch.Tensor, is_global: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """What tokens find in their neighbours and in those that see all."""
+    """Attention of tokens to their neighbours and to global tokens."""
     size, length = layer.one_sided_attn_window_size, hidden.shape[1]
     query, key, value = _heads(layer, _query(layer, layer.query, hidden), layer.key(hidden), layer.value(hidden))
     offsets = torch.arange(3 * size, device=mask.device) - size - torch.arange(size, device=mask.device)[:, None]
@@ -79,7 +79,7 @@ def _near(
 
 
 def _far(layer: Any, hidden: torch.Tensor, is_masked: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """What the chosen tokens find in all others, `(batch, chosen, hidden)`, by projections of their own."""
+    """Attention of the chosen tokens to all others, `(batch, chosen, hidden)`, with separate projections."""
     query = _query(layer, layer.query_global, hidden.index_select(1, chosen))
     query, key, value = _heads(layer, query, layer.key_global(hidden), layer.value_global(hidden))
     scores = (query @ key.transpose(2, 3)).masked_fill(is_masked[:, None, None], torch.finfo(query.dtype).min)
@@ -116,18 +116,18 @@ def _blocks(tensor: torch.Tensor, size: int, *, before: int = 0, after: int = 0,
 
 
 def _around(tensor: torch.Tensor, size: int, padding: float = 0.0) -> torch.Tensor:
-    """Each block with the one before and the one behind it: `(batch, heads, blocks, 3 * size, n)`."""
+    """Each block with the one before and the one after it: `(batch, heads, blocks, 3 * size, n)`."""
     blocks = _blocks(tensor, size, before=size, after=size, padding=padding)
     return torch.cat([blocks[:, :, :-2], blocks[:, :, 1:-1], blocks[:, :, 2:]], dim=3)
 
 
 def _unpadded(_model: Any, *, pad_token_id: int, **inputs: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    """How much padding was put behind the inputs, and the inputs."""
+    """Return no padding, and the inputs as they are."""
     return 0, *inputs.values()
 
 
 def replacements(attention: type, encoder: type) -> list[Replacement]:
-    """What a trace needs of the layers' class and of the class that pads to windows."""
+    """Replacements for the class of the layers and the class that pads to windows."""
     # Whether any token sees all, which the attention here does not read.
     item = torch.Tensor.item
 

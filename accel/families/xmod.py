@@ -14,8 +14,8 @@ class Xmod(Roberta):
     """X-MOD, which counts positions as RoBERTa does."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """The adapters of the default language alone, which calls that name none go through: a graph would look for rows of each other
-        language in every call, and find none.
+        """Keep the adapters of the default language, which calls without `lang_ids` use. A graph with all adapters would search for rows of
+        each language in every call.
         """
         language = model.config.default_language
         return [

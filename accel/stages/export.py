@@ -126,7 +126,7 @@ def _exporter_spec(format: str, backend: str | None) -> BackendSpec:
     return registry.owner("export", format, backend)
 
 
-@capture.alone()
+@capture.one_thread_at_a_time()
 def export_resolved(
     resolved: Resolved,
     out: Path,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from accel.artifact import accel_home
-from accel.capture import alone, quiet
+from accel.capture import one_thread_at_a_time, quiet
 from accel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def compiling(*, freezing: bool) -> Iterator[None]:
 
     keep_compiled_code()
     with (
-        alone(),
+        one_thread_at_a_time(),
         quiet(),
         _unsaid("torch._dynamo.metrics_context"),
         torch._inductor.config.patch(freezing=freezing),
