@@ -14,7 +14,7 @@ from accel.artifact import Artifact
 from accel.interfaces.protocols import OpenRequest
 from accel.stages.export import export
 from accel_plugins.cpu.backend import CpuBackend
-from tests.pages import TELLS, resident
+from tests.memory_pages import TELLS, resident
 
 
 @pytest.mark.skipif(not TELLS, reason="the system does not tell which pages are resident")

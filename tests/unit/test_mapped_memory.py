@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from accel.capture import mapped_memory as pages
 from accel.capture import release_pages
 from accel_plugins.ortkit.export.writing import release_when_written
-from tests.pages import TELLS, resident
+from tests.memory_pages import TELLS, resident
 
 pytestmark = pytest.mark.skipif(not TELLS, reason="the system does not tell which pages are resident")
 
