@@ -152,12 +152,12 @@ def test_removing_says_what_cannot_be_removed(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_full_disk_keeps_no_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from accel_plugins.pytorch.inductor import compiling
+    from accel_plugins.pytorch.inductor import compilation
 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    monkeypatch.setattr(compiling.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    compiling.keep_compiled_code()
+    monkeypatch.setattr(compilation.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    compilation.keep_compiled_code()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
@@ -168,17 +168,17 @@ def test_compiled_code_is_not_kept_and_that_is_said_once(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from accel_plugins.pytorch.inductor import compiling
+    from accel_plugins.pytorch.inductor import compilation
 
-    compiling._tell_not_kept.cache_clear()
+    compilation._tell_not_kept.cache_clear()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     home(monkeypatch, tmp_path)
     with caplog.at_level(logging.WARNING):
-        compiling.keep_compiled_code()
-        compiling.keep_compiled_code()
+        compilation.keep_compiled_code()
+        compilation.keep_compiled_code()
     assert caplog.text.count("compiled code is not kept") == 1
     assert "ACCEL_HOME" in caplog.text
-    assert "TORCHINDUCTOR_CACHE_DIR" not in compiling.os.environ
+    assert "TORCHINDUCTOR_CACHE_DIR" not in compilation.os.environ
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -14,6 +14,7 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import ConfigError, InputError, TaskError, UnknownBackendError
+from accel.models.arguments import LoadingArguments
 
 
 @pytest.fixture
@@ -119,8 +120,8 @@ def test_question_and_context_by_position(tiny_folder: Callable[..., Path]) -> N
 def test_the_usual_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def load(task: str, model: str, arguments: dict[str, Any]) -> Any:
-        asked.append((task, model, arguments["revision"]))
+    def load(task: str, model: str, arguments: LoadingArguments) -> Any:
+        asked.append((task, model, arguments.hub.revision))
         raise TaskError("enough")
 
     monkeypatch.setattr("accel.models.pipelines.pipeline._load", load)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from accel.models.inputs import _mask_from_padding
+from accel.interfaces.family_registry import family_of
 from accel.testing.models import rescale
 
 SMALL = {"emb_dim": 36, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 61, "pad_index": 2}
@@ -28,6 +28,6 @@ def test_it_is_the_one_that_the_model_makes(kind: str, side: str) -> None:
     ids[1, {"left": slice(3), "right": slice(4, None), "middle": slice(2, 4)}[side]] = 2
     with torch.inference_mode():
         alone = model(input_ids=ids)[0]
-        masked = model(input_ids=ids, attention_mask=_mask_from_padding(ids, config))[0]
+        masked = model(input_ids=ids, attention_mask=family_of(config).default_mask(ids, config))[0]
         torch.testing.assert_close(masked, alone)
         assert (model(input_ids=ids, attention_mask=torch.ones_like(ids))[0] - alone).abs().max() > 1e-3

@@ -201,7 +201,7 @@ def test_a_wrong_answer_is_called_wrong(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(accel, "export", lambda *_, **__: Exported())
     monkeypatch.setattr(accel, "optimize", lambda *_, **__: Exported())
-    monkeypatch.setattr(cells, "load", lambda _: Liar)
+    monkeypatch.setattr(cells, "model_class", lambda _: Liar)
     found: list[Cell] = []
     known = [("cpu", "int8"), ("cpu", "rows"), ("cpu", "rows-int8")]
     sweep_pair(BERT, ["cpu"], found.append, lambda *_: None, known)
