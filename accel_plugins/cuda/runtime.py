@@ -32,6 +32,7 @@ from ..ortkit.upstream import ort_value_as_tensor
 from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
 from .forms.packing import Packing, packed_rows
 from .options import CudaOptions
+from .upstream import current_stream_number
 from .weights import SharedWeights
 
 logger = logging.getLogger(__name__)
@@ -180,8 +181,7 @@ class Runtime:
 
     def follow(self) -> torch.cuda.Stream:
         """torch's current stream, ordered behind the stream of the call before."""
-        # Its number costs a tenth of the object: 3.5 microseconds before the first launch (host of an H200).
-        number = torch._C._cuda_getCurrentRawStream(self.device.index)  # noqa: SLF001
+        number = current_stream_number(self.device.index)
         if self._last is None or number != self._last_number:
             current = torch.cuda.current_stream(self.device)
             if self._last is not None:

@@ -27,6 +27,7 @@ from ..ortkit.upstream import ort_value_as_tensor
 from .cuda_graphs import CaptureError, LateCheck, MaskCheck, ShapeGraphs
 from .forms.masks import Form, Held, Plan, held_by
 from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, device_tensor, on_device
+from .upstream import current_device
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class CudaSession(BaseSession[R]):
             values = list(self._read(feeds).values())
         key: Key = tuple([tensor.shape for tensor in values])
         with runtime.lock:
-            if torch._C._cuda_getDevice() != self._index:  # noqa: SLF001
+            if current_device() != self._index:
                 with torch.cuda.device(self._where):
                     return self._enqueue(runtime, key, values, names, out or {}, usual)
             return self._enqueue(runtime, key, values, names, out or {}, usual)

@@ -23,6 +23,7 @@ from accel.interfaces.state import State
 
 from .runtime import one_line, port_order
 from .state import OpenVinoState, OpenVinoSteps
+from .upstream import native_infer, native_start
 
 # Up to this size, copying an input into a buffer that the request holds costs less than making a tensor around it
 # (3 inputs of 1x16 int64 with cold caches, 2 Zen 4 cores: 54 against 104 microseconds for the whole wrapper).
@@ -44,9 +45,6 @@ _TYPES = {
 }
 _WORDS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i8": "int8"}
 _PRODUCTS = ("FullyConnected", "MatMul", "Convolution")
-# `InferRequest.infer` of OpenVINO's Python layer sorts its arguments first: 200 microseconds with cold caches.
-_infer = ov.InferRequest.__mro__[2].infer
-_start = ov.InferRequest.__mro__[2].start_async
 _NOTHING: dict[int, Any] = {}
 _HOST = torch.device("cpu")
 
@@ -59,8 +57,8 @@ class _Request:
     def __init__(self, compiled: ov.CompiledModel) -> None:
         self.of = compiled
         self.request = request = compiled.create_infer_request()
-        self.infer = _infer.__get__(request)
-        self._start = _start.__get__(request)
+        self.infer = native_infer(request)
+        self._start = native_start(request)
         # Of the last call, where it can be repeated with the buffers below; else `None`.
         self.shapes: list[tuple[int, ...]] | None = None
         self.buffers: list[ov.Tensor] = []

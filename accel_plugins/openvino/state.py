@@ -9,7 +9,6 @@ import numpy as np
 import openvino as ov
 import torch
 from openvino import opset15 as ops
-from openvino._offline_transformations import apply_make_stateful_transformation
 
 from accel.artifact import Component, TensorSpec
 from accel.errors import InputError
@@ -17,6 +16,8 @@ from accel.interfaces.bound_steps import BoundSteps
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.session import BaseSession
 from accel.interfaces.state import State, StateOwner, kept_name
+
+from .upstream import make_stateful
 
 BEAM_INDEX = "beam_idx"
 
@@ -48,7 +49,7 @@ def fold_cache(model: ov.Model, pairs: Mapping[str, str], specs: Sequence[Tensor
         for reader in readers:
             reader.replace_source_output(chosen.output(0))
     model.validate_nodes_and_infer_types()
-    apply_make_stateful_transformation(model, dict(pairs))
+    make_stateful(model, pairs)
     batch = ops.gather(ops.shape_of(tokens, output_type="i64"), ops.constant(np.array([0], np.int64)), ops.constant(0))
     # Written as a difference: of a constant 0 the CPU plugin concludes that the cache stays empty.
     nothing = ops.subtract(batch, batch)

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from .upstream import clear_cublas_workspaces, current_stream_number
+
 Result = TypeVar("Result")
 
 
@@ -43,20 +45,15 @@ def captured(
                 call()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        _give_scratch_back()
+        clear_cublas_workspaces()
         try:
             # Other threads may allocate meanwhile.
             # On this device's stream: the default capture stream belongs to the device on which the process captured first.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 result = call()
         finally:
-            _give_scratch_back()
+            clear_cublas_workspaces()
     return graph, result
-
-
-def _give_scratch_back() -> None:
-    # PyTorch's own compiler does the same around its graphs; there is no public name for it.
-    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
 
 class Turns:
@@ -75,8 +72,7 @@ class Turns:
         """Order the current stream behind the one of the call before."""
         if self._device.type != "cuda":
             return
-        # A stream as PyTorch has it takes 7 microseconds to get; its compiled code asks for the handle, too.
-        handle = torch._C._cuda_getCurrentRawStream(self._index)  # noqa: SLF001
+        handle = current_stream_number(self._index)
         if self._last is not None and handle == self._handle:
             return
         current = torch.cuda.current_stream(self._device)

@@ -1,0 +1,43 @@
+"""The private names of OpenVINO that `accel_plugins.openvino.upstream` calls, on the installed version."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from accel_plugins.openvino import upstream
+
+
+def _sum() -> ov.Model:
+    """`present = past + x`, all of them `(2,) float32`."""
+    past, x = ops.parameter([2], ov.Type.f32, name="past"), ops.parameter([2], ov.Type.f32, name="x")
+    total = ops.add(past, x)
+    for value, name in ((past, "past"), (x, "x"), (total, "present")):
+        value.output(0).get_tensor().set_names({name})
+    return ov.Model([total], [past, x], "sum")
+
+
+def test_a_request_runs_without_its_python_layer() -> None:
+    request = ov.Core().compile_model(_sum(), "CPU").create_infer_request()
+    for run in (
+        lambda: upstream.native_infer(request)({}, share_outputs=True, decode_strings=True),
+        lambda: (upstream.native_start(request)({}, None), request.wait()),
+    ):
+        request.set_input_tensor(0, ov.Tensor(np.array([1, 2], np.float32)))
+        request.set_input_tensor(1, ov.Tensor(np.array([3, 5], np.float32)))
+        request.get_output_tensor(0).data[:] = 0
+        run()
+        assert request.get_output_tensor(0).data.tolist() == [4, 7]
+
+
+def test_an_input_and_an_output_become_a_variable() -> None:
+    model = _sum()
+    upstream.make_stateful(model, {"past": "present"})
+    assert [port.any_name for port in model.inputs] == ["x"]
+    request = ov.Core().compile_model(model, "CPU").create_infer_request()
+    for _ in range(2):
+        request.infer({0: np.array([1, 2], np.float32)})
+    (variable,) = request.query_state()
+    assert variable.name == "pastpresent"
+    assert variable.state.data.tolist() == [2, 4]
