@@ -28,7 +28,7 @@ from accel.errors import BackendUnavailableError, ConfigError, ExportError, Inpu
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model, tiny_tokenizer
-from accel_plugins.pytorch.inductor import backend, engine
+from accel_plugins.pytorch.inductor import backend, compiled_model
 from accel_plugins.pytorch.inductor.precision import check_quantization
 from accel_plugins.pytorch.inductor.sizes import BATCHES, LENGTHS, Sizes, padded, sizes_of, step_up
 
@@ -55,8 +55,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., Any]]:
         made.append(function)
         return function
 
-    monkeypatch.setattr(engine, "compiled", stand_in)
-    monkeypatch.setattr(engine, "_ROUNDS", 1)
+    monkeypatch.setattr(compiled_model, "compiled", stand_in)
+    monkeypatch.setattr(compiled_model, "_ROUNDS", 1)
     return made
 
 
@@ -232,7 +232,7 @@ def test_answers_by_token_are_cut() -> None:
     call = inputs("where is my card", "lost", "i lost it please help me")
     expected = answer(model, **call)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "compiled", lambda function, **how: function)
+        patch.setattr(compiled_model, "compiled", lambda function, **how: function)
         found = answer(accel.accelerate(model, keep_slower=True), **call)
     real = call["attention_mask"].bool()
     assert found.shape == expected.shape
@@ -307,7 +307,7 @@ def test_threads_that_find_padding_to_matter_all_get_answers(uncompiled: list[An
 
 
 def test_threads_that_wait_for_code_that_is_slower_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "compiled", slow)
+    monkeypatch.setattr(compiled_model, "compiled", slow)
     model = tiny_model("bert").eval()
     expected = answer(model, **inputs())
     accel.accelerate(model)
@@ -327,7 +327,7 @@ def test_answers_are_cut_while_another_thread_checks_the_form(monkeypatch: pytes
 
         return call
 
-    monkeypatch.setattr(engine, "compiled", stand_in)
+    monkeypatch.setattr(compiled_model, "compiled", stand_in)
     model = accel.accelerate(tiny_model("bert", "token-classification").eval(), keep_slower=True, lengths=(16,))
     short, whole = torch.tensor([[5, 6, 7]]), torch.arange(16)[None] + 5
     assert answer(model, input_ids=short).shape[1] == 3
@@ -358,7 +358,7 @@ def traced(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         bound = types.MethodType(own, function.__self__) if hasattr(function, "__self__") else own
         return torch.compile(bound, backend="eager", fullgraph=True, dynamic=False, options=options)
 
-    monkeypatch.setattr(engine, "compiled", graph)
+    monkeypatch.setattr(compiled_model, "compiled", graph)
 
 
 _COUNT = itertools.count()
@@ -425,7 +425,7 @@ def test_another_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(engine, "compiled", wrong)
+    monkeypatch.setattr(compiled_model, "compiled", wrong)
     model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
     with pytest.raises(
         PrepareError, match=r"differs from what it answered before by 0.\d+ of the largest value; 0.001"
@@ -443,7 +443,7 @@ def slow(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
 
 
 def test_what_is_slower_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "compiled", slow)
+    monkeypatch.setattr(compiled_model, "compiled", slow)
     model = tiny_model("bert").eval()
     with pytest.raises(
         PrepareError, match=r"not faster than before: for 2 rows of 16 tokens compiled .* [\d.]+ ms, .* was"
@@ -457,7 +457,7 @@ def test_what_is_slower_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_slower_later_runs_as_it_was_and_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine, "compiled", slow)
+    monkeypatch.setattr(compiled_model, "compiled", slow)
     model = tiny_model("bert").eval()
     expected = answer(model, **inputs())
     accel.accelerate(model)
@@ -475,7 +475,7 @@ def test_what_the_compiler_does_not_take_is_an_error(monkeypatch: pytest.MonkeyP
 
         return call
 
-    monkeypatch.setattr(engine, "compiled", failing)
+    monkeypatch.setattr(compiled_model, "compiled", failing)
     model = accel.accelerate(tiny_model("bert").eval())
     with pytest.raises(PrepareError, match="cannot be compiled for 1 row of 16 tokens: RuntimeError: graph break"):
         model(**inputs())

@@ -14,7 +14,7 @@ import transformers
 
 from accel.config import AccelerateConfig
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.inductor import engine, packing
+from accel_plugins.pytorch.inductor import compiled_model, packing
 from accel_plugins.pytorch.inductor.packing import Tokens, asked_tokens, attending, packable
 from accel_plugins.pytorch.inductor.sizes import Sizes
 
@@ -192,12 +192,12 @@ def test_where_our_attention_differs_the_model_keeps_its_own(
             raise RuntimeError("no kernel image is available")
         return torch.ones(*((1, BATCH * LENGTH) if packs else (BATCH, LENGTH)), 4, 8), None
 
-    monkeypatch.setattr(engine, "compiled", lambda function, **_: function)
-    monkeypatch.setattr(engine, "_ROUNDS", 1)
-    monkeypatch.setattr(engine, "asked_tokens", lambda *_: (lambda _: BATCH * LENGTH) if packs else None)
+    monkeypatch.setattr(compiled_model, "compiled", lambda function, **_: function)
+    monkeypatch.setattr(compiled_model, "_ROUNDS", 1)
+    monkeypatch.setattr(compiled_model, "asked_tokens", lambda *_: (lambda _: BATCH * LENGTH) if packs else None)
     monkeypatch.setattr(packing, "_attend" if packs else "_attend_masked", broken)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
-    made = engine.Engine(model, model.forward, AccelerateConfig(keep_slower=True))
+    made = compiled_model.CompiledModel(model, model.forward, AccelerateConfig(keep_slower=True))
     made._encoder = packing.sharing_copy(model)
     inputs = ragged()
     with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
@@ -220,10 +220,10 @@ def test_where_joined_products_differ_they_stay_apart(
 
         return broken if options else function
 
-    monkeypatch.setattr(engine, "compiled", compiled)
-    monkeypatch.setattr(engine, "_ROUNDS", 1)
+    monkeypatch.setattr(compiled_model, "compiled", compiled)
+    monkeypatch.setattr(compiled_model, "_ROUNDS", 1)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
-    made = engine.Engine(model, model.forward, AccelerateConfig(keep_slower=True))
+    made = compiled_model.CompiledModel(model, model.forward, AccelerateConfig(keep_slower=True))
     made._fuses = True
     with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
         torch.testing.assert_close(made(**ragged()).logits, model(**ragged()).logits)

@@ -16,7 +16,7 @@ from .feeds import (
     wanted_outputs,
     wrong_names,
 )
-from .states import StepCheck, check_state, no_state
+from .step_check import StepCheck, check_state, no_state
 from .values import FiniteCheck, MaskCheck, ValueCheck, check_filled
 
 __all__ = [

@@ -15,7 +15,7 @@ from accel.config import AccelerateConfig, PrepareConfig
 from accel.errors import ConfigError, InputError, PrepareError
 from accel.interfaces.protocols import Batches
 
-from .engine import Engine
+from .compiled_model import CompiledModel
 from .model_changes import Watch
 from .sizes import MASK
 
@@ -42,7 +42,7 @@ class Acceleration:
             # Looked up before it is replaced: a bound method, or what somebody put there.
             self._forward: Callable[..., Any] = model.forward
             self._own = {name: model.__dict__[name] for name in _METHODS if name in model.__dict__}
-            self.engine = Engine(model, self._forward, config)
+            self.engine = CompiledModel(model, self._forward, config)
         except BaseException:
             _set_attention(model, self._attention)
             raise

@@ -20,7 +20,7 @@ from ..backend import PytorchBackend
 from ..session import Module
 from .accelerator import Accelerator
 from .compilation import REMEDIES, cpu_compiler, gpu_compiler
-from .engine import Engine
+from .compiled_model import CompiledModel
 from .steps import CompiledStepsSession
 
 
@@ -89,7 +89,7 @@ class InductorBackend(PytorchBackend):
 
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
         """The model through compiled code."""
-        return Engine(model, model.forward, _config(request), owned=True)
+        return CompiledModel(model, model.forward, _config(request), owned=True)
 
 
 def _check_steps(artifact: Artifact, request: OpenRequest) -> None:

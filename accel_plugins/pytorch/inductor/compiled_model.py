@@ -40,7 +40,7 @@ _SECONDS = 4.0
 _EQUAL = 1.02
 
 
-class Engine:
+class CompiledModel:
     """Computes a model's calls with compiled code.
 
     Args:
