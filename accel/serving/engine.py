@@ -14,9 +14,8 @@ from ..models.base import ORTModel
 from .continuous_batching.generation_engine import GenerationEngine
 from .continuous_batching.scheduler import GenerationLimits
 from .job import Job
-from .limits import Limits
-from .model_queue import ModelQueue, Observer
-from .worker_models import Opening, Source, close_all, named, open_all
+from .model_queue import Limits, ModelQueue, Observer
+from .worker_models import Source, WorkerSettings, close_all, named, open_all
 
 
 class Engine:
@@ -76,7 +75,7 @@ class Engine:
             "task": task, "backend": backend, "device": device, "session_options": session_options, "revision": revision,
             "token": token, "trust_remote_code": trust_remote_code,
         }  # fmt: skip
-        self._how = Opening(workers=workers, processors=processors, arguments=arguments)
+        self._worker_settings = WorkerSettings(workers=workers, processors=processors, arguments=arguments)
         self.limits = Limits(
             max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue, max_wait_s=max_wait_s,
             timeout_s=timeout_s, max_new_tokens=max_new_tokens,
@@ -103,7 +102,7 @@ class Engine:
         if not self._queues:
             try:
                 for name, source in self._sources.items():
-                    self._opened[name] = open_all(source, self._how)
+                    self._opened[name] = open_all(source, self._worker_settings)
                     self._queues[name] = ModelQueue(name, self._opened[name], self.limits, self._observer)
             except BaseException:
                 # Those before the one that fails are open, and nobody else closes them.

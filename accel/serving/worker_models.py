@@ -20,7 +20,7 @@ Source = str | os.PathLike[str] | Artifact | ORTModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class WorkerSettings:
     """How models are opened, where they are named by folder or id.
 
     Attributes:
@@ -66,20 +66,20 @@ def named(models: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str,
     return found
 
 
-def open_all(source: Source, how: Opening) -> list[ORTModel]:
+def open_all(source: Source, settings: WorkerSettings) -> list[ORTModel]:
     """A model once for each worker; one that was opened by the caller is the first of them."""
     if isinstance(source, ORTModel):
-        return [source, *(copy.copy(source) for _ in range(how.workers - 1))]
-    arguments = read_arguments(**how.arguments)
+        return [source, *(copy.copy(source) for _ in range(settings.workers - 1))]
+    arguments = read_arguments(**settings.arguments)
     plan = with_artifact(ORTModel.plan(source, arguments))
     if arguments.settings.options is None:
-        whole = how.workers == 1 and how.processors is None
-        share = None if whole else max(1, (how.processors or available_processors()) // how.workers)
+        whole = settings.workers == 1 and settings.processors is None
+        share = None if whole else max(1, (settings.processors or available_processors()) // settings.workers)
         # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md);
         # lengths vary from call to call, and a runtime may compile each of them (docs/adr/0034-lengths-in-steps.md).
         options = replace(plan.options, spinning=False, threads=plan.options.threads or share, pad_to_multiple_of=None)
         plan = plan.with_options(options)
-    return [ORTModel.from_plan(plan) for _ in range(how.workers)]
+    return [ORTModel.from_plan(plan) for _ in range(settings.workers)]
 
 
 def close_all(source: Source, models: Sequence[Any]) -> None:

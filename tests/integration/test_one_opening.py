@@ -20,7 +20,7 @@ from accel.config import SessionOptions
 from accel.measuring.latency.variants import Variant
 from accel.measuring.latency.worker import _Served
 from accel.serving.engine import Engine
-from accel.serving.worker_models import Opening, open_all
+from accel.serving.worker_models import WorkerSettings, open_all
 from accel.stages import resolution
 from accel.testing.folders import edit_manifest
 
@@ -100,7 +100,7 @@ def test_weights_are_exported_and_opened_once(way: str, counts: Counter[str], ti
 
 def test_the_server_opens_what_was_measured_once(counts: Counter[str], measured: Path) -> None:
     counts.clear()
-    models = open_all(measured, Opening(workers=2))
+    models = open_all(measured, WorkerSettings(workers=2))
     assert counts == {"resolved": 1, "chosen": 1, "opened": 2}
     for model in models:
         assert model.session_options == SessionOptions(threads=1, buckets=(8,), spinning=False)

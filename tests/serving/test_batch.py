@@ -185,6 +185,15 @@ def test_another_run_is_refused(what: str, served: Callable[[str], accel.ORTMode
         )
 
 
+def test_a_run_with_other_parts_is_refused(served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path) -> None:
+    """Earlier versions began a part at each file."""
+    batch(served("text-classification"), rows, tmp_path / "out", rows_a_part=8)
+    record = tmp_path / "out" / "_done.jsonl"
+    record.write_text(record.read_text().replace('"start": 8', '"start": 9'))
+    with pytest.raises(ConfigError, match="parts are others"):
+        batch(served("text-classification"), rows, tmp_path / "out", rows_a_part=8)
+
+
 def test_folders_that_are_not_ours_are_left_alone(
     served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
 ) -> None:

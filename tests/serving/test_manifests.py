@@ -13,7 +13,7 @@ import yaml
 
 from accel.serving.http.app import endpoints
 from accel.serving.http.server_settings import ServerSettings
-from accel.serving.limits import Limits
+from accel.serving.model_queue import Limits
 from accel.serving.ray.ray_deployment import ARGUMENTS, Replicas
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scale-out.md"

@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..operations import operations_of, usual_operation
 from ..worker_models import Source
 from .ledger import Done, Ledger
-from .parts import Asking, Format, OnError, compute
+from .parts import Format, OnError, RowRequest, compute
 from .row_inputs import find_columns
 from .table_files import Part, Table, scan
 
@@ -93,11 +93,11 @@ def batch(
     """
     table = scan(data, rows_a_part)
     with Engine(model, **{**engine, "max_queue": UNLIMITED}) as opened:
-        asking = plan(opened, table, operation, options or {}, columns, keep, format, on_error)
+        request = plan(opened, table, operation, options or {}, columns, keep, format, on_error)
         folder = Path(out).expanduser().absolute()
         identity = identify(opened)
         return work(
-            table, asking, identity, folder, rows_a_part, lambda parts: _here(opened, table, parts, asking, folder)
+            table, request, identity, folder, rows_a_part, lambda parts: _here(opened, table, parts, request, folder)
         )
 
 
@@ -110,7 +110,7 @@ def plan(
     keep: Sequence[str],
     format: Format,
     on_error: OnError,
-) -> Asking:
+) -> RowRequest:
     """What is asked of each row, checked.
 
     Raises:
@@ -125,12 +125,12 @@ def plan(
     unknown = sorted(set(keep) - set(table.columns))
     if unknown:
         raise ConfigError(f"The data has no column {', '.join(unknown)}.", fix=f"use {', '.join(table.columns)}.")
-    asking = Asking(
+    request = RowRequest(
         operation=chosen, options=dict(options), columns=find_columns(chosen, table.columns, columns),
         keep=tuple(keep), format=format, on_error=on_error,
     )  # fmt: skip
-    asking.check()
-    return asking
+    request.check()
+    return request
 
 
 def identify(engine: Engine) -> dict[str, str]:
@@ -146,13 +146,18 @@ def identify(engine: Engine) -> dict[str, str]:
 
 
 def work(
-    table: Table, asking: Asking, identity: Mapping[str, str], folder: Path, rows_a_part: int, compute_parts: Compute
+    table: Table,
+    request: RowRequest,
+    identity: Mapping[str, str],
+    folder: Path,
+    rows_a_part: int,
+    compute_parts: Compute,
 ) -> BatchReport:
     """Have what is missing computed, and record it.
 
     Args:
         table: The data.
-        asking: What is asked.
+        request: What is asked.
         identity: Of the model.
         folder: Of the output.
         rows_a_part: As the data was scanned.
@@ -163,14 +168,19 @@ def work(
         "rows": table.rows,
         "rows_a_part": rows_a_part,
         "model": dict(identity),
-        "operation": asking.operation.name,
-        "options": dict(asking.options),
-        "columns": dict(asking.columns),
-        "keep": list(asking.keep),
-        "format": asking.format,
+        "operation": request.operation.name,
+        "options": dict(request.options),
+        "columns": dict(request.columns),
+        "keep": list(request.keep),
+        "format": request.format,
     }
     ledger = Ledger(folder)
     with ledger.opened(run):
+        for part in table.parts:
+            done = ledger.done.get(part.number)
+            if done is not None and (done.start, done.rows) != (part.start, part.rows):
+                # Earlier versions began a part at each file.
+                raise ConfigError(f"{folder} holds a run whose parts are others.", fix="name another folder.")
         missing = [part for part in table.parts if part.number not in ledger.done]
         computed, start = 0, time.perf_counter()
         progress.report("rows", table.rows - sum(part.rows for part in missing), table.rows)
@@ -180,7 +190,7 @@ def work(
             progress.report("rows", sum(done.rows for done in ledger.done.values()), table.rows)
         return BatchReport(
             folder=str(folder),
-            operation=asking.operation.name,
+            operation=request.operation.name,
             rows=table.rows,
             computed=computed,
             broken=sum(one.broken for one in ledger.done.values()),
@@ -189,14 +199,14 @@ def work(
         )
 
 
-def _here(engine: Engine, table: Table, parts: Iterable[Part], asking: Asking, folder: Path) -> Iterator[Done]:
+def _here(engine: Engine, table: Table, parts: Iterable[Part], request: RowRequest, folder: Path) -> Iterator[Done]:
     """Parts computed in this process, as they get done."""
     left = iter(parts)
     running: set[Future[Done]] = set()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         while True:
             while len(running) < _AT_ONCE and (part := next(left, None)) is not None:
-                running.add(pool.submit(compute, engine, table, part, asking, folder))
+                running.add(pool.submit(compute, engine, table, part, request, folder))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)

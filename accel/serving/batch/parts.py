@@ -28,7 +28,7 @@ _READERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class RowRequest:
     """What is asked of each row.
 
     Attributes:
@@ -72,26 +72,26 @@ class Asking:
             _generation(self.options)
 
 
-def compute(engine: Engine, data: Table, part: Part, asking: Asking, folder: Path) -> Done:
+def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder: Path) -> Done:
     """Answer the rows of a part, and put them into their file.
 
     Raises:
         InputError: A row cannot be answered, and that is to end the run.
     """
-    wanted = tuple(dict.fromkeys((*asking.columns.values(), *asking.keep)))
+    wanted = tuple(dict.fromkeys((*request.columns.values(), *request.keep)))
     rows = data.read(part, wanted)
-    found = _answered(engine, [inputs_of(asking.operation, row, asking.columns) for row in rows], asking)
+    found = _answered(engine, [inputs_of(request.operation, row, request.columns) for row in rows], request)
     wrong = next((i for i, one in enumerate(found) if isinstance(one, Broken)), None)
-    if wrong is not None and asking.on_error == "stop":
+    if wrong is not None and request.on_error == "stop":
         raise InputError(
             f"Row {part.start + wrong}: {found[wrong].reason.rstrip('.')}.",
             fix="correct it, or have such rows written with what is wrong: --on-error record.",
         )
     answers = [None if isinstance(one, Broken) else one for one in found]
     errors = [one.reason if isinstance(one, Broken) else None for one in found]
-    kept = {name: [row[name] for row in rows] for name in asking.keep}
-    content = _written(_table(asking, part.start, kept, data.types(asking.keep), answers, errors), asking.format)
-    name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{asking.format}"
+    kept = {name: [row[name] for row in rows] for name in request.keep}
+    content = _written(_table(request, part.start, kept, data.types(request.keep), answers, errors), request.format)
+    name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{request.format}"
     write_whole(folder / name, content)
     return Done(
         number=part.number, file=name, start=part.start, rows=part.rows, broken=sum(one is not None for one in errors),
@@ -100,7 +100,7 @@ def compute(engine: Engine, data: Table, part: Part, asking: Asking, folder: Pat
 
 
 def _table(
-    asking: Asking,
+    request: RowRequest,
     start: int,
     kept: Mapping[str, Sequence[Any]],
     kept_types: Mapping[str, Any],
@@ -110,7 +110,7 @@ def _table(
     """The rows of a part: their numbers, the columns that are kept, the answers, and what was wrong.
 
     Args:
-        asking: What was asked.
+        request: What was asked.
         start: The first row's number.
         kept: Values of columns of the data.
         kept_types: Their types.
@@ -119,7 +119,7 @@ def _table(
     """
     import pyarrow as pa
 
-    rows = [{} if answer is None else asking.operation.values(answer, asking.options) for answer in answers]
+    rows = [{} if answer is None else request.operation.values(answer, request.options) for answer in answers]
     try:
         copied = {name: pa.array(values, kept_types[name]) for name, values in kept.items()}
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -129,17 +129,17 @@ def _table(
         **copied,
         **{
             name: pa.array([row.get(name) for row in rows], kind)
-            for name, kind in asking.operation.columns(asking.options).items()
+            for name, kind in request.operation.columns(request.options).items()
         },
         "error": pa.array(errors, pa.string()),
     }
     return pa.table(columns)
 
 
-def _answered(engine: Engine, inputs: Sequence[Any], asking: Asking) -> list[Any]:
+def _answered(engine: Engine, inputs: Sequence[Any], request: RowRequest) -> list[Any]:
     """The answer to each row, or `Broken`."""
-    if asking.operation.name == "generate":
-        options, generator = _generation(asking.options), engine.generator()
+    if request.operation.name == "generate":
+        options, generator = _generation(request.options), engine.generator()
         with ThreadPoolExecutor(_READERS) as pool:
             return list(
                 pool.map(
@@ -148,7 +148,7 @@ def _answered(engine: Engine, inputs: Sequence[Any], asking: Asking) -> list[Any
             )
 
     def submit(one: Any) -> Any:
-        return engine.submit(one, operation=asking.operation.name, **asking.options)
+        return engine.submit(one, operation=request.operation.name, **request.options)
 
     jobs = [one if isinstance(one, Broken) else _tried(partial(submit, one)) for one in inputs]
     return [job if isinstance(job, Broken) else _tried(job.future.result) for job in jobs]

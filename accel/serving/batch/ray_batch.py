@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..ray.cluster import connected, replicas_of
 from .batch_run import UNLIMITED, BatchReport, identify, plan, work
 from .ledger import Done
-from .parts import Asking, Format, OnError, compute
+from .parts import Format, OnError, RowRequest, compute
 from .table_files import Part, Table, scan
 
 
@@ -25,10 +25,10 @@ class _Actor:
     """An engine in a process of Ray's, for as many parts as it gets."""
 
     def __init__(
-        self, model: str, engine: Mapping[str, Any], table: Table, asking: Asking, folder: str, identity: Any
+        self, model: str, engine: Mapping[str, Any], table: Table, request: RowRequest, folder: str, identity: Any
     ) -> None:
         self._engine = Engine(model, **engine).start()
-        self._table, self._asking, self._folder = table, asking, Path(folder)
+        self._table, self._request, self._folder = table, request, Path(folder)
         found = identify(self._engine)
         if found != identity:
             raise ConfigError(f"The model is {found} here, and {identity} elsewhere.", fix="use nodes of one kind.")
@@ -36,7 +36,7 @@ class _Actor:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         part = self._table.parts[int(row["number"])]
         try:
-            return {**asdict(compute(self._engine, self._table, part, self._asking, self._folder)), "failure": None}
+            return {**asdict(compute(self._engine, self._table, part, self._request, self._folder)), "failure": None}
         except AccelError as error:
             # Ray would try it again, and again.
             return {"failure": [type(error).__name__, error.message, error.fix or ""]}
@@ -83,13 +83,13 @@ def batch_on_ray(
     with connected(address) as ray:
         resources = {"num_cpus": cpus, "num_gpus": gpus}
 
-        def look() -> tuple[dict[str, str], Asking]:
+        def look() -> tuple[dict[str, str], RowRequest]:
             with Engine(source, **settings) as opened:
-                asking = plan(opened, table, operation, options or {}, columns, keep, format, on_error)
-                return identify(opened), asking
+                request = plan(opened, table, operation, options or {}, columns, keep, format, on_error)
+                return identify(opened), request
 
         # Where it will run: this machine may have no such device.
-        identity, asking = _unpacked(ray, ray.remote(**resources)(look).remote())
+        identity, request = _unpacked(ray, ray.remote(**resources)(look).remote())
 
         def compute_parts(parts: Sequence[Part]) -> Iterator[Done]:
             from ray import data as ray_data
@@ -97,7 +97,7 @@ def batch_on_ray(
             ray_data.DataContext.get_current().enable_progress_bars = False
             rows = ray_data.from_items([{"number": part.number} for part in parts], override_num_blocks=len(parts))
             made = rows.map(
-                _Actor, fn_constructor_args=(source, settings, table, asking, str(folder), identity),
+                _Actor, fn_constructor_args=(source, settings, table, request, str(folder), identity),
                 concurrency=(least, most) if most > least else least, **resources,
             )  # fmt: skip
             for one in made.iter_rows():
@@ -106,7 +106,7 @@ def batch_on_ray(
                     raise _error(kind, message, fix)
                 yield Done(**{name: one[name] for name in Done.__dataclass_fields__})
 
-        return work(table, asking, identity, folder, rows_a_part, compute_parts)
+        return work(table, request, identity, folder, rows_a_part, compute_parts)
 
 
 def _unpacked(ray: Any, reference: Any) -> Any:
