@@ -11,7 +11,7 @@ from accel.capture import Source, capture_onnx, drop_unused_inputs, graph_specs,
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
-from ..graph.editing import drop_initializer_info, merge_initializers, operator_domains, save_graphs, write_graph
+from ..graph.editing import merge_initializers, operator_domains, read_graph, save_graphs, write_graph
 from .decoders import OrtAttention
 from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
@@ -68,7 +68,7 @@ class OnnxExporter:
         with quiet():
             exported.save_pretrained(out)
             if config.external_data:
-                _rewrite(out / GRAPH)
+                write_graph(read_graph(out / GRAPH), out / GRAPH)
             else:
                 self._inline(model, out)
         files = [name for name in (GRAPH, f"{GRAPH}.data") if (out / name).exists()]
@@ -112,15 +112,6 @@ class OnnxExporter:
             )
         (out / f"{GRAPH}.data").unlink(missing_ok=True)
         write_graph(model, out / GRAPH)
-
-
-def _rewrite(path: Path) -> None:
-    """Write a graph again without `value_info` of its initializers; see `write_graph`."""
-    import onnx
-
-    model = onnx.load(path, load_external_data=False)
-    drop_initializer_info(model.graph)
-    path.write_bytes(model.SerializeToString())
 
 
 def _component(source: Source, model: onnx_ir.Model, file: str, unused: tuple[str, ...]) -> Component:

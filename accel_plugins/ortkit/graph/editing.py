@@ -207,21 +207,15 @@ def write_graph(model: ir.Model, path: Path) -> None:
     The initializers have types and shapes of their own; ONNX Runtime's `quantize_dynamic` transposes some, and fails on a second
     record of the shape.
     """
-    proto = ir.to_proto(model)
-    drop_initializer_info(proto.graph)
-    path.write_bytes(proto.SerializeToString())
-
-
-def drop_initializer_info(graph: onnx.GraphProto) -> None:
-    """Remove `value_info` of initializers from a graph and its subgraphs."""
-    names = {tensor.name for tensor in graph.initializer}
-    kept = [value for value in graph.value_info if value.name not in names]
-    del graph.value_info[:]
-    graph.value_info.extend(kept)
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                drop_initializer_info(inner)
+    stored = [v for graph in model.graphs() for v in graph.initializers.values() if not v.is_graph_input()]
+    described = [(value, value.type, value.shape) for value in stored]
+    for value in stored:
+        value.type = value.shape = None
+    try:
+        path.write_bytes(ir.to_proto(model).SerializeToString())
+    finally:
+        for value, kind, shape in described:
+            value.type, value.shape = kind, shape
 
 
 def content(tensor: Any) -> bytes:
