@@ -15,9 +15,9 @@ from accel.errors import ConfigError, ExportError
 
 from . import FORMAT, quantized, recurrence
 from .divisions import divide_down
-from .masked_rows import zero_unseeing
+from .masked_rows import zero_hidden_tokens
 from .state import fold_cache
-from .unit_axes import keep_axes_of_one
+from .unit_axes import keep_unit_axes
 
 GRAPH = "openvino_model.xml"
 WEIGHTS = "openvino_model.bin"
@@ -59,9 +59,9 @@ class OpenVinoExporter:
             fold_cache(model, pairs, specs)
             specs = tuple(spec for spec in specs if spec.name not in pairs)
             outputs = tuple(spec for spec in outputs if spec.name not in pairs.values())
-        zero_unseeing(model)
+        zero_hidden_tokens(model)
         divide_down(model)
-        keep_axes_of_one(model)
+        keep_unit_axes(model)
         for port in (*model.inputs, *model.outputs):
             port.get_tensor().set_names({graph_name(port.any_name)})
         specs, outputs = (tuple(replace(s, name=graph_name(s.name)) for s in group) for group in (specs, outputs))

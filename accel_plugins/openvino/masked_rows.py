@@ -1,4 +1,4 @@
-"""Tokens that see no other, in models that answer from one token of a text which they find by its id (CLIP's end of text)."""
+"""Attention of tokens whose mask hides all tokens, in models that answer from a token found by its id (CLIP's end of text)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import openvino.opset13 as operators
 _ATTENTION = "ScaledDotProductAttention"
 
 
-def zero_unseeing(model: ov.Model) -> None:
-    """Let attention give zeros to tokens that the masks leave nothing to see, as PyTorch's does; OpenVINO's averages all tokens.
+def zero_hidden_tokens(model: ov.Model) -> None:
+    """Make attention return zeros for tokens whose mask hides all tokens, as PyTorch's does; OpenVINO's averages all tokens.
 
-    In a causal model that is a masked token before which all are masked. Nobody reads what becomes of it, but for a model that takes
-    its answer from it; other models keep the operators as they are.
+    In a causal model that is a masked token before which all tokens are masked. Its result is read only where a model takes its answer
+    from that token; other models keep their operators.
     """
     if not _finds_by_id(model):
         return

@@ -1,4 +1,4 @@
-"""What follows the last attention, computed for the one token that a head reads (`[CLS]`), not for all of them."""
+"""Layers after the last attention, computed for the token that a head reads (`[CLS]`) instead of for all tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOGETHER = {"Add", "Subtract", "Multiply", "Divide", "Power", "SquaredDifferenc
 _ALONG = {"MVN", "ReduceMean"}
 
 
-def compute_one_token(model: ov.Model) -> None:
+def compute_pooled_token(model: ov.Model) -> None:
     """Take the token before the products that nothing else needs of the others.
 
     Of a model with 6 layers that is an eighth of the arithmetic. Answers stay the same: each of these operators treats every

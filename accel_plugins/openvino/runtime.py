@@ -18,9 +18,9 @@ from accel.interfaces.fork_hooks import at_fork
 from accel.interfaces.forks import never_destroyed
 from accel.interfaces.specs import DeviceSpec
 
-from .pooled_token import compute_one_token
+from .pooled_token import compute_pooled_token
 from .state import fold_cache
-from .unit_axes import keep_axes_of_one
+from .unit_axes import keep_unit_axes
 
 # OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
 _UNKNOWN_OPERATORS = re.compile(r"No conversion rule found for operations: (.+?)\.?$")
@@ -130,8 +130,8 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
     try:
         with _without_links(artifact, component) as file:
             model = core().read_model(str(file))
-        keep_axes_of_one(model)
-        compute_one_token(model)
+        keep_unit_axes(model)
+        compute_pooled_token(model)
         pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
         if pairs:
             fold_cache(model, pairs, component.inputs)

@@ -6,14 +6,14 @@ import numpy as np
 import openvino as ov
 import openvino.opset13 as operators
 
-# What of one number is that number.
+# Reductions that return a single number unchanged.
 _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
 
 
-def keep_axes_of_one(model: ov.Model) -> None:
-    """Write what repeats or reduces along such axes so that the compiled model answers what the model says."""
+def keep_unit_axes(model: ov.Model) -> None:
+    """Rewrite repeats and reductions along axes of one entry, so that the compiled model computes the same as the model."""
     keep_repeats(model)
-    tile_one_by_one(model)
+    tile_one_axis_each(model)
     drop_reductions(model)
 
 
@@ -56,7 +56,7 @@ def keep_repeats(model: ov.Model) -> None:
         model.validate_nodes_and_infer_types()
 
 
-def tile_one_by_one(model: ov.Model) -> None:
+def tile_one_axis_each(model: ov.Model) -> None:
     """Let each `Tile` repeat one axis.
 
     Where one that repeats two begins with an axis of one and other sizes vary, OpenVINO (2026.4) puts the repeats of one row in the

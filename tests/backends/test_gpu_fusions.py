@@ -30,7 +30,7 @@ from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, 
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
 from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, Target, chosen_fusions, fusions_for
 from accel_plugins.ortkit.optimization.padding import MASK_NAME
-from accel_plugins.ortkit.optimization.pooled_token import compute_one_token
+from accel_plugins.ortkit.optimization.pooled_token import compute_pooled_token
 
 Fused = Callable[..., Artifact]
 LAYERS = 2
@@ -450,4 +450,4 @@ def test_tokens_beside_a_value_of_unknown_size_are_all_computed(known: bool) -> 
     graph = ir.Graph(
         [hidden, other], gather.outputs, nodes=[relu, add, gather], initializers=[index], opset_imports={"": 21}
     )
-    assert (compute_one_token().apply(ir.Model(graph, ir_version=10)) > 0) == known
+    assert (compute_pooled_token().apply(ir.Model(graph, ir_version=10)) > 0) == known

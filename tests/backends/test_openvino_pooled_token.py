@@ -17,7 +17,7 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import SessionError
 from accel.testing.models import tiny_model
-from accel_plugins.openvino.pooled_token import compute_one_token
+from accel_plugins.openvino.pooled_token import compute_pooled_token
 from accel_plugins.openvino.runtime import core, read_model
 
 HEADS = [
@@ -129,7 +129,7 @@ KEPT = {
 def test_what_treats_tokens_alike_is_moved(name: str, index: int) -> None:
     build = {**MOVED, **KEPT}[name]
     plain, model = graph(build, index=index), graph(build, index=index)
-    compute_one_token(model)
+    compute_pooled_token(model)
     moved = sum(node.get_type_name() == "Gather" for node in model.get_ops()) > 1
     # A product is moved behind a norm of tokens, and a mean of all tokens is added to each alike.
     assert moved == (name in MOVED or name in {"mean", "norm-of-tokens"})
@@ -139,7 +139,7 @@ def test_what_treats_tokens_alike_is_moved(name: str, index: int) -> None:
 
 def test_what_another_output_needs_stays() -> None:
     model = graph(product, more=True)
-    compute_one_token(model)
+    compute_pooled_token(model)
     assert sum(node.get_type_name() == "Gather" for node in model.get_ops()) == 1
 
 

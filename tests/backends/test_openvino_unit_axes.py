@@ -25,7 +25,7 @@ from accel import (
     export,
     quantize,
 )
-from accel_plugins.openvino.unit_axes import drop_reductions, keep_repeats, tile_one_by_one
+from accel_plugins.openvino.unit_axes import drop_reductions, keep_repeats, tile_one_axis_each
 
 
 @pytest.mark.thorough
@@ -82,7 +82,7 @@ def test_tiles_of_any_form(shape: tuple[int, ...], times: tuple[int, ...], known
     asked = ops.parameter(ov.PartialShape([len(times)]), ov.Type.i64)
     tiled = ops.tile(given, np.array(times) if known else asked)
     model = ov.Model([tiled], [given] if known else [given, asked], "tiles")
-    tile_one_by_one(model)
+    tile_one_axis_each(model)
     numbers = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     compiled = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     found = compiled([numbers] if known else [numbers, np.array(times)])[0]

@@ -95,7 +95,7 @@ FUSIONS = (
     Fusion("merged-products", "O2", "query, key and value in one product", decoder_layers.merge_products),
     Fusion("head-order", "O2", "transposes of heads that undo each other", decoder_layers.cancel_transposes),
     Fusion("bias-gelu", "O2", "BiasGelu or FastGelu, as the model has it", gpu_layers.fuse_bias_gelus, _GPU, True),
-    Fusion("one-token", "O2", "computes only the token that a head reads", one_token.compute_one_token),
+    Fusion("one-token", "O2", "computes only the token that a head reads", one_token.compute_pooled_token),
     Fusion("fast-gelu", "O3", "GELU by its tanh form", activations.approximate_gelus, _CPU, True),
     # By name only: no faster than the exact form (roberta-base 16x384 in float16 on an H200: 2.85 against 2.81 ms).
     Fusion("fast-gelu", "", "GELU by its tanh form", gpu_layers.approximate_gelus, _GPU, True),

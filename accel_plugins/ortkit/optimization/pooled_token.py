@@ -24,7 +24,7 @@ _TOKENWISE = {
 
 
 @graph_rewrite
-def compute_one_token(model: ir.Model) -> int:
+def compute_pooled_token(model: ir.Model) -> int:
     """Take the token that a head reads before the last layer's products instead of after them.
 
     Where only one token of the last hidden state is read (`[CLS]`), what follows the last attention is computed for
