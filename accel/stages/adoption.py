@@ -35,6 +35,8 @@ def graphs_to_fetch(
     name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
 ) -> list[str]:
     """The graphs among a repository's files that will be read; see `FolderReader.choose`."""
+    if file_name is None and variant is None and registry.folder_reader(files) is None:
+        return []
     reader = _reader(files, file_name)
     return [] if reader is None else reader.choose(name, files, file_name=file_name, variant=variant)
 
