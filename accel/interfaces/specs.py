@@ -78,12 +78,14 @@ class OptionTrial:
         value: What is tried.
         devices: Of an option: device types on which it is worth a try.
         tasks: Tasks for which it is worth a try; `("*",)` for any, `(GENERATES,)` for those that generate.
+        same_speed: Whether it changes accuracy alone; then only searches inside an accuracy budget of `quantize` try it.
     """
 
     name: str
     value: str | int | bool
     devices: tuple[str, ...] = ("cpu",)
     tasks: tuple[str, ...] = ("*",)
+    same_speed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

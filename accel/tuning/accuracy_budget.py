@@ -254,7 +254,7 @@ def _recipes(
         )
         return root, [step], []
     space = Space(task=artifact.task, device=None, backends=[spec.name], half_exports=False, calibrated=calibrated)
-    recipes = space.schemes(spec, capability, root, settings)
+    recipes = space.schemes(spec, capability, root, settings, same_speed=True)
     skipped = [one for one in space.skipped if one.name.startswith(f"{spec.name}: ")]
     return root, recipes, [Attempt(scheme=one.name.removeprefix(f"{spec.name}: "), error=one.reason) for one in skipped]
 

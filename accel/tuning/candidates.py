@@ -237,7 +237,13 @@ class Space:
         return made
 
     def schemes(
-        self, spec: BackendSpec, capability: Capability, parent: Recipe, settings: Mapping[str, Any] | None = None
+        self,
+        spec: BackendSpec,
+        capability: Capability,
+        parent: Recipe,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        same_speed: bool = False,
     ) -> list[Recipe]:
         """The schemes of one quantizer, fastest first as it declares them, each also with its trials (`SchemeSettings.trials`).
 
@@ -246,6 +252,7 @@ class Space:
             capability: What it does.
             parent: What is quantized.
             settings: Settings that all recipes share, which are not varied.
+            same_speed: Whether values that change accuracy alone are tried in addition.
         """
         chosen = settings or {}
         made = []
@@ -255,7 +262,11 @@ class Space:
                 continue
             step = Recipe(stage="quantize", backend=spec.name, format=capability.produces or parent.format, setting=scheme,
                           settings=chosen, parent=parent)  # fmt: skip
-            trials = [t for t in capability.scheme_trials(scheme, self._task) if t.name not in chosen]
+            trials = [
+                t
+                for t in capability.scheme_trials(scheme, self._task)
+                if t.name not in chosen and (same_speed or not t.same_speed)
+            ]
             made += [step, *(replace(step, settings={**chosen, t.name: t.value}) for t in trials)]
         return made
 

@@ -44,7 +44,7 @@ SPEC = BackendSpec(
                 SchemeSettings(
                     "static-int8",
                     (*_COMMON, "per_channel", "calibration", "percentile", "format", "smooth_quant"),
-                    (OptionTrial("calibration", "percentile"),),
+                    (OptionTrial("calibration", "percentile", same_speed=True),),
                 ),
                 SchemeSettings("weight-int8", (*_COMMON, "block_size"), _BLOCKS),
                 SchemeSettings("weight-int4", (*_COMMON, "block_size", "algorithm", "ratio"), _BLOCKS),

@@ -17,7 +17,7 @@ _SETTINGS = (
     SchemeSettings(
         "static-int8",
         (*_COMMON, "per_channel", "calibration", "percentile", "smooth_quant", "max_drop"),
-        (OptionTrial("calibration", "percentile"),),
+        (OptionTrial("calibration", "percentile", same_speed=True),),
     ),
     SchemeSettings("weight-int8", (*_COMMON, "symmetric")),
     SchemeSettings(

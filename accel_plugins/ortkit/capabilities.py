@@ -25,7 +25,7 @@ NVIDIA = (
         dtypes=("float32", "float16"),
         schemes=("static-fp8", "static-int8"),
         settings=tuple(
-            SchemeSettings(name, _PAIRS, (OptionTrial("calibration", "percentile"),))
+            SchemeSettings(name, _PAIRS, (OptionTrial("calibration", "percentile", same_speed=True),))
             for name in ("static-fp8", "static-int8")
         ),
     ),
