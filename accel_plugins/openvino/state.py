@@ -126,9 +126,12 @@ class OpenVinoState(State):
 
     def growing_axis(self, name: str) -> int | None:
         """The axis of tokens of a variable: of keys and values `(batch, heads, tokens, size)`, or of an indexer's keys."""
-        if not _is_cache(name) or "_indexer" in name:
-            return 1 if _is_cache(name) else None
-        return 2 if kept_name(name).endswith((".key", ".value")) else None
+        if not _is_cache(name):
+            return None
+        if "_indexer" in name:
+            return 1
+        # Graphs of other tools name keys and values differently; they keep nothing else.
+        return 2 if self.component.croppable or kept_name(name).endswith((".key", ".value")) else None
 
     def _variables(self) -> dict[str, Any]:
         return {state.name.partition("present")[0]: state for state in self._request.query_state()}
