@@ -25,7 +25,7 @@ pytest.importorskip("tritonclient.grpc", reason="the extra triton is not install
 
 from accel.deploying.triton import deploy
 from accel.deploying.triton.served.call_costs import Calls
-from accel.deploying.triton.served.text_batches import Batches, Request
+from accel.deploying.triton.served.text_batches import Request, TextBatches
 from accel.deploying.triton.served.tokens import NotFinite, Refused
 
 TEXTS = [
@@ -53,7 +53,7 @@ class Front:
     calls: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.batches = Batches(self.folder)
+        self.batches = TextBatches(self.folder)
         self.session = onnxruntime.InferenceSession(
             str(self.artifact / "model.onnx"), providers=["CPUExecutionProvider"]
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .text_batches import option, sigmoid
-from .tokens import Array, Refused, Row, Tokens
+from .tokens import Array, GraphRow, Refused, Tokens
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Service:
         self._longest: int = settings["longest"]
         self._tokens = tokens
 
-    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Asked, list[Row]]:
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Asked, list[GraphRow]]:
         """One row for a text."""
         option(options, "threshold", 0.5, float)
         text, labels = texts["TEXT"][0], list(texts["LABELS"])
@@ -47,7 +47,7 @@ class Service:
         # Each input has one number a token here; labels after the last one are scored, and their scores are not read.
         row = self._tokens.row(encoding)
         padded = [*places, *[0] * (row.length - len(places))]
-        return _Asked(text, labels, encoding), [Row({**row.values, "label_positions": padded})]
+        return _Asked(text, labels, encoding), [GraphRow({**row.values, "label_positions": padded})]
 
     def write(
         self, memory: _Asked, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]

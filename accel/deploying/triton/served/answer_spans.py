@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import option
-from .tokens import Array, Refused, Row, Tokens
+from .tokens import Array, GraphRow, Refused, Tokens
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Service:
         self._no_answer: int | None = settings["no_answer"]
         self._tokens = tokens
 
-    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Windows, list[Row]]:
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Windows, list[GraphRow]]:
         """A row for each window of the context, which is the first text where rows are padded on the left."""
         question, context = texts["QUESTION"][0], texts["CONTEXT"][0]
         for name, text in (("question", question), ("context", context)):

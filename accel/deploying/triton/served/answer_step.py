@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .text_batches import Batches
+from .text_batches import TextBatches
 from .text_model import read_request, respond
 from .tokens import Refused
 
@@ -16,7 +16,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Read the tokenizer and the settings beside this file."""
-        self._batches = Batches(Path(__file__).parent)
+        self._batches = TextBatches(Path(__file__).parent)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answers to requests, each with its text and the graph's outputs for it."""

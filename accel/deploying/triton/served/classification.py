@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .text_batches import option, sigmoid, softmax
-from .tokens import Array, Row, Tokens
+from .tokens import Array, GraphRow, Tokens
 
 
 def _same(logits: Array) -> Array:
@@ -31,7 +31,7 @@ class Service:
         self._function: str = settings["function"]
         self._tokens = tokens
 
-    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[Row]]:
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[GraphRow]]:
         """One row for a text or a pair."""
         pair = texts["TEXT_PAIR"][0] if "TEXT_PAIR" in texts else None
         cut = "longest_first" if option(options, "truncation", False, bool) else None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import sigmoid
-from .tokens import Array, Refused, Row, Tokens
+from .tokens import Array, GraphRow, Refused, Tokens
 
 
 class Service:
@@ -27,7 +27,7 @@ class Service:
         self._lower: bool = settings["lower"]
         self._tokens = tokens
 
-    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[Row]]:
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[GraphRow]]:
         """A row for each document."""
         documents = texts["DOCUMENTS"]
         if not documents:

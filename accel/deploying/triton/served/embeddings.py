@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import option
-from .tokens import Array, Row, Tokens
+from .tokens import Array, GraphRow, Tokens
 
 
 class Service:
@@ -27,14 +27,16 @@ class Service:
         self._output: str = settings["output"]
         self._tokens = tokens
 
-    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[Row, list[Row]]:
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[GraphRow, list[GraphRow]]:
         """One row for a text."""
         text = self._settings["prompt"] + texts["TEXT"][0]
         text = text.lower() if self._settings["lower"] else text
         row = self._tokens.row(self._tokens.encode(text, cut="longest_first")[0])
         return row, [row]
 
-    def write(self, memory: Row, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]) -> dict[str, Any]:
+    def write(
+        self, memory: GraphRow, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Its embedding, of length 1 where that is asked for."""
         found = outputs[0][self._output].astype("float32")
         if not self._settings["pooled"]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import option, softmax
-from .tokens import Array, NotFinite, Refused, Row, Tokens
+from .tokens import Array, GraphRow, NotFinite, Refused, Tokens
 
 STRATEGIES = ("none", "simple", "first", "average", "max")
 
@@ -60,7 +60,7 @@ class Service:
         # A tokenizer that marks the pieces of a word says where words end; for others spaces do.
         self._marks_pieces = bool(getattr(tokens.tokenizer.model, "continuing_subword_prefix", None))
 
-    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Text, list[Row]]:
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Text, list[GraphRow]]:
         """One row for a text, or with a `stride` one for each window."""
         strategy = option(options, "aggregation_strategy", "none", STRATEGIES)
         stride = option(options, "stride", None, int)

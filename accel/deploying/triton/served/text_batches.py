@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .call_costs import Calls
-from .tokens import Array, NotFinite, Refused, Row, Tokens
+from .tokens import Array, GraphRow, NotFinite, Refused, Tokens
 
 Call = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -36,10 +36,10 @@ class _Item:
     """One row of a request: what its service remembers about it, and its rows for the graph."""
 
     memory: Any
-    rows: Sequence[Row]
+    rows: Sequence[GraphRow]
 
 
-class Batches:
+class TextBatches:
     """The texts of requests as batches, and what a graph returned as answers.
 
     Args:
@@ -129,7 +129,7 @@ class Batches:
                 raise NotFinite(f"{name} is not finite at {place}: run the model in float32")
         return answer
 
-    def _nan(self, row: Row, output: Mapping[str, Array]) -> str | None:
+    def _nan(self, row: GraphRow, output: Mapping[str, Array]) -> str | None:
         """The name of an output of a row that holds NaN outside of its padding."""
         for name, values in output.items():
             if values.dtype.kind == "f" and np.isnan(values).any():
@@ -138,7 +138,7 @@ class Batches:
                     return name
         return None
 
-    def _run(self, rows: Sequence[Row], call: Call) -> list[dict[str, Array]]:
+    def _run(self, rows: Sequence[GraphRow], call: Call) -> list[dict[str, Array]]:
         """The graph's outputs, row by row; where there are several calls, rows of like length share one."""
         lengths = [row.length for row in rows]
         order = sorted(range(len(rows)), key=lengths.__getitem__)

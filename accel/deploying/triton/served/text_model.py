@@ -9,7 +9,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .text_batches import Batches, Request
+from .text_batches import Request, TextBatches
 from .tokens import Array, NotFinite, Refused
 
 
@@ -18,7 +18,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Read the tokenizer and the settings beside this file."""
-        self._batches = Batches(Path(__file__).parent)
+        self._batches = TextBatches(Path(__file__).parent)
         self._graph: str = self._batches.settings["graph"]
         self._returned: Sequence[str] = self._batches.settings["outputs"]
         config = json.loads(args["model_config"])

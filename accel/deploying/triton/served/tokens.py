@@ -22,7 +22,7 @@ class NotFinite(Refused):
 
 
 @dataclass(frozen=True)
-class Row:
+class GraphRow:
     """One row of a batch: ids, mask and so on by the graph's names, each a list of its own length."""
 
     values: Mapping[str, Sequence[int]]
@@ -109,7 +109,7 @@ class Tokens:
             raise Refused(f"the text has {len(found.ids)} tokens and the model reads {limit}")
         return [found, *found.overflowing]
 
-    def row(self, encoding: Any) -> Row:
+    def row(self, encoding: Any) -> GraphRow:
         """What the graph reads of an encoding.
 
         Raises:
@@ -124,9 +124,9 @@ class Tokens:
         for name, token in self._required.items():
             if token not in known[name]:
                 raise Refused(f"the text has no token {token}, which the model looks for in each text")
-        return Row({name: [0] * length if name in self._zeros else known[name] for name in self._inputs})
+        return GraphRow({name: [0] * length if name in self._zeros else known[name] for name in self._inputs})
 
-    def pad(self, rows: Sequence[Row]) -> dict[str, Array]:
+    def pad(self, rows: Sequence[GraphRow]) -> dict[str, Array]:
         """Rows as one batch, as long as the longest of them, or as the bucket that it fits in."""
         longest = max(row.length for row in rows)
         length = next((bucket for bucket in self._buckets if bucket >= longest), longest)

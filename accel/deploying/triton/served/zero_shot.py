@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import option, softmax
-from .tokens import Array, Refused, Row, Tokens
+from .tokens import Array, GraphRow, Refused, Tokens
 
 
 class Service:
@@ -25,7 +25,7 @@ class Service:
         self._entailment: int = settings["entailment"]
         self._tokens = tokens
 
-    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
+    def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[list[str], list[GraphRow]]:
         """A row for each label: the text, and the hypothesis that it is about that."""
         labels = list(texts["CANDIDATE_LABELS"])
         if not texts["TEXT"][0]:
