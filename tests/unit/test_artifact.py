@@ -39,6 +39,7 @@ from accel.artifact.manifest import sealed
 from accel.artifact.unrecorded import kind_of
 from accel.artifact.writing import check_output, held, scratch, staging
 from accel.errors import ArtifactError, ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
+from accel.interfaces.row_tokens import with_row_tokens
 
 
 @pytest.fixture
@@ -561,17 +562,19 @@ def test_graphs_that_select_tokens_by_a_mask_over_the_batch_take_rows_with_equal
     artifact: Artifact, settings: dict[str, Any], token: int
 ) -> None:
     """BART's classifiers as other tools, and earlier versions of this library, exported them."""
-    (artifact.path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (artifact.path / "config.json").write_text(json.dumps({"model_type": "bart", **settings}), encoding="utf-8")
     ids = TensorSpec("input_ids", "int64", ("batch", "sequence"))
     outputs = (TensorSpec("logits", "float32", ("batch", 3)),)
     component = replace(artifact.components[0], inputs=(ids,), outputs=outputs)
     manifest = replace(
         artifact.manifest, architecture="BartForSequenceClassification", components=(component,), files=()
     )
-    loaded = Artifact.load(Artifact.create(artifact.path, manifest).path)
+    loaded = with_row_tokens(Artifact.load(Artifact.create(artifact.path, manifest).path))
     ids = loaded.components[0].inputs[0]
     assert (ids.name, ids.required, ids.equal_counts) == ("input_ids", token, True)
     # Exported by this version: each row is answered by itself.
     component = replace(component, inputs=(replace(ids, equal_counts=False),))
-    again = Artifact.load(Artifact.create(artifact.path, replace(manifest, components=(component,))).path)
+    again = with_row_tokens(
+        Artifact.load(Artifact.create(artifact.path, replace(manifest, components=(component,))).path)
+    )
     assert not again.components[0].inputs[0].equal_counts

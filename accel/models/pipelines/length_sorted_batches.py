@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...config import check_number
+from ...config import check_number, check_type
 
 WINDOW_BATCHES = 64
 """Batches that share one sort: enough for little padding, few enough that a stream starts early."""
@@ -32,6 +33,7 @@ class LengthSorted:
         Raises:
             ConfigError: A batch size that is none.
         """
+        check_type("batch_size", batch_size, (numbers.Integral, type(None)))
         check_number("batch_size", batch_size, 1)
         if isinstance(inputs, tuple) or type(inputs).__module__.startswith("datasets."):
             inputs = list(inputs)
