@@ -359,6 +359,9 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
     return sizes
 
 
+_CORNERS = 4
+
+
 def resize(
     example: Mapping[str, torch.Tensor], axes: Axes, sizes: Mapping[str, int], config: Any, seed: int
 ) -> Tensors:
@@ -381,8 +384,8 @@ def resize(
             resized[name] = _padded_mask(shape, tensor.dtype)
         elif name == PIXEL_MASK:
             resized[name] = _padded_pixels(shape, tensor.dtype)
-        elif name == BOXES:
-            resized[name] = _boxes(shape, config, generator)
+        elif name == BOXES and not tensor.is_floating_point() and shape[-1] == _CORNERS:
+            resized[name] = _boxes(shape, config, generator).to(tensor.dtype)
         elif name == PATCHES:
             resized[name] = drawn_patches(shape, generator).to(tensor.dtype)
         elif name == "token_type_ids":

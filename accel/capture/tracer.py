@@ -215,7 +215,7 @@ class _SimpleSizes(TorchFunctionMode):
                 raise ExportError(
                     f"A trace of {self._architecture} with images of any size takes too long: sizes in it are formulas of more "
                     f"than {_MOST_OPERATIONS} operations.",
-                    fix="export it for images of one size: pass sample=... and axes=... without height and width.",
+                    fix="export it for images of one size: pass sample={...} and axes={...} without height and width.",
                 )
         return made
 
@@ -272,7 +272,7 @@ def _trace_error(source: Source, error: Exception) -> ExportError:
         return ExportError(
             f"{source.architecture} computes with the number that the axis {axis!r} of {name!r} has in the trace ({size}): the "
             "graph would serve this size alone.",
-            fix="run it with backend='pytorch', or pass sample=... and axes=... without this axis for a graph of one size.",
+            fix="run it with backend='pytorch', or pass sample={...} and axes={...} without this axis for a graph of one size.",
         )
     return ExportError(
         f"{source.architecture} cannot be traced: {type(error).__name__}: {first_lines(error)}",

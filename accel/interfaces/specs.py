@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..artifact.tensors import TensorSpec as TensorSpec
 
-API_VERSION = (2, 4)
+API_VERSION = (3, 0)
 """Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
 
 WEIGHTS = "torch"

@@ -338,7 +338,7 @@ class _Run:
         if self.integers is not None:
             return self.integers
         spec = task_spec(self.pair.task)
-        several = spec.generates or spec.parts
+        several = spec.generates or len(artifact.components) > 1
         scheme = "dynamic-int8" if self.backend == "cpu" else "weight-int8" if several else "static-int8"
         names = {spec.name for spec in artifact.components[0].inputs}
         batches = [{n: t for n, t in question.inputs.items() if n in names} for question in self.asked]

@@ -193,7 +193,7 @@ def make_inputs(
         shape = (batch, CHOICES, sequence) if spec.name == "multiple-choice" else (batch, sequence)
         inputs, mask = _text(config, shape, padding, draw, parameters)
         if "bbox" in parameters:
-            half = min(400, config.max_2d_position_embeddings // 2)
+            half = min(400, getattr(config, "max_2d_position_embeddings", 1024) // 2)
             corners, sizes = (torch.randint(0, half, (*shape, 2), generator=draw) for _ in range(2))
             inputs["bbox"] = torch.cat([corners, corners + sizes], dim=-1)
         if spec.name == "table-question-answering":

@@ -426,3 +426,15 @@ def test_tokens_that_are_drawn_are_in_the_tables_of_both_parts() -> None:
     drawn = resize(example, {"input_ids": {0: "batch", 1: "sequence"}}, {"batch": 20, "sequence": 50}, config, seed=1)
     assert drawn["input_ids"].shape == (20, 50)
     assert drawn["input_ids"].max() == 29
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.int64, 8)])
+def test_boxes_of_another_kind_keep_their_type_and_width(dtype: torch.dtype, width: int) -> None:
+    """Shares of a page, or four corners: a caller's sample says what the model reads."""
+    example = {"bbox": torch.ones(2, 5, width, dtype=dtype)}
+    resized = resize(
+        example, {"bbox": {0: "batch", 1: "sequence"}}, {"batch": 3, "sequence": 7}, transformers.BertConfig(), seed=1
+    )
+    assert resized["bbox"].dtype == dtype
+    assert resized["bbox"].shape == (3, 7, width)
+    assert resized["bbox"].max() < 2

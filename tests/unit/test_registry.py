@@ -256,15 +256,15 @@ def test_wrong_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPatc
         monkeypatch,
         ("a", "spec_a", "not a spec"),
         ("b", "spec_b", spec("other")),
-        ("c", "spec_c", spec("c", api=(3, 0))),
-        ("d", "spec_d", spec("d", api=(2, 9))),
+        ("c", "spec_c", spec("c", api=(4, 0))),
+        ("d", "spec_d", spec("d", api=(3, 9))),
     )
     specs, broken = registry.describe_all()
     assert specs == ()
     assert "is a str, not a BackendSpec" in broken["a"].message
     assert "named 'other'" in broken["b"].message
-    assert "plugin API 3.0" in broken["c"].message
-    assert "plugin API 2.9" in broken["d"].message
+    assert "plugin API 4.0" in broken["c"].message
+    assert "plugin API 3.9" in broken["d"].message
 
 
 def test_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
