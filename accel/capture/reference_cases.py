@@ -78,8 +78,8 @@ def reference_cases(source: Source) -> list[Case]:
             raise ExportError(
                 f"{source.architecture} itself fails on inputs of sizes {sizes}: {type(error).__name__}: {first_lines(error)}",
                 fix="check the model in PyTorch with such inputs (pad_token_id, sizes in its config), or pass sample={...} and "
-                "axes={...} that it answers: equal axes by one name, axes that cannot vary left out. docs/families.md shows how an architecture "
-                "gets inputs of its own.",
+                "axes={...} that it answers: equal axes by one name, axes that cannot vary left out. docs/families.md shows how "
+                "an architecture gets inputs of its own.",
             ) from error
     return cases
 
