@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .task import Task
 from .task_spec import TaskSpec
 
 _ADAPTER = "adapter_config.json"
+logger = logging.getLogger(__name__)
+
 _MOST_LABELS = 1_000_000
 _LANGUAGES = re.compile(r"_\w+_to_\w+\Z")
 """Behind a task's name, the languages of a translation: `translation_en_to_de`."""
@@ -27,6 +30,7 @@ def task_spec(name: str) -> TaskSpec:
 
     Raises:
         TaskError: There is none.
+        PluginError: Its entry point holds no `TaskSpec` of its name, or two distributions claim the name.
     """
     if not isinstance(name, str):
         raise TaskError(
@@ -35,6 +39,8 @@ def task_spec(name: str) -> TaskSpec:
     known = _words(_installed())
     found = known.get(without_languages(name))
     if found is None:
+        if error := _loaded(_installed())[1].get(name):
+            raise error
         names = [spec.name for spec in all_tasks()]
         raise TaskError(
             f"{name!r} is not a task that accel knows.{did_you_mean(name, known)}",
@@ -89,7 +95,7 @@ def _implemented(spec: TaskSpec) -> Task:
 
 def measured_tasks() -> list[str]:
     """Names of the tasks whose models can be measured."""
-    return [spec.name for spec in all_tasks() if load_task(spec.name).measured]
+    return [task.spec.name for task in working_tasks() if task.measured]
 
 
 def specs_for(word: str) -> tuple[TaskSpec, ...]:
@@ -135,12 +141,17 @@ def _closeness(spec: TaskSpec, config: Mapping[str, Any]) -> tuple[bool, int, in
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
-    """All installed tasks: those that come with `accel` first, each group in the order of names.
+    """All installed tasks: those that come with `accel` first, each group in the order of names. A broken one is left out."""
+    return _loaded(_installed())[0]
 
-    Raises:
-        PluginError: An entry point holds no `TaskSpec` of its name, or two distributions claim one name.
-    """
-    return _loaded(_installed())
+
+def working_tasks() -> Iterator[Task]:
+    """All installed tasks at work; imports the module of each. A task whose module cannot be imported is left out with a warning."""
+    for spec in all_tasks():
+        try:
+            yield _implemented(spec)
+        except PluginError as error:
+            logger.warning("%s", error)
 
 
 def _installed() -> tuple[tuple[str, str], ...]:
@@ -149,29 +160,41 @@ def _installed() -> tuple[tuple[str, str], ...]:
 
 
 @functools.lru_cache(maxsize=2)
-def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[TaskSpec, ...]:
+def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[tuple[TaskSpec, ...], Mapping[str, PluginError]]:
+    """The tasks of these entry points, and errors by the names of the others: one broken distribution disturbs no other."""
     specs: dict[str, TaskSpec] = {}
+    broken: dict[str, PluginError] = {}
     for name, value in entries:
         try:
-            spec = pkgutil.resolve_name(value)
-        # Foreign code, whose import may raise anything.
-        except Exception as error:
-            raise PluginError(f"The task {name!r} cannot be loaded from {value!r}: {error}") from error
-        if not isinstance(spec, TaskSpec) or spec.name != name:
-            raise PluginError(f"The entry point {name!r} = {value!r} holds no TaskSpec of that name.")
-        if name in specs:
-            values = ", ".join(other for claimed, other in entries if claimed == name)
-            raise PluginError(
-                f"Several entry points claim the task {name!r}: {values}.", fix="uninstall all but one of them."
-            )
-        specs[name] = spec
-    return tuple(specs.values())
+            specs[name] = _spec_at(name, value, [other for claimed, other in entries if claimed == name])
+        except PluginError as error:
+            broken[name] = error
+            logger.warning("%s", error)
+    return tuple(specs.values()), broken
+
+
+def _spec_at(name: str, value: str, claims: list[str]) -> TaskSpec:
+    """The spec that an entry point names."""
+    if len(claims) > 1:
+        raise PluginError(
+            f"Several entry points claim the task {name!r}: {', '.join(claims)}.", fix="uninstall all but one of them."
+        )
+    try:
+        spec = pkgutil.resolve_name(value)
+    # Foreign code, whose import may raise anything.
+    except Exception as error:
+        raise PluginError(
+            f"The task {name!r} cannot be loaded from {value!r}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(spec, TaskSpec) or spec.name != name:
+        raise PluginError(f"The entry point {name!r} = {value!r} holds no TaskSpec of that name.")
+    return spec
 
 
 @functools.lru_cache(maxsize=2)
 def _words(entries: tuple[tuple[str, str], ...]) -> Mapping[str, TaskSpec]:
     """Every word for a task: its name, else its pipelines and synonyms. If two tasks have one word, it means the first."""
-    specs = _loaded(entries)
+    specs, _ = _loaded(entries)
     words = {spec.name: spec for spec in specs}
     for spec in specs:
         for word in (*spec.serves, *spec.synonyms):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import InputError, TaskError
-from ..interfaces.task_registry import all_tasks, load_task
+from ..interfaces.task_registry import load_task, working_tasks
 from ..models.base import ORTModel
 from .job import Work
 
@@ -171,7 +171,7 @@ def usual_operation(model: ORTModel) -> Operation:
 
 def all_operations() -> dict[str, Operation]:
     """Every operation that is described, by name; imports the module of each task."""
-    tasks = (one for spec in all_tasks() for one in load_task(spec.name).operations())
+    tasks = (one for task in working_tasks() for one in task.operations())
     return {one.name: one for one in (*tasks, *_EVERY_MODEL)}
 
 

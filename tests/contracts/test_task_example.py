@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import accel
-from accel.interfaces.task_registry import load_task, task_spec
+from accel.interfaces.task_registry import load_task, measured_tasks, task_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "span_task"
 
@@ -41,11 +41,26 @@ def test_the_example(part: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_an_entry_point_that_holds_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_that_holds_no_task_disturbs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     installed(tmp_path, "wrong", "wrong = os:path")
     monkeypatch.syspath_prepend(tmp_path)
+    assert task_spec("text-classification").name == "text-classification"
+    assert "holds no TaskSpec of that name" in caplog.text
     with pytest.raises(accel.AccelError, match="holds no TaskSpec of that name"):
-        task_spec("nothing-of-the-kind")
+        task_spec("wrong")
+
+
+def test_a_task_whose_module_cannot_be_imported_disturbs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(tmp_path, "unimportable", "unimportable = unimportable_task:SPEC")
+    text = 'from accel.interfaces.task_spec import TaskSpec\n\nSPEC = TaskSpec(name="unimportable", impl="no_such_module:Task")\n'
+    (tmp_path / "unimportable_task.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "text-classification" in measured_tasks()
+    assert "'unimportable' cannot be loaded" in caplog.text
 
 
 def test_a_task_whose_class_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

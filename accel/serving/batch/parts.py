@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ...artifact.json_text import json_text
 from ...decoding.generation_options import GenerationOptions
-from ...errors import ConfigError, InputError, NotFiniteError, TaskError
+from ...errors import ConfigError, InputError, NotFiniteError, PluginError, TaskError
 from ..engine import Engine
 from ..job import UnknownOptionError
 from ..operations import Operation, refuse_options
@@ -119,7 +119,14 @@ def _table(
     """
     import pyarrow as pa
 
+    kinds = request.operation.columns(request.options)
     rows = [{} if answer is None else request.operation.values(answer, request.options) for answer in answers]
+    for row in rows:
+        if row.keys() - kinds.keys():
+            raise PluginError(
+                f"The operation {request.operation.name!r} declares the columns {sorted(kinds)} and returns {sorted(row)}.",
+                fix="return a value for each column of Operation.columns from Operation.values.",
+            )
     try:
         copied = {name: pa.array(values, kept_types[name]) for name, values in kept.items()}
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -127,10 +134,7 @@ def _table(
     columns = {
         "row": pa.array(range(start, start + len(rows)), pa.int64()),
         **copied,
-        **{
-            name: pa.array([row.get(name) for row in rows], kind)
-            for name, kind in request.operation.columns(request.options).items()
-        },
+        **{name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()},
         "error": pa.array(errors, pa.string()),
     }
     return pa.table(columns)

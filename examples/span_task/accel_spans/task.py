@@ -152,7 +152,7 @@ class SpanExtractionPipeline(transformers.Pipeline):
     _load_tokenizer = True
 
     def _sanitize_parameters(
-        self, labels: Sequence[str] = (), threshold: float | None = None, **_: Any
+        self, labels: Sequence[str] = (), threshold: float | None = None
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         return {"labels": list(labels)} if labels else {}, {}, {} if threshold is None else {"threshold": threshold}
 
