@@ -222,7 +222,7 @@ def test_offline_rows_without_numbers_are_errors(
     data = tmp_path / "data.csv"
     data.write_text(f"text\n{GOOD}\n{BAD}\n")
     model = damaged("feature-extraction")
-    with pytest.raises(InputError, match=r"Row 1 .* no finite number"):
+    with pytest.raises(InputError, match=r"Row 1: .* no finite number"):
         batch(model, data, tmp_path / "stopped", operation="embed", format=format)
     report = batch(model, data, tmp_path / "out", operation="embed", format=format, on_error="record")
     assert (report.rows, report.broken) == (2, 1)

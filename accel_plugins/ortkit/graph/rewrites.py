@@ -15,7 +15,7 @@ from .editing import nodes
 class Rewrite(InPlacePass):  # type: ignore[misc]  # mypy skips onnx_ir
     """A rewrite of a graph in place, which computes the same.
 
-    Requires inputs and outputs with names. Ensures that inputs and outputs keep their names, types, shapes and order, that each
+    Requires inputs and outputs with names. Ensures that inputs and outputs keep their names, types, fixed sizes and order, that each
     value is made before it is read, and that nothing unused is left.
 
     Args:
@@ -66,19 +66,24 @@ class _Described:
     name: str | None
     type: str
     sizes: tuple[object, ...] | None
+    made: bool
 
     def kept_by(self, after: _Described) -> bool:
-        """Whether another description is the same, except for sizes that were unknown."""
+        """Whether another description is the same, except for sizes that were unknown.
+
+        A name that a tool gave to a size of an output tells nothing: what infers shapes may find a number, or the input's name.
+        """
         pairs = zip(self.sizes, after.sizes, strict=False) if self.sizes is not None and after.sizes is not None else ()
-        known = all(before in (None, size) for before, size in pairs)
+        known = all(before in (None, size) or (self.made and isinstance(before, str)) for before, size in pairs)
         return (self.name, self.type) == (after.name, after.type) and known
 
 
 def _signature(model: ir.Model) -> list[_Described]:
     described = []
-    for value in (*model.graph.inputs, *model.graph.outputs):
+    inputs = len(model.graph.inputs)
+    for i, value in enumerate((*model.graph.inputs, *model.graph.outputs)):
         sizes = None if value.shape is None else tuple(getattr(size, "value", size) for size in value.shape)
-        described.append(_Described(value.name, str(value.type), sizes))
+        described.append(_Described(value.name, str(value.type), sizes, made=i >= inputs))
     return described
 
 
