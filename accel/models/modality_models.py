@@ -34,14 +34,6 @@ class ImageModel(ORTModel):
         return self._run({"pixel_values": pixel_values, **inputs})
 
 
-class ImageTextModel(ORTModel):
-    """A model of images and texts."""
-
-    def forward(self, input_ids: Any = None, pixel_values: Any = None, **inputs: Any) -> Any:
-        """Run the graph on `input_ids: (texts, sequence)` and `pixel_values: (batch, channels, height, width)`."""
-        return self._run({"input_ids": input_ids, "pixel_values": pixel_values, **inputs})
-
-
 class SoundModel(ORTModel):
     """A model of sounds: waveforms as `input_values: (batch, samples)`, or spectrograms as `input_features`.
 

@@ -87,12 +87,6 @@ def kind(word: str) -> int:
     return int(messages.ModelInstanceGroup.Kind.Value(word))
 
 
-def kind_name(number: int) -> str:
-    """The name of a kind of instances."""
-    messages, _ = _library()
-    return str(messages.ModelInstanceGroup.Kind.Name(number))
-
-
 def write(config: Any, folder: Path) -> None:
     """Put a configuration into the folder of its model."""
     _, text_format = _library()
