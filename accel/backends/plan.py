@@ -35,7 +35,7 @@ class RunSettings:
         backend: Name of a backend.
         device: The device, in `torch.device` words.
         provider_options: The vendor's own options for the device.
-        options: The same words for every backend.
+        options: Session options, which have the same names for every backend.
     """
 
     backend: str | None = None

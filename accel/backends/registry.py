@@ -104,7 +104,7 @@ class Inventory:
     Attributes:
         specs: All that can be loaded.
         probe: What a backend finds on this machine; imports its vendor's library.
-        missing: What a backend requires and is not installed; `None` where all is.
+        missing: The packages that a backend requires and that are not installed; `None` if there are none.
         broken: Why the other plugins cannot be loaded.
     """
 
@@ -217,7 +217,7 @@ def _install(spec: BackendSpec) -> str:
 
 
 def missing(spec: BackendSpec) -> Reason | None:
-    """What a backend requires and is not installed; `None` where all is."""
+    """The packages that a backend requires and that are not installed; `None` if there are none."""
     absent = [name for name in spec.requires if importlib.util.find_spec(name) is None]
     if not absent:
         return None

@@ -1,4 +1,4 @@
-"""What the libraries under the trace write into graphs, held to what is exact."""
+"""Repairs of traced graphs, where torch.onnx or onnxscript rewrote them into graphs that do not compute exactly the same."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def longest_sound(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
         return {}
     if "samples" in varied and (beyond := samples_for(positions + 1, inner.config)) is not None:
         return {"samples": beyond - 1}
-    # What comes as frames is shortened behind the encoder alone.
+    # Frames are shortened only after the encoder, which has a position for each of them.
     return {"frames": positions} if "frames" in varied else {}
 
 

@@ -170,7 +170,7 @@ def _decided(reduce: Function, found: torch.Tensor, answer: bool) -> Any:
 
 
 def _bool(original: Function) -> Function:
-    """What a branch is decided by, where `_decided` says it."""
+    """A replacement of `bool(tensor)` that returns the answer which `_decided` attached to the tensor."""
 
     def truth(self: torch.Tensor) -> bool:
         branch: bool | None = vars(self).get("branch")

@@ -1,7 +1,7 @@
 """LightGlue: matches of the keypoints of two images, by as many layers as a pair needs.
 
-LightGlue stops at a layer, and drops points on the way, by what it finds in a pair. In a trace all layers compute all points, of which
-those that it would have dropped are masked. The answers are the same.
+LightGlue decides from the values of a pair at which layer it stops and which points it drops. In a trace, all layers compute all points,
+and the points that LightGlue would drop are masked. The answers are the same.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a service is made from: an artifact, its transformers config, its tokenizer and what its graph returns."""
+    """The facts of a model that a service needs: the artifact, its transformers config, its tokenizer and its graph's outputs."""
 
     artifact: Artifact
     config: Any
