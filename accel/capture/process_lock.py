@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..interfaces.fork_hooks import at_fork
+from ..interfaces.forks import at_fork
 
 _lock = threading.RLock()
 # A child process does not have the thread that held it.

@@ -8,17 +8,30 @@ a child ends with `sys.exit`, if only it was imported before: `multiprocessing` 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-from .fork_hooks import at_fork
 
 Object = TypeVar("Object")
 
 _OMP_PAUSE_SOFT = 1
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None) -> None:
+    """Register functions that run at every later fork; systems without fork, such as Windows, never call them.
+
+    Args:
+        before: Called in the parent.
+        after_in_child: Called in the child.
+    """
+    if not hasattr(os, "register_at_fork"):
+        return
+    given = {"before": before, "after_in_child": after_in_child}
+    os.register_at_fork(**{name: hook for name, hook in given.items() if hook is not None})
 
 
 def kept_in_children(runtime_object: Object) -> Object:

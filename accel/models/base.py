@@ -26,8 +26,7 @@ from ..backends.plan import Plan, RunSettings, make_plan
 from ..backends.sessions import open_plan
 from ..config import SessionOptions, checked_arguments
 from ..errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
-from ..interfaces.fork_hooks import at_fork
-from ..interfaces.forks import never_destroyed
+from ..interfaces.forks import at_fork, never_destroyed
 from ..interfaces.protocols import Session
 from ..interfaces.specs import DeviceSpec
 from ..interfaces.task_registry import load_task, missing_config, read_config, specs_for, task_spec
