@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) 
 # Processes that tests start read the bytecode that the first one wrote.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions canary gpu-test check docs bench bench-peers sweep endurance clean
+.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions canary gpu-test check docs bench bench-peers sweep endurance release clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -109,6 +109,18 @@ gpu-test:
 	$(GPU_PYTHON) benchmarks/gpu.py benchmarks/gpu.json --benchmark
 	$(GPU_PYTHON) benchmarks/gpu_generation.py benchmarks/gpu_generation.json
 
+# The sdist and the wheel in dist/, checked by twine, and the wheel tried in an environment of its own.
+RELEASE := .venv-release
+release:
+	rm -rf dist $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install -q $(PIP_FLAGS) build twine
+	$(RELEASE)/bin/python -m build -o dist .
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(RELEASE)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(RELEASE)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt "$$(echo dist/*.whl)[onnxruntime]"
+	cd dist && ../$(RELEASE)/bin/accel doctor && ../$(RELEASE)/bin/accel demo --backends cpu
+
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs serve
 
@@ -149,7 +161,7 @@ endurance: $(VENV)/.dev
 	$(BIN)/python -m tests.endurance $(ENDURANCE)
 
 clean:
-	rm -rf $(VENV) $(NEIGHBOURS) $(SUITE) $(TRITON) $(RAY) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEIGHBOURS) $(SUITE) $(TRITON) $(RAY) $(PEERS) $(RELEASE) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "accel needs Python 3.11 or newer; set PYTHON=...")'
@@ -159,7 +171,7 @@ $(VENV)/.venv:
 # torch first and alone: its constraint decides between CPU and CUDA before anything else asks for it.
 $(VENV)/.run: $(VENV)/.venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e ".[onnxruntime]"
+	$(PIP) -e ".[onnxruntime,openvino]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from .tuning.accuracy_budget import quantize as quantize
     from .tuning.tune import tune as tune
 
-# Every public name and the module that holds it; imported at first use (PEP 562), so that `import accel` is cheap.
+# Each public name with its module. Modules are imported at first use (PEP 562), so that `import accel` is fast.
 _MODULE_OF = {
     "accelerate": "stages.prepare",
     "AccelerateConfig": "config",

@@ -1,4 +1,4 @@
-"""`accel` as a module: `python -m accel`."""
+"""Run the `accel` command with `python -m accel`."""
 
 from .cli import main
 

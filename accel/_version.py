@@ -1,3 +1,3 @@
-"""The version, which the build reads from here."""
+"""The version of accel; the build reads it from this file."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""Settings of the stages and of sessions: frozen, validated when made, and round-tripped through JSON."""
+"""Settings of stages and sessions. They are immutable, validated, and can be converted to and from JSON."""
 
-# Without `from __future__ import annotations`: the types of fields are read when settings are checked.
+# `from __future__ import annotations` is not used, because the checks need the field types at run time.
 import functools
 import inspect
 import math
@@ -11,8 +11,8 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
 
@@ -30,7 +30,7 @@ Calibration = Literal["minmax", "moving_average", "entropy", "percentile"]
 
 
 _PATH = (str, os.PathLike)
-# Without a default that tells its type, an argument of one name has one type in all public functions.
+# Types of arguments whose default does not reveal the type. An argument name has the same type in all public functions.
 _ARGUMENTS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("out", "folder", "path", "cache_dir"), _PATH),
     **dict.fromkeys(("task", "backend", "split", "calibration_split", "metric", "method"), (str,)),
@@ -51,22 +51,21 @@ _ANYTHING = (object, bool)
 _WORDS = {numbers.Integral: "a whole number", numbers.Real: "a number", type(None): "None"}
 
 
-def check_type(subject: str, value: object, kinds: tuple[type, ...], taker: str = "", expected: str = "") -> None:
-    """Refuse a value of another type, and text that no system takes.
+def check_type(subject: str, value: object, kinds: tuple[type, ...], taker: str = "") -> None:
+    """Raise if a value has the wrong type, or is text with a NUL character.
 
     Args:
-        subject: The name of the argument or setting.
-        value: Its value. `True` is an int to Python, but no number of threads.
-        kinds: The types that it may have.
-        taker: The function that has the argument.
-        expected: The types in words; their names when empty.
+        subject: Name of the argument or setting.
+        value: The value. A bool is accepted only if `kinds` contains `bool`.
+        kinds: The accepted types.
+        taker: Name of the function with this argument, for the error message.
 
     Raises:
-        ConfigError: With the name, the value and the types.
+        ConfigError: The type is wrong. The message has the value and the accepted types.
     """
     by = f", which {taker} does not take" if taker else ""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        words = expected or " or ".join(dict.fromkeys(_WORDS.get(kind, kind.__name__) for kind in kinds))
+        words = " or ".join(dict.fromkeys(_WORDS.get(kind, kind.__name__) for kind in kinds))
         raise ConfigError(f"{subject} is {reprlib.repr(value)}{by}.", fix=f"use {words}.")
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{subject} is {value!r}, which holds a NUL character.", fix="leave it out.")
@@ -81,18 +80,18 @@ def check_number(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuse a number outside of its range, and what is no number; `None` is no value.
+    """Raise if a value is not a number, or is out of range. `None` is accepted.
 
     Args:
-        subject: The name of the argument or setting.
-        value: Its value.
-        least: The smallest number.
-        most: The largest number.
-        above: A number that the value is larger than.
-        below: A number that the value is smaller than.
+        subject: Name of the argument or setting.
+        value: The value.
+        least: Smallest accepted number.
+        most: Largest accepted number.
+        above: Exclusive lower bound.
+        below: Exclusive upper bound.
 
     Raises:
-        ConfigError: With the name, the value and the range.
+        ConfigError: The value is invalid. The message has the value and the range.
     """
     if value is None:
         return
@@ -111,11 +110,11 @@ def checked_arguments(
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Wrap a public function so that it raises on arguments of the wrong type.
 
-    The type follows from the argument's default. Where that is `None`, or there is none, the table above says it, or `kinds`. Other
-    arguments may be of any type; the items of sequences and mappings are not checked.
+    The accepted type is taken from `kinds`, from the argument's default, or from the table `_ARGUMENTS`. Arguments
+    without a known type are not checked, and neither are the items of sequences and mappings.
 
     Args:
-        kinds: Types of arguments by name. `None` is allowed where it is the default.
+        kinds: Accepted types by argument name. `None` is also accepted if it is the default.
     """
 
     def wrap(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -132,7 +131,7 @@ def checked_arguments(
             try:
                 values = signature.bind(*args, **kwargs).arguments
             except TypeError:
-                # One is missing or one too many: Python's own error.
+                # An argument is missing or unexpected: let Python raise its own error.
                 return function(*args, **kwargs)
             for name, value in values.items():
                 check_type(name, value, allowed.get(name, _ANYTHING), function.__qualname__)
@@ -143,89 +142,161 @@ def checked_arguments(
     return wrap
 
 
-def _check_setting(subject: str, value: object, hint: Any) -> None:
-    """Check a setting against its type: classes, tuples of one class, or `Literal`s, each also next to `None`."""
+class WrongTypeError(ValueError):
+    """A value of the wrong type for a field. Callers convert it to an error of accel that names the setting.
+
+    Attributes:
+        subject: Name of the field.
+        value: The value, shortened.
+        expected: Description of the expected type.
+        near: Suggestion of `did_you_mean` from the choices of a `Literal`.
+    """
+
+    def __init__(self, subject: str, value: object, options: Sequence[Any]) -> None:
+        super().__init__(f"{subject} is {type(value).__name__} {reprlib.repr(value)}")
+        choices = [str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)]
+        self.subject, self.value = subject, reprlib.repr(value)
+        self.expected = f"one of {', '.join(choices)}" if choices else " or ".join(map(_words, options))
+        self.near = did_you_mean(str(value), choices)
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is tuple:
+        return f"tuple of {_words(get_args(hint)[0])}"
+    return "None" if hint is types.NoneType else getattr(get_origin(hint) or hint, "__name__", str(hint))
+
+
+def fitted(subject: str, value: Any, hint: Any, make: Callable[[Any, Any, str], Any] | None = None) -> Any:
+    """Return a value converted to the type of a field. Lists and ranges become tuples.
+
+    Args:
+        subject: Name of the field.
+        value: The value.
+        hint: Type of the field: classes, tuples, mappings, `Literal`s, dataclasses, or a union of these types.
+        make: Function that makes a dataclass instance from its class, its values and the subject.
+
+    Raises:
+        WrongTypeError: The value or one of its items has the wrong type.
+    """
     options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    if choices:
-        if value not in choices and not (value is None and type(None) in options):
-            words = [str(choice) for choice in choices]
-            raise ConfigError(
-                f"{subject} is {value!r}.{did_you_mean(str(value), words)}", fix=f"use one of {', '.join(words)}."
-            )
-        return
-    kinds = [get_origin(option) or option for option in options]
-    items = next((get_args(option)[0] for option in options if get_origin(option) is tuple), None)
-    expected = f"tuple of {items.__name__}" if isinstance(items, type) else ""
-    check_type(subject, value, (*kinds, *((int,) if float in kinds else ())), expected=expected)
-    if isinstance(value, tuple) and isinstance(items, type) and not all(isinstance(item, items) for item in value):
-        check_type(subject, value, (), expected=expected)
+    if value is None and types.NoneType in options:
+        return None
+    for option in options:
+        kind, arguments = get_origin(option) or option, get_args(option)
+        if kind is Any:
+            return value
+        if kind is Literal:
+            if value in arguments:
+                return value
+        elif kind is tuple:
+            if isinstance(value, list | tuple | range):
+                kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+                if len(kinds) == len(value):
+                    items = enumerate(zip(value, kinds, strict=True))
+                    return tuple(fitted(f"{subject}[{i}]", item, kind, make) for i, (item, kind) in items)
+        elif issubclass(kind, Mapping):
+            if isinstance(value, Mapping):
+                return {key: fitted(f"{subject}.{key}", item, arguments[1], make) for key, item in value.items()}
+        elif make is not None and is_dataclass(kind):
+            return make(kind, value, subject)
+        elif isinstance(value, (int, float) if kind is float else kind) and (
+            kind is bool or not isinstance(value, bool)
+        ):
+            return value
+    raise WrongTypeError(subject, value, options)
+
+
+def check_names(owner: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise for unknown names of settings, arguments or options.
+
+    Args:
+        owner: Name of the class or function with these settings, for the error message.
+        kind: The word for a name in the error message, such as `setting`.
+        names: The names that were passed.
+        known: The names that exist.
+
+    Raises:
+        ConfigError: A name is unknown. The message has the first unknown name, the most similar known name and all
+            known names.
+    """
+    for name in names:
+        if name not in known:
+            fix = f"use one of {', '.join(known)}." if known else f"leave {name} out."
+            raise ConfigError(f"{owner} has no {kind} {name!r}.{did_you_mean(name, known)}", fix=fix)
 
 
 def check_rising(subject: str, lengths: Sequence[int]) -> None:
-    """Refuse lengths that do not rise, or are not positive.
+    """Raise if lengths are not positive and in increasing order.
 
     Raises:
-        ConfigError: With the name and the lengths.
+        ConfigError: The lengths are invalid. The message lists them.
     """
     if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
         raise ConfigError(f"{subject} is {list(lengths)}.", fix="use rising positive lengths, such as (16, 32, 64).")
 
 
 class JsonConfig:
-    """Validation of `Literal` fields, and `to_dict` / `from_dict`, for the dataclasses below."""
+    """Base class of settings dataclasses: validates the types of fields and adds `to_dict` and `from_dict`."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            value = getattr(self, item.name)
-            hint = item.type
-            if isinstance(value, list | range) and any(get_origin(one) is tuple for one in (hint, *get_args(hint))):
-                # Any sequence will do; frozen settings keep a tuple.
-                value = tuple(value)
-                object.__setattr__(self, item.name, value)
-            _check_setting(f"{type(self).__name__}.{item.name}", value, hint)
+            subject, value = f"{type(self).__name__}.{item.name}", getattr(self, item.name)
+            try:
+                object.__setattr__(self, item.name, fitted(subject, value, item.type))
+            except WrongTypeError as error:
+                raise ConfigError(
+                    f"{error.subject} is {error.value}.{error.near}", fix=f"use {error.expected}."
+                ) from None
+            if isinstance(value, str):
+                check_type(subject, value, (str,))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
+        """Return the settings as JSON values."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from `to_dict` or from a file.
+    def merged(cls, config: Self | None, settings: Mapping[str, Any]) -> Self:
+        """Return the settings of `config`, or the defaults, with the values of `settings` replaced.
 
         Raises:
-            ConfigError: A key that is no setting, or a value that cannot work.
+            ConfigError: A key is not a setting, or a value is invalid.
+        """
+        return cls.from_dict({**(config.to_dict() if config is not None else {}), **settings})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make settings from the values of `to_dict` or of a file.
+
+        Raises:
+            ConfigError: A key is not a setting, or a value is invalid.
         """
         known = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every subclass is a dataclass
-        for key in values:
-            if key not in known:
-                raise ConfigError(
-                    f"{cls.__name__} has no setting {key!r}.{did_you_mean(key, known)}",
-                    fix=f"use one of {', '.join(known)}.",
-                )
+        check_names(cls.__name__, "setting", values, known)
         return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig(JsonConfig):
-    """How a model is captured.
+    """Settings of an export.
 
     Attributes:
-        dtype: Element type of the weights in the graph.
+        dtype: Data type of the weights in the graph.
         opset: ONNX opset; the exporter's default when `None`.
-        pooling: For embeddings: puts pooling into the graph, output `sentence_embedding`. `None` reads it from a
-            sentence-transformers folder, and for `sentence-similarity` falls back to `mean`.
-        normalize: For embeddings: divides by the Euclidean norm in the graph. `None` as for `pooling`.
-        output_hidden_states: The graph returns `hidden_states`, too, as transformers does where it is asked: after the embeddings and
-            after each layer. Not for generating models.
-        output_attentions: Likewise `attentions`, which each layer writes down: `(batch, heads, sequence, sequence)` each.
-        atol: Largest absolute difference from the PyTorch model that is accepted; `None` takes 1e-4 for float32,
-            1e-2 for float16 and 1e-1 for bfloat16, times the largest reference value where that is above 1.
-        external_data: Whether weights are kept in `model.onnx.data` beside the graph. `False` puts them into the
-            file, which protobuf limits to 2 GiB, and is refused above 1 GiB.
-        options: Options that only the exporting backend has, by its own names.
+        pooling: For embeddings: adds pooling to the graph, with the output `sentence_embedding`. When `None`, pooling
+            is read from a sentence-transformers folder; for `sentence-similarity` the fallback is `mean`.
+        normalize: For embeddings: divides each embedding by its Euclidean norm in the graph. When `None`, read like
+            `pooling`.
+        output_hidden_states: Whether the graph also returns `hidden_states`, as transformers does on request: after the
+            embeddings and after each layer. Not supported for generating models.
+        output_attentions: Whether the graph also returns the `attentions` of each layer: `(batch, heads, sequence,
+            sequence)`.
+        atol: Largest accepted absolute difference from the PyTorch model. `None` means 1e-4 for float32, 1e-2 for
+            float16 and 1e-1 for bfloat16, multiplied by the largest reference value if it is above 1.
+        external_data: Whether weights are stored in `model.onnx.data` next to the graph. `False` stores them in the
+            graph file, which is refused above 1 GiB, because protobuf limits files to 2 GiB.
+        options: Options of the backend that exports.
     """
 
     dtype: Dtype = "float32"
@@ -246,14 +317,14 @@ class ExportConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeConfig(JsonConfig):
-    """Which optimizations a graph gets.
+    """Settings of an optimization.
 
     Attributes:
-        level: `O1` general, `O2` adds transformer fusions, `O3` adds approximations, `O4` adds float16.
-        disable: Named fusions to leave out.
-        enable: Named fusions to add to the level's own.
-        atol: Largest absolute difference from the parent that is accepted; `None` takes 1e-4 up to O2 and 1e-2 from O3,
-            times the largest reference value where that is above 1.
+        level: `O1` general optimizations, `O2` adds transformer fusions, `O3` adds approximations, `O4` adds float16.
+        disable: Names of fusions to exclude.
+        enable: Names of fusions to add to the fusions of the level.
+        atol: Largest accepted absolute difference from the input artifact. `None` means 1e-4 up to O2 and 1e-2 from O3,
+            multiplied by the largest reference value if it is above 1.
     """
 
     level: Level = "O2"
@@ -268,28 +339,26 @@ class OptimizeConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeConfig(JsonConfig):
-    """How a graph is quantized.
+    """Settings of a quantization.
 
     Attributes:
         scheme: A scheme that the backend declares: `dynamic-int8`, `static-int8`, `weight-int8`, `weight-int4`, ...
-        preset: The CPU or accelerator to quantize for; `auto` reads this machine's.
-        per_channel: One scale for each output channel of a weight; `None` takes the preset's.
-        symmetric: Symmetric weights; `None` takes the preset's.
-        operators: Operator types to quantize; `None` takes the preset's.
-        exclude: Node names, or `re:` and a regular expression, to leave in float.
-        calibration: How activation ranges are found from the calibration data.
-        percentile: For `percentile`: the share of values kept, in percent.
-        samples: Calibration rows at most.
-        seed: Seed of the choice of rows.
-        format: For `static-int8`: Q/DQ pairs, or integer operators.
-        smooth_quant: For `static-int8`: move activation outliers into the weights (Xiao et al., 2022, SmoothQuant);
-            the exponent, 0 to 1, or `None` for off.
-        block_size: For 4-bit weights: values that share a scale.
-        algorithm: For 4-bit weights.
-        ratio: Share of the layers that get the low precision, the rest 8 bits.
-        scale_estimation: For 4-bit weights: fit each scale to calibration data (NNCF).
-        max_drop: Largest accepted loss of the measure that the caller passes as `evaluate`, for backends that put
-            layers back into float until it holds; `None` quantizes everything.
+        preset: The CPU or accelerator to quantize for; `auto` detects that of this machine.
+        per_channel: Whether each output channel of a weight has its own scale; the preset's value when `None`.
+        symmetric: Whether weights are quantized symmetrically; the preset's value when `None`.
+        operators: Operator types to quantize; the preset's types when `None`.
+        exclude: Nodes that stay in floating point: node names, or `re:` and a regular expression.
+        calibration: Method that computes activation ranges from the calibration data.
+        percentile: For `percentile`: the percentage of values inside the range.
+        samples: Largest number of calibration rows.
+        seed: Random seed for the choice of calibration rows.
+        format: For `static-int8`: Q/DQ pairs or integer operators.
+        smooth_quant: For `static-int8`: moves activation outliers into the weights (Xiao et al., 2022, SmoothQuant).
+            The value is the exponent, 0 to 1; `None` disables it.
+        block_size: For 4-bit weights: number of values that share a scale.
+        algorithm: For 4-bit weights: the quantization algorithm.
+        ratio: Fraction of the layers that get the low precision; the other layers get 8 bits.
+        scale_estimation: For 4-bit weights: whether scales are fitted to the calibration data (NNCF).
     """
 
     scheme: str = "dynamic-int8"
@@ -308,7 +377,6 @@ class QuantizeConfig(JsonConfig):
     algorithm: Literal["rtn", "hqq", "awq", "gptq", "teq", "autoround"] = "rtn"
     ratio: float = 1.0
     scale_estimation: bool = False
-    max_drop: float | None = None
 
     def __post_init__(self) -> None:
         super(QuantizeConfig, self).__post_init__()
@@ -317,12 +385,11 @@ class QuantizeConfig(JsonConfig):
         check_number("QuantizeConfig.samples", self.samples, 1)
         check_number("QuantizeConfig.smooth_quant", self.smooth_quant, 0, 1)
         check_number("QuantizeConfig.ratio", self.ratio, most=1, above=0)
-        check_number("QuantizeConfig.max_drop", self.max_drop, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig(JsonConfig):
-    """How a PyTorch model is prepared. Each scheme has a subclass with its own settings.
+    """Base class for the settings of preparing a PyTorch model. Each scheme has a subclass with its own settings.
 
     Attributes:
         scheme: A scheme that the backend declares for the stage `prepare`: `accelerate`, ...
@@ -333,20 +400,21 @@ class PrepareConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateConfig(PrepareConfig):
-    """How a PyTorch model is accelerated where it is.
+    """Settings for accelerating a PyTorch model in place.
 
     Attributes:
         scheme: `accelerate`.
-        dtype: What it computes in; `None` for its own type.
-        quantization: Quantize the linear layers as they compute: `int8`, or `float8` on GPUs that have it.
-        attention: Which of transformers' attention functions is compiled; `None` leaves the model's own.
-        lengths: Numbers of tokens to compile for, rising; `None` takes steps of at most a half from 16 on.
-        graphs: How many sizes are compiled for, at most.
-        cuda_graph: On a GPU: replay CUDA graphs.
-        packing: On a GPU, in half precision: layers of encoders compute no padding, where a batch has much of it.
-        freezing: On the host: weights become constants of the compiled code, in the layout that its kernels want, for
-            the memory of another copy for each size.
-        keep_slower: Keep what was measured to be slower than the model as it was.
+        dtype: Data type used for computation; the model's own dtype when `None`.
+        quantization: Quantizes the linear layers during computation: `int8`, or `float8` on GPUs that support it.
+        attention: The attention implementation of transformers to compile; `None` keeps the model's own.
+        lengths: Numbers of tokens to compile for, in increasing order. `None` chooses lengths from 16 on, each at most
+            one and a half times the previous length.
+        graphs: Largest number of compiled sizes.
+        cuda_graph: On a GPU: whether CUDA graphs are replayed.
+        packing: On a GPU in half precision: whether encoder layers skip padding tokens if a batch has many of them.
+        freezing: On the CPU: whether weights become constants of the compiled code, in the layout of its kernels. This
+            takes memory for a copy of the weights for each size.
+        keep_slower: Whether compiled code is kept if it was measured to be slower than the original model.
     """
 
     scheme: str = "accelerate"
@@ -368,15 +436,15 @@ class AccelerateConfig(PrepareConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QatConfig(PrepareConfig):
-    """How a model is made ready for quantization-aware training; see `accel.prepare_qat` for the settings.
+    """Settings for quantization-aware training; `accel.prepare_qat` explains them in detail.
 
     Attributes:
-        preset: What is rounded, and how.
-        exclude: Layers that stay in float.
-        block_size: For `int4`: weights that share a step.
-        samples: Calibration rows at most.
-        distillation: Share of the float model's answers in the loss.
-        temperature: Of the distillation.
+        preset: Name of the rounding scheme: which values are rounded, and how their scales are chosen.
+        exclude: Layers that stay in floating point.
+        block_size: For `int4`: number of weights that share a scale.
+        samples: Largest number of calibration rows.
+        distillation: Fraction of the loss that compares with the outputs of the float model.
+        temperature: Temperature of the distillation.
     """
 
     scheme: str = "qat"
@@ -396,7 +464,7 @@ class QatConfig(PrepareConfig):
 
 
 def _check_blocks(config: QuantizeConfig | QatConfig) -> None:
-    """Check the settings that say which weights are quantized in which blocks."""
+    """Check `block_size` and `exclude`."""
     if config.block_size < 16 or config.block_size & (config.block_size - 1):
         raise ConfigError(
             f"{type(config).__name__}.block_size is {config.block_size}.", fix="use a power of two from 16 on."
@@ -411,25 +479,52 @@ def _check_blocks(config: QuantizeConfig | QatConfig) -> None:
             ) from error
 
 
+def matched_layers(patterns: Sequence[str], names: Sequence[Sequence[str]]) -> set[int]:
+    """Return the indices of the layers that match the entries of `exclude`.
+
+    Args:
+        patterns: Layer names, or `re:` and a regular expression that is searched in the names.
+        names: The names of each layer.
+
+    Raises:
+        ConfigError: An entry matches no layer.
+    """
+    found: set[int] = set()
+    for pattern in patterns:
+        search = re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else None
+        matched = {i for i, ours in enumerate(names) if any(search(n) if search else n == pattern for n in ours)}
+        if not matched:
+            first = [ours[0] for ours in names]
+            raise ConfigError(
+                f"exclude holds {pattern!r}, which matches none of the {len(names)} layers.{did_you_mean(pattern, first)}",
+                fix=f"use a name such as {', '.join(first[:3])}, or re: and a regular expression.",
+            )
+        found |= matched
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions(JsonConfig):
-    """How a graph is run; the words are the same for every backend.
+    """Options of a session. All backends use the same option names.
 
     Attributes:
-        threads: Threads that work on one call. `None`: the processors this process may use, from its CPU affinity
-            and its cgroup's quota.
-        inter_op_threads: Threads that run independent operators at once; 1 runs them in order.
-        compute_dtype: What the kernels compute in; `None` is the artifact's own dtype. A backend that cannot refuses.
-        buckets: Lengths that the `sequence` axis is padded up to, smallest first, each compiled for itself. Empty: no padding.
-        pad_to_multiple_of: What the `sequence` axis is padded to a multiple of, with dynamic shapes; 1: no padding. `None`: what
-            the backend prefers, where the model can be padded (OpenVINO compiles each new length, and prefers 16).
+        threads: Number of threads for one call. `None` means the processors available to this process, from its CPU
+            affinity and the quota of its cgroup.
+        inter_op_threads: Number of threads that run independent operators in parallel; 1 runs operators in order.
+        compute_dtype: Data type used for computation; the artifact's own when `None`. A backend that does not support
+            it raises an error.
+        buckets: Lengths, in increasing order, to which the `sequence` axis is padded, each with its own compiled graph.
+            Empty: no padding.
+        pad_to_multiple_of: Pads the `sequence` axis to a multiple of this number, with dynamic shapes; 1: no padding.
+            `None`: the backend's preference, if the model can be padded (OpenVINO compiles each new length, and prefers
+            16).
         graph_optimization: How much the runtime may rewrite the graph when it loads it.
-        spinning: Whether threads that are idle between calls spin: lower latency, and a busy processor.
-        profile: Folder that gets the runtime's own profile, or `None`.
-        check_inputs: Whether ids of tokens are held against what the model has, and masks against 0, 1 and rows without a token, which
-            costs 2 to 10 microseconds for each such input. Without it what the model does not have is answered as the runtime likes, and
-            may end the process.
-        native: Settings of the vendor's runtime by their own names, passed on as they are.
+        spinning: Whether idle threads spin between calls, which lowers latency but uses the processor.
+        profile: Folder for the profile that the runtime writes; `None`: no profile.
+        check_inputs: Whether input values are checked: token ids against the vocabulary, and masks for values other
+            than 0 and 1 and for rows without a token. This takes 2 to 10 microseconds per input. Without the check,
+            results for invalid values are undefined, and the process may crash.
+        native: Settings of the vendor's runtime by their own names, passed on unchanged.
     """
 
     threads: int | None = None
@@ -453,9 +548,10 @@ class SessionOptions(JsonConfig):
 
 
 def available_processors() -> int:
-    """Processors that this process may use: its CPU affinity, limited by its cgroup's quota, at least 1.
+    """Return the number of processors that this process may use: its CPU affinity, limited by its cgroup's quota, at
+    least 1.
 
-    Runtimes size their thread pools from the whole machine, which in a container is too many.
+    Runtimes choose the number of threads from the whole machine, which is too many in a container.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

@@ -1,35 +1,35 @@
-"""Every error that `accel` raises on purpose.
+"""All errors that `accel` raises intentionally.
 
     AccelError
-    ├── ConfigError (ValueError)                 an option with a value that cannot work
-    ├── TaskError (ValueError)                   an unknown task, or one that does not fit the model
-    ├── InputError (ValueError)                  a call with inputs that the graph does not take
+    ├── ConfigError (ValueError)                 an option with an invalid value
+    ├── TaskError (ValueError)                   an unknown task, or a task that does not fit the model
+    ├── InputError (ValueError)                  an unexpected, missing or invalid input of a call
     ├── ArtifactError
-    │   ├── ArtifactNotFoundError (FileNotFoundError)  no graph, or not the file asked for
+    │   ├── ArtifactNotFoundError (FileNotFoundError)  the folder or the requested graph does not exist
     │   ├── OutputFolderError (FileExistsError)  a folder that must not be written to
     │   ├── IntegrityError                       a file is missing, truncated or changed
-    │   ├── SchemaError                          a manifest that this version does not understand
+    │   ├── SchemaError                          a manifest that this version cannot read
     │   └── TargetMismatchError                  compiled for other hardware or software
     ├── BackendError
     │   ├── UnknownBackendError (LookupError, ValueError)  no plugin has that name
-    │   ├── BackendUnavailableError (ImportError)  installed or named, but it cannot run here
-    │   ├── PluginError                          a plugin that breaks the contract
+    │   ├── BackendUnavailableError (ImportError)  a known backend that cannot run on this machine
+    │   ├── PluginError                          a plugin that violates the contract
     │   └── SessionError (RuntimeError)          a runtime failed to open or to run a graph
-    │       ├── SessionClosedError               `run` after `close`
+    │       ├── SessionClosedError               `run` on a closed session
     │       └── NotFiniteError                   a model computed NaN or infinity
     ├── ServingError
-    │   ├── QueueFullError                       more is waiting than may wait
-    │   ├── RequestTimeoutError (TimeoutError)   no answer within the time given
+    │   ├── QueueFullError                       the queue of the model is full
+    │   ├── RequestTimeoutError (TimeoutError)   no result within the time limit
     │   └── EngineClosedError (RuntimeError)     a call before the engine was started, or after it was closed
     └── StageError
-        ├── PrepareError                         a PyTorch model that could not be accelerated or made ready to train
-        ├── ExportError                          a model that could not be captured
+        ├── PrepareError                         a PyTorch model that cannot be accelerated or prepared for training
+        ├── ExportError                          a model that cannot be exported to a graph
         ├── OptimizeError
         ├── QuantizeError
-        │   └── BudgetError                      nothing stays inside the accuracy budget
-        └── ValidationError                      the result differs from what it was made from
+        │   └── BudgetError                      no recipe stays within the accuracy budget
+        └── ValidationError                      the result differs from its source
 
-An error says what happened, the values seen and expected, and in a last line `Fix:` what to do about it.
+An error message has the cause, the actual and expected values, and a last line `Fix:` with the solution.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from collections.abc import Iterable
 
 
 class AccelError(Exception):
-    """Base of all errors raised by `accel`.
+    """Base class of all errors raised by `accel`.
 
     Args:
-        message: What happened, with the values seen and the values expected.
-        fix: A command or a setting that helps; printed as the last line, after `Fix: `.
+        message: The cause of the error, with actual and expected values.
+        fix: A command or setting that solves the problem. It is printed as the last line, after `Fix: `.
     """
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
@@ -55,7 +55,7 @@ class AccelError(Exception):
         return self.message if self.fix is None else f"{self.message}\nFix: {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # With the notes and what was added, such as the time after which to ask again.
+        # Include notes and added attributes in the pickle, such as `retry_after_s`.
         return _rebuild, (type(self), self.message, self.fix), vars(self)
 
 
@@ -64,27 +64,27 @@ def _rebuild(cls: type[AccelError], message: str, fix: str | None) -> AccelError
 
 
 class ConfigError(AccelError, ValueError):
-    """An option that does not exist or has a value that cannot work."""
+    """An option does not exist or has an invalid value."""
 
 
 class TaskError(AccelError, ValueError):
-    """A task that is unknown or does not fit the model."""
+    """A task is unknown or does not fit the model."""
 
 
 class InputError(AccelError, ValueError):
-    """Inputs that the graph does not take, or a missing one."""
+    """A call has an unexpected, missing or invalid input."""
 
 
 class ArtifactError(AccelError):
-    """Base of the errors about folders and files."""
+    """Base class of errors about folders and files."""
 
 
 class ArtifactNotFoundError(ArtifactError, FileNotFoundError):
-    """The folder, or the graph asked for in it, does not exist."""
+    """The folder, or the requested graph in it, does not exist."""
 
 
 class OutputFolderError(ArtifactError, FileExistsError):
-    """The output folder is the input folder, or it is not empty."""
+    """The output folder is the input folder, is not empty, or cannot be written."""
 
 
 class IntegrityError(ArtifactError):
@@ -92,97 +92,97 @@ class IntegrityError(ArtifactError):
 
 
 class SchemaError(ArtifactError):
-    """A manifest that is malformed, or newer than this version of `accel`."""
+    """A manifest is malformed, or newer than this version of `accel`."""
 
 
 class TargetMismatchError(ArtifactError):
-    """An artifact compiled for other hardware or another runtime version."""
+    """An artifact was compiled for other hardware or another runtime version."""
 
 
 class BackendError(AccelError):
-    """Base of the errors about backends and their runtimes."""
+    """Base class of errors about backends and their runtimes."""
 
 
 class UnknownBackendError(BackendError, LookupError, ValueError):
-    """No installed plugin has the name asked for."""
+    """No installed plugin has the requested name."""
 
 
 class BackendUnavailableError(BackendError, ImportError):
-    """A known backend that cannot run here; the message holds every reason."""
+    """A known backend cannot run on this machine. The message contains all reasons."""
 
 
 class PluginError(BackendError):
-    """A plugin that breaks the plugin contract; addressed to its author."""
+    """A plugin violates the plugin contract. The message is for its author."""
 
 
 class SessionError(BackendError, RuntimeError):
-    """A runtime failed to open a graph or to run it."""
+    """A runtime failed to open or to run a graph."""
 
 
 class SessionClosedError(SessionError):
-    """`run` was called after `close`."""
+    """`run` was called on a closed session."""
 
 
 class NotFiniteError(SessionError):
-    """A model computed NaN or infinity, of which no answer can be made."""
+    """A model computed NaN or infinity, so there is no valid result."""
 
 
 class ServingError(AccelError):
-    """Base of the errors about serving."""
+    """Base class of errors about serving."""
 
 
 class QueueFullError(ServingError):
-    """More is waiting for the model than may wait.
+    """The queue of the model is full.
 
     Attributes:
-        retry_after_s: After how many seconds there is room, as it looks now.
+        retry_after_s: Estimated number of seconds until the queue has room.
     """
 
     retry_after_s: float = 1.0
 
 
 class RequestTimeoutError(ServingError, TimeoutError):
-    """No answer came within the time given; the request was dropped."""
+    """The request did not finish within its time limit and was dropped."""
 
 
 class EngineClosedError(ServingError, RuntimeError):
-    """A call of an engine that was not started, or was closed."""
+    """An engine was called before it was started, or after it was closed."""
 
 
 class StageError(AccelError):
-    """Base of the errors of the stages prepare, export, optimize, quantize and validate. Nothing was written."""
+    """Base class of errors of the stages prepare, export, optimize, quantize and validate. Nothing was written."""
 
 
 class PrepareError(StageError):
-    """A PyTorch model that could not be prepared; it is as it was."""
+    """A PyTorch model cannot be prepared; the model is unchanged."""
 
 
 class ExportError(StageError):
-    """A model that could not be captured as a graph."""
+    """A model cannot be exported to a graph."""
 
 
 class OptimizeError(StageError):
-    """A graph that could not be optimized."""
+    """A graph cannot be optimized."""
 
 
 class QuantizeError(StageError):
-    """A graph that could not be quantized."""
+    """A graph cannot be quantized."""
 
 
 class BudgetError(QuantizeError):
-    """No recipe stays inside the accuracy budget; the message lists everything tried."""
+    """No quantization recipe stays within the accuracy budget. The message lists all attempts."""
 
 
 class ValidationError(StageError):
-    """The result differs from what it was made from by more than the tolerance."""
+    """The result differs from its source by more than the tolerance."""
 
 
 _LONGEST_NAME = 200
-"""Looking for the like of a longer one takes seconds, and nobody mistypes it."""
+"""Longest name that gets a suggestion. The search for longer names takes seconds, and they are rarely mistyped."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'cpu'?"` for a mistyped name, or an empty string."""
+    """Return `" Did you mean 'cpu'?"` for a mistyped name, or an empty string."""
     if len(name) > _LONGEST_NAME:
         return ""
     close = difflib.get_close_matches(name.lower(), {k.lower(): k for k in known}, n=1, cutoff=0.55)

@@ -1,4 +1,6 @@
-"""Progress of long work, told to whoever listens: the command line shows a bar, a library user sees nothing."""
+"""Progress of long operations, sent to a listener. The command line shows a progress bar; library users see nothing by
+default.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Listener = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and how much there is (`None`: not known)."""
+"""Function called with a description, the number of finished items and the total number of items (`None` if unknown)."""
 
 _listener: ContextVar[Listener | None] = ContextVar("accel_progress", default=None)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Send the progress made inside the block to `listener`."""
+    """Send progress within the block to `listener`."""
     token = _listener.set(listener)
     try:
         yield
@@ -25,14 +27,14 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def report(what: str, done: int = 0, total: int | None = None) -> None:
-    """Tell the listener, if there is one."""
+    """Send progress to the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
         listener(what, done, total)
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Pass the items on, reporting each one when it is done."""
+    """Yield the items, and report progress after each item."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     report(what, 0, total)

@@ -1,1 +1,3 @@
-"""Backends that ship with `accel`, one folder each. `ort` is what the ONNX Runtime backends share, not a backend."""
+"""The backends that ship with `accel`, one folder each. The folder `ort` is not a backend: the ONNX Runtime backends
+share its code.
+"""

@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy.py MODEL_FOLDER DATA.csv [--calibration DATA.csv] [--max-drop 0.3] [--max-length 64]
 
-Without arguments it takes the model and the data that ship with accel. Prints one JSON object: the evaluation with its
-comparison, seconds of both models over all rows, and the search table.
+Without arguments, it uses the model and the data that ship with accel. It prints one JSON object: the evaluation with its
+comparison, the seconds of both models for all rows, and the search table.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Packages of compiled code beside PyTorch as it is and beside compiling in the process: time until the first answer, and a call.
+"""Compare packages of compiled code with eager PyTorch and with compiling in the process: time to the first answer, and of a call.
 
     python benchmarks/aotinductor.py [OUT.json] [--shape 1x128] [--rounds 10]
 
-A classifier of DistilBERT's shape with seeded random weights. Each variant is a process
-of its own; processes take turns. The first answer is timed from the moment at which `accel` is imported; the compiler's own
-cache is empty. A time is the median, over rounds, of the fastest call of a turn. The error is the largest difference from eager
-float32 as a share of its largest value.
+The model is a classifier of DistilBERT's shape with seeded random weights. Each variant runs in its own process;
+processes take turns. The time to the first answer starts with the import of `accel`; the compiler's own
+cache is empty. A time is the median over rounds of the fastest call in a turn. The error is the largest difference from eager
+float32, divided by its largest value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALLS = 10
 
 
 def make_model() -> Any:
-    """A classifier, seeded, with biases that are not zero."""
+    """Return a seeded classifier with non-zero biases."""
     import torch
     import transformers
 
@@ -44,7 +44,7 @@ def make_model() -> Any:
 
 
 def work(backend: str, folder: Path, shape: tuple[int, int], dtype: str) -> None:
-    """The process of a variant: a line of JSON after the first answer, and one for each line that it reads."""
+    """Run one variant: print a line of JSON after the first answer, and one for each input line."""
     say = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         import torch

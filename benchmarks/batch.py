@@ -1,9 +1,9 @@
-"""What `accel batch` costs in one process and by Ray Data on the same machine: seconds, processor seconds, memory.
+"""Measure `accel batch` in one process and with Ray Data on the same machine: seconds, processor seconds, memory.
 
     python benchmarks/batch.py OUT.json [--rows 1024] [--rounds 2]
 
-The demo's model and test queries (repeated up to the number of rows), each run a process of its own with all it starts counted, variants
-taking turns; their answers are compared. Needs the extra `ray`.
+It uses the demo's model and test queries (repeated up to the number of rows). Each run is a separate process, and all of its child
+processes are counted. Variants take turns, and their answers are compared. It needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VARIANTS = {
 
 
 def measured(command: list[str]) -> dict[str, float]:
-    """A command with everything that it starts."""
+    """A command with all of its child processes."""
     start = time.perf_counter()
     process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     used: dict[int, float] = {}

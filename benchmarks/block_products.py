@@ -1,9 +1,9 @@
-"""ONNX Runtime's `MatMulNBits` with float activations (`accuracy_level` 1) and with activations rounded to 8 bits (4): speed and error.
+"""Measure speed and error of ONNX Runtime's `MatMulNBits` with float activations (`accuracy_level` 1) and 8-bit activations (4).
 
     python benchmarks/block_products.py [--threads 2] [--block-size 32]
 
-One product `(rows, inner) x (inner, outer)` with random weights in 4 bits; both graphs take turns in one process. The error is the
-largest difference from the product with the dequantized weights in float64, as a share of its largest value.
+The product is `(rows, inner) x (inner, outer)` with random 4-bit weights; both graphs take turns in one process. The error is the
+largest difference from the float64 product with the dequantized weights, divided by its largest value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEVELS = (1, 4)
 
 
 def graph(inner: int, outer: int, block: int, level: int, weights: dict[str, np.ndarray]) -> bytes:
-    """A model of one product."""
+    """A model with one product."""
     sizes: dict[str, Any] = {"K": inner, "N": outer, "bits": 4, "block_size": block, "accuracy_level": level}
     node = helper.make_node("MatMulNBits", ["x", *weights], ["y"], domain="com.microsoft", **sizes)
     made = helper.make_graph(

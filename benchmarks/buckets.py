@@ -1,9 +1,9 @@
-"""What static shapes gain: each artifact with and without `buckets`, at a length that is a bucket, so that nothing is padded.
+"""Measure the gain of static shapes: each artifact with and without `buckets`, at the length of a bucket, so without padding.
 
     python benchmarks/buckets.py --work FOLDER [--model MODEL_FOLDER --sequence 16] [--backend cpu]
 
-Without `--model`: DistilBERT's shape, 1x128, as `openvino_backend.py` makes it. One process a variant, taking turns. Prints one
-JSON object; `gain` is the median without buckets over the median with them.
+Without `--model`, it uses DistilBERT's shape, 1x128, from `openvino_backend.py`. Each variant has one process; processes take turns.
+It prints one JSON object; `gain` is the median without buckets divided by the median with buckets.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
-from openvino_backend import TASK, distilbert, int8_of, made, token_rows
+from openvino_backend import TASK, distilbert, int8_of, made, time_variants
 
 from accel import SessionOptions, export, quantize
-from accel.measuring.latency.rounds import measure
 from accel.measuring.latency.variants import Variant
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,27 +35,23 @@ else:
     floating = made(args.work / f"{source.name}-ir", lambda out: export(source, out, backend="openvino"))
     types = len(floating.component().inputs) == 3
     int8 = int8_of(floating, args.work / f"{source.name}-int8", args.sequence, types)
-names = {spec.name for spec in floating.component().inputs}
-feeds = {k: v for k, v in token_rows(1, 1, args.sequence, types=True)[0].items() if k in names}
 options = {"": SessionOptions(), ", buckets": SessionOptions(buckets=(args.sequence // 2, args.sequence))}
 variants = [
     Variant(name=f"{word}{how}", path=artifact.path, task=TASK, backend=args.backend, options=chosen)
     for word, artifact in (("float32", floating), ("int8", int8))
     for how, chosen in options.items()
 ]
-timings = {t.name: t for t in measure(variants, feeds, rounds=args.rounds, calls=args.calls)}
+cells = time_variants(variants, 1, args.sequence, args.rounds, args.calls)
+medians = {name: cell.latency.median for name, cell in cells.items()}
 print(
     json.dumps(
         {
             "model": source.name,
             "backend": args.backend,
             "shape": [1, args.sequence],
-            "median_ms": {name: round(t.median, 3) for name, t in timings.items()},
-            "p5_p95_ms": {name: [round(n, 3) for n in t.spread] for name, t in timings.items()},
-            "gain": {
-                word: round(timings[word].median / timings[f"{word}, buckets"].median, 3)
-                for word in ("float32", "int8")
-            },
+            "median_ms": {name: round(ms, 3) for name, ms in medians.items()},
+            "p5_p95_ms": {name: [round(cell.p5, 3), round(cell.latency.p95, 3)] for name, cell in cells.items()},
+            "gain": {word: round(medians[word] / medians[f"{word}, buckets"], 3) for word in ("float32", "int8")},
         },
         indent=1,
     )

@@ -1,11 +1,11 @@
-"""DistilBERT 1x128 as each library is used: ours in 8 bits, optimum-onnx, optimum-intel and PyTorch, each in an environment of its own.
+"""Compare libraries on DistilBERT 1x128: ours in 8 bits, optimum-onnx, optimum-intel and PyTorch, each in a separate environment.
 
     make bench-peers
     python benchmarks/classification_peers.py OUT.json --work FOLDER [--optimum-onnx PYTHON] [--optimum-intel PYTHON]
 
-Random weights of DistilBERT's shape. Every row is a process that loads its own artifact once and is called as its users call it,
-`model(**inputs)` with torch tensors in and out; the processes take turns. Unlike `optimum_intel.py`, which gives both sides the same
-graph and settings, each side has its own graph and its own defaults. Medians and the best twentieth, in milliseconds.
+The model has DistilBERT's shape and random weights. Every row is a process that loads its own artifact once and is called like by its
+users: `model(**inputs)` with torch tensors as inputs and outputs. The processes take turns. Each side has its own graph and defaults,
+unlike in `optimum_intel.py`, where both sides have the same. Results are medians and the best twentieth, in milliseconds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def load(spec: dict[str, Any]) -> Any:
-    """The model of a row, made where it is not there yet."""
+    """Return the model of a row; make it if it does not exist."""
     work, source, threads = Path(spec["work"]), Path(spec["work"]) / "distilbert", spec["threads"]
     if spec["side"] == "pytorch":
         from transformers import AutoModelForSequenceClassification
@@ -73,7 +73,7 @@ def load(spec: dict[str, Any]) -> Any:
 
 
 def optimum_onnx(source: Path, folder: Path, threads: int) -> Any:
-    """In dynamic 8 bits for the instructions that this processor has."""
+    """Quantize dynamically to 8 bits for this processor's instructions."""
     import onnxruntime
     from optimum.onnxruntime import ORTModelForSequenceClassification, ORTQuantizer
     from optimum.onnxruntime.configuration import AutoQuantizationConfig
@@ -97,7 +97,7 @@ def optimum_onnx(source: Path, folder: Path, threads: int) -> Any:
 
 
 def prepare(work: Path) -> None:
-    """The model, and ours of it."""
+    """Make the model and our artifacts."""
     from openvino_backend import distilbert, int8_of, made, token_rows
 
     from accel import export, quantize
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--work", type=Path, help="folder for what is exported and quantized")
     parser.add_argument("--optimum-onnx", help="the interpreter of the environment with optimum-onnx")
-    parser.add_argument("--optimum-intel", help="likewise, with optimum-intel")
+    parser.add_argument("--optimum-intel", help="the interpreter of the environment with optimum-intel")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--calls", type=int, default=15)

@@ -1,10 +1,10 @@
-"""What a step of generation costs beyond the runtime's own run, in `forward` and in `generate`.
+"""Measure the cost of a decode step in addition to the runtime's own run, in `forward` and in `generate`.
 
     python benchmarks/decoding_step.py [--json OUT] [--rounds 15]
 
-A decoder of two layers whose graph takes little, one thread, one row. The runtime's runs are timed and taken away;
-prompts and set-up fall out, because 100 tokens are taken from 400. Microseconds a token: the second best round and the
-median. ADR 31 has the figures.
+The decoder has two layers and a fast graph; it runs with one thread and one row. The time of the runtime's runs is subtracted.
+Prompt and set-up cancel out, because the time of 100 tokens is subtracted from that of 400. Results are microseconds a token: the
+second best round and the median. ADR 31 has the figures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEW, MANY, PROMPT = 100, 400, 16
 
 
 def decoder(folder: Path) -> Path:
-    """A folder with the decoder, which never ends by itself."""
+    """A folder with the decoder, which never generates an end token."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=2000,
@@ -52,7 +52,7 @@ def decoder(folder: Path) -> Path:
 
 @contextmanager
 def runtime_timed(backend: str) -> Iterator[list[float]]:
-    """Microseconds of each run of the runtime meanwhile."""
+    """Record the microseconds of each run of the runtime."""
     owner, name = RUNS[backend]
     real: Callable[..., Any] = getattr(owner, name)
     taken: list[float] = []
@@ -71,7 +71,7 @@ def runtime_timed(backend: str) -> Iterator[list[float]]:
 
 
 def ways(model: ORTModelForCausalLM) -> dict[str, Callable[[int], object]]:
-    """What is compared: takes a number of tokens."""
+    """The functions to compare; each takes a number of tokens."""
     ids = torch.randint(3, 2000, (1, PROMPT))
 
     def forward(tokens: int) -> None:

@@ -1,10 +1,10 @@
-"""What an export costs beside transformers' exporter alone: roberta-base's shape to ONNX, time and memory.
+"""Compare an export's time and memory with those of transformers' exporter alone: roberta-base's shape to ONNX.
 
     python benchmarks/export_cost.py [OUT.json] [--rounds 3] [--layers 12]
 
 Every run is a new process that loads the model from a folder; loading is not timed. `transformers.exporters` traces and writes; `accel`
-also compares the graph with PyTorch on several shapes, records every file and writes the tokenizer's and the config's. `processor`
-is the time spent on processors, in all threads; the peak is that of the whole process.
+also compares the graph with PyTorch on several shapes, records every file, and writes the tokenizer and the config. `processor`
+is the processor time of all threads; the peak is that of the whole process.
 """
 
 from __future__ import annotations

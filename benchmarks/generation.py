@@ -1,15 +1,15 @@
-"""Generation measured: a 0.5-billion-parameter Qwen shape with random weights, or a model of yours.
+"""Measure generation with a 0.5-billion-parameter Qwen shape with random weights, or with your own model.
 
     python benchmarks/generation.py --work FOLDER [--model FOLDER] [--rows "PyTorch float32" "cpu float32" ...]
 
-Each row is a process of its own: it loads the model, generates `--new` tokens from a prompt of `--prompt` tokens a few times, and is
-followed by the next row's; the rows take turns `--rounds` times. Prints a table and writes FOLDER/generation.json:
+Each row is a separate process: it loads the model and generates `--new` tokens from a prompt of `--prompt` tokens a few times. The rows
+take turns `--rounds` times. It prints a table and writes FOLDER/generation.json:
 
-- first token: the call of `generate` until its first token;
-- tokens/s: tokens after the first over their time, the median over runs, with the slowest and the fastest run;
+- first token: time from the call of `generate` to its first token;
+- tokens/s: tokens after the first divided by their time, the median over runs, with the slowest and the fastest run;
 - step: our `forward` without the runtime's own `run`, median microseconds of a decode step;
-- long: time of a token at 2,048 tokens of context over that at the prompt's length;
-- memory: resident after generating, and how many times the weights that is.
+- long: time of a token at 2,048 tokens of context divided by that at the prompt's length;
+- memory: resident memory after generating, and its ratio to the weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def qwen(folder: Path) -> Path:
 
 
 def made(work: Path, model: Path, row: dict[str, Any]) -> Path:
-    """The row's artifact, made when it is not there yet; what it costs goes to standard error."""
+    """Return the row's artifact; make it if it does not exist, and print the time to standard error."""
     import accel
 
     def step(name: str, make: Any) -> Path:
@@ -81,7 +81,7 @@ def made(work: Path, model: Path, row: dict[str, Any]) -> Path:
 
 
 class Clock:
-    """When tokens came; the first entry is the prompt's."""
+    """A streamer that records the times of tokens; the first entry is the prompt's."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -93,7 +93,7 @@ class Clock:
 
 
 def measure(folder: Path, row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """In the row's process."""
+    """Measure one row, in its own process."""
     torch.manual_seed(0)
     ids = torch.randint(10, 30_000, (args.batch, max(args.prompt, args.long)))
     if "pytorch" in row:
@@ -130,7 +130,7 @@ def measure(folder: Path, row: dict[str, Any], args: argparse.Namespace) -> dict
 
 
 def _resident() -> int:
-    """Bytes of this process in memory that are its own; weights mapped from a file count, too."""
+    """Private resident bytes of this process, including weights that are mapped from a file."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS"):
             return int(line.split()[1]) * 1024
@@ -138,7 +138,7 @@ def _resident() -> int:
 
 
 def step_cost(model: Any, prompt: torch.Tensor) -> float:
-    """Microseconds of a decode step's `forward` that are not the runtime's `run`."""
+    """Microseconds of a decode step's `forward` without the runtime's `run`."""
     session = model._decoder_session  # noqa: SLF001
     inside: list[float] = []
     run = session.run

@@ -1,18 +1,18 @@
-"""Generation beside onnxruntime-genai and optimum-intel, each in an environment of its own: prompts and single steps.
+"""Compare generation with onnxruntime-genai and optimum-intel, each in a separate environment: prompts and single steps.
 
     make bench-peers
     python benchmarks/generation_peers.py OUT.json --work FOLDER [--genai PYTHON] [--optimum-intel PYTHON] [--layers 8]
 
 The shape is Qwen2-0.5B's with `--layers` layers and a vocabulary of 32,000, random weights, one row, greedy. Every row is a process
-that loads its own artifact once; the processes take turns, `--rounds` of them, each generating `--new` tokens from a prompt of each
-of the lengths in `--prompts`. Two numbers a row and length, medians and the best twentieth:
+that loads its own artifact once. The processes take turns for `--rounds` rounds; each generates `--new` tokens from a prompt of each
+length in `--prompts`. There are two numbers for each row and length, as medians and the best twentieth:
 
 - first: milliseconds from the prompt to its first token;
-- tokens/s: of the tokens behind it.
+- tokens/s: tokens a second after the first token.
 
-Rows called inexact compute as optimum-intel does by default: bfloat16 where the processor has it, activations in 8 bits, keys and
-values in 8 bits. Ours and optimum-intel's are timed by a streamer of transformers' `generate`, genai's in its own loop as its
-examples have it.
+Rows called inexact compute like optimum-intel by default: bfloat16 if the processor supports it, activations in 8 bits, keys and
+values in 8 bits. A streamer of transformers' `generate` times ours and optimum-intel; genai is timed in its own loop, as in its
+examples.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 Timed = tuple[float, list[float]]
 """Seconds until the first token, and those between tokens."""
 
-# Both genai's weights and ours are symmetric, but for the row that says otherwise.
+# Weights of genai and ours are symmetric, except in the row with zero points.
 ROWS: dict[str, dict[str, Any]] = {
     "PyTorch float32": {"side": "pytorch"},
     "accel cpu int4": {"side": "ours", "backend": "cpu", "scheme": "weight-int4"},
@@ -68,7 +68,7 @@ def configuration(layers: int, *, tied: bool = True) -> Any:
 
 
 def shape(folder: Path, layers: int) -> Path:
-    """A model of that configuration with random weights, and a tokenizer, which genai's builder copies."""
+    """Save a model with random weights, and a tokenizer, which genai's builder copies."""
     import torch
     import transformers
 
@@ -87,17 +87,17 @@ def shape(folder: Path, layers: int) -> Path:
 
 
 class Clock:
-    """A streamer that keeps the times; the prompt comes first."""
+    """A streamer that records the times of tokens; the first entry is the prompt's."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
-        """A token, or the prompt."""
+        """Record the time of a token or of the prompt."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Do nothing."""
 
 
 def by_generate(model: Any) -> Callable[[list[int], int], Timed]:
@@ -201,8 +201,8 @@ SIDES = {"pytorch": pytorch, "ours": ours, "optimum-intel": optimum_intel, "gena
 
 
 def answer(spec: dict[str, Any]) -> None:
-    """A line of times for each line of a prompt's length and a number of tokens, until the input ends."""
-    # What the libraries print must not get between the answers.
+    """Print a line of times for each input line with a prompt length and a number of tokens."""
+    # Output of the libraries must not mix with the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     run = SIDES[spec["side"]](spec)
     run(list(range(10, 26)), 4)
@@ -216,7 +216,7 @@ def answer(spec: dict[str, Any]) -> None:
 
 
 class Side:
-    """A process that answers."""
+    """Start a process that answers requests."""
 
     def __init__(self, python: str, spec: dict[str, Any]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--work", type=Path, help="folder for the models")
     parser.add_argument("--genai", help="the interpreter of the environment with onnxruntime-genai")
-    parser.add_argument("--optimum-intel", help="likewise, with optimum-intel")
+    parser.add_argument("--optimum-intel", help="the interpreter of the environment with optimum-intel")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 1024, 2048])

@@ -1,13 +1,13 @@
-"""Encoders on an NVIDIA GPU: PyTorch, PyTorch in a CUDA graph, torch.compile and accel, side by side in one process.
+"""Compare encoders on an NVIDIA GPU: PyTorch, PyTorch in a CUDA graph, torch.compile and accel, side by side in one process.
 
     python benchmarks/gpu.py [OUT.json] [--quick] [--modes reduce-overhead,max-autotune] [--models MiniLM-L6] [--bars]
-    python benchmarks/gpu.py [OUT.json] --benchmark      # only `accel benchmark`'s own variants, a process each
+    python benchmarks/gpu.py [OUT.json] --benchmark      # only `accel benchmark`'s own variants, one process each
 
-Models have the shapes of MiniLM-L6 and roberta-base with seeded random weights and biases that are not zero. Inputs are
-on the GPU, and the same for every variant. A time is the median, over rounds in which the variants take turns, of one call
-from its start until the GPU is done. The rows below full batches are compared with PyTorch in a CUDA graph, and without
-packed execution; the bar's rows with `torch.compile` too, in the modes given. An error is the Euclidean norm of the
-difference from PyTorch float32 over its norm.
+Models have the shapes of MiniLM-L6 and roberta-base with seeded random weights and non-zero biases. Inputs are
+on the GPU, and the same for every variant. The variants take turns in rounds. A time is the median over rounds of one call,
+from its start until the GPU is done. Rows with partly filled batches are compared with PyTorch in a CUDA graph, and without
+packed execution; rows with a target also with `torch.compile`, in the modes of `--modes`. An error is the Euclidean norm of the
+difference from PyTorch float32, divided by its norm.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES = [
     ("roberta-base", 32, 256, 1.0),
     ("roberta-base", 32, 256, 0.65),
 ]
-# Where packed execution begins and ends to be worth it.
+# The fills at which packed execution starts and stops to gain.
 FILLS = [
     ("roberta-base", 16, 384, 0.8),
     ("roberta-base", 16, 384, 0.5),
@@ -59,7 +59,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def make_model(name: str) -> Any:
-    """A classifier of that shape, seeded."""
+    """Return a seeded classifier of this shape."""
     torch.manual_seed(0)
     if name == "MiniLM-L6":
         config: Any = transformers.BertConfig(
@@ -93,7 +93,7 @@ def make_inputs(name: str, batch: int, sequence: int, fill: float) -> dict[str, 
 
 
 def in_cuda_graph(model: Any, inputs: dict[str, torch.Tensor]) -> Call:
-    """The model captured by hand; inputs are copied into its buffers at each call."""
+    """Capture the model in a CUDA graph; each call copies its inputs into the graph's buffers."""
     fixed = {key: value.clone() for key, value in inputs.items()}
     graph, result = captured(lambda: model(**fixed).logits, torch.device("cuda"))
 
@@ -106,7 +106,7 @@ def in_cuda_graph(model: Any, inputs: dict[str, torch.Tensor]) -> Call:
 
 
 def compiled(model: Any, mode: str, inputs: dict[str, torch.Tensor]) -> Call:
-    """The model through torch.compile, for this shape alone."""
+    """Compile the model with torch.compile, for this shape only."""
     torch.compiler.reset()
     fast = torch.compile(copy.deepcopy(model), mode=mode, dynamic=False, fullgraph=False)
 
@@ -120,7 +120,7 @@ def compiled(model: Any, mode: str, inputs: dict[str, torch.Tensor]) -> Call:
 
 
 def accelerated(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> Call:
-    """A copy of the model through `accel.accelerate`, for this shape alone."""
+    """Accelerate a copy of the model with `accel.accelerate`, for this shape only."""
     fast = accel.accelerate(copy.deepcopy(model), shapes=[inputs], keep_slower=True, **settings)
     return lambda: fast(**inputs).logits
 
@@ -140,13 +140,13 @@ def milliseconds(call: Call, calls: int) -> list[float]:
 
 
 def raw_replay(model: Any) -> Callable[[], None]:
-    """The graph behind the model's last call, launched bare."""
+    """Replay the CUDA graph of the model's last call without the wrapper."""
     replay: Callable[[], None] = model.sessions["model"].last_graph.replay
     return replay
 
 
 def copies(call: Call) -> list[str]:
-    """What is copied between host and device during one call."""
+    """List the copies between host and device during one call."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -165,7 +165,7 @@ def measure(
     rounds: int,
     in_place: bool,
 ) -> dict[str, Any]:
-    """All variants at one shape."""
+    """Measure all variants at one shape."""
     inputs = make_inputs(name, *shape)
     variants: dict[str, Call] = {
         "pytorch float32": lambda: models["float32"](**inputs).logits,
@@ -229,7 +229,7 @@ def measure(
 
 
 def by_benchmark(name: str, folder: Path, quick: bool) -> dict[str, Any]:
-    """The same shapes without padding through `accel.benchmark`: eager, eager in a CUDA graph and accel, a process each."""
+    """Measure the same shapes without padding with `accel.benchmark`: eager, eager in a CUDA graph and accel, one process each."""
     model = make_model(name)
     model.save_pretrained(folder / f"{name}-model")
     artifact = export(folder / f"{name}-model", folder / f"{name}-onnx", task="text-classification")

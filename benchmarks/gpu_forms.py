@@ -1,9 +1,9 @@
-"""Forms of one graph on an NVIDIA GPU: what each takes of its memory, and attention kernels for short rows.
+"""Measure the memory of each form of a graph on an NVIDIA GPU, and attention kernels for short rows.
 
     python benchmarks/gpu_forms.py [OUT.json]
 
-Models as in `gpu.py`. Memory is what the device has less after each form's first calls, with weights shared by the forms
-and with weights of their own. Times are medians of the bare CUDA graph, the two kernels taking turns.
+The models are those of `gpu.py`. Memory is the device memory that each form's first calls take, with weights shared by the forms
+and with separate weights. Times are medians of the bare CUDA graph; the two kernels take turns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def used_mb() -> float:
 
 
 def memory(folder: Path, name: str) -> list[float]:
-    """What is taken after loading, and after calls that need the forms `short`, `lengths` and `general`."""
+    """Memory in use after loading, and after calls that need the forms `short`, `lengths` and `general`."""
     before = used_mb()
     model = ORTModelForSequenceClassification.from_pretrained(
         folder, backend="cuda", provider_options={"packing": False}
@@ -66,7 +66,7 @@ def memory(folder: Path, name: str) -> list[float]:
 
 
 def no_weights(_: SharedWeights) -> Mapping[str, Any]:
-    """In place of `SharedWeights.values`: every form loads its own."""
+    """Replace `SharedWeights.values`, so that every form loads its own weights."""
     return {}
 
 

@@ -1,13 +1,13 @@
-"""Text generation on an NVIDIA GPU: transformers eager, with a static cache and torch.compile, `accel.accelerate`, and accel's
-backends `inductor` (in PyTorch) and `cuda` (called accel below: ONNX Runtime).
+"""Compare text generation on an NVIDIA GPU: transformers eager, with a static cache and torch.compile, `accel.accelerate`, and
+accel's backends `inductor` (PyTorch) and `cuda` (ONNX Runtime; called accel below).
 
     python benchmarks/gpu_generation.py [OUT.json] [--no-compile] [--layers N] [--work FOLDER] [--batches 1,8]
 
-A model of Qwen2-0.5B's shape with seeded random weights, batch 1 (and 8 without torch.compile), greedy, 64 tokens after a
-prompt of 128, all in float16 in one process. Variants take turns; a round is one `generate` of 1 and one of 65 tokens.
-Decoding is what the second takes longer, in tokens a second; prefill is the first. Then what a step takes by itself:
+The model has Qwen2-0.5B's shape and seeded random weights: batch 1 (and 8 without torch.compile), greedy, 64 tokens after a
+prompt of 128, all in float16 in one process. Variants take turns; a round is one `generate` of 1 token and one of 65 tokens.
+Prefill is the time of the first; decoding is the time difference of the two, in tokens a second. A step is also measured alone:
 accel's step called in a loop, and its CUDA graph replayed alone. An error is the Euclidean norm of the difference of the
-prompt's last logits from PyTorch float32 over their norm.
+prompt's last logits from PyTorch float32, divided by their norm.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Generate = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def make_model(layers: int) -> Any:
-    """A decoder of Qwen2-0.5B's shape, seeded."""
+    """Return a seeded decoder of Qwen2-0.5B's shape."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=151936,
@@ -54,7 +54,7 @@ def make_model(layers: int) -> Any:
         tie_word_embeddings=True,
     )
     model = transformers.Qwen2ForCausalLM(config).eval()
-    # As trained models have them: biases of zero would be left out of the graph.
+    # Non-zero biases, as in trained models: zero biases would be left out of the graph.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -1,8 +1,8 @@
-"""Accuracy of the Q/DQ graphs for GPUs, on the CPU: the pairs mean the same on every runtime.
+"""Measure the accuracy of Q/DQ graphs for GPUs on the CPU: the pairs have the same meaning on every runtime.
 
     python benchmarks/gpu_quantization.py MODEL_FOLDER TEST.csv CALIBRATION.csv
 
-Prints one JSON object with the accuracy of the float16 artifact and of each variant of each scheme.
+It prints one JSON object with the accuracy of the float16 artifact and of each variant of each scheme.
 """
 
 from __future__ import annotations

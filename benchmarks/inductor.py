@@ -1,10 +1,10 @@
-"""Encoders accelerated in place beside PyTorch as it is: one process a variant, in turns, answers checked.
+"""Compare encoders accelerated in place with eager PyTorch: one process for each variant, taking turns, answers checked.
 
     python benchmarks/inductor.py [OUT.json] [--shape 1x128] [--layers 6] [--rounds 12] [--variants eager,float32,...]
 
-A model of DistilBERT's shape with seeded random weights. Each variant is a process of its own that compiles and warms up, and
-then calls the model when it is its turn, so that no two thread pools work at once. Times are medians over the rounds of the
-fastest call of each; the error is the largest difference from eager float32 as a share of its largest value.
+The model has DistilBERT's shape and seeded random weights. Each variant is a separate process that compiles and warms up, and
+then calls the model in its turn, so that two thread pools never work at the same time. Times are medians over the rounds of the
+fastest call of each round; the error is the largest difference from eager float32, divided by its largest value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 
 def work(name: str, shape: tuple[int, int], layers: int) -> None:
-    """The process of a variant: a line of JSON when it is ready, and one for each line that it reads."""
+    """Run one variant: print a line of JSON when it is ready, and one for each input line."""
     say = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         import torch
@@ -81,7 +81,7 @@ def main() -> None:
     workers: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in given.variants.split(","):
-        # One compiles at a time; a variant that cannot be leaves the others.
+        # Variants compile one at a time; a variant that fails does not stop the others.
         worker = subprocess.Popen(
             [sys.executable, __file__, "--worker", name, "--shape", given.shape, "--layers", str(given.layers)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -1,10 +1,10 @@
-"""Fifty shapes in a row through a model accelerated in place: how much is compiled, and what padding costs.
+"""Run fifty shapes through a model accelerated in place: count compilations, and measure the cost of padding.
 
     python benchmarks/inductor_shapes.py [OUT.json] [--shapes 50] [--layers 6] [--rounds 5]
 
-DistilBERT's shape with seeded random weights, one row, lengths from 3 to 128 in random order. The first pass compiles; in the later
-ones each call is timed beside the model as it was, in turns, fastest of the rounds. A padded call is compared with one that fills
-its size: what it takes beyond that is not padding.
+The model has DistilBERT's shape and seeded random weights; one row, lengths from 3 to 128 in random order. The first pass compiles. In
+later passes, calls alternate with calls of the original model; the fastest round counts. A padded call is compared with a call that
+fills its size: the difference is the cost of padding and trimming itself.
 """
 
 from __future__ import annotations

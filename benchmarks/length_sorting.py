@@ -1,9 +1,9 @@
-"""Throughput of `accel.pipeline`, which sorts batches by length, against the stock pipeline over the same model.
+"""Compare the throughput of `accel.pipeline`, which sorts batches by length, with the stock pipeline on the same model.
 
     python benchmarks/length_sorting.py [MODEL_FOLDER] [--rows 3080] [--rounds 3]
 
-BANKING77's test queries, batch 32, both pipelines taking turns in one process (they share the session); prints medians of
-texts per second, and checks that the results agree in order. Without a folder it takes the model that ships with accel.
+It uses BANKING77's test queries and batch 32; both pipelines take turns in one process and share the session. It prints medians of
+texts per second, and checks that the results agree in order. Without a folder, it uses the model that ships with accel.
 """
 
 from __future__ import annotations

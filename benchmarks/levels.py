@@ -1,9 +1,9 @@
-"""Accuracy of every optimization level, in float32 and quantized, and the memory of calibration.
+"""Measure the accuracy of every optimization level, in float32 and quantized, and the memory of calibration.
 
     python benchmarks/levels.py MODEL_FOLDER TEST.csv TRAIN.csv > levels.json
 
-Prints one JSON object: accuracy by level and scheme (256 calibration rows), and the peak memory that calibration with 64 and
-with 640 rows adds to a process of its own.
+It prints one JSON object: accuracy by level and scheme (256 calibration rows), and the peak memory that calibration with 64 and
+with 640 rows adds to a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHILD = "--calibrate"
 
 
 def calibrate(artifact: str, data: str, samples: int) -> None:
-    """In a process of its own: quantize, and print the peak memory in kilobytes."""
+    """Quantize in a separate process, and print the peak memory in kilobytes."""
     config = QuantizeConfig(scheme="static-int8", calibration="percentile", samples=samples)
     opened = accel.Artifact.load(artifact)
     batches = calibration_batches(opened, data, config=config)

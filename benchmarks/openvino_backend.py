@@ -1,4 +1,4 @@
-"""The OpenVINO backend measured: latency of a DistilBERT shape, wrapper cost, threads, buckets' memory, accuracy.
+"""Measure the OpenVINO backend: latency of a DistilBERT shape, wrapper cost, threads, memory of buckets, accuracy.
 
     python benchmarks/openvino_backend.py latency  --work FOLDER
     python benchmarks/openvino_backend.py wrapper  --work FOLDER --model MODEL_FOLDER
@@ -6,8 +6,8 @@
     python benchmarks/openvino_backend.py memory   --work FOLDER --model MODEL_FOLDER
     python benchmarks/openvino_backend.py accuracy --work FOLDER --model MODEL_FOLDER --data FOLDER_WITH_TRAIN_AND_TEST_CSV
 
-Each prints one JSON object. `latency` makes its own model: random weights, with biases perturbed as a trained model's are.
-The variants run in a process each and take turns. `accuracy` calibrates on 256 training rows and reads all test rows.
+Each prints one JSON object. `latency` makes its own model: random weights and non-zero biases, as in a trained model.
+Each variant has its own process; processes take turns. `accuracy` calibrates on 256 training rows and reads all test rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import csv
 import functools
 import json
+import math
 import random
 import re
 import statistics
@@ -26,8 +27,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from accel import Artifact, ORTModelForSequenceClassification, SessionOptions, export, quantize
-from accel.measuring.latency.rounds import measure
+from accel import Artifact, ORTModelForSequenceClassification, SessionOptions, benchmark, export, quantize
+from accel.measuring.latency.results import Cell
 from accel.measuring.latency.variants import Variant
 
 TASK = "text-classification"
@@ -35,7 +36,7 @@ MAX_LENGTH = 64
 
 
 def made(folder: Path, make) -> Artifact:  # type: ignore[no-untyped-def]
-    """The artifact in a folder, made if it is not there."""
+    """Return the artifact in a folder; make it if it does not exist."""
     return Artifact.load(folder) if folder.exists() else make(folder)
 
 
@@ -63,7 +64,7 @@ def token_rows(count: int, batch: int, sequence: int, types: bool = False) -> li
 
 
 def int8_of(ir: Artifact, folder: Path, sequence: int, types: bool = False) -> Artifact:
-    """In 8 bits, calibrated on random token ids: the ranges do not matter for speed."""
+    """Quantize to 8 bits, calibrated on random token ids: the ranges do not affect the speed."""
     return made(
         folder, lambda out: quantize(ir, out, scheme="static-int8", calibration=token_rows(16, 2, sequence, types))
     )
@@ -88,17 +89,23 @@ def latency(args: argparse.Namespace) -> dict[str, object]:
             options=SessionOptions(**buckets, **bf16),
         ),
     ]
-    timings = measure(variants, token_rows(1, 1, 128)[0], rounds=args.rounds, calls=args.calls)
-    base = timings[0]
+    cells = time_variants(variants, 1, 128, args.rounds, args.calls)
+    base = cells["PyTorch float32"]
     return {
-        t.name: {
-            "median_ms": round(t.median, 2),
-            "p5_ms": round(t.spread[0], 2),
-            "times_pytorch": round(base.median / t.median, 2),
-            "times_pytorch_p5": round(base.spread[0] / t.spread[0], 2),
+        name: {
+            "median_ms": round(cell.latency.median, 2),
+            "p5_ms": round(cell.p5, 2),
+            "times_pytorch": round(base.latency.median / cell.latency.median, 2),
+            "times_pytorch_p5": round(base.p5 / cell.p5, 2),
         }
-        for t in timings
+        for name, cell in cells.items()
     }
+
+
+def time_variants(variants: list[Variant], batch: int, sequence: int, rounds: int, calls: int) -> dict[str, Cell]:
+    """Time variants on one shape, one process for each, taking turns; outputs may differ, because ranges are random."""
+    timed = benchmark(variants, batch=batch, sequence=sequence, rounds=rounds, calls=calls, processes=1, atol=math.inf)
+    return {variant.name: variant.cells[0] for variant in timed.variants}
 
 
 def model_ir(args: argparse.Namespace) -> Artifact:
@@ -106,7 +113,7 @@ def model_ir(args: argparse.Namespace) -> Artifact:
 
 
 def wrapper(args: argparse.Namespace) -> dict[str, object]:
-    """Alternating calls of `model(**inputs)` and of OpenVINO's own infer request on another request of the same model."""
+    """Time alternating calls of `model(**inputs)` and of another infer request of the same OpenVINO model."""
     torch.set_num_threads(1)
     model = ORTModelForSequenceClassification.from_pretrained(
         model_ir(args).path, session_options=SessionOptions(threads=1)
@@ -143,7 +150,7 @@ def _call(model: ORTModelForSequenceClassification, case: dict[str, torch.Tensor
 
 
 def threads(args: argparse.Namespace) -> dict[str, object]:
-    """Calls each second of one model from one and from ten threads, in turns."""
+    """Count calls a second of one model from one and from ten threads, taking turns."""
     rates: dict[str, float] = {}
     for name, options in (("latency", {}), ("throughput", {"performance_hint": "throughput"})):
         model = ORTModelForSequenceClassification.from_pretrained(model_ir(args).path, provider_options=options)

@@ -1,12 +1,12 @@
-"""Time of a call, ours on the OpenVINO backend against optimum-intel's in an environment of its own.
+"""Compare the time of a call of our OpenVINO backend with optimum-intel in a separate environment.
 
     python benchmarks/optimum_intel.py --work FOLDER --peer-python PYTHON_OF_OPTIMUM_INTEL [--model MODEL_FOLDER --sequence 16]
 
-Without `--model`: DistilBERT's shape, 1x128, as `openvino_backend.py` makes it. Both sides run the same model on the same inputs
-with the same precision, threads, performance hint and pinning, in one process each, and take turns. They call what their users
-call, `model(**inputs)` with torch tensors in and out. In float32 and bfloat16 each runs its own export; the int8 graph is ours, loaded
-by both, and so is the graph in the rows that say so. The processes are started anew several times, since where memory comes to lie
-decides some percent. Prints one JSON object; `speed` is their time over ours, so above 1 ours is faster.
+Without `--model`, it uses DistilBERT's shape, 1x128, from `openvino_backend.py`. Both sides run the same model on the same inputs
+with the same precision, threads, performance hint and pinning, in one process each, and take turns. They call the model like their
+users: `model(**inputs)` with torch tensors as inputs and outputs. In float32 and bfloat16, each side runs its own export. Both sides
+load our int8 graph, and our graph in the rows that say so. The processes are started several times, because the memory layout
+changes times by some percent. It prints one JSON object; `speed` is their time divided by ours, so above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def load_theirs(spec: dict[str, Any]) -> Any:
 
 
 def serve(load: Callable[[], Any], inputs: dict[str, torch.Tensor], threads: int) -> None:
-    """Answer a number of calls with their times, until the input ends."""
-    # What the libraries print must not get between the answers.
+    """Read numbers of calls until the input ends, and print the times of the calls."""
+    # Output of the libraries must not mix with the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(threads)
     model = load()
@@ -88,7 +88,7 @@ def serve(load: Callable[[], Any], inputs: dict[str, torch.Tensor], threads: int
 
 
 class Side:
-    """A process of a script that answers by `serve`."""
+    """Start a process of a script that answers with `serve`."""
 
     def __init__(self, python: str, spec: dict[str, Any], script: str = __file__) -> None:
         self._process = subprocess.Popen(
@@ -131,7 +131,7 @@ def summary(times: list[float]) -> dict[str, float]:
 def compare(
     args: argparse.Namespace, types: bool, ours: dict[str, Any], theirs: dict[str, Any], precision: str
 ) -> dict[str, Any]:
-    """Both sides in turns, several times with new processes."""
+    """Measure both sides alternately, several times with new processes."""
     same = {"precision": precision, "threads": args.threads, "types": types, "sequence": args.sequence}
     specs = {
         "ours": (sys.executable, {"side": "ours", "buckets": [], **ours, **same}),
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a transformers folder for text classification")
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--processes", type=int, default=3, help="how often the processes are started anew")
+    parser.add_argument("--processes", type=int, default=3, help="how often the processes are started")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--calls", type=int, default=25)
     parser.add_argument("--rows", nargs="*", help="names of the rows to measure; all when left out")

@@ -1,9 +1,9 @@
-"""Start of a process: load an artifact and answer one text, beside ONNX Runtime's own session with transformers' tokenizer.
+"""Measure the start of a process: load an artifact and answer one text, compared with ONNX Runtime and transformers' tokenizer.
 
     python benchmarks/process_start.py [OUT.json] [--rounds 15]
 
-Every run is a new process, and the variants take turns. `processor` is the time that the process spent on processors, which other
-work on the machine hardly changes; `wall` is what a caller waits. The model is the one that `accel demo` uses, as it is exported.
+Every run is a new process, and the variants take turns. `processor` is the processor time of the process, which other processes
+hardly change; `wall` is the time that a caller waits. The model is the exported model of `accel demo`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Prompt-lookup decoding beside plain greedy decoding, on a text that repeats itself: a copying task.
+"""Compare prompt-lookup decoding with plain greedy decoding on a copying task: a text that repeats itself.
 
     python benchmarks/prompt_lookup.py [OUT.json] [--work FOLDER] [--layers 8] [--rounds 5]
 
-A decoder of Qwen2-0.5B's layers and a vocabulary of 32,000 that copies: its head answers each token with the next of a cycle of 40,
-and its layers, with random weights, take their time and change little. So it is as sure of what it copies as trained models are;
-where rounding decides between tokens, several at once may be rounded otherwise than one (`weight-int4` of `cpu`, whose activations
-have 8 bits). Float32 and 4 bits, on ONNX Runtime and OpenVINO; the ways take turns in one process, and tokens have to be those of
-plain decoding. Tokens a second of `--new` tokens behind the first, after a prompt of three rounds: medians.
+The decoder has Qwen2-0.5B's layers and a vocabulary of 32,000. Its head maps each token to the next of a cycle of 40; its layers have
+random weights, take the usual time and change the result little. So its predictions are as certain as those of trained models. If
+rounding decides between two tokens, several tokens at once may be rounded differently than one (`weight-int4` of `cpu`, with 8-bit
+activations). It measures float32 and 4 bits, on ONNX Runtime and OpenVINO. The methods take turns in one process, and their tokens
+must equal those of plain decoding. Results are median tokens a second of `--new` tokens after the first; the prompt has three cycles.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(model: accel.ORTModelForCausalLM, new: int, rounds: int) -> dict[str
 
 
 def main() -> None:
-    """Measure each backend and precision, and print the table."""
+    """Measure each backend and precision, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--work", type=Path, help="folder for the models, kept")

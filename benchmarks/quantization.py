@@ -1,10 +1,10 @@
-"""Speed of the optimizer's levels and the quantizer's schemes on this machine, next to PyTorch and ONNX Runtime's defaults.
+"""Measure the speed of optimization levels and quantization schemes on this machine, next to PyTorch and ONNX Runtime's defaults.
 
     python benchmarks/quantization.py [MODEL] [--batch 1] [--sequence 128] [--keep FOLDER] [--prepare]
 
-MODEL is a transformers folder of a text classifier; without it, a random model of DistilBERT's shape with perturbed biases
-(biases of zero make some kernels look faster than trained models find them). Calibration uses random tokens: good enough for
-speed, never for accuracy. `--keep` keeps the artifacts, `--prepare` only makes them.
+MODEL is a transformers folder of a text classifier; by default, it is a random model of DistilBERT's shape with non-zero biases
+(with zero biases, some kernels are faster than with trained models). Calibration uses random tokens, which is enough to measure
+speed, but not accuracy. `--keep` keeps the artifacts, `--prepare` only makes them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from openvino_backend import time_variants
 
 from accel.artifact.checksums import record_files
 from accel.artifact.manifest import Artifact
 from accel.config import QuantizeConfig
-from accel.measuring.latency.rounds import measure
 from accel.measuring.latency.variants import Variant
 from accel.stages.export import export
 from accel.stages.optimize import optimize
@@ -30,7 +30,7 @@ Feeds = dict[str, torch.Tensor]
 
 
 def random_model(folder: Path) -> Path:
-    """DistilBERT's shape, seeded, with biases as trained models have them."""
+    """Return a seeded model of DistilBERT's shape with non-zero biases, as in trained models."""
     import transformers
 
     torch.manual_seed(0)
@@ -52,9 +52,9 @@ def feeds_for(artifact: Artifact, batch: int, sequence: int, seed: int = 0) -> F
 
 
 def runtime_defaults(parent: Artifact, folder: Path) -> Artifact:
-    """`onnxruntime.quantization.quantize_dynamic` as it comes, with the fusions that ONNX Runtime applies by itself.
+    """Run `onnxruntime.quantization.quantize_dynamic` with its defaults, on a graph with ONNX Runtime's own fusions.
 
-    The fused graph is saved, since our sessions leave out the slow ones (SkipLayerNormalization).
+    The fused graph is saved, because our sessions disable the slow fusions (SkipLayerNormalization).
     """
     import onnx
     import onnxruntime
@@ -78,7 +78,7 @@ def runtime_defaults(parent: Artifact, folder: Path) -> Artifact:
 
 
 def prepare(model: Path, root: Path, sequence: int) -> dict[str, Path]:
-    """Every variant's folder by name; what is there already is kept."""
+    """Return every variant's folder by name; existing folders are kept."""
     plain = root / "plain"
     parent = Artifact.load(plain) if plain.exists() else export(model, plain)
     paths = {"ONNX": plain}
@@ -132,15 +132,14 @@ def main() -> None:
         variants += [Variant(name=name, path=path, task=task) for name, path in paths.items()]
         if arguments.only:
             variants = [v for v in variants if v.name in arguments.only.split(";")]
-        feeds = feeds_for(Artifact.load(root / "plain"), arguments.batch, arguments.sequence)
-        timings = measure(variants, feeds, rounds=arguments.rounds, calls=arguments.calls)
+        cells = time_variants(variants, arguments.batch, arguments.sequence, arguments.rounds, arguments.calls)
         print(f"batch {arguments.batch}, sequence {arguments.sequence}, {os.cpu_count()} processors, milliseconds\n")
         print("| variant | median | 5 % | 95 % | against the first | MB |\n|---|---|---|---|---|---|")
-        for timing in timings:
-            low, high = timing.spread
-            size = f"{Artifact.load(paths[timing.name]).bytes / 1e6:.0f}" if timing.name in paths else ""
-            ratio = timings[0].median / timing.median
-            print(f"| {timing.name} | {timing.median:.2f} | {low:.2f} | {high:.2f} | {ratio:.2f}x | {size} |")
+        first = next(iter(cells.values())).latency.median
+        for name, cell in cells.items():
+            ms = cell.latency
+            size = f"{Artifact.load(paths[name]).bytes / 1e6:.0f}" if name in paths else ""
+            print(f"| {name} | {ms.median:.2f} | {cell.p5:.2f} | {ms.p95:.2f} | {first / ms.median:.2f}x | {size} |")
 
 
 if __name__ == "__main__":

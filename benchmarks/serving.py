@@ -1,19 +1,19 @@
-"""`accel serve` against the in-process pipeline (one caller) and against FastAPI over PyTorch without batching (many callers).
+"""Compare `accel serve` with the in-process pipeline (one caller) and with FastAPI and PyTorch without batching (many callers).
 
     python benchmarks/serving.py OUT.json [MODEL_FOLDER] [--callers 16] [--rounds 3] [--seconds 6]
     python benchmarks/serving.py OUT.json --infinity ENVIRONMENT/bin/infinity_emb
     python benchmarks/serving.py OUT.json --classify [MODEL_FOLDER] --callers 1
     python benchmarks/serving.py OUT.json --int8 FOLDER [--backend openvino] --callers 1
 
-BANKING77's test queries, every server a process of its own, clients in another one on the same machine, variants taking
-turns; answers are compared first. Needs the extra `serve` and, for the other side, FastAPI. Without a folder it takes the
-model that ships with accel, as a model for embeddings; with `--classify` as the classifier that it is.
+It uses BANKING77's test queries. Every server is a separate process, clients run in another process on the same machine, and variants
+take turns; answers are compared first. It needs the extra `serve` and, for the other side, FastAPI. Without a folder, it uses the
+model that ships with accel, as a model for embeddings; with `--classify`, as a classifier.
 
-With `--infinity` a third one takes its turns, infinity's, in an environment of its own (`pip install torch "transformers<5"
+With `--infinity`, infinity is a third variant, in a separate environment (`pip install torch "transformers<5"
 "infinity_emb[torch,server]"`), with its torch engine in float32.
 
-With `--int8` both classify texts of 128 tokens by a model of DistilBERT's shape, made in that folder: accel in static int8, the other
-side in float32. Its weights are random: answers have the same form, and no accuracy to compare.
+With `--int8`, both sides classify texts of 128 tokens with a model of DistilBERT's shape, made in that folder: accel in static int8, the
+other side in float32. Its weights are random, so answers have the same format, but there is no accuracy to compare.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def fastapi(folder: str, path: str, port: int) -> None:
 
 
 class Connection:
-    """One caller's connection: http.client, which costs the client little."""
+    """One caller's connection, with http.client, which takes little processor time."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -87,7 +87,7 @@ class Connection:
 
 
 def processor_s(process: int) -> float:
-    """Processor time that a process has used, all threads: what stays comparable when others use the machine, too."""
+    """Processor time of a process, all threads; it stays comparable on a shared machine."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -113,7 +113,7 @@ def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
 
 
 def load(port: int, process: int, path: str, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
-    """A closed loop of so many callers."""
+    """Run a closed loop of `callers` callers."""
     taken: list[float] = []
     statuses: dict[int, int] = {}
     lock = threading.Lock()
@@ -150,7 +150,7 @@ def load(port: int, process: int, path: str, texts: list[str], callers: int, sec
 
 
 def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
-    """The command of infinity's server, over a copy of the model that its transformers reads, and it as one for embeddings."""
+    """Return the command of infinity's server; copy the model with the class names of its transformers, as an embedding model."""
     shutil.copytree(folder, copy)
     for name, ours, theirs in (
         ("tokenizer_config.json", "TokenizersBackend", "PreTrainedTokenizerFast"),
@@ -163,7 +163,7 @@ def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
 
 
 def in_process(folder: str, path: str) -> None:
-    """The same model called where it is: for each line of texts that is read, a line of seconds."""
+    """Call the model in this process: for each input line of texts, print a line of seconds."""
     import accel
 
     if path == CLASSIFY:
@@ -172,7 +172,7 @@ def in_process(folder: str, path: str) -> None:
         model: Any = accel.ORTModelForFeatureExtraction.from_pretrained(folder, task="sentence-similarity")
 
         def call(text: str) -> Any:
-            # As the endpoint answers: of length 1, as Python's numbers.
+            # Like the endpoint: length 1, Python numbers.
             return model.encode(text, normalize_embeddings=True).tolist()
 
     for line in sys.stdin:
@@ -180,7 +180,7 @@ def in_process(folder: str, path: str) -> None:
 
 
 def seconds_of(call: Any, texts: list[str]) -> list[float]:
-    """How long each call takes."""
+    """Return the seconds of each call."""
     taken = []
     for text in texts:
         start = time.perf_counter()
@@ -190,8 +190,9 @@ def seconds_of(call: Any, texts: list[str]) -> list[float]:
 
 
 def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
-    """One caller: HTTP, and the same model called in a process of its own, taking turns, 40 calls each. In the client's own process
-    its threads, which spin between calls, would take a processor from the server.
+    """Time one caller over HTTP and the same model in a separate process, alternately, 40 calls each.
+
+    In the client's own process, the model's threads spin between calls and would take a processor from the server.
     """
     connection = Connection(port)
     words = [sys.executable, __file__, "-", folder, "--path", path, "--in-process"]
@@ -213,7 +214,7 @@ def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -
 
 
 def classifiers(folder: Path, backend: str) -> tuple[str, str]:
-    """A classifier of DistilBERT's shape with the demo's tokenizer, and an artifact of it in static int8."""
+    """Make a classifier of DistilBERT's shape with the demo's tokenizer, and its artifact in static int8."""
     import transformers
     from quantization import feeds_for, random_model
 
@@ -231,7 +232,7 @@ def classifiers(folder: Path, backend: str) -> tuple[str, str]:
 
 
 def long_texts(folder: str, texts: list[str]) -> list[str]:
-    """Texts of 128 tokens, made of the queries."""
+    """Make texts of 128 tokens from the queries."""
     import transformers
 
     tokenizer, made = transformers.AutoTokenizer.from_pretrained(folder), []

@@ -1,15 +1,15 @@
-"""Chats of many callers through `accel serve`, measured with the `openai` client: a 0.5-billion-parameter Qwen shape in 4 bits.
+"""Measure chats of many callers with `accel serve` and the `openai` client: a 0.5-billion-parameter Qwen shape in 4 bits.
 
     python benchmarks/serving_generation.py --work FOLDER [--callers 8] [--prompt 32] [--new 128] [--rounds 5]
 
-The server is a process of its own (`accel serve`), the client another. One caller and `--callers` of them take turns, each round
-the same prompts, greedy and streamed. Prints a line a round and writes FOLDER/serving_generation.json:
+The server (`accel serve`) and the client are separate processes. One caller and `--callers` callers take turns; each round uses
+the same prompts, greedy and streamed. It prints one line for each round and writes FOLDER/serving_generation.json:
 
-- tokens/s: all tokens of a round over its wall time;
-- cpu s: the server's processor time a token, which other processes of a busy machine change less;
-- same: answers equal to those of `model.generate`, one call each, in a process before the server starts.
+- tokens/s: all tokens of a round divided by its wall time;
+- cpu s: the server's processor time for each token, which other processes on the machine change less;
+- same: share of answers that equal those of `model.generate`, one call each, in a process before the server starts.
 
-Needs `pip install openai psutil`.
+It needs `pip install openai psutil`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def tokenizer(folder: Path) -> None:
-    """A letter a token, as Qwen's reads bytes: nothing is tried here of tokenizers."""
+    """A tokenizer with one token for each letter: this benchmark does not measure tokenizers."""
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -53,7 +53,7 @@ def texts(callers: int, tokens: int) -> list[str]:
 
 
 def references(model: Path, prompts: list[str], new: int) -> list[str]:
-    """What `generate` answers to each prompt alone."""
+    """Return the answer of `generate` to each prompt alone."""
     import torch
     import transformers
 
@@ -89,7 +89,7 @@ async def measure(url: str, server: int, prompts: list[str], expected: list[str]
         return tokens, text == expected[number]
 
     async def timed(groups: list[list[int]]) -> dict[str, float]:
-        """Callers of a group at once, groups one after another."""
+        """Run the callers of a group at once, and groups one after another."""
         cpu, start = sum(process.cpu_times()[:2]), time.perf_counter()
         found = [one for group in groups for one in await asyncio.gather(*map(ask, group))]
         seconds, cpu = time.perf_counter() - start, sum(process.cpu_times()[:2]) - cpu
@@ -119,7 +119,7 @@ async def measure(url: str, server: int, prompts: list[str], expected: list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="an artifact of yours with a tokenizer and a chat template")
+    parser.add_argument("--model", type=Path, help="your own artifact with a tokenizer and a chat template")
     parser.add_argument("--callers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt, give or take a quarter")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")

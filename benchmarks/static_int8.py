@@ -1,8 +1,8 @@
-"""Static int8 found by Neural Compressor beside our own, both in ONNX Runtime: accuracy, and speed in turns.
+"""Compare static int8 of Neural Compressor with our own, both in ONNX Runtime: accuracy, and alternating speed.
 
     python benchmarks/static_int8.py MODEL TRAIN.csv TEST.csv OUT.json --keep FOLDER [--parts prepare,accuracy,speed]
 
-The CSV files hold the columns `text` and `category`; both quantizers see the same 256 rows of TRAIN.csv. Speed needs a
+The CSV files have the columns `text` and `category`; both quantizers use the same 256 rows of TRAIN.csv. The speed needs a
 quiet machine; each part adds its figures to OUT.json.
 """
 
@@ -14,11 +14,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
+from openvino_backend import time_variants
 
 import accel
 from accel.backends.machine import machine
-from accel.measuring.latency.rounds import measure
 from accel.measuring.latency.variants import Variant
 
 COLUMNS = {"text": "text", "label": "category"}
@@ -27,7 +26,7 @@ SHAPES = ((1, 16), (1, 128), (8, 64))
 
 
 def prepare(model: Path, train: Path, root: Path) -> dict[str, Path]:
-    """The artifacts by name; what is there already is kept."""
+    """Return the artifacts by name; existing artifacts are kept."""
     paths = {name: root / name for name in ("float32", "own", "own-O2", "neural-compressor", "neural-compressor-O2")}
     held = root / "integers"
     if not paths["float32"].exists():
@@ -48,20 +47,17 @@ def prepare(model: Path, train: Path, root: Path) -> dict[str, Path]:
 
 
 def accuracy(paths: dict[str, Path], test: Path) -> dict[str, float]:
-    """Per cent of the rows of TEST.csv."""
+    """Accuracy in per cent on the rows of TEST.csv."""
     return {name: 100 * accel.evaluate(path, str(test), columns=COLUMNS).value for name, path in paths.items()}
 
 
 def speed(paths: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Milliseconds a call by shape: median, 5 % and 95 %; one process a variant, in alternating rounds."""
+    """Milliseconds a call by shape: median, 5 % and 95 %; one process for each variant, in alternating rounds."""
     found: dict[str, Any] = {}
     for batch, length in SHAPES:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(1000, 20_000, (batch, length), generator=generator)
-        feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
         variants = [Variant(name=name, path=path, task=TASK) for name, path in paths.items()]
-        timings = measure(variants, feeds, rounds=rounds, calls=20)
-        rows = {one.name: [one.median, *one.spread] for one in timings}
+        cells = time_variants(variants, batch, length, rounds, 20)
+        rows = {name: [cell.latency.median, cell.p5, cell.latency.p95] for name, cell in cells.items()}
         found[f"{batch}x{length}"] = {
             "ms": rows,
             "neural-compressor / own": rows["neural-compressor"][0] / rows["own"][0],

@@ -1,11 +1,11 @@
-"""Throughput of a repository's layouts on a real Triton, with many callers and texts of every length.
+"""Measure the throughput of a repository's layouts on a real Triton, with many callers and texts of every length.
 
 python benchmarks/triton_layouts.py ARTIFACT TEXTS [OUT.json] [--callers 16] [--seconds 8] [--rounds 3] [--call-ms 8]
 
-TEXTS is a CSV file with a column `text`, or one text a line. One server holds every layout; rounds of the same texts alternate
-between them, and every answer of a round is compared with that of the first layout. A server with the Python backend alone, such as
-the one of the package nvidia-pytriton (`ACCEL_TRITONSERVER`), runs the repository's shadow: ONNX Runtime on the CPU, in Python. There
-`--call-ms 8` makes each call of the graph take 8 ms whatever its rows, as a GPU's calls do for small batches.
+TEXTS is a CSV file with a column `text`, or a file with one text on each line. One server loads every layout; rounds of the same texts
+alternate between them, and every answer of a round is compared with that of the first layout. A server with only the Python backend,
+for example from the package nvidia-pytriton (`ACCEL_TRITONSERVER`), runs the repository's shadow: ONNX Runtime on the CPU, in Python.
+In this case, `--call-ms 8` makes each call of the graph take 8 ms for any number of rows, like a GPU's calls for small batches.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def scores(content: bytes) -> Any:
 
 
 def slow_down(shadowed: Path, milliseconds: float) -> None:
-    """Let each call of a graph take that long at least, whatever its rows: what an accelerator does with small batches."""
+    """Make each call of a graph take at least this long, for any number of rows, like an accelerator with small batches."""
     for path in shadowed.glob("*_graph/1/model.py"):
         code = path.read_text(encoding="utf-8")
         plain = "        returned = self._session.run(self._outputs, feeds)\n"
@@ -66,7 +66,7 @@ def slow_down(shadowed: Path, milliseconds: float) -> None:
 
 
 def load(server: TritonServer, name: str, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
-    """Callers that each send the next text as soon as they have an answer."""
+    """Run callers that each send the next text when they have an answer."""
     bodies = [
         json.dumps(
             {
@@ -83,7 +83,7 @@ def load(server: TritonServer, name: str, texts: list[str], callers: int, second
     end = time.perf_counter() + seconds
 
     def work() -> None:
-        # The standard library's client: on few processors a heavier one would be what is measured.
+        # The standard library's client: on few processors, a heavier client would dominate the measurement.
         client = http.client.HTTPConnection("127.0.0.1", server.http)
         while (started := time.perf_counter()) < end:
             i = next(numbers) % len(bodies)
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument(
         "--call-ms",
         type=float,
-        help="of the shadow: a call of the graph takes this long at least, as on an accelerator",
+        help="a call of the graph in the shadow takes at least this long, as on an accelerator",
     )
     parser.add_argument("--threads", type=int, default=available_processors())
     args = parser.parse_args()

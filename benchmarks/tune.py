@@ -1,4 +1,4 @@
-"""The bars of `accel benchmark` and `accel tune`, as JSON: A/A test, harness cost, the search, its resumption, its winner.
+"""Check the targets of `accel benchmark` and `accel tune`: A/A test, harness cost, the search, its resumption, its winner.
 
     python benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json [--parts cost,tune,resume,winner,aa] [--tuned FOLDER]
     python benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json --parts page       # writes OUT.md from OUT.json
@@ -27,7 +27,7 @@ from accel.tuning.trials import render
 
 
 def cost() -> dict[str, float]:
-    """Microseconds that the timed region adds to a call: a call that does nothing, timed as any other."""
+    """Microseconds that the timed region adds to a call, measured with an empty call."""
     runs = [statistics.median(timed(lambda **_: None, [{"a": 1}] * 20_000)) * 1000 for _ in range(5)]
     started = time.perf_counter()
     timed(lambda **_: None, [{"a": 1}] * 200_000)
@@ -35,7 +35,7 @@ def cost() -> dict[str, float]:
 
 
 def a_a(folder: Path, runs: int) -> dict[str, object]:
-    """Two copies of one variant, several times."""
+    """Compare two copies of one variant, several times."""
     ratios = []
     for _ in range(runs):
         pair = [Variant(name=name, path=folder, task="text-classification") for name in ("A", "A again")]
@@ -52,7 +52,7 @@ def a_a(folder: Path, runs: int) -> dict[str, object]:
 
 
 def winner(folder: Path, data: str) -> dict[str, object]:
-    """The winner in new processes: latency beside PyTorch, and accuracy."""
+    """Measure the winner in new processes: latency next to PyTorch, and accuracy."""
     artifact = Artifact.load(folder)
     run = artifact.manifest.run
     assert run is not None
@@ -76,26 +76,26 @@ def winner(folder: Path, data: str) -> dict[str, object]:
 
 
 def page(values: dict[str, Any]) -> str:
-    """The page about OUT.json: what was found beside the bar."""
+    """Write the page about OUT.json: each result next to its target."""
     rows: list[tuple[str, str, str]] = []
     if "cost" in values:
         cost = values["cost"]
         found = f"{cost['per_call_us']:.2f} us a call, of which {cost['inside_us']:.2f} in the timed region"
-        rows.append(("harness: a call that does nothing", "5 us", found))
+        rows.append(("harness: an empty call", "5 us", found))
     if "tune" in values:
         tuned = values["tune"]
         rows += [
             (
-                "tune, cold",
+                "search with an empty cache",
                 "600 s",
                 f"{tuned['seconds']:.0f} s: {tuned['candidates']} candidates, {tuned['timed']} timed",
             ),
             (
-                "its winner",
+                "winner of the search",
                 "4.2 times PyTorch float32",
                 f"{tuned.get('speedup') or round(tuned['speed'], 2)} times: {tuned['winner']}",
             ),
-            ("points lost by it", "0.28", f"{tuned['drop']:.2f} on {tuned['rows']} rows"),
+            ("points lost by the winner", "0.28", f"{tuned['drop']:.2f} on {tuned['rows']} rows"),
         ]
     if "resume" in values:
         rows.append(("the same search again", "60 s", f"{values['resume']['seconds']:.1f} s"))
@@ -106,7 +106,7 @@ def page(values: dict[str, Any]) -> str:
             change = f"{recorded:.2f} ms recorded, {measured:.2f} ms measured ({measured / recorded - 1:+.1%})"
             rows.append((f"the winner in a new process, {name}", "10 %", change))
         equal = f"{won['recorded_accuracy']:.4f} recorded, {won['measured_accuracy']:.4f} measured"
-        rows.append(("its accuracy", "equal", equal))
+        rows.append(("accuracy of the winner in a new process", "equal", equal))
     if "aa" in values:
         aa = values["aa"]
         middle, largest = aa["median_difference"], aa["largest_difference"]
@@ -126,22 +126,22 @@ def page(values: dict[str, Any]) -> str:
         for n, s, d in values.get("tune", {}).get("front", [])
     )
     stages = "\n".join(f"| {name} | {took} |" for name, took in values.get("tune", {}).get("stages", {}).items())
-    return f"""# Bars of benchmark and tune
+    return f"""# Targets of benchmark and tune
 
 Written by `benchmarks/tune.py` from `tune.json`: MiniLM with BANKING77, 3,080 test queries, calls of 1x32 and 1x128 tokens,
 {machine["processors"]} processors, {machine.get("processor", "")}, Python {machine["python"]}, {versions}.
 
-| what | bar | found |
+| measurement | target | result |
 |---|---|---|
 {table}
 
-Where the cold search spent its time:
+Time of each stage of the search with an empty cache:
 
 | stage | seconds |
 |---|---|
 {stages}
 
-The Pareto front, every candidate on it measured on all rows:
+The Pareto front; every candidate on it was measured on all rows:
 
 | candidate | times PyTorch float32 | points lost |
 |---|---|---|

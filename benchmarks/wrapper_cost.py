@@ -1,9 +1,9 @@
-"""What `model(**inputs)` costs beyond ONNX Runtime's own `run` on the same session and the same arrays.
+"""Measure the cost of `model(**inputs)` in addition to ONNX Runtime's own `run` on the same session and the same arrays.
 
     python benchmarks/wrapper_cost.py [MODEL_FOLDER] [--sequence 16] [--calls 1000]
 
-One thread, batch 1, alternating calls; prints the medians in microseconds. Without a folder it takes the model that ships
-with accel.
+It uses one thread, batch 1 and alternating calls, and prints the medians in microseconds. Without a folder, it uses the model that
+ships with accel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A conversation with a decoder: each turn reads only what is new, the cache keeps the rest.
+"""Chat with a decoder-only model. Each turn processes only the new tokens, because the KV cache keeps the earlier ones.
 
     python examples/chat.py [MODEL]
 
-MODEL is a Hub id, a transformers folder or an artifact with a chat template; a tiny random model without one.
+MODEL is a Hub id, a transformers folder or an artifact; it needs a chat template. Without MODEL, the example uses a tiny random model.
 Type a line and press Enter; an empty line ends the conversation.
 """
 
@@ -21,26 +21,26 @@ from accel.testing.generators import save_generator
 
 
 def template(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> torch.Tensor:
-    """The conversation as tokens."""
+    """Return the conversation as tokens."""
     if tokenizer.chat_template:
-        found = tokenizer.apply_chat_template(
+        encoding = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        return found["input_ids"]
+        return encoding["input_ids"]
     return tokenizer(" ".join(m["content"] for m in messages), return_tensors="pt")["input_ids"]
 
 
 def chat(folder: str | Path, lines: list[str] | None = None, max_new_tokens: int = 60) -> list[str]:
-    """Talk until an empty line; returns the answers."""
+    """Chat until an empty line, and return the answers."""
     model = ORTModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.artifact.path)
     cache, messages, answers = model.new_cache(), [], []
     read: list[int] = []
-    given = iter(lines) if lines is not None else iter(lambda: input("> "), "")
-    for line in given:
+    user_lines = iter(lines) if lines is not None else iter(lambda: input("> "), "")
+    for line in user_lines:
         messages.append({"role": "user", "content": line})
         tokens = template(tokenizer, messages)
-        # A template may rewrite earlier turns (some drop the model's reasoning): the cache keeps what is still the same.
+        # A chat template may rewrite earlier turns (some remove the model's reasoning), so the cache keeps only the common prefix.
         same = sum(
             1
             for _ in itertools.takewhile(
@@ -49,15 +49,15 @@ def chat(folder: str | Path, lines: list[str] | None = None, max_new_tokens: int
         )
         cache.crop(same - cache.get_seq_length())
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        made = model.generate(
+        generated = model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             past_key_values=cache,
             max_new_tokens=max_new_tokens,
             streamer=streamer,
         )
-        read = made[0, : cache.get_seq_length()].tolist()
-        answers.append(tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True))
+        read = generated[0, : cache.get_seq_length()].tolist()
+        answers.append(tokenizer.decode(generated[0, tokens.shape[1] :], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answers[-1]})
     return answers
 

@@ -1,9 +1,9 @@
-"""Export a module that transformers does not know, and run it with its own names.
+"""Export a PyTorch module that is not a transformers model, and run it with its own input names.
 
     python examples/custom_module.py [OUT]
 
-A two-tower scorer: a query vector against several candidates. The sample has one row and is repaired, so that the batch and
-the number of candidates stay free. Runs offline.
+The module is a two-tower scorer: it compares a query vector with several candidates. The sample input has one row; accel extends it, so
+that the batch size and the number of candidates stay dynamic. The example runs offline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel import ORTModelForCustomTasks, export
 
 
 class Scorer(torch.nn.Module):
-    """`query: (batch, 16)` and `candidates: (batch, candidates, 16)` to `scores: (batch, candidates)`."""
+    """Map `query: (batch, 16)` and `candidates: (batch, candidates, 16)` to `scores: (batch, candidates)`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ with tempfile.TemporaryDirectory() as temporary:
     )
     model = ORTModelForCustomTasks.from_pretrained(artifact.path)
     query, candidates = torch.randn(3, 16), torch.randn(3, 7, 16)
-    found = model(query=query, candidates=candidates).scores
+    actual = model(query=query, candidates=candidates).scores
     with torch.inference_mode():
         expected = scorer(query, candidates)["scores"]
     for spec in (*artifact.components[0].inputs, *artifact.components[0].outputs):
         print(spec.name, spec.shape)
-    print(f"differs from PyTorch by {(found - expected).abs().max():.1e} on {tuple(found.shape)} scores")
+    print(f"differs from PyTorch by {(actual - expected).abs().max():.1e} on {tuple(actual.shape)} scores")

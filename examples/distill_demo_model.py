@@ -1,14 +1,14 @@
-"""Distil the model that `accel demo` ships from a larger fine-tuned classifier.
+"""Distill the demo model that ships with accel from a larger fine-tuned classifier.
 
-The student keeps the teacher's hidden size, so that its embeddings and two of its layers start as the teacher's. It gets
-small in three ways: the vocabulary is trimmed to the word pieces of the training queries (plus all single characters,
-so that no word becomes unknown), two layers stay, and each feed-forward block keeps its strongest neurons. The teacher
-then labels the training queries and augmented copies of them, and the student learns its logits (Hinton et al., 2015,
+The student has the teacher's hidden size, so its embeddings and two of its layers are initialized with the teacher's weights. It is
+smaller in three ways: the vocabulary has only the word pieces of the training queries (plus all single characters, so that no word
+becomes unknown), only two layers are kept, and each feed-forward block keeps only its strongest neurons. The teacher computes logits
+for the training queries and for augmented copies of them, and the student learns these logits (Hinton et al., 2015,
 "Distilling the Knowledge in a Neural Network", https://arxiv.org/abs/1503.02531).
 
     python examples/distill_demo_model.py TEACHER_FOLDER TRAIN.csv TEST.csv OUT_FOLDER
 
-The CSV files hold the columns `text` and `category`. Takes about half an hour on two cores.
+The CSV files have the columns `text` and `category`. Training takes about half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_rows(path: Path) -> list[tuple[str, str]]:
 
 
 def trim_tokenizer(teacher_folder: Path, texts: list[str], out: Path) -> list[int]:
-    """Write a tokenizer with only the word pieces of `texts` and all characters; return the teacher ids it keeps."""
+    """Write a tokenizer with only the word pieces of `texts` and all characters; return the kept token ids of the teacher."""
     spec = json.loads((teacher_folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocab: dict[str, int] = spec["model"]["vocab"]
     teacher_tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
@@ -70,7 +70,7 @@ def trim_tokenizer(teacher_folder: Path, texts: list[str], out: Path) -> list[in
 
 
 def build_student(teacher, kept: list[int], layers: list[int], intermediate: int) -> BertForSequenceClassification:
-    """A copy of the teacher with fewer rows in the embeddings, fewer layers and narrower feed-forward blocks."""
+    """Return a copy of the teacher with a smaller vocabulary, fewer layers and narrower feed-forward blocks."""
     config = copy.deepcopy(teacher.config)
     config.update(
         {
@@ -104,10 +104,10 @@ def build_student(teacher, kept: list[int], layers: list[int], intermediate: int
 
 
 def augment(texts: list[str], copies: int, rng: random.Random) -> list[str]:
-    """Queries with words dropped, swapped or replaced, and halves of two queries joined; the teacher labels them."""
+    """Return augmented queries: words are dropped, swapped or replaced, and halves of two queries are joined. They have no labels."""
     words = [text.split() for text in texts]
     pool = [word for query in words for word in query]
-    made = []
+    augmented_queries = []
     for _ in range(copies):
         for query in words:
             query = list(query)
@@ -123,13 +123,13 @@ def augment(texts: list[str], copies: int, rng: random.Random) -> list[str]:
             if len(query) > 2 and rng.random() < 0.3:
                 position = rng.randrange(len(query) - 1)
                 query[position], query[position + 1] = query[position + 1], query[position]
-            made.append(" ".join(word for word in query if word) or "help")
-    return made
+            augmented_queries.append(" ".join(word for word in query if word) or "help")
+    return augmented_queries
 
 
 @torch.no_grad()
 def predict(model, tokenizer, texts: list[str], batch_size: int = 128) -> torch.Tensor:
-    """Logits `(len(texts), num_labels)`; texts of like length share a batch."""
+    """Return logits `(len(texts), num_labels)`; texts of similar length are batched together."""
     model.eval()
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     logits = torch.empty(len(texts), model.config.num_labels)
@@ -177,7 +177,7 @@ def main() -> None:
     everything = texts + augment(texts, args.copies, rng)
     targets = predict(teacher, teacher_tokenizer, everything)
     train_labels = torch.tensor([teacher.config.label2id[label] for _, label in train])
-    # The true label of a real query counts as well; an augmented one has no true label.
+    # The true labels of real queries are also used in the loss. Augmented queries have none and get -100.
     labels = torch.cat([train_labels, torch.full((len(everything) - len(texts),), -100)])
     print(f"teacher on {len(everything)} queries done", flush=True)
 
@@ -193,7 +193,7 @@ def main() -> None:
         student.train()
         order = list(range(len(everything)))
         rng.shuffle(order)
-        # Sort by length inside windows of 50 batches: little padding, and still a random order of batches.
+        # Sort by length within windows of 50 batches: this keeps padding small and the order of batches random.
         window = 50 * batch_size
         order = [
             i

@@ -1,9 +1,10 @@
-"""Embed sentences with pooling and normalisation inside the graph, and find the nearest one.
+"""Embed sentences with pooling and normalization inside the graph, and find the most similar sentence.
 
     python examples/embeddings.py [MODEL] [--pooling mean]
 
-MODEL is a Hub id or a folder of an encoder or of a sentence-transformers model. Without one it takes the encoder of the
-intent classifier that ships with accel, so that it runs offline: its classes are queries, and near queries have near vectors.
+MODEL is a Hub id or a folder of an encoder or of a sentence-transformers model. Without it, the example uses the encoder of the
+intent classifier that ships with accel, so it runs offline. The classifier was trained on bank queries, so similar queries have
+similar embeddings.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Train a classifier of bank customers' questions for 4-bit weights or 8-bit arithmetic, and export it.
+"""Train a classifier of bank queries with simulated 4-bit weights or 8-bit arithmetic (quantization-aware training), and export it.
 
-Rounding a small model's weights to 4 bits, or all of a layer's weights with one step, costs points. Here the demo's model is rounded
-while it goes on training: its own float answers are the teacher, so labels help but do not decide. A run that is killed goes on
-from its last checkpoint when it is started again with the same arguments.
+Rounding a small model's weights to 4 bits, or with one scale per layer, reduces its accuracy. This example trains the demo model with
+rounded weights. The float model is the teacher, and the labels are a small part of the loss. An interrupted run resumes from its last
+checkpoint when it is started again with the same arguments.
 
     python examples/quantization_aware_training.py OUT_FOLDER [--train TRAIN.csv] [--test TEST.csv] [--preset int4-per-tensor]
 
-The CSV files hold the columns `text` and `category`; without them the demo's own rows are used. Takes minutes on two cores.
+The CSV files have the columns `text` and `category`; by default, the demo's own rows are used. Training takes minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
                 right += int((of(**batch).logits.argmax(-1) == batch["labels"]).sum())
         return 100 * right / len(test)
 
-    found = {"float": accuracy(model)}
+    accuracies = {"float": accuracy(model)}
     calibration = None
     if arguments.preset != "int4":
         calibration = [collate(train[start : start + 32]) for start in range(0, 256, 32)]
@@ -76,7 +76,7 @@ def main() -> None:
         block_size=arguments.block_size,
         distillation=arguments.distillation,
     )
-    found["rounded, not trained"] = accuracy(model)
+    accuracies["rounded, not trained"] = accuracy(model)
 
     settings = TrainingArguments(
         output_dir=str(arguments.out / "checkpoints"),
@@ -98,13 +98,13 @@ def main() -> None:
     trainer = Trainer(model=model, args=settings, train_dataset=train, data_collator=collate)
     folder = arguments.out / "checkpoints"
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
-    found["rounded, trained"] = accuracy(model.cpu())
+    accuracies["rounded, trained"] = accuracy(model.cpu())
 
     accel.export(model, arguments.out / "onnx", processor=tokenizer, task="text-classification")
     columns = {"text": "text", "label": "category"}
     report = accel.evaluate(arguments.out / "onnx", str(arguments.test), columns=columns, max_length=LENGTH)
-    found["exported, ONNX Runtime"] = 100 * report.value
-    print(json.dumps(found, indent=1))
+    accuracies["exported, ONNX Runtime"] = 100 * report.value
+    print(json.dumps(accuracies, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Classify texts with a stock transformers pipeline over an accelerated model.
+"""Classify texts with transformers' own pipeline and an accelerated model.
 
     python examples/text_classification.py [MODEL] [TEXT ...]
 
-MODEL is a Hub id or a folder; without one it takes the intent classifier that ships with accel. Runs offline.
+MODEL is a Hub id or a folder. Without it, the example uses the intent classifier that ships with accel and runs offline.
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ args = parser.parse_args()
 
 model = ORTModelForSequenceClassification.from_pretrained(args.model)
 classify = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(args.model))
-for text, found in zip(args.texts, classify(args.texts), strict=True):
-    print(f"{found['score']:.3f}  {found['label']:<28} {text}")
+for text, prediction in zip(args.texts, classify(args.texts), strict=True):
+    print(f"{prediction['score']:.3f}  {prediction['label']:<28} {text}")
 print(f"run by {model.backend} on {model.device} in {model.compute_dtype}")

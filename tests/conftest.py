@@ -1,4 +1,4 @@
-"""Tests run offline, with a home of their own, and export each tiny model once a session."""
+"""Shared fixtures. Tests run offline with a temporary home folder, and export each tiny model once per session."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There are at least as many workers as processors: more threads for tiny models wait for each other.
+    # There is at least one worker per processor. With more threads, tiny models would only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if version("torch") >= "2.13":
-    # PyTorch remembers the shapes that operators answer with: models of twelve layers are traced in three quarters of the time so,
-    # those of two, as here, in a fifth more. 2.11 cannot do without for some models.
+    # Disable PyTorch's cache of operator output shapes. It saves a quarter of the tracing time for models of 12 layers,
+    # but costs a fifth more for models of 2 layers, as in these tests. torch 2.11 needs the cache for some models.
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-# `datasets` reads this when it is imported; files that tests read leave nothing in the user's cache.
+# `datasets` reads this variable at import. A temporary folder keeps test files out of the user's cache.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-")
 
 from accel.artifact import Artifact
@@ -38,19 +38,21 @@ from accel.testing.sounds import CLAP, SOUND_FAMILIES, VITS, save_clap, save_sou
 from accel.testing.tables import TAPAS, save_tapas
 from accel.testing.videos import VIDEO_FAMILIES, save_video_model
 
-# An export makes a million objects that live for seconds, beside as many of the imported libraries that never die. With the
-# interpreter's threshold of 700 new ones, looking through them takes a fifth of the time (tests/integration/test_parity.py: 88 s
-# of processor time, and 70 s so).
+# An export creates a million objects that live for seconds, in addition to as many permanent objects of the imported
+# libraries. With the default threshold of 700 new objects, garbage collection takes a fifth of the time
+# (tests/integration/test_parity.py: 88 s of processor time; 70 s with this threshold).
 gc.set_threshold(50_000, 20, 50)
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 _ALONE: dict[str, Callable[[Path], object]] = {CLAP: save_clap, TAPAS: save_tapas, VITS: save_vits}
-"""Families of one model."""
+"""Functions that save the model of a family with only one model."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests marked `gpu` are skipped, with every reason, where the CUDA backend, or the one that the mark names, cannot run."""
+    """Skip tests marked `gpu` if the CUDA backend, or the backend that the mark names, cannot run. The skip message has
+    all reasons.
+    """
     mark = item.get_closest_marker("gpu")
     if mark is None:
         return
@@ -68,12 +70,15 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _loggers_of_a_new_process() -> None:
-    """Commands and libraries that earlier tests called in this process set levels; warnings are tested, too."""
+    """Reset the log levels that commands and libraries of earlier tests in this process have set, because tests also
+    check warnings.
+    """
     logging.disable(logging.NOTSET)
     if logging.root.level > logging.WARNING:
         logging.root.setLevel(logging.WARNING)
     for handler in logging.root.handlers:
-        # A library that is quiet for a while makes every handler so, pytest's too, and forgets it.
+        # Libraries that silence logging temporarily set the level of every handler, including pytest's, and do not
+        # restore it.
         handler.setLevel(logging.NOTSET)
     for name, one in list(logging.root.manager.loggerDict.items()):
         if isinstance(one, logging.Logger) and name.partition(".")[0] in ("accel", "accel_plugins"):
@@ -84,7 +89,7 @@ def _loggers_of_a_new_process() -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders that are made once for all worker processes of a run."""
+    """Return a function that gives folders by name. Each folder is made once for all worker processes of a run."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     root.mkdir(exist_ok=True)
@@ -101,7 +106,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
-    """Transformers folders of tiny models, made when first asked for."""
+    """Return a function that gives transformers folders of tiny models; each is made at first use."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Path:
         if family in PICTURES:
@@ -120,7 +125,7 @@ def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[..., Artifact]:
-    """Their ONNX exports, likewise."""
+    """Return a function that gives ONNX exports of tiny models; each is made at first use."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
         source = tiny_folder(family, task)
@@ -131,7 +136,7 @@ def tiny_artifact(tiny_folder: Callable[..., Path], shared: Callable[..., Path])
 
 @pytest.fixture(scope="session")
 def tiny_ir(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[..., Artifact]:
-    """Their OpenVINO exports."""
+    """Return a function that gives OpenVINO exports of tiny models; each is made at first use."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
         source = tiny_folder(family, task)
@@ -143,7 +148,7 @@ def tiny_ir(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Ca
 
 @pytest.fixture(scope="session")
 def generator(shared: Callable[..., Path]) -> Callable[..., Artifact]:
-    """Exported tiny generators, made when first asked for, from folders as a user has them."""
+    """Return a function that gives exports of tiny generating models, made at first use from transformers folders."""
 
     def get(family: str, backend: str = "cpu") -> Artifact:
         source = shared(f"generator-{family}", lambda folder: save_generator(folder, family))

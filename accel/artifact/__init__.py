@@ -1,10 +1,12 @@
-"""What stages pass along: an immutable folder with its manifest, and where folders come from and go to.
+"""The artifact: an immutable folder of graphs with a manifest, which every stage reads and writes.
 
-In: a path or a Hub id. Out: an `Artifact`, whose manifest says which file is which graph and what goes in and out of it.
-The next thing that belongs here describes, finds, verifies or writes a folder, and knows no model and no backend.
+In: a path or a Hub id. Out: an `Artifact`. Its manifest lists the graph file of each component, with inputs and
+outputs.
+Code belongs in this package if it finds, describes, verifies or writes such folders, independent of models and
+backends.
 """
 
-from .checksums import FileRecord, check_file, record_files
+from .checksums import FileRecord, check_file, record_files, sha256, stamp_files
 from .home import accel_home, keeping
 from .hub import HubOptions, Location
 from .manifest import (
@@ -20,6 +22,7 @@ from .manifest import (
     lost_manifest,
     with_files,
 )
+from .reading import read_json
 from .tensors import TensorSpec
 from .writing import copy_companions, scratch, tool_versions
 
@@ -42,8 +45,11 @@ __all__ = [
     "copy_companions",
     "keeping",
     "lost_manifest",
+    "read_json",
     "record_files",
     "scratch",
+    "sha256",
+    "stamp_files",
     "tool_versions",
     "with_files",
 ]

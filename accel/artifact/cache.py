@@ -1,4 +1,4 @@
-"""What `accel` keeps under `ACCEL_HOME`, listed and removed: exports made on the fly, and what searches built and measured."""
+"""List and remove the cache entries under `ACCEL_HOME`: exports made by `from_pretrained`, and results of searches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _GATE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Something that can be made again, at the cost of time.
+    """An entry of the cache. Removing it loses no data: accel computes it again when needed, which takes time.
 
     Attributes:
-        name: Shown, and matched by `clear`.
-        what: In words.
-        path: Its folder.
-        bytes: Of all files in it.
+        name: The name of the entry, as `clear` takes it.
+        what: A description of the entry.
+        path: The folder of the entry.
+        bytes: Total size of the files in the folder, in bytes.
     """
 
     name: str
@@ -34,24 +34,24 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Everything that is kept, exports first."""
+    """Return all cache entries, exports first."""
     return [*_exports(), *_searches()]
 
 
 def clear(name: str | None = None) -> list[Entry]:
-    """Remove what is kept; and where nothing is named, what was found when files and forms were checked.
+    """Remove cache entries. Without a name, also remove the saved results of file checks and form comparisons.
 
-    What searches keep stays while one runs.
+    Without a name, the results of searches are kept while a search runs.
 
     Args:
-        name: Only entries whose name starts with this.
+        name: Remove only entries whose name starts with this text.
 
     Returns:
-        What was removed.
+        The removed entries.
 
     Raises:
-        ConfigError: No entry has that name.
-        OutputFolderError: It is named, and a running search uses it.
+        ConfigError: No entry has a name that starts with `name`.
+        OutputFolderError: `name` is given, and a running search uses the entry.
     """
     kept = entries()
     removed = [entry for entry in kept if name is None or entry.name.startswith(name)]
@@ -70,7 +70,7 @@ def clear(name: str | None = None) -> list[Entry]:
                 raise OutputFolderError("A search is running, which uses what searches keep.", fix="wait for its end.")
             else:
                 removed.remove(entry)
-    # What a `clear` that was killed had begun to remove.
+    # Remove leftovers of a `clear` call that was killed.
     for folder in (accel_home(), accel_home() / "exports", accel_home() / SEARCHES / "artifacts"):
         remove_stale(folder)
     if name is None:
@@ -81,7 +81,7 @@ def clear(name: str | None = None) -> list[Entry]:
 
 @contextmanager
 def using_searches() -> Iterator[Path]:
-    """For the time of a search: what searches keep is not removed meanwhile. Gives the file that says so."""
+    """Prevent the removal of search results while a search runs. Yields the lock file of this search."""
     mine = accel_home() / SEARCHES / "running" / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
     with ExitStack() as running:
         with _gate():
@@ -91,14 +91,16 @@ def using_searches() -> Iterator[Path]:
 
 @contextmanager
 def alone_with_searches(mine: Path | None = None) -> Iterator[bool]:
-    """Whether no search runs, but the one of that file; none begins within the block."""
+    """Prevent new searches within the block. Yields whether no other search runs; the search with the lock file `mine`
+    does not count.
+    """
     with _gate() as entered:
         others = [path for path in (accel_home() / SEARCHES / "running").glob("*.lock") if path != mine]
         yield entered and all(_is_free(path) for path in others)
 
 
 def _gate() -> AbstractContextManager[bool]:
-    # Beside the folder, which may be removed behind it.
+    # The lock lies next to the folder, because the folder may be deleted while it is locked.
     home = accel_home()
     with keeping("What searches find"):
         home.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ def _is_free(lock: Path) -> bool:
 def _exports() -> Iterator[Entry]:
     folder = accel_home() / "exports"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        # What is being made is not finished, and not ours to remove.
+        # Skip temporary folders: another process is still writing them.
         if path.is_dir() and not path.name.startswith(STAGING_PREFIX):
             yield Entry(name=path.name, what="export made by from_pretrained", path=path, bytes=_size(path))
 

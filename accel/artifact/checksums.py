@@ -1,4 +1,4 @@
-"""Files by size and checksum, and how a changed one is found."""
+"""Sizes and checksums of files, to detect changed files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ON_PURPOSE = f"{_REMEDY}; where it was changed on purpose (a tokenizer saved ov
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file of a component: its name relative to the folder, its size in bytes and its checksum."""
+    """A file of an artifact: its name relative to the folder, its size in bytes and its SHA-256 checksum."""
 
     name: str
     bytes: int
@@ -37,21 +37,31 @@ class FileRecord:
 
 
 def sha256(path: Path) -> str:
-    """The file's checksum in hexadecimal."""
+    """Return a file's SHA-256 checksum in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def record_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
-    """Sizes and checksums of files in `folder`."""
+    """Return records with the size and checksum of each named file in `folder`."""
     return tuple(FileRecord(name=n, bytes=(folder / n).stat().st_size, sha256=sha256(folder / n)) for n in names)
 
 
+def stamp_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
+    """Return records that identify files by size and modification time, without reading them.
+
+    Folders of other tools have no manifest with checksums.
+    """
+    found = [(name, (folder / name).stat()) for name in names]
+    return tuple(FileRecord(name=n, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}") for n, stat in found)
+
+
 def verify(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Compare files with their records; of large ones the result is remembered by inode, size and times of change.
+    """Compare files with their records. Checksums of files over 1 MiB are cached by inode, size and modification times.
 
     Raises:
-        IntegrityError: The first file that is missing, truncated or changed, or lies outside the folder.
+        IntegrityError: A file is missing, truncated or changed, or lies outside the folder. The message names the first
+            such file.
     """
     with _Checksums() as checksums:
         for record in records:
@@ -70,7 +80,9 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
 
 
 class _Checksums:
-    """Checksums of files, those of large ones remembered from one process to the next by inode, size and times of change."""
+    """SHA-256 checksums of files. Those of files over 1 MiB are cached across processes by inode, size and modification
+    times.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, Any] | None = None
@@ -84,10 +96,10 @@ class _Checksums:
             remember(_VERIFIED, self._found)
 
     def of(self, path: Path, stat: os.stat_result) -> str:
-        """The checksum of a file of which the system says that."""
+        """Return the checksum of the file `path`; `stat` is its `stat` result, the key in the cache."""
         if stat.st_size <= _LARGE:
             return sha256(path)
-        # The time of the last change of any kind cannot be set back, as that of the content can.
+        # The key contains `ctime`, because programs can set `mtime` back but not `ctime`.
         key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
         if self._known is None:
             self._known = recall(_VERIFIED)
@@ -99,18 +111,18 @@ class _Checksums:
 
 
 def check_file(path: Path, folder: Path, *, fix: str) -> os.stat_result:
-    """What the system says of a file that belongs to a folder; it is not opened.
+    """Return the `stat` result of a file of an artifact. The file is not opened.
 
     Raises:
-        IntegrityError: It is missing, no regular file, or a link that leaves the folder.
+        IntegrityError: The file is missing, is not a regular file, or is a link to a file outside the folder.
     """
     try:
         stat = path.stat()
-    # A name that no file can have is a `ValueError`.
+    # `stat` raises `ValueError` for an invalid file name.
     except (OSError, ValueError) as error:
         raise IntegrityError(f"{path} is missing.", fix=fix) from error
     if not S_ISREG(stat.st_mode):
-        # A pipe would be read for ever.
+        # Reading a pipe would never end.
         raise IntegrityError(f"{path} is no regular file.", fix=fix)
     if not is_inside(path, folder):
         raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=fix)
@@ -118,10 +130,10 @@ def check_file(path: Path, folder: Path, *, fix: str) -> os.stat_result:
 
 
 def _checked_name(folder: Path, name: str) -> str:
-    """A file's name in its folder.
+    """Return the file name from a manifest if it is valid.
 
     Raises:
-        IntegrityError: It is none: it leaves the folder, or no file has such a name.
+        IntegrityError: The name is invalid, or leads outside the folder.
     """
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or len(name) > _LONGEST_NAME:
@@ -132,7 +144,9 @@ def _checked_name(folder: Path, name: str) -> str:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file is within its folder; a file of a Hub snapshot may also be a link into the repository's own blobs."""
+    """Return whether a file lies in its folder. In a Hub snapshot, links into the `blobs` folder of the repository are
+    allowed.
+    """
     real, root = path.resolve(), folder.resolve()
     if real.is_relative_to(root):
         return True
@@ -141,7 +155,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def recall(name: str) -> dict[str, Any]:
-    """What `remember` kept in the home's file of that name; empty where it is damaged or missing."""
+    """Return the results that `remember` saved in a file of `ACCEL_HOME`; empty if the file is damaged or missing."""
     try:
         values = json.loads((accel_home() / name).read_text(encoding="utf-8"))
         return values if isinstance(values, dict) else {}
@@ -150,9 +164,10 @@ def recall(name: str) -> dict[str, Any]:
 
 
 def remember(name: str, found: Mapping[str, object]) -> None:
-    """Keep results of checks in a file of the home, so that they are not done again.
+    """Save results of checks in a file of `ACCEL_HOME`, so that the checks are not repeated.
 
-    Best effort: with a read-only home, or when another process writes at the same time, the check is done once more.
+    Best effort: if `ACCEL_HOME` is read-only, or another process writes at the same time, the checks run again next
+    time.
     """
     try:
         path = accel_home() / name
@@ -166,8 +181,8 @@ def remember(name: str, found: Mapping[str, object]) -> None:
 
 
 def folder_digest(folder: Path) -> str:
-    """Identifies the files of a folder by their names and all that they hold; of large ones the checksum is remembered by inode, size
-    and times of change.
+    """Return a digest of the names and contents of a folder's files. Checksums of files over 1 MiB are cached by inode,
+    size and modification times.
     """
     digest = hashlib.sha256()
     with _Checksums() as checksums:

@@ -1,12 +1,13 @@
-"""Tokenizers, processors and generation configs beside a model, as transformers opens them; what goes wrong is an error of ours."""
+"""Open tokenizers, processors and generation configs with transformers, and convert failures to errors of accel."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..config import WrongTypeError, fitted
 from ..errors import AccelError, ArtifactNotFoundError, BackendUnavailableError, ConfigError, IntegrityError
 from .reading import read_json
 from .unrecorded import KINDS
@@ -20,13 +21,13 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "AutoConfig": ("config", ("config.json",)),
     "GenerationConfig": ("generation config", ("generation_config.json",)),
 }
-"""What each of transformers' classes is called here, and which files it reads of a folder."""
+"""For each class of transformers: its name in error messages, and the files that it reads."""
 _OWN_FILES = ("AutoTokenizer", "GenerationConfig")
 _SEVERAL = (
     "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
 _INTEGERS = (
-    *_SEVERAL, "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k",
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pad_token_id", "forced_bos_token_id",
 )  # fmt: skip
 _NUMBERS = (
@@ -34,12 +35,13 @@ _NUMBERS = (
     "repetition_penalty", "encoder_repetition_penalty", "length_penalty",
 )  # fmt: skip
 _BOOLEANS = ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")
-_GENERATION: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (int, "integer", _INTEGERS),
-    (int | float, "number", _NUMBERS),
-    (bool, "boolean", _BOOLEANS),
-)
-"""What values of a generation config are, and which of them may be several in a list."""
+_GENERATION: Mapping[str, Any] = {
+    **dict.fromkeys(_INTEGERS, int | None),
+    **dict.fromkeys(_SEVERAL, int | tuple[int, ...] | None),
+    **dict.fromkeys(_NUMBERS, float | None),
+    **dict.fromkeys(_BOOLEANS, bool | None),
+}
+"""Types of the fields of a generation config."""
 _AGAIN = "copy the original model's file over it; in an artifact of accel, record that with: accel validate FOLDER --accept-files."
 _LONGEST = 300
 
@@ -47,27 +49,27 @@ _LONGEST = 300
 def open_companion(
     loader: str, folder: str | os.PathLike[str], *, local_files_only: bool = True, **arguments: Any
 ) -> Any:
-    """What transformers' class of that name opens of a folder.
+    """Open a tokenizer, processor or config of a folder with a class of transformers.
 
     Args:
-        loader: `AutoTokenizer`, `AutoImageProcessor`, `AutoFeatureExtractor`, `AutoProcessor`, `AutoConfig`, `GenerationConfig`, or
-            another class with `from_pretrained`.
-        folder: The folder; a Hub id where `local_files_only` is `False`.
-        local_files_only: Never ask the Hub.
-        **arguments: More arguments of `from_pretrained`, as `trust_remote_code`.
+        loader: `AutoTokenizer`, `AutoImageProcessor`, `AutoFeatureExtractor`, `AutoProcessor`, `AutoConfig`,
+            `GenerationConfig`, or another class with `from_pretrained`.
+        folder: The folder, or a Hub id if `local_files_only` is `False`.
+        local_files_only: Whether only local files are used, without requests to the Hub.
+        **arguments: Further arguments of `from_pretrained`, such as `trust_remote_code`.
 
     Raises:
-        ArtifactNotFoundError: The folder has none.
-        IntegrityError: It has one, which is damaged or not understood.
-        BackendUnavailableError: It needs a package that is not installed.
-        ConfigError: It needs code that comes with the model, which was not trusted.
+        ArtifactNotFoundError: The folder does not contain the required files.
+        IntegrityError: A file is damaged or has an unknown format.
+        BackendUnavailableError: A required package is not installed.
+        ConfigError: The class is Python code of the model repository, and `trust_remote_code` is not set.
     """
     import transformers
 
     kind, patterns = _KINDS.get(loader, (loader, ("*.json",)))
     path = Path(folder)
-    # Without any file transformers makes some tokenizers of no vocabulary, which read every word as unknown. Processors of
-    # images may stand in a config.json.
+    # Check for the files first: without them, transformers creates some tokenizers with an empty vocabulary, which map
+    # every word to the unknown token. Image processors are not checked, because config.json may describe them.
     if (
         loader in _OWN_FILES
         and path.is_dir()
@@ -75,36 +77,39 @@ def open_companion(
     ):
         raise _missing(path, kind)
     if loader != "GenerationConfig":
-        # Else transformers asks on standard input.
+        # Without a value, transformers asks the user on standard input.
         arguments.setdefault("trust_remote_code", False)
     try:
-        made = getattr(transformers, loader).from_pretrained(folder, local_files_only=local_files_only, **arguments)
-    # Whatever libraries and code of the model's raise of files that are none; panics of tokenizers are no `Exception`.
+        loaded = getattr(transformers, loader).from_pretrained(folder, local_files_only=local_files_only, **arguments)
+    # Libraries and the model's code may raise any error for damaged files. A Rust panic in `tokenizers` is not an
+    # `Exception`.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         _explain(error, folder, kind, patterns)
-    if kind == "tokenizer" and not isinstance(made.model_max_length, int | float):
+    if kind == "tokenizer" and not isinstance(loaded.model_max_length, int | float):
         raise IntegrityError(
-            f"{path / 'tokenizer_config.json'} says {made.model_max_length!r} for model_max_length, which is no number.",
+            f"{path / 'tokenizer_config.json'} says {loaded.model_max_length!r} for model_max_length, which is no number.",
             fix=_AGAIN,
         )
     if loader == "GenerationConfig":
-        _check_generation(path / "generation_config.json", made)
-    return made
+        _check_generation(path / "generation_config.json", loaded)
+    return loaded
 
 
 def open_generation_config(folder: str | os.PathLike[str], config: Any) -> Any:
-    """The settings of `generate`, from where transformers reads them.
+    """Open the generation config of a folder: from `generation_config.json`, or from `config.json` if that file is
+    missing.
 
-    Checkpoints of transformers before 4.26 keep them in `config.json`; transformers 5 drops them from a config that it opens.
+    Checkpoints made before transformers 4.26 keep these settings in `config.json`. transformers 5 removes them from an
+    opened config, so the file is read again.
 
     Args:
         folder: The folder.
-        config: The opened config, whose token ids are the settings of a folder with none of these files.
+        config: The opened config. Its token ids are used if the folder has neither file.
 
     Raises:
-        IntegrityError: The file is damaged or not understood.
+        IntegrityError: The file is damaged or has an unknown format.
     """
     import transformers
 
@@ -114,32 +119,30 @@ def open_generation_config(folder: str | os.PathLike[str], config: Any) -> Any:
     if not (path / "config.json").exists():
         return transformers.GenerationConfig.from_model_config(config)
     try:
-        made = transformers.GenerationConfig.from_model_config(read_json(path / "config.json"))
+        loaded = transformers.GenerationConfig.from_model_config(read_json(path / "config.json"))
     except (AttributeError, TypeError, ValueError) as error:
         _explain(error, path, "generation config", ("config.json",))
-    _check_generation(path / "config.json", made)
-    return made
+    _check_generation(path / "config.json", loaded)
+    return loaded
 
 
-def _check_generation(file: Path, made: Any) -> None:
-    """Hold a generation config against the kinds of values that transformers has; it looks at few of them itself.
+def _check_generation(file: Path, loaded: Any) -> None:
+    """Check the types of a generation config's fields, because transformers checks only a few.
 
     Raises:
-        IntegrityError: A value of another kind.
+        IntegrityError: A field has the wrong type.
     """
-    for kind, word, names in _GENERATION:
-        for name in names:
-            value: Any = getattr(made, name, None)
-            if value is None:
-                continue
-            items: list[Any] = value if name in _SEVERAL and isinstance(value, list) else [value]
-            for one in items:
-                if not isinstance(one, kind) or (isinstance(one, bool) and kind is not bool):
-                    raise IntegrityError(f"{file} says {one!r:.100} for {name}, which is no {word}.", fix=_AGAIN)
+    for name, hint in _GENERATION.items():
+        try:
+            fitted(name, getattr(loaded, name, None), hint)
+        except WrongTypeError as error:
+            raise IntegrityError(
+                f"{file} says {error.value} for {error.subject}, where {error.expected} belongs.", fix=_AGAIN
+            ) from None
 
 
 def _explain(error: BaseException, folder: str | os.PathLike[str], kind: str, patterns: Sequence[str]) -> NoReturn:
-    """Raise what happened in our words."""
+    """Raise an error of accel for an error of transformers."""
     if isinstance(error, AccelError):
         raise error
     path, why = Path(folder), " ".join(str(error).split())[:_LONGEST]
@@ -161,7 +164,7 @@ def _explain(error: BaseException, folder: str | os.PathLike[str], kind: str, pa
 
 
 def _check_json(folder: Path, patterns: Sequence[str], cause: BaseException) -> None:
-    """Raise for the first of the files that is not what every such file is, an object; transformers does not name it."""
+    """Raise for the first file that is not a JSON object. The errors of transformers do not name the file."""
     for found in sorted({one for pattern in patterns for one in folder.glob(pattern)}):
         if found.suffix == ".json" and found.is_file():
             try:

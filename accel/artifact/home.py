@@ -1,4 +1,4 @@
-"""Where `accel` keeps what it makes on the way: `ACCEL_HOME`."""
+"""`ACCEL_HOME`: the folder for automatic exports and caches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..errors import ConfigError, OutputFolderError
 
 _REMEDY = "set ACCEL_HOME to a folder that can be written"
 SEARCHES = "tune"
-"""Name of the entry that holds what searches keep, and of its folder."""
+"""Name of the cache entry for search results, and of its folder."""
 
 
 def accel_home() -> Path:
-    """Where on-the-fly exports and caches live: `$ACCEL_HOME`, or `accel` in the user's cache folder.
+    """Return the folder for automatic exports and caches: `$ACCEL_HOME`, or `accel` in the user's cache folder.
 
     Raises:
-        ConfigError: This user has no home, or what is there is no folder or cannot be read.
+        ConfigError: The user has no home folder, or the path is not a readable folder.
     """
     try:
         if named := os.environ.get("ACCEL_HOME"):
@@ -31,7 +31,7 @@ def accel_home() -> Path:
     try:
         readable = stat.S_ISDIR(home.stat().st_mode) and os.access(home, os.R_OK | os.X_OK)
     except FileNotFoundError:
-        # It is made when something is kept.
+        # The folder is created at the first write.
         return home
     except OSError as error:
         raise ConfigError(f"The folder for caches cannot be read: {error}.", fix=f"{_REMEDY}.") from error
@@ -42,13 +42,13 @@ def accel_home() -> Path:
 
 @contextmanager
 def keeping(what: str) -> Iterator[None]:
-    """Writing below `accel_home()` within the block: what the system says against it becomes one error that names the setting.
+    """Convert an `OSError` while writing under `ACCEL_HOME` into an error that names this setting.
 
     Args:
-        what: Is kept, for the error.
+        what: Name of the data being written, for the error message.
 
     Raises:
-        OutputFolderError: It cannot be written.
+        OutputFolderError: The folder cannot be written.
     """
     try:
         yield

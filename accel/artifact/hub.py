@@ -1,4 +1,4 @@
-"""Model ids and paths: a local path is used as it is and never opens a socket; an id is downloaded once."""
+"""Find a model by path or Hub id. A local path causes no network access; a Hub id is downloaded once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 from ..config import check_type
 from ..errors import ArtifactNotFoundError, did_you_mean
@@ -21,7 +22,7 @@ from .manifest import MANIFEST
 logger = logging.getLogger(__name__)
 
 Graphs = Callable[[Sequence[str]], Sequence[str]]
-"""Chooses the ONNX graphs that will be opened among the files of a folder."""
+"""Type of a function that chooses the ONNX graphs to open from the file names of a folder."""
 
 _TIMEOUT_S = 5.0
 _MOST_NAMES = 1000
@@ -30,7 +31,7 @@ _OFFLINE = "set HF_HUB_OFFLINE=1 to use only what is in the cache"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """How to reach a model on the Hub; the words are transformers'."""
+    """Options for downloads from the Hub, with the argument names of transformers."""
 
     revision: str | None = None
     token: str | bool | None = None
@@ -40,7 +41,8 @@ class HubOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        # Any text counts as true to Python, "False" too, and this one says whose code runs.
+        # Check the type: any non-empty string counts as true, even "False", and this option allows code from the
+        # repository to run.
         check_type("trust_remote_code", self.trust_remote_code, (bool, NoneType))
         check_type("revision", self.revision, (str, NoneType))
         check_type("subfolder", self.subfolder, (str, os.PathLike, NoneType))
@@ -48,8 +50,13 @@ class HubOptions:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A model on this machine: what the user called it, its folder, its commit if it came from the Hub, and the folder of the
-    whole repository where its own is a subfolder of it.
+    """Location of a model on this machine.
+
+    Attributes:
+        id: The user's name for the model.
+        folder: The folder of the model.
+        revision: The commit, if the model came from the Hub.
+        root: The folder of the whole repository, if the model lies in a subfolder.
     """
 
     id: str
@@ -59,10 +66,10 @@ class Location:
 
 
 def as_folder(name: str | os.PathLike[str]) -> Path | None:
-    """The folder that a name means; `None` where it may be an id.
+    """Return the folder with this path; `None` if the name may be a Hub id.
 
     Raises:
-        ArtifactNotFoundError: A path that this user may not look at, or that no file can have.
+        ArtifactNotFoundError: The path cannot be read or is invalid.
     """
     path = Path(name).expanduser()
     try:
@@ -82,17 +89,17 @@ def locate(
     want_graph: bool | None = None,
     choose_graphs: Graphs | None = None,
 ) -> Location:
-    """The folder of a path or Hub id; an id is downloaded if it is not in the cache.
+    """Return the location of a model given by path or Hub id. An id is downloaded if it is not in the cache.
 
     Args:
         name: A path, or `org/name`.
-        options: Revision, token and so on.
-        want_graph: For an id: download exported graphs (`True`), PyTorch weights (`False`), or graphs where there
-            are any (`None`).
-        choose_graphs: For an id: which of its graphs to download; all of them when `None`.
+        options: Revision, token and other download options.
+        want_graph: For a Hub id: download exported graphs (`True`), PyTorch weights (`False`), or graphs if there are
+            any and weights if not (`None`).
+        choose_graphs: For a Hub id: function that chooses the graphs to download; all graphs when `None`.
 
     Raises:
-        ArtifactNotFoundError: Neither a folder nor a repository that can be reached.
+        ArtifactNotFoundError: The name is not a folder, and no such repository can be reached.
     """
     text = os.fspath(name)
     if (path := as_folder(text)) is not None:
@@ -101,7 +108,8 @@ def locate(
         folder = path / options.subfolder if options.subfolder else path
         if not folder.is_dir():
             raise ArtifactNotFoundError(f"{path} has no subfolder {options.subfolder!r}.", fix="check subfolder=...")
-        # Absolute: the manifest keeps it, and a relative one would read as a Hub id from another folder.
+        # The path is absolute, because the manifest records it: from another working directory, a relative path could
+        # be mistaken for a Hub id.
         return Location(str(folder.absolute()), folder.absolute(), root=path.absolute())
     if (path := Path(text).expanduser()).is_file():
         raise ArtifactNotFoundError(
@@ -114,7 +122,7 @@ def locate(
 
 @functools.cache
 def _tell_without_revisions(folder: Path, revision: str) -> None:
-    """Say once that a folder is taken as it is."""
+    """Warn once that `revision` has no effect on a local folder."""
     logger.warning("%s is a folder, which has no revisions: revision=%r is passed over.", folder, revision)
 
 
@@ -124,30 +132,13 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     cache = os.fspath(options.cache_dir) if options.cache_dir else None
+    asked: dict[str, Any] = {"revision": options.revision, "token": options.token, "cache_dir": cache}
     offline = options.local_files_only or constants.HF_HUB_OFFLINE
     unreachable: Exception | None = None
 
-    def wanted(files: Sequence[str]) -> list[str]:
-        def manifest() -> Path:
-            file = f"{options.subfolder}/{MANIFEST}" if options.subfolder else MANIFEST
-            return Path(
-                huggingface_hub.hf_hub_download(
-                    name,
-                    file,
-                    revision=options.revision,
-                    token=options.token,
-                    cache_dir=cache,
-                    local_files_only=offline,
-                )
-            )
-
-        return files_to_fetch(
-            files,
-            subfolder=options.subfolder or "",
-            want_graph=want_graph,
-            choose_graphs=choose_graphs,
-            manifest=manifest,
-        )
+    def manifest() -> Path:
+        file = f"{options.subfolder}/{MANIFEST}" if options.subfolder else MANIFEST
+        return Path(huggingface_hub.hf_hub_download(name, file, local_files_only=offline, **asked))
 
     try:
         files = None
@@ -163,14 +154,17 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
                 unreachable, offline = error, True
         if files is None:
             files = _cached_listing(name, options, cache)
-        folder = huggingface_hub.snapshot_download(
-            name,
-            revision=options.revision,
-            token=options.token,
-            cache_dir=cache,
-            local_files_only=offline,
-            allow_patterns=None if files is None else [glob.escape(file) for file in wanted(files)],
-        )
+        patterns = None
+        if files is not None:
+            chosen = files_to_fetch(
+                files,
+                subfolder=options.subfolder or "",
+                want_graph=want_graph,
+                choose_graphs=choose_graphs,
+                manifest=manifest,
+            )
+            patterns = [glob.escape(file) for file in chosen]
+        folder = huggingface_hub.snapshot_download(name, local_files_only=offline, allow_patterns=patterns, **asked)
     except LocalEntryNotFoundError as error:
         if unreachable is not None:
             raise _unavailable(name, unreachable, options) from unreachable
@@ -189,13 +183,15 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
 
 
 def hub_timeout_s() -> float:
-    """How long the Hub may take to answer; longer where the user said so."""
+    """Return the timeout for responses of the Hub in seconds: `HF_HUB_ETAG_TIMEOUT`, or 5."""
     told = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
     return float(told) if told.isdigit() else _TIMEOUT_S
 
 
 def http_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """What the Hub's client raises: its own errors, and those of its HTTP library, which derive from one class."""
+    """Return the error classes of the Hub client: its own class, the base class of its HTTP library's errors, and the
+    classes in `more`.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     library = next(one for one in HfHubHTTPError.__mro__ if one.__module__.startswith("httpx"))
@@ -203,13 +199,17 @@ def http_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def is_outage(error: Exception) -> bool:
-    """Whether the Hub was not reached, or is out of order, so that what is in the cache may do."""
+    """Return whether the error means that the Hub is unreachable or fails (no response, 5xx, 408 or 429). The cache may
+    then be used.
+    """
     response = getattr(error, "response", None)
     return response is None or response.status_code >= 500 or response.status_code in (408, 429)
 
 
 def _cached_listing(name: str, options: HubOptions, cache: str | None) -> list[str] | None:
-    """The files of a repository as the Hub listed them last; `None` where its client keeps no listings (before 2.0)."""
+    """Return the last cached file list of a repository; `None` if huggingface_hub is older than 2.0 and caches no
+    lists, or has none.
+    """
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -223,16 +223,16 @@ def _cached_listing(name: str, options: HubOptions, cache: str | None) -> list[s
 
 
 def hub_reason(error: Exception, *, name: str, kind: str = "model", revision: str | None = None) -> tuple[str, str]:
-    """What kept something from the Hub, and what to do about it.
+    """Return the reason why a repository could not be downloaded, and a remedy.
 
     Args:
-        error: Of the Hub's client or its HTTP library, or of the system.
-        name: Of the repository.
+        error: The error of the Hub's client, its HTTP library or the operating system.
+        name: Name of the repository.
         kind: `model` or `data set`.
-        revision: That was asked for.
+        revision: The requested revision.
 
     Returns:
-        A sentence and the text of `fix`.
+        A sentence for the error message, and the text of its `fix`.
     """
     from huggingface_hub import constants, errors
 
@@ -288,28 +288,28 @@ def hub_reason(error: Exception, *, name: str, kind: str = "model", revision: st
 
 
 def one_line(error: Exception) -> str:
-    """An error in one line, with its type where its text alone says little."""
+    """Return the type and text of an error in one line."""
     text = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _unavailable(name: str, error: Exception, options: HubOptions) -> ArtifactNotFoundError:
-    """The error of a name that is no folder, and that the Hub did not give."""
-    said, fix = hub_reason(error, name=name, revision=options.revision)
+    """Return the error for a name that is neither a local folder nor a downloadable repository."""
+    reason, fix = hub_reason(error, name=name, revision=options.revision)
     near = did_you_mean(name, [known for known in _known_names(options) if known != name])
-    return ArtifactNotFoundError(f"There is no folder {name!r} here. {said}{near}", fix=fix)
+    return ArtifactNotFoundError(f"There is no folder {name!r} here. {reason}{near}", fix=fix)
 
 
 def _known_names(options: HubOptions) -> Iterable[str]:
-    """Folders that are here, and repositories that are in the cache."""
+    """Yield the names of folders in the current folder and of repositories in the cache."""
     from huggingface_hub import constants
 
     cache = Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser()
     for parent, pattern in ((Path(), "*"), (Path(), "*/*"), (cache, "models--*")):
         try:
-            found = [path for path in itertools.islice(parent.glob(pattern), _MOST_NAMES) if path.is_dir()]
+            folders = [path for path in itertools.islice(parent.glob(pattern), _MOST_NAMES) if path.is_dir()]
         except OSError:
             continue
-        for path in found:
+        for path in folders:
             text = path.name.removeprefix("models--").replace("--", "/") if parent == cache else path.as_posix()
             yield text

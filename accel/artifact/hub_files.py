@@ -1,4 +1,4 @@
-"""Which files of a Hub repository are downloaded: those that will be opened."""
+"""Choose the files of a Hub repository to download: only the files that will be opened."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path, PurePosixPath
 
 from .manifest import MANIFEST
 
-# Small files that a model is read with: configs, tokenizers, templates, processors.
+# Extensions of small files of a model: configs, tokenizers, templates, processors.
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab", ".codes", ".merges")
-# Weights of PyTorch and of others, pictures and texts: nothing that a graph reads.
+# Extensions of files that are never external data of a graph: weights of PyTorch and other libraries, images and texts.
 _NO_DATA = (
     *(".safetensors", ".h5", ".msgpack", ".ot", ".ckpt", ".pt", ".pth", ".gguf", ".ggml", ".tflite", ".mlmodel", ".npz", ".pkl"),
     *(".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".wav", ".mp3", ".mp4", ".py", ".yaml", ".yml", ".gitattributes"),
@@ -26,7 +26,7 @@ _NO_DATA_NAMES = (
     "consolidated",
 )
 _GRAPHS = (".onnx", ".xml")
-# A module of sentence-transformers: `1_Pooling`, `2_Dense`.
+# Path of a file in a module folder of sentence-transformers, such as `1_Pooling` or `2_Dense`.
 _MODULE = re.compile(r"\d+_[^/]+/[^/]+\Z")
 _TEMPLATES = "additional_chat_templates"
 
@@ -39,14 +39,16 @@ def files_to_fetch(
     choose_graphs: Callable[[Sequence[str]], Sequence[str]] | None,
     manifest: Callable[[], Path],
 ) -> list[str]:
-    """Graphs with their external data, or weights in the best format; and the small files next to them.
+    """Return the files to download: graphs with their external data, or weights in the best format; and configs,
+    tokenizers and processors.
 
     Args:
         files: All files of the repository.
-        subfolder: The model's folder in it.
-        want_graph: `True` for graphs, `False` for PyTorch weights, `None` for graphs where there are any.
-        choose_graphs: Chooses among the files of the model's folder; takes all ONNX graphs of it and of `onnx/` when `None`.
-        manifest: Downloads the manifest of an artifact.
+        subfolder: The model's folder in the repository.
+        want_graph: `True` for graphs, `False` for PyTorch weights, `None` for graphs if there are any.
+        choose_graphs: Function that chooses the graphs from the files of the model's folder. When `None`, all ONNX
+            graphs in that folder and in its subfolder `onnx/`.
+        manifest: Function that downloads the manifest of an artifact and returns its path.
     """
     above = f"{subfolder.strip('/')}/" if subfolder else ""
     inside = [file.removeprefix(above) for file in files if file.startswith(above)]
@@ -68,7 +70,7 @@ def files_to_fetch(
         or (file.count("/") == 1 and file.endswith(f"/{MANIFEST}"))
     ]  # fmt: skip
     wanted = [above + file for file in dict.fromkeys([*chosen, *small, *_modules(inside)])]
-    # The config, tokenizer and processor of a model in a subfolder may be in the root.
+    # For a model in a subfolder, the config, tokenizer and processor may lie in the root of the repository.
     root = [file for file in files if above and "/" not in file and file.endswith((*_COMPANIONS, ".py"))]
     return list(dict.fromkeys([*wanted, *root]))
 
@@ -79,7 +81,7 @@ def _folder(file: str) -> str:
 
 
 def _weights(files: Sequence[str]) -> list[str]:
-    """PyTorch weights as transformers and PEFT open them, in safetensors where there are any."""
+    """Return the PyTorch weight files that transformers and PEFT open; safetensors are preferred."""
     here = [file for file in files if "/" not in file]
     for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
         all_of_it = [file for file in here if file.endswith(suffix)]
@@ -90,7 +92,9 @@ def _weights(files: Sequence[str]) -> list[str]:
 
 
 def _modules(files: Sequence[str]) -> list[str]:
-    """Files of sentence-transformers' modules, weights in one format."""
+    """Return the files of sentence-transformers modules. Each module's weights are in one format; safetensors are
+    preferred.
+    """
     found = [file for file in files if _MODULE.match(file)]
     safe = {_folder(file) for file in found if file.endswith(".safetensors")}
     return [
@@ -101,7 +105,9 @@ def _modules(files: Sequence[str]) -> list[str]:
 
 
 def _of_artifact(manifest: Path, files: Sequence[str]) -> list[str]:
-    """The files that a manifest names; all graphs and weights where it cannot be read, which is told when it is opened."""
+    """Return the graph and weight files that the manifest records. If the manifest cannot be read, return all files;
+    opening it raises the error later.
+    """
     try:
         components = json.loads(manifest.read_text(encoding="utf-8"))["components"]
         named = {record["name"] for component in components for record in component["files"]}
@@ -115,8 +121,8 @@ def _all_graphs(files: Sequence[str]) -> list[str]:
 
 
 def _graphs(files: Sequence[str], choose: Callable[[Sequence[str]], Sequence[str]], *, subfolders: bool) -> list[str]:
-    """The chosen graphs, with their external data."""
-    # OpenVINO's keep weights in a file of the same name.
+    """Return the chosen graphs with their external data."""
+    # OpenVINO stores the weights in a `.bin` file with the same name as the graph.
     others = [file for file in files if file.endswith(".xml") and file.count("/") <= subfolders]
     chosen = list(choose(files)) or [file for file in others if "/" not in file] or others
     graphs = [file for file in files if file.endswith(_GRAPHS)]
@@ -124,7 +130,9 @@ def _graphs(files: Sequence[str], choose: Callable[[Sequence[str]], Sequence[str
 
 
 def _is_data_of(graph: str, file: str, graphs: Sequence[str]) -> bool:
-    """Whether a file holds weights of a graph: one that is called like it, or next to it like no graph."""
+    """Return whether a file holds external data of a graph: its name starts like the graph's name, or like no graph's
+    name in that folder.
+    """
     name = PurePosixPath(file).name
     if _folder(file) != _folder(graph) or file in graphs:
         return False

@@ -1,4 +1,6 @@
-"""JSON that every reader takes: Python's writer has words for NaN and infinity, which JSON has not."""
+"""Write valid JSON for NaN and infinite numbers. Python's JSON writer emits `NaN` and `Infinity`, which are invalid
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,24 @@ def json_text(
     ensure_ascii: bool = False,
     default: Callable[[Any], Any] | None = None,
 ) -> str:
-    """A JSON text; a number that is NaN or infinite is `null`: it was not measured.
+    """Return the JSON text of a value. NaN and infinity become `null`.
 
     Args:
-        value: Of JSON's types.
-        indent: Of the lines; one line when `None`.
-        ensure_ascii: Escape other letters.
-        default: Makes a value of JSON's types from one of another.
+        value: The value to write, of types that JSON supports.
+        indent: Number of spaces of indentation; one line without indentation when `None`.
+        ensure_ascii: Whether characters outside ASCII are escaped.
+        default: Function that converts values of other types.
     """
     try:
         return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
+        return json.dumps(finite(value), indent=indent, ensure_ascii=ensure_ascii, default=default, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a copy of a JSON value in which NaN and infinite numbers are `None`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: finite(item) for name, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,7 @@
-"""The immutable folder that stages pass along: graph files, configs, processor files and the manifest `accel.json`.
+"""The artifact: an immutable folder with graph files, configs, processor files and the manifest `accel.json`.
 
-The manifest is the truth about the folder: which file is which component, what goes in and out of it, how it was made
-and measured. A stage reads one artifact and writes another; nothing edits one in place.
+The manifest records the files, inputs and outputs of each component, and how the artifact was made and measured. A
+stage reads one artifact and writes a new one; an existing artifact is never changed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "accel.json"
 MARK = "accel.manifest"
-"""A key in the metadata of graphs that were written with a manifest: without it they are not taken for a foreign tool's."""
+"""Metadata key in graphs that were written with a manifest. Graphs without it are treated as graphs of other tools."""
 SCHEMA_VERSION = 2
 _WITH_FILES = 2
-"""The schema that began to record companions and its own checksum."""
+"""First schema version that records companion files (configs, tokenizers) and a checksum of the manifest."""
 _SEAL, _UNSEALED = "sha256", "0" * 64
-"""The manifest's own checksum: of its text with zeros in this place."""
+"""Key of the manifest's own checksum, and its placeholder. The checksum is computed while the text contains the
+placeholder.
+"""
 _CHECKSUM, _NAME = re.compile(r"[0-9a-f]{64}"), re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _LARGEST = 1 << 40
 
@@ -43,39 +45,42 @@ DTYPES = frozenset(
     ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2",
      "float16", "bfloat16", "float32", "float64", "complex64")
 )  # fmt: skip
-"""Element types of tensors, by torch's names."""
+"""Allowed element types of tensors, as torch names."""
 
 PADDING_DIFFERENCE = "padding_difference"
-"""In an export's validation: how much more padding changes the model's answers, relative to the largest."""
+"""Key in the validation record of an export: how much padding changes the outputs, relative to the largest output."""
 
 ROW_DIFFERENCE = "row_difference"
-"""In an export's validation: the largest difference between rows of a batch and the same rows alone."""
+"""Key in the validation record of an export: largest difference between rows of a batch and the same rows run alone."""
 
 OWN_ROUNDING = "own_rounding"
-"""In an export's validation, where it was asked for: how far float32 is from float64 in PyTorch, for each 1 of an output's scale."""
+"""Key in the validation record of an export, if measured: difference between float32 and float64 in PyTorch, relative
+to the scale of an output.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One graph.
+    """A graph of an artifact, with its files, inputs and outputs.
 
     Attributes:
-        name: `model` for a single-graph task.
+        name: Name of the component; `model` for tasks with a single graph.
         file: The graph file.
-        files: The graph file and what it needs beside it, with checksums.
-        inputs: What it takes.
-        outputs: What it returns.
-        max_sizes: Largest size of a named axis, where the model has a limit (its positions).
-        unused_inputs: Inputs of the model that its result does not depend on; dropped when given.
-        own_defaults: Inputs of the model for which it computes something of its own where they are left out, and not what
-            others assume: the zeros of `token_type_ids`. Never filled in, and never dropped when given.
-        stateful: Whether its sessions keep something between calls: a KV cache, a state (`Session.new_state`).
-        croppable: Whether tokens can be taken back out of what they keep: keys and values can be cut off, a state of one size
-            cannot.
-        continues: Of a decoder: how many new tokens it takes behind those of earlier calls. `any` number; `one`, where its
-            graph was made for single steps; `none`, where it keeps no cache and computes all tokens again at each call.
-        domains: Domains of the operators that its nodes use, sorted: `""` is the standard's. `None` where that is unknown
-            or the format has no operators.
+        files: The graph file and its weight files, with checksums.
+        inputs: Inputs of the graph.
+        outputs: Outputs of the graph.
+        max_sizes: Largest size of each limited axis by axis name, such as the number of positions.
+        unused_inputs: Inputs of the model that do not affect its result. They are dropped when passed.
+        own_defaults: Inputs of the model with a special meaning when absent. Unlike `token_type_ids`, which default to
+            zeros, they are never filled in, and never dropped when passed.
+        stateful: Whether sessions keep a KV cache or another state between calls (`Session.new_state`).
+        croppable: Whether tokens can be removed from the state. Possible for keys and values, impossible for a state of
+            fixed size.
+        continues: For decoders: how many new tokens a call accepts after earlier calls. `any` number; `one`, if the
+            graph was made for single steps; `none`, if the graph has no cache and computes all tokens again in each
+            call.
+        domains: Operator domains of the graph's nodes, sorted; `""` is the standard domain. `None` if the domains are
+            unknown or the format has no operators.
     """
 
     name: str
@@ -93,13 +98,13 @@ class Component:
 
     @property
     def most_tokens(self) -> int:
-        """Cached and new tokens of a decoder's text at most; 0 where its model has no limit."""
+        """Largest total number of cached and new tokens of a decoder; 0 if the model has no limit."""
         return self.max_sizes.get("total", self.max_sizes.get("sequence", 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a model came from: id or folder name, resolved revision, and a digest of its files."""
+    """The source of a model: Hub id or folder name, resolved revision, and a digest of its files."""
 
     id: str
     revision: str | None = None
@@ -108,7 +113,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One stage that the artifact went through."""
+    """A record of a stage that produced the artifact: its backend, settings, package versions, duration and validation."""
 
     stage: str
     backend: str
@@ -122,7 +127,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """What was quantized and with what data."""
+    """The quantization scheme of an artifact, and its calibration data."""
 
     scheme: str
     preset: str = ""
@@ -132,7 +137,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """How the artifact was measured to run best; `from_pretrained` follows it."""
+    """The fastest measured settings for running the artifact. `from_pretrained` uses them."""
 
     backend: str
     device: str = "cpu"
@@ -146,20 +151,20 @@ class Manifest:
     """The content of `accel.json`.
 
     Attributes:
-        format: `onnx`, `openvino_ir`, ...
-        task: What it was made for.
-        architecture: The class of the model.
-        dtype: What it computes in unless a session is asked for another.
-        opset: Of ONNX graphs.
-        source: Where the model came from.
-        components: Its graphs.
-        quantization: What was quantized.
-        steps: The stages it went through, oldest first.
-        run: How it was measured to run best.
-        target: What it was built for, where it runs nowhere else.
-        files: Everything else that belongs to it: configs, tokenizers, processors. Schema 1 did not record them.
-        schema: Which fields there are.
-        accel: The version that wrote it.
+        format: Format of the graphs: `onnx`, `openvino_ir`, ...
+        task: The task of the model.
+        architecture: Class name of the model.
+        dtype: Default data type for computation in sessions.
+        opset: Opset of ONNX graphs.
+        source: The source of the model.
+        components: The graphs.
+        quantization: The quantization.
+        steps: The stages that produced the artifact, oldest first.
+        run: The fastest measured settings for running the artifact.
+        target: The required hardware and software, if the artifact runs nowhere else.
+        files: The other files: configs, tokenizers, processors. Schema 1 did not record them.
+        schema: Version of the manifest's schema.
+        accel: The version of accel that wrote the manifest.
     """
 
     format: str
@@ -178,29 +183,24 @@ class Manifest:
     accel: str = __version__
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the manifest as JSON values."""
         values = asdict(self)
         for component in values["components"]:
-            if component["domains"] is None:
-                del component["domains"]
             for spec in (*component["inputs"], *component["outputs"]):
                 for name, default in (("bounds", None), ("required", None), ("equal_counts", False)):
                     if spec[name] is default:
                         del spec[name]
-            if not component["own_defaults"]:
-                del component["own_defaults"]
-            if component["croppable"]:
-                del component["croppable"]
-            if component["continues"] == "any":
-                del component["continues"]
+            for name, unwritten in (("domains", None), ("own_defaults", ()), ("croppable", True), ("continues", "any")):
+                if component[name] == unwritten:
+                    del component[name]
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: Path) -> Manifest:
-        """From the JSON in the file `where`, which errors name.
+        """Make a manifest from the JSON values of the file `where`.
 
         Raises:
-            SchemaError: A newer schema, or not a manifest.
+            SchemaError: The schema is newer than this version of accel, or the JSON is not a manifest.
         """
         schema = values.get("schema")
         if not isinstance(schema, int) or isinstance(schema, bool):
@@ -218,10 +218,10 @@ class Manifest:
         return manifest
 
     def check(self, where: Path) -> None:
-        """Whether it can be true; `where` is what errors name.
+        """Check names, sizes and types in the manifest of the file `where`.
 
         Raises:
-            SchemaError: Names that are no names, sizes that are no sizes, types that no tensor has.
+            SchemaError: A value is invalid.
         """
         wrong = next(self._faults(), None)
         if wrong is not None:
@@ -248,13 +248,13 @@ class Manifest:
 
 
 def _faults_of(component: Component) -> Iterator[str]:
-    # Stages name files after it.
+    # The component name must be valid in file names, because stages name files after it.
     if _NAME.fullmatch(component.name) is None or not component.name.strip("."):
         yield f"{component.name[:80]!r} is no name of a component"
-    for word, given in (("takes", component.inputs), ("returns", component.outputs)):
-        if not given:
+    for word, specs in (("takes", component.inputs), ("returns", component.outputs)):
+        if not specs:
             yield f"{component.name!r} {word} nothing"
-        if len({spec.name for spec in given}) < len(given):
+        if len({spec.name for spec in specs}) < len(specs):
             yield f"two tensors of {component.name!r} have one name"
     for specs, others in ((component.inputs, component.outputs), (component.outputs, component.inputs)):
         counterparts = {spec.name: len(spec.shape) for spec in others}
@@ -282,11 +282,11 @@ def _is_finite(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A folder and its manifest.
+    """A folder with a manifest.
 
     Attributes:
-        path: The absolute folder.
-        manifest: What is in it.
+        path: The absolute path of the folder.
+        manifest: The manifest of the folder.
     """
 
     path: Path
@@ -294,29 +294,29 @@ class Artifact:
 
     @property
     def format(self) -> str:
-        """`onnx`, `openvino_ir`, ..."""
+        """Format of the graphs: `onnx`, `openvino_ir`, ..."""
         return self.manifest.format
 
     @property
     def task(self) -> str:
-        """The task it was made for."""
+        """The task of the model."""
         return self.manifest.task
 
     @property
     def dtype(self) -> str:
-        """The element type that it computes in unless a session is asked for another."""
+        """Default data type for computation in sessions."""
         return self.manifest.dtype
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """Its graphs."""
+        """The graphs of the artifact."""
         return self.manifest.components
 
     def component(self, name: str = "model") -> Component:
-        """The graph of that name.
+        """Return the component with this name.
 
         Raises:
-            ArtifactNotFoundError: There is none.
+            ArtifactNotFoundError: There is no such component.
         """
         for component in self.components:
             if component.name == name:
@@ -327,45 +327,46 @@ class Artifact:
         )
 
     def file(self, component: str = "model") -> Path:
-        """The graph file of a component."""
+        """Return the graph file of a component."""
         return self.path / self.component(component).file
 
     @property
     def digest(self) -> str:
-        """Identifies graphs, weights and quantization; what was measured about them does not count."""
+        """Digest of the graphs, weights and quantization. Measurements do not change it."""
         manifest = self.manifest.to_dict()
         content = {key: manifest[key] for key in ("format", "task", "dtype", "components", "quantization", "target")}
         for component in content["components"]:
-            # It follows from the graph; graphs whose manifests do not say it keep their digests.
+            # The domains follow from the graph. Without them, the digest is the same for older manifests, which did not
+            # record domains.
             component.pop("domains", None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def domains(self) -> tuple[str, ...] | None:
-        """Domains of the operators of all its graphs; `None` where that of one is unknown."""
-        found: set[str] = set()
+        """Operator domains of all graphs; `None` if the domains of a graph are unknown."""
+        domains: set[str] = set()
         for component in self.components:
             if component.domains is None:
                 return None
-            found.update(component.domains)
-        return tuple(sorted(found))
+            domains.update(component.domains)
+        return tuple(sorted(domains))
 
     @property
     def bytes(self) -> int:
-        """Size of all graph files; a file that components share counts once."""
+        """Total size of all graph files in bytes; a shared file counts once."""
         return sum({record.name: record.bytes for component in self.components for record in component.files}.values())
 
     @classmethod
     @checked_arguments()
     def load(cls, path: str | os.PathLike[str]) -> Artifact:
-        """Read a folder that has a manifest and check its files.
+        """Read a folder with a manifest and check its files.
 
-        Checksums cost about a second for each gigabyte the first time; of files over a mebibyte the result is remembered
-        by inode, size and times of change.
+        The first check takes about one second per gigabyte. Checksums of files over 1 MiB are then cached by inode,
+        size and modification times.
 
         Raises:
-            ArtifactNotFoundError: No folder, or no manifest in it.
-            SchemaError: A manifest that this version does not understand.
+            ArtifactNotFoundError: The folder or its manifest does not exist.
+            SchemaError: This version of accel cannot read the manifest.
             IntegrityError: A file is missing, truncated or changed.
         """
         artifact = cls._read(path)
@@ -375,13 +376,13 @@ class Artifact:
     @classmethod
     @checked_arguments()
     def accept_files(cls, path: str | os.PathLike[str]) -> Artifact:
-        """Record the configs and tokenizer files of a folder as they are now; graphs have to be what they were.
+        """Record the current configs and tokenizer files of a folder in its manifest. The graphs must be unchanged.
 
-        For files that were changed on purpose: the one way in which a folder changes after it was made.
+        Use it after such a file was changed on purpose. Nothing else changes a finished folder.
 
         Raises:
-            ArtifactNotFoundError: No folder, or no manifest in it.
-            SchemaError: A manifest that this version does not understand.
+            ArtifactNotFoundError: The folder or its manifest does not exist.
+            SchemaError: This version of accel cannot read the manifest.
             IntegrityError: A graph, or the manifest itself, is missing, truncated or changed.
         """
         artifact = cls._read(path)
@@ -402,11 +403,11 @@ class Artifact:
         return cls(folder, Manifest.from_dict(values, file))
 
     def verify(self) -> None:
-        """Compare every file that the manifest records with its checksum; others must be none that would be read with them.
+        """Compare every recorded file with its checksum, and refuse unrecorded files that a library would read.
 
         Raises:
-            IntegrityError: The first file that differs, by name; a graph without a checksum, or outside of the folder; a file
-                of the tokenizer's, say, that was added.
+            IntegrityError: A file differs or lies outside the folder, a graph has no checksum, or a file (such as a
+                tokenizer file) was added.
         """
         records = {record.name: record for component in self.components for record in component.files}
         for component in self.components:
@@ -423,12 +424,13 @@ class Artifact:
 
     @classmethod
     def create(cls, folder: Path, manifest: Manifest, *, companions: bool = True) -> Artifact:
-        """Write the manifest into a folder that holds everything else, whose files it records.
+        """Write the manifest as the last file of a folder, and record the other files in it.
 
         Args:
             folder: The folder.
-            manifest: What is in it.
-            companions: Whether configs and tokenizer files are recorded, too. Without, somebody else may write them again.
+            manifest: The manifest.
+            companions: Whether configs and tokenizer files are recorded. Pass `False` if another library may rewrite
+                them.
         """
         graphs = {record.name for component in manifest.components for record in component.files}
         names = [
@@ -440,29 +442,48 @@ class Artifact:
             and not any(part.startswith(".") for part in Path(name).parts)
         ]
         manifest = replace(manifest, files=record_files(folder, names), schema=SCHEMA_VERSION)
-        # In one step: a folder that is complete already keeps its manifest, whatever happens meanwhile.
+        # Replace the file in one step, so that a complete folder always has a manifest.
         written = folder / f".{MANIFEST}.{os.getpid()}"
         written.write_text(sealed(manifest.to_dict()), encoding="utf-8")
         written.replace(folder / MANIFEST)
         return cls(folder.absolute(), manifest)
 
+    def after(self, step: Step, out: Path, *, components: Sequence[Component], **changes: Any) -> Artifact:
+        """Write the manifest of a new artifact that a stage made from this artifact.
+
+        Args:
+            step: The record of the stage.
+            out: The folder of the new artifact, complete except for the manifest.
+            components: The new graphs.
+            changes: Other changed fields of the manifest.
+        """
+        manifest = replace(
+            self.manifest,
+            components=tuple(components),
+            steps=(*self.manifest.steps, replace(step, parent=self.digest)),
+            # The measured settings of the parent do not apply to the new graph.
+            run=None,
+            **changes,
+        )
+        return Artifact.create(out, manifest)
+
     def with_step(self, **changes: Any) -> Artifact:
-        """The same folder with fields of its last step replaced; for the core, before the folder is final."""
+        """Replace fields of the last step and write the manifest again, before the folder is finished."""
         steps = (*self.manifest.steps[:-1], replace(self.manifest.steps[-1], **changes))
         return Artifact.create(self.path, replace(self.manifest, steps=steps))
 
 
 def sealed(values: Mapping[str, Any]) -> str:
-    """The text of a manifest, with its own checksum in it."""
+    """Return the text of a manifest with its own checksum inserted."""
     text = json.dumps({**values, _SEAL: _UNSEALED}, indent=2, ensure_ascii=False) + "\n"
     return text.replace(_UNSEALED, hashlib.sha256(text.encode()).hexdigest())
 
 
 def _check_seal(file: Path, content: bytes, values: dict[str, Any]) -> None:
-    """Hold a manifest against its own checksum, which is taken out of `values`.
+    """Check a manifest's own checksum, and remove it from `values`.
 
     Raises:
-        IntegrityError: It was changed.
+        IntegrityError: The manifest was changed.
     """
     seal, schema = values.pop(_SEAL, None), values.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA_VERSION or (seal is None and schema < _WITH_FILES):
@@ -477,7 +498,7 @@ def _check_seal(file: Path, content: bytes, values: dict[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _tell_unrecorded(folder: Path) -> None:
-    """Say once that a manifest of an older schema records graphs alone."""
+    """Warn once that an older manifest records only graphs and has no checksums of configs and tokenizers."""
     logger.warning(
         "%s was made by an older accel, which recorded no checksums of tokenizers and configs: changes to them are not "
         "found. Making the artifact again, or saving it with save_pretrained, records them.",
@@ -486,7 +507,7 @@ def _tell_unrecorded(folder: Path) -> None:
 
 
 def lost_manifest(graph: Path) -> IntegrityError:
-    """What to raise for a graph with our mark in a folder without a manifest."""
+    """Return the error for a graph with the metadata key of accel in a folder without a manifest."""
     return IntegrityError(
         f"{graph} was written with a manifest, and {graph.parent / MANIFEST} is missing: what goes in and out of the graph, "
         "and which files belong to it, is not known.",
@@ -495,7 +516,9 @@ def lost_manifest(graph: Path) -> IntegrityError:
 
 
 def with_files(folder: Path, components: Sequence[Component], names: Sequence[Sequence[str]]) -> tuple[Component, ...]:
-    """Components with records of their files in `folder`; a file that several share is read once."""
+    """Return the components with records of their files in `folder`. `names` are the files of each component; a shared
+    file is read once.
+    """
     distinct = list(dict.fromkeys(name for of_one in names for name in of_one))
     records = {record.name: record for record in record_files(folder, distinct)}
     return tuple(

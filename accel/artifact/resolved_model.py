@@ -1,4 +1,4 @@
-"""A model that was named by an id, a folder, an artifact or a module, and what was found there."""
+"""The result of resolving a Hub id, a folder, an artifact or a PyTorch module."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A model, and how it was named.
+    """A resolved model.
 
     Attributes:
-        kind: `artifact`, a folder with our manifest; `foreign`, graphs of another tool; `weights`, a transformers folder;
-            `adapter`, a PEFT adapter; `module`, a PyTorch model in memory.
+        kind: `artifact`, a folder with a manifest of accel; `foreign`, graphs of another tool; `weights`, a
+            transformers folder; `adapter`, a PEFT adapter; `module`, a PyTorch model in memory.
         id: The user's name for the model.
-        task: Its task.
-        folder: Its folder; `None` for a module.
-        revision: Its commit, if it came from the Hub.
-        artifact: For an artifact, and for foreign graphs, whose manifest was read from them.
-        module: For a module.
-        hub: How it is reached, and whether its code may run; for whatever is loaded on its behalf.
+        task: The task of the model.
+        folder: The folder of the model; `None` for a module.
+        revision: The commit, if the model came from the Hub.
+        artifact: The artifact. For graphs of another tool, its manifest is derived from the graphs.
+        module: The PyTorch model in memory.
+        hub: Options for downloads (revision, token, cache), and whether code from the repository may run. They apply to
+            the weights, the config and the tokenizer.
     """
 
     kind: Kind
@@ -43,7 +44,7 @@ class Resolved:
 
     @classmethod
     def of_artifact(cls, artifact: Artifact, hub: HubOptions | None = None) -> Resolved:
-        """An artifact as a model that was found."""
+        """Return an artifact as a resolved model."""
         return cls(
             kind="artifact", id=str(artifact.path), task=artifact.task, folder=artifact.path, artifact=artifact,
             hub=hub or HubOptions(),
@@ -51,18 +52,18 @@ class Resolved:
 
     @property
     def name(self) -> str:
-        """The last part of its id, for tables."""
+        """The last part of the id, for tables."""
         return Path(self.id).name
 
     @property
     def location(self) -> Location:
-        """Where its files are."""
+        """The location of the model's files."""
         assert self.folder is not None, "a module has no folder"
         return Location(self.id, self.folder, self.revision)
 
     @property
     def has_weights(self) -> bool:
-        """Whether PyTorch can load it."""
+        """Whether the model has PyTorch weights."""
         if self.kind in ("adapter", "module"):
             return True
         assert self.folder is not None

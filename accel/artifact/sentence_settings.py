@@ -1,7 +1,7 @@
-"""Settings that sentence-transformers writes next to a model: how texts become vectors or scores.
+"""Settings that sentence-transformers saves with a model: how texts become vectors or scores.
 
-`FIELDS` lists the files and fields that versions 2 to 6 write. A field that is not in the table, or has a value that nothing
-here follows, is an error: the model would answer differently from the library that made it.
+`FIELDS` lists the files and fields that sentence-transformers 2 to 6 write. Unknown fields and unsupported values raise
+an error, because the vectors or scores would differ from sentence-transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .tensors import TensorSpec
 
 MODULES = "modules.json"
 GENERAL = "config_sentence_transformers.json"
-# `sentence_bert_config.json`; the first versions named the file after the model type.
+# Usually `sentence_bert_config.json`. The first versions named the file after the model type.
 _TRANSFORMER_FILES = "sentence_*_config.json"
 
 Kind = Literal["", "embedder", "cross-encoder", "sparse encoder", "multi-vector encoder"]
@@ -26,7 +26,7 @@ _KINDS: Mapping[str, Kind] = {
     "CrossEncoder": "cross-encoder",
     "SparseEncoder": "sparse encoder",
     "MultiVectorEncoder": "multi-vector encoder",
-    # PyLate's word.
+    # Class name of this kind in PyLate.
     "ColBERT": "multi-vector encoder",
 }
 _SPARSE = ("SpladePooling", "SparseAutoEncoder", "CSRSparsity", "SparseStaticEmbedding", "IDF", "MLMTransformer")
@@ -41,7 +41,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Versions before 5.5, in the order in which several poolings are joined."""
+"""Pooling fields of versions before 5.5, in the order in which several poolings are concatenated."""
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 READ, HARMLESS = "read", "harmless"
@@ -66,7 +66,7 @@ FIELDS: Mapping[str, Mapping[str, str | tuple[Any, ...]]] = {
         "transformer_task": READ,
         "modality_config": READ,
         "module_output_name": (None, "token_embeddings", "scores"),
-        # The same numbers, computed without padding.
+        # Harmless: the vectors are the same, only computed without padding.
         "unpad_inputs": HARMLESS,
         "processing_kwargs": _EMPTY,
         "query_length": (None,),
@@ -96,10 +96,10 @@ FIELDS: Mapping[str, Mapping[str, str | tuple[Any, ...]]] = {
     "Normalize": {"module_input_name": _ON_VECTORS, "module_output_name": _ON_VECTORS},
     "Dropout": {"dropout": HARMLESS},
 }
-"""By file, and by module for the modules' own files: each field is read, harmless, or refused unless it has one of these values."""
+"""Fields by file, or by module for module configs: read, harmless, or refused unless the value is in this tuple."""
 
 _DENSE_ACTIVATION = "torch.nn.Tanh"
-# How weights and tokenizer files are found and computed with, which `accel` decides itself.
+# Arguments for loading weights and tokenizers. accel chooses their values itself.
 _LOADING = (
     "attn_implementation", "cache_dir", "device_map", "dtype", "local_files_only", "low_cpu_mem_usage", "revision", "token",
     "torch_dtype", "trust_remote_code", "use_fast", "use_safetensors",
@@ -116,10 +116,10 @@ class Layer:
 
     Attributes:
         kind: `Pooling`, `Dense`, `LayerNorm` or `Normalize`.
-        folder: Holds its config and its weights.
-        modes: Of `Pooling`: what is computed over the tokens, joined in this order.
-        include_prompt: Of `Pooling`: whether the tokens of the prompt count.
-        activation: Of `Dense`: the path of a class of `torch.nn`.
+        folder: The folder with the module's config and weights.
+        modes: For `Pooling`: the pooling modes over the tokens, concatenated in this order.
+        include_prompt: For `Pooling`: whether the tokens of the prompt are included.
+        activation: For `Dense`: the import path of a class in `torch.nn`.
     """
 
     kind: str
@@ -131,20 +131,20 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceSettings:
-    """The settings of a folder; the defaults apply to a folder without such files.
+    """The sentence-transformers settings of a folder. The defaults apply to a folder without such files.
 
     Attributes:
         folder: The folder.
-        kind: The kind of model; empty without files of sentence-transformers.
-        prompts: By name, what is put before a text (for pairs: before the first text).
-        default_prompt: The name of the prompt that is used where the caller names none.
-        truncate_dim: How many numbers of a vector are kept.
-        similarity: How two vectors are compared.
-        activation: The path of the class that turns a cross-encoder's outputs into scores.
-        max_length: Tokens of a text at most.
-        lower: Whether texts are made lower case.
-        layers: The modules after the transformer, in their order.
-        refusal: Why vectors of this model cannot be computed; empty where they can.
+        kind: The kind of model; empty if the folder has no files of sentence-transformers.
+        prompts: Prefixes of a text by prompt name (for pairs: of the first text).
+        default_prompt: Name of the prompt that is used by default.
+        truncate_dim: Number of leading dimensions of a vector that are kept.
+        similarity: Similarity measure for two vectors.
+        activation: Import path of the class that turns the outputs of a cross-encoder into scores.
+        max_length: Largest number of tokens of a text.
+        lower: Whether texts are converted to lower case.
+        layers: The modules after the transformer, in order.
+        refusal: The reason why accel cannot compute vectors of this model; empty if it can.
     """
 
     folder: Path
@@ -161,14 +161,14 @@ class SentenceSettings:
 
     @property
     def include_prompt(self) -> bool:
-        """Whether the tokens of the prompt are pooled."""
+        """Whether pooling includes the tokens of the prompt."""
         return all(layer.include_prompt for layer in self.layers)
 
     def prompt(self, name: str | None = None) -> str:
-        """The prompt of a name, or the default one.
+        """Return the prompt with this name, or the default prompt when `name` is `None`.
 
         Raises:
-            ConfigError: The model has no prompt of that name.
+            ConfigError: The model has no prompt with that name.
         """
         chosen = name if name is not None else self.default_prompt
         if chosen is None:
@@ -181,10 +181,10 @@ class SentenceSettings:
         return self.prompts[chosen]
 
     def check_embeds(self) -> None:
-        """Refuse a model whose vectors cannot be computed.
+        """Raise if accel cannot compute sentence embeddings with this model.
 
         Raises:
-            TaskError: It is of another kind, or has modules that are not supported.
+            TaskError: The model is of another kind, or has unsupported modules.
         """
         if self.refusal:
             raise TaskError(
@@ -194,10 +194,11 @@ class SentenceSettings:
 
 
 def sentence_kind(folder: Path) -> Kind:
-    """The kind of a model, by `modules.json` and `config_sentence_transformers.json`; empty without both.
+    """Return the kind of a model from `modules.json` and `config_sentence_transformers.json`; empty without
+    `modules.json`.
 
     Raises:
-        IntegrityError: A file is damaged, or names a kind that does not exist.
+        IntegrityError: A file is damaged, or contains an unknown kind.
     """
     if not (folder / MODULES).is_file():
         return ""
@@ -208,7 +209,7 @@ def sentence_kind(folder: Path) -> Kind:
                 f"{folder / GENERAL} says {word!r} for model_type.", fix=f"use one of {', '.join(_KINDS)}."
             )
         return _KINDS[word]
-    # Versions before 5 wrote embedders alone.
+    # Versions before 5 did not write the kind.
     names = {_class(entry) for entry in _modules(folder)}
     if names & set(_SPARSE):
         return "sparse encoder"
@@ -216,11 +217,11 @@ def sentence_kind(folder: Path) -> Kind:
 
 
 def sentence_settings(folder: Path) -> SentenceSettings:
-    """Read the settings of a folder.
+    """Read the sentence-transformers settings of a folder.
 
     Raises:
         IntegrityError: A file is damaged.
-        ConfigError: A field that is not known here, or has a value that is not followed.
+        ConfigError: A field is unknown, or has an unsupported value.
     """
     kind = sentence_kind(folder)
     general = _json(folder / GENERAL)
@@ -274,11 +275,13 @@ def sentence_settings(folder: Path) -> SentenceSettings:
 
 
 def embedding_roles(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> dict[str, str]:
-    """Outputs of a text model's graph by transformers' names, where another tool gave them others."""
+    """Return the transformers names of outputs that another tool named differently, by name in the graph of a text
+    model.
+    """
     ranks = {spec.name: len(spec.shape) for spec in outputs}
     if "last_hidden_state" in ranks or all(spec.name != "input_ids" for spec in inputs):
         return {}
-    # Optimum's word for the hidden states of sentence-transformers.
+    # Optimum names the hidden states of sentence-transformers models `token_embeddings`.
     hidden = [name for name in ranks if name == "token_embeddings"] or [
         name for name, rank in ranks.items() if rank == 3
     ]
@@ -289,7 +292,7 @@ def embedding_roles(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec])
 
 
 def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[Layer, ...], str]:
-    """The modules after the transformer, or why they cannot be computed."""
+    """Return the modules after the transformer; or no modules and the reason why they are not supported."""
     if not modules or _class(modules[0]) != "Transformer":
         return (), f"its first module is {_class(modules[0])} and not a Transformer" if modules else "it has no modules"
     layers = []
@@ -298,19 +301,19 @@ def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[Layer, .
         if name not in ("Pooling", "Dense", "LayerNorm", "Normalize", "Dropout"):
             return (), f"its module {name} is not supported"
         place = folder / entry["path"]
-        config = _json(place / "config.json")
-        _check(place / "config.json", config, FIELDS[name])
-        if name == "Pooling":
-            modes = _modes(place / "config.json", config)
+        file = place / "config.json"
+        config = _json(file)
+        _check(file, config, FIELDS[name])
+        if name != "Dropout":
             layers.append(
-                Layer(kind=name, folder=place, modes=modes, include_prompt=config.get("include_prompt", True) is True)
+                Layer(
+                    kind=name,
+                    folder=place,
+                    modes=_modes(file, config) if name == "Pooling" else (),
+                    include_prompt=config.get("include_prompt", True) is True,
+                    activation=config.get("activation_function", _DENSE_ACTIVATION),
+                )
             )
-        elif name == "Dense":
-            layers.append(
-                Layer(kind=name, folder=place, activation=config.get("activation_function", _DENSE_ACTIVATION))
-            )
-        elif name != "Dropout":
-            layers.append(Layer(kind=name, folder=place))
     pooled = [layer.kind for layer in layers[:1]] == ["Pooling"] and all(one.kind != "Pooling" for one in layers[1:])
     return (tuple(layers), "") if pooled else ((), "its first module after the transformer is not its only Pooling")
 
@@ -329,7 +332,7 @@ def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check(path: Path, values: Mapping[str, Any], known: Mapping[str, str | tuple[Any, ...]]) -> None:
-    """Refuse fields that the table lacks, and values that accel does not follow."""
+    """Raise for unknown fields and unsupported values."""
     for name, value in values.items():
         use = known.get(name)
         if use is None or (isinstance(use, tuple) and not any(value == one for one in use)):
@@ -348,7 +351,7 @@ def _check_transformer(path: Path, values: Mapping[str, Any], kind: Kind) -> Non
             f"{path} says {written!r} for transformer_task; accel computes {kind}s of {task!r}.",
             fix="use sentence-transformers for this model.",
         )
-    # A chat template is applied to every text where the model has one (`message`).
+    # With `message`, a chat template would be applied to every text if the model has one.
     if modalities is not None and (
         not isinstance(modalities, dict) or "message" in modalities or modalities.get("text") != _ON_TEXT[task]
     ):
@@ -363,7 +366,7 @@ def _check_transformer(path: Path, values: Mapping[str, Any], kind: Kind) -> Non
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
-    """The entries of `modules.json`, checked."""
+    """Return the checked entries of `modules.json`."""
     path = folder / MODULES
     entries = read_json_list(path)
     for entry in entries:
@@ -377,7 +380,7 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
 
 
 def _class(entry: Mapping[str, Any]) -> str:
-    """The name of a module's class; with its package where it is not the library's own."""
+    """Return the class name of a module; with its package if the package is not sentence-transformers."""
     package, _, name = str(entry["type"]).rpartition(".")
     return name if package.partition(".")[0] == "sentence_transformers" else str(entry["type"])
 

@@ -1,4 +1,4 @@
-"""Name, element type and shape of what goes in and out of a graph."""
+"""Name, element type and shape of the inputs and outputs of a graph."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ class TensorSpec:
     """Name, element type and shape of one input or output of a graph.
 
     Attributes:
-        name: Its name in the graph.
-        dtype: A `torch` dtype name: `float32`, `int64`, ...
-        shape: Sizes; an axis that varies is its name (`batch`, `sequence`, ...).
-        role: What it is for: `data`, a padding `mask`, or a `cache` tensor.
-        pad_value: What fills the padding when an axis is rounded up to a bucket.
-        bounds: The smallest and the largest value that it may hold, where there are such: ids of tokens, positions, masks. A mask with
-            bounds leaves every row a token.
-        required: A token that each row must hold at a place that its mask keeps: a head reads the last of them (BART's classifier).
-        equal_counts: All rows of a batch must hold the required token equally often. Graphs of other tools select these tokens by a
-            mask over the whole batch, and answer a row from another row's tokens where the counts differ.
-        pair: For a cache tensor, the name of its past (of an output) or present (of an input) counterpart.
+        name: The name in the graph.
+        dtype: Name of a `torch` dtype: `float32`, `int64`, ...
+        shape: Sizes of the axes; a dynamic axis is given by its name (`batch`, `sequence`, ...).
+        role: `data`, a padding `mask`, or a `cache` tensor.
+        pad_value: Value of the padding when an axis is rounded up to a bucket size.
+        bounds: Smallest and largest allowed value of token ids, positions and masks; `None` if unbounded. A mask with
+            bounds must keep at least one token in every row.
+        required: A token id that each row must contain where its mask is not 0, because a head reads the last such
+            token (BART's classifier).
+        equal_counts: Whether all rows of a batch must contain the required token equally often. Graphs of other tools
+            select these tokens with a mask over the whole batch, and mix up rows if the counts differ.
+        pair: For a cache tensor: the name of the matching past input or present output.
     """
 
     name: str

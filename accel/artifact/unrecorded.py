@@ -1,9 +1,8 @@
-"""Files that lie beside an artifact's own, and would be read with them by their names."""
+"""Detect files in an artifact's folder that are not in its manifest, although libraries would read them by name."""
 
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -25,20 +24,20 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin",
     ),
 }  # fmt: skip
-"""Names by which transformers and `encode` read files of a folder, whether or not anything names them."""
+"""Names of the files that transformers and `encode` look for in a folder, by kind."""
 
 
 def check_nothing_added(folder: Path, recorded: Iterable[str]) -> None:
-    """Refuse files that were not recorded, of a kind whose others were: they would change answers unseen.
+    """Refuse unrecorded files of a kind that has recorded files, because they could silently change results.
 
-    An artifact without a tokenizer may be given one.
+    A tokenizer may be added to an artifact without a tokenizer.
 
     Raises:
-        IntegrityError: There is one; it is named.
+        IntegrityError: There is such a file. The message names the first one.
     """
     own = set(recorded)
     kinds = {kind for name in own if (kind := kind_of(name)) is not None}
-    for name in _files(folder):
+    for name in files_within(folder):
         if name not in own and (kind := kind_of(name)) in kinds:
             raise IntegrityError(
                 f"{folder / name} is no file of this artifact, and its {kind} would be read with it.",
@@ -47,23 +46,14 @@ def check_nothing_added(folder: Path, recorded: Iterable[str]) -> None:
 
 
 def kind_of(name: str) -> str | None:
-    """What a file is a part of, by its name relative to the folder; `None`: nothing reads it by its name."""
+    """Return the kind of a file by its name relative to the folder; `None` if no library looks for that name."""
     for kind, patterns in KINDS.items():
         if any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             return kind
     return None
 
 
-def _files(folder: Path) -> Iterable[str]:
-    """Names of files in a folder and in its subfolders, one level deep."""
-    with os.scandir(folder) as found:
-        for entry in sorted(found, key=lambda entry: entry.name):
-            if not entry.is_dir():
-                yield entry.name
-                continue
-            try:
-                with os.scandir(entry.path) as inner:
-                    yield from (f"{entry.name}/{one.name}" for one in inner)
-            except OSError:
-                # What cannot be looked into cannot be read.
-                continue
+def files_within(folder: Path) -> list[str]:
+    """Return the names, relative to the folder, of files in the folder and its direct subfolders."""
+    files = (path for path in (*folder.glob("*"), *folder.glob("*/*")) if not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in files)

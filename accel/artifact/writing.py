@@ -1,4 +1,6 @@
-"""Folders come into being whole or not at all: a temporary folder beside the target, moved into place when complete."""
+"""Write folders completely or not at all: files go to a temporary folder next to the target, which is renamed when
+complete.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,19 @@ from .manifest import MANIFEST
 logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".accel-staging-"
-"""Names of what is not finished start with this."""
+"""Prefix of the names of temporary folders."""
 _NO_ROOM = 64 << 10
-_FICLONE = 0x40049409  # linux/fs.h: the blocks of one file become those of another, copied when written to
-_TRIES = 20  # names that are taken, or file systems that keep no locks
-# What `rename` says of a target that holds files, or is one.
+_FICLONE = 0x40049409  # linux/fs.h: makes one file share the blocks of another; blocks are copied when written to
+_TRIES = 20  # for random names that are taken, or file systems without locks
+# Errors of `rename` if the target is a file or a folder that is not empty.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-# NumPy's errors of a write have no number.
+# Texts of NumPy's write errors, which have no `errno`.
 _SHORT_WRITES = ("problem writing element", "requested and")
 
 _inherited: list[FileLock] = []
 
-# Small files that travel with a model: configs, tokenizers, processors, sentence-transformers' module list.
+# Extensions of small files that are copied with a model: configs, tokenizers, processors, the module list of
+# sentence-transformers.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
 _NOT_COMPANIONS = (
     "accel_quantized.json",
@@ -52,10 +55,10 @@ _MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
-    """The absolute output folder, refused when it is an input or holds something.
+    """Return the absolute path of the output folder.
 
     Raises:
-        OutputFolderError: With what is in the way.
+        OutputFolderError: The folder is one of the inputs, is not empty, or cannot be written.
     """
     if not isinstance(out, str | os.PathLike):
         raise OutputFolderError(f"{out!r} is no folder.", fix="name a folder.")
@@ -75,44 +78,48 @@ def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
 
 @contextmanager
 def staging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
-    """A new folder beside `out` that becomes `out` when the block ends well and vanishes when it does not.
+    """Yield a temporary folder next to `out`. It is renamed to `out` at the end of the block, or removed after an
+    error.
 
-    A killed process leaves at most a folder whose name starts with `.accel-staging-`; the next run beside it removes
-    those whose lock nobody holds.
+    A killed process leaves only a folder whose name starts with `.accel-staging-`. Its lock is then free, so the next
+    run in the same parent folder removes it.
 
     Args:
-        out: The folder to be.
-        needs: Bytes that are about to be written, where that is known.
+        out: The folder to create.
+        needs: Number of bytes that will be written, if known.
 
     Raises:
-        OutputFolderError: It cannot be made, its disk is full or has less than `needs` left, or it was removed meanwhile.
+        OutputFolderError: The folder cannot be created, the disk is full or has fewer than `needs` bytes left, or the
+            temporary folder was removed by another process.
     """
     target = check_output(out)
-    with _temporary(target, needs) as (temporary, made):
+    with _temporary(target, needs) as (temporary, identity):
         yield temporary
-        _finish(temporary, target, made)
+        _finish(temporary, target, identity)
 
 
 @contextmanager
 def merging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
-    """Like `staging`, for a folder that holds other files already: those written move into it one by one, the manifest last.
+    """Like `staging`, for a target that already contains files: new files move into it one by one, the manifest last.
 
-    A process that is killed on the way leaves graphs without the manifest that they say they had, which do not open.
+    If the process is killed meanwhile, the folder contains graphs with the metadata key of accel but no manifest. Such
+    graphs do not open.
 
     Args:
-        out: The folder, which need not exist. Files of the same names in it are replaced, and so is an artifact.
-        needs: As in `staging`.
+        out: The folder; it is created if missing. An artifact in it, and files with the same names, are replaced.
+        needs: Number of bytes that will be written, if known.
 
     Raises:
-        OutputFolderError: As in `staging`.
+        OutputFolderError: The folder cannot be created, the disk is full or has fewer than `needs` bytes left, or the
+            temporary folder was removed by another process.
     """
     target = Path(out).expanduser().absolute()
-    with _temporary(target, needs) as (temporary, made):
+    with _temporary(target, needs) as (temporary, identity):
         yield temporary
         if not target.exists():
-            _finish(temporary, target, made)
+            _finish(temporary, target, identity)
             return
-        _check_made(temporary, target, made)
+        _check_made(temporary, target, identity)
         (target / MANIFEST).unlink(missing_ok=True)
         files = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
         for name in sorted(files, key=lambda name: name == Path(MANIFEST)):
@@ -122,14 +129,17 @@ def merging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]]:
-    """A folder beside the target, what it was when it was made, and a clear error where there is no room for what goes in."""
+    """Make a temporary folder next to the target. Yields the folder and its `stat` result. A full disk raises
+    `OutputFolderError`.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target.parent)
         temporary, lock = _locked(target.parent)
         temporary.mkdir()
-        # Held open, where folders can be: the number of a folder that was removed is not given to another one meanwhile.
-        held = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else None
+        # While the folder is open, its inode number is not reused. The number therefore identifies the folder even
+        # after its removal.
+        handle = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else None
         owner = os.getpid()
     except OSError as error:
         raise _cannot_be_made(target, error) from error
@@ -137,28 +147,28 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
         check_space(target.parent, needs)
         try:
             yield temporary, temporary.stat()
-        # Whoever wrote says it in words of its own: compilers and runtimes know no `errno`.
+        # Compilers and runtimes report a full disk without `errno`, so any error is checked.
         except Exception as error:
             if _is_full(error, temporary):
                 raise _full(target.parent, _bytes_in(temporary), error) from error
             raise
     finally:
-        if held is not None:
-            os.close(held)
+        if handle is not None:
+            os.close(handle)
         _remove(temporary, lock, owner)
 
 
 @contextmanager
 def held(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[bool]:
-    """Hold a lock file for the time of the block, against other processes and threads; whether it was to be had.
+    """Hold a lock file within the block, against other processes and threads. Yields whether the lock was acquired.
 
     Args:
-        path: The file.
-        timeout_s: How long to wait for whoever holds it.
-        keep: Leave the file, for others to wait for the same one; else it is removed.
+        path: The lock file.
+        timeout_s: Seconds to wait for the lock.
+        keep: Whether the lock file stays after the block, because other processes use the same file.
 
     Raises:
-        OutputFolderError: The file cannot be made.
+        OutputFolderError: The lock file cannot be created.
     """
     lock = FileLock(path)
     try:
@@ -182,15 +192,15 @@ def _cannot_be_made(target: Path, error: OSError) -> OutputFolderError:
     return OutputFolderError(f"{target} cannot be made: {error}.", fix="name a folder that can be written.")
 
 
-def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:
-    """Put what is complete in its place.
+def _finish(temporary: Path, target: Path, identity: os.stat_result) -> None:
+    """Rename the complete temporary folder to its target.
 
     Raises:
-        OutputFolderError: Somebody removed it, and it was made again on the way; or the target has appeared.
+        OutputFolderError: The temporary folder was removed or replaced, or another process has created the target.
     """
-    _check_made(temporary, target, made)
+    _check_made(temporary, target, identity)
     try:
-        # Windows puts no folder in the place of another one, not even of an empty one.
+        # Remove an empty target first: Windows cannot replace a folder, even if it is empty.
         with suppress(OSError):
             target.rmdir()
         temporary.replace(target)
@@ -204,12 +214,12 @@ def _finish(temporary: Path, target: Path, made: os.stat_result) -> None:
         ) from error
 
 
-def _check_made(temporary: Path, target: Path, made: os.stat_result) -> None:
+def _check_made(temporary: Path, target: Path, identity: os.stat_result) -> None:
     try:
         now = temporary.stat()
     except FileNotFoundError:
         now = None
-    if now is None or (now.st_dev, now.st_ino) != (made.st_dev, made.st_ino):
+    if now is None or (now.st_dev, now.st_ino) != (identity.st_dev, identity.st_ino):
         raise OutputFolderError(
             f"What was to become {target} was removed while it was being made.", fix="run it again."
         )
@@ -217,10 +227,10 @@ def _check_made(temporary: Path, target: Path, made: os.stat_result) -> None:
 
 @contextmanager
 def scratch(parent: Path | None = None) -> Iterator[Path]:
-    """A folder for files that nobody is to see; what killed runs left beside it is removed, too.
+    """Yield a temporary folder, and remove temporary folders of killed processes in the same parent.
 
     Args:
-        parent: Where it is made; the system's folder for such files when `None`.
+        parent: The parent folder; the system's folder for temporary files when `None`.
     """
     parent = parent or Path(tempfile.gettempdir())
     remove_stale(parent)
@@ -234,28 +244,28 @@ def scratch(parent: Path | None = None) -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder such that nobody ever sees half of it: it gets another name first.
+    """Remove a folder. It is renamed first, so that no process sees a partly removed folder.
 
     Raises:
-        OutputFolderError: It cannot be removed.
+        OutputFolderError: The folder cannot be removed.
     """
-    gone = folder.parent / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
+    renamed = folder.parent / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
     try:
-        folder.rename(gone)
+        folder.rename(renamed)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise OutputFolderError(
             f"{folder} cannot be removed: {error}.", fix="remove it yourself, or name another folder."
         ) from error
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def check_space(folder: Path, needs: int) -> None:
-    """Whether a folder's disk has room for that many bytes.
+    """Check that the disk of a folder has `needs` bytes free.
 
     Raises:
-        OutputFolderError: With what is needed and what is free.
+        OutputFolderError: There is not enough space. The message has the needed and the free size.
     """
     free = shutil.disk_usage(folder).free
     if needs > free:
@@ -297,7 +307,7 @@ def _megabytes(count: int) -> str:
 
 
 def _locked(parent: Path) -> tuple[Path, FileLock]:
-    """A name for a folder that is about to be made, and the lock that says that somebody makes it."""
+    """Return the path of a new temporary folder, and its acquired lock."""
     for _ in range(_TRIES):
         temporary = parent / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
         lock = FileLock(_lock_of(temporary))
@@ -305,7 +315,7 @@ def _locked(parent: Path) -> tuple[Path, FileLock]:
             lock.acquire(timeout=0)
         except Timeout:
             continue
-        # Another process that cleans up may have taken the new file for a leftover, and removed it, before it was locked.
+        # Another process may have removed the new lock file as a leftover before it was locked.
         if _lock_of(temporary).exists():
             return temporary, lock
         lock.release()
@@ -317,24 +327,27 @@ def _lock_of(temporary: Path) -> Path:
 
 
 def _remove(temporary: Path, lock: FileLock, owner: int) -> None:
-    """Remove a temporary folder and its lock, if this process made it: one that was forked meanwhile, and ends, has them as well."""
+    """Remove a temporary folder and its lock, but only in the process that made them. A forked child has copies of
+    both.
+    """
     if os.getpid() == owner:
         shutil.rmtree(temporary, ignore_errors=True)
         _unlock(lock)
     else:
-        # Collected, it would be released, for the other process too.
+        # Keep a reference in the child: garbage collection of the lock object would release the parent's lock.
         _inherited.append(lock)
 
 
 def _unlock(lock: FileLock) -> None:
-    # Removed while it is held: who waits for it does so to remove it. Windows removes no open file, but this one when it is released.
+    # Delete the file while the lock is held, because waiting processes may delete it as well. On Windows, `release`
+    # deletes it.
     with suppress(PermissionError):
         Path(lock.lock_file).unlink(missing_ok=True)
     lock.release()
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what interrupted runs left beside: folders and locks that nobody holds."""
+    """Remove temporary folders and lock files of interrupted runs: those with a free lock."""
     for entry in folder.glob(f"{STAGING_PREFIX}*"):
         temporary = entry.with_name(entry.name.removesuffix(".lock"))
         lock = FileLock(_lock_of(temporary))
@@ -350,7 +363,7 @@ def remove_stale(folder: Path) -> None:
 
 
 def is_companion(path: Path) -> bool:
-    """Whether a file is one of the small ones that travel with a model, by its name and size."""
+    """Return whether a file is a small file of a model (config, tokenizer, ...), judged by name and size."""
     return (
         path.is_file()
         and path.name.endswith((*_COMPANION_SUFFIXES, ".py"))
@@ -360,17 +373,18 @@ def is_companion(path: Path) -> bool:
 
 
 def checkpoint_weights(folder: Path) -> list[Path]:
-    """The files of a transformers checkpoint's weights, in PyTorch's formats."""
+    """Return the weight files of a transformers checkpoint: safetensors and PyTorch files."""
     return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A file under another name, sharing its blocks on disk where the file system can.
+    """Copy a file. The copy shares disk blocks with the source if the file system supports it.
 
-    Never a hard link: onnx and onnx_ir refuse weights that have a second name, the user's own ones then, too.
+    Hard links are not used: onnx and onnx_ir refuse weight files with several names, and would then refuse the source
+    file as well.
     """
     with suppress(ImportError, OSError), source.open("rb") as read, target.open("wb") as write:
-        import fcntl  # not on every system
+        import fcntl  # only on Unix
 
         fcntl.ioctl(write.fileno(), _FICLONE, read.fileno())
         return
@@ -378,12 +392,15 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy configs, tokenizer and processor files, and sentence-transformers' folders of modules, but no weights of a transformer; links
-    only to what is inside the folder, or in its Hub repository's blobs.
+    """Copy configs, tokenizer files, processor files and sentence-transformers modules, but not the transformer's
+    weights.
+
+    Links are copied if they point into the folder or into the `blobs` folder of its Hub repository.
     """
     for path in sorted(source.iterdir()):
         if path.is_dir() and any(path.glob("config.json")) and path.name[:1].isdigit():
-            # Layers after the pooling are computed after a graph that has none in it.
+            # Weights of modules after the pooling are needed, because a graph without pooling does not contain these
+            # modules.
             weights = _MODULE_WEIGHTS if path.name.endswith(_WEIGHTED_MODULES) else ()
             for name in ("config.json", *weights):
                 if (path / name).is_file() and is_inside(path / name, source):
@@ -398,7 +415,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 @functools.cache
 def tool_versions(*distributions: str) -> dict[str, str]:
-    """Versions of installed distributions, `accel` and Python; those not installed are left out."""
+    """Return the versions of accel, Python and the named packages; packages that are not installed are skipped."""
     from importlib import metadata
 
     versions = {"accel": __version__, "python": platform.python_version()}

@@ -1,6 +1,5 @@
-"""How a backend is found and chosen, and how a model's sessions are opened.
+"""Find and choose a backend, and open a model's sessions.
 
-In: a model that was found, and what the user asked for. Out: a plan with its reasons, and its open sessions. What belongs to
-every backend goes
-here, what belongs to one into its plugin.
+In: a resolved model and the user's settings. Out: a plan with reasons, and its open sessions. Code for all
+backends belongs in this package; code for one backend belongs in its plugin.
 """

@@ -1,8 +1,9 @@
-"""Sequences padded up to one of a few lengths (buckets, with static shapes) or to a multiple (with dynamic ones).
+"""Pad sequences to one of a few lengths (buckets, with static shapes) or to a multiple of a length (with dynamic
+shapes).
 
-Wrappers for every backend: they pad with the values that the specs name, run the session for that length, and cut the
-result. Padding is masked, so results are those of the unpadded call; models for which the export found otherwise are
-refused, and a length that differs from the unpadded call on the device at hand is not used (`forms`).
+The classes wrap the sessions of any backend. They pad with the values in the input specs, run the session for that
+length, and cut the outputs. Padding is masked, so outputs equal those of the unpadded call. A model is refused if its
+export measured a difference, and a length is not used if its outputs differ on the present device (see `FormChecks`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import bisect
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
 from ..capture.graph_forms import Form, FormChecks, FormVerdict, HasForms
@@ -31,7 +32,7 @@ _AXIS = "sequence"
 
 
 def why_unpadded(artifact: Artifact) -> str | None:
-    """Why an artifact's sequences cannot be padded; `None` where they can."""
+    """Return the reason why an artifact's sequences cannot be padded; `None` if they can."""
     changed = max((float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in artifact.manifest.steps), default=0.0)
     if changed > 0:
         return f"padding changes what this model answers (by {changed:.2g} of the largest value)"
@@ -44,43 +45,66 @@ def why_unpadded(artifact: Artifact) -> str | None:
 
 
 class _PaddedSession(BaseSession[Session], ABC):
-    """A session whose calls are padded to lengths that a subclass chooses.
+    """A session that pads each call to a length chosen by a subclass.
 
     Args:
-        component: What the artifact says about it.
-        described: A session of it.
-        checks: Compares lengths with the unpadded call.
+        component: The component of the artifact.
+        described: A session of the component, for its specs and device.
+        checks: Compares padded calls with unpadded calls.
     """
+
+    _form: ClassVar[str]
+    """Prefix of the names of padded forms. Results of their checks are cached under these names."""
 
     def __init__(self, component: Component, described: Session, checks: FormChecks) -> None:
         super().__init__(described, component, described.device, described.compute_dtype)
         self._taken = {spec.name: spec for spec in component.inputs}
         self._made = {spec.name: spec for spec in component.outputs}
         self._forms = checks
+        # Result of the check of each padded length and side. A length is checked before its first use.
+        self._right: dict[tuple[int, Side], bool] = {}
         self._masks = [spec.name for spec in component.inputs if spec.role == "mask" and len(spec.shape) == 2]
 
     @abstractmethod
     def _fitting(self, length: int, side: Side) -> int | None:
-        """The length to pad to, at least `length`; `None` for a call as it is.
+        """Return the padded length, at least `length`; `None` for no padding.
 
         Args:
-            length: Of the call.
-            side: Where its rows are padded already: with padding in front a model may answer by what it makes of that.
+            length: Sequence length of the call.
+            side: Side on which the rows of the call are already padded. Left padding may change the outputs of some
+                models.
         """
 
     @abstractmethod
     def _session(self, size: int | None) -> Session:
-        """What runs calls of that length, or as they are."""
+        """Return the session for calls of a padded length; for unpadded calls when `None`."""
+
+    @abstractmethod
+    def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
+        """Run one call without padding."""
+
+    def _is_right(self, size: int, side: Side) -> bool:
+        if (size, side) not in self._right:
+            self._right[size, side] = self._verdict(size, side).passed
+        return self._right[size, side]
+
+    def _verdict(self, size: int, side: Side) -> FormVerdict:
+        """Compare a padded call with the unpadded call. The batch has two rows, one of them already padded on the given
+        side.
+        """
+        name = f"{self._form} of {size}{'' if side == 'right' else ', padding in front'}"
+        form = Form(name=name, sizes={"batch": 2, _AXIS: max(1, size - 1)}, padding=side)
+        return self._forms.check(form, functools.partial(self._run_in, size), self._run_plain)
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """Pad, run, cut; see `Session.run`, also for the shapes."""
+        """Pad the inputs, run the session and cut the outputs. Arguments as in `Session.run`."""
         if feeds.keys() != self._taken.keys():
             raise wrong_names(feeds, self._taken)
         for name, tensor in feeds.items():
             check_readable(name, tensor)
-        # Before padding, which would hide a mask that is too short.
+        # Check before padding, which would hide a mask that is too short.
         self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._taken]))
         side: Side = "right" if all(bool(feeds[name][:, 0].all()) for name in self._masks) else "left"
         return self._run_in(self._fitting(self._length(feeds), side), feeds, outputs=outputs, state=state)
@@ -118,7 +142,9 @@ class _PaddedSession(BaseSession[Session], ABC):
 
 
 class BucketedSession(_PaddedSession):
-    """A session that rounds the sequence up to the next bucket. Longer calls run with dynamic shapes."""
+    """A session that pads the sequence to the next bucket. Longer calls run with dynamic shapes."""
+
+    _form = "bucket"
 
     def __init__(
         self,
@@ -135,20 +161,19 @@ class BucketedSession(_PaddedSession):
         first = open_bucket(self._buckets[0])
         self._sessions: dict[int | None, Session] = {self._buckets[0]: first}
         super().__init__(component, first, checks(first))
-        # Which buckets were found right here; asked for each when it is first needed.
-        self._right: dict[tuple[int, Side], bool] = {}
 
     @classmethod
     def open_all(
         cls, artifact: Artifact, open_shapes: OpenShapes, buckets: Sequence[int], versions: Mapping[str, str]
     ) -> dict[str, Session]:
-        """Every component of an artifact as a bucketed session; a bucket is opened when it is first needed.
+        """Open every component of an artifact as a bucketed session. The session of a bucket is opened at its first
+        use.
 
         Args:
-            artifact: What is run.
-            open_shapes: Opens its components with fixed sizes for some axes, or with dynamic ones for `None`.
-            buckets: Lengths, rising.
-            versions: Of what runs it.
+            artifact: The artifact.
+            open_shapes: Opens the components with fixed sizes for some axes, or with dynamic shapes for `None`.
+            buckets: Sequence lengths in increasing order.
+            versions: Versions of the runtime.
         """
         opened: dict[int | None, Mapping[str, Session]] = {}
 
@@ -171,7 +196,9 @@ class BucketedSession(_PaddedSession):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `Session.run`. Buffers in `out` are not supported: their size is the bucket's."""
+        """Run a padded call, as `Session.run`. Buffers in `out` raise an error, because outputs have the size of the
+        bucket.
+        """
         if out is not None:
             raise InputError(
                 "A bucketed session cannot write into given buffers.", fix="leave out=... or the buckets out."
@@ -184,7 +211,7 @@ class BucketedSession(_PaddedSession):
         return bucket if bucket is not None and self._is_right(bucket, side) else None
 
     def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
-        """One call with dynamic shapes; sessions that are opened for it alone are closed again."""
+        """Run one call with dynamic shapes. Sessions that are opened only for this call are closed afterwards."""
         if None in self._sessions:
             return self._sessions[None].run(feeds)
         opened = self._open_plain()
@@ -193,15 +220,6 @@ class BucketedSession(_PaddedSession):
         finally:
             for session in opened.values():
                 session.close()
-
-    def _is_right(self, bucket: int, side: Side) -> bool:
-        if (bucket, side) not in self._right:
-            self._right[bucket, side] = self._verdict(bucket, side).passed
-        return self._right[bucket, side]
-
-    def _verdict(self, bucket: int, side: Side) -> FormVerdict:
-        form = _form(f"bucket of {bucket}", max(1, bucket - 1), side)
-        return self._forms.check(form, functools.partial(self._run_in, bucket), self._run_plain)
 
     def check_forms(self) -> list[FormVerdict]:
         """Compare every bucket with dynamic shapes."""
@@ -219,23 +237,26 @@ class BucketedSession(_PaddedSession):
 
 
 class RoundedSession(_PaddedSession):
-    """A session of dynamic shapes that meets fewer of them: sequences are padded to the next multiple of a length.
+    """A session with dynamic shapes that pads sequences to a multiple of a length, so that fewer different shapes
+    occur.
 
-    For runtimes that compile kernels for each new shape, and whose kernels like round ones (docs/adr/0034-lengths-in-steps.md).
+    For runtimes that compile kernels for each new shape and are faster at round lengths
+    (docs/adr/0034-lengths-in-steps.md).
     """
+
+    _form = "multiples"
 
     def __init__(self, component: Component, multiple: int, session: Session, checks: FormChecks) -> None:
         super().__init__(component, session, checks)
         self._multiple = multiple
         self._plain = session
         self._longest = component.max_sizes.get(_AXIS)
-        self._right: dict[Side, bool] = {}
 
     @classmethod
     def open_all(
         cls, artifact: Artifact, sessions: Mapping[str, Session], multiple: int, versions: Mapping[str, str]
     ) -> dict[str, Session]:
-        """An artifact's sessions, rounding."""
+        """Wrap the sessions of an artifact."""
         return {
             c.name: cls(c, multiple, sessions[c.name], _checks(artifact, c, versions, sessions[c.name]))
             for c in artifact.components
@@ -244,7 +265,9 @@ class RoundedSession(_PaddedSession):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `Session.run`. What is written into given buffers is not padded: their size is the call's."""
+        """Run a padded call, as `Session.run`. Calls that write into buffers are not padded, because the buffers have
+        the size of the call.
+        """
         if out is not None:
             return self._plain.run(feeds, outputs=outputs, out=out, state=state)
         return super().run(feeds, outputs=outputs, state=state)
@@ -253,21 +276,17 @@ class RoundedSession(_PaddedSession):
         size = -(-length // self._multiple) * self._multiple
         if size == length or (self._longest is not None and size > self._longest):
             return None
-        if side not in self._right:
-            self._right[side] = self._verdict(side).passed
-        return size if self._right[side] else None
+        return size if self._is_right(self._multiple, side) else None
 
-    def _verdict(self, side: Side) -> FormVerdict:
-        size = self._multiple
-        form = _form(f"multiples of {size}", size - 1, side)
-        return self._forms.check(form, functools.partial(self._run_in, size), self._plain.run)
+    def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
+        return self._plain.run(feeds)
 
     def check_forms(self) -> list[FormVerdict]:
-        """Compare a padded call with one that is not, and whatever forms the session has."""
+        """Compare a padded call with an unpadded call, and check the forms of the wrapped session."""
         own = self._plain.check_forms() if isinstance(self._plain, HasForms) else []
         if self._longest is not None and self._multiple > self._longest:
             return own
-        return [*own, *map(self._verdict, _SIDES)]
+        return [*own, *(self._verdict(self._multiple, side) for side in _SIDES)]
 
     def _session(self, size: int | None) -> Session:
         return self._plain
@@ -275,13 +294,6 @@ class RoundedSession(_PaddedSession):
     def close(self) -> None:
         """Close the session."""
         self._plain.close()
-
-
-def _form(name: str, length: int, side: Side) -> Form:
-    """Padding behind rows that are padded on a side; two rows, of which one is."""
-    return Form(
-        name=name if side == "right" else f"{name}, padding in front", sizes={"batch": 2, _AXIS: length}, padding=side
-    )
 
 
 def _checks(artifact: Artifact, component: Component, versions: Mapping[str, str], session: Session) -> FormChecks:

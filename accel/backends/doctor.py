@@ -1,4 +1,4 @@
-"""What is installed, what works here and why the rest does not: `accel.list_backends` and `accel doctor`."""
+"""Status of the installed backends, with the reasons why some do not work: `accel.list_backends` and `accel doctor`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from . import registry
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One backend as found on this machine.
+    """The status of a backend on this machine.
 
-    Its name and what it can do are known at once; the vendor's library is imported when `available`, `devices`, `reasons` or
-    `versions` is read for the first time.
+    The name and capabilities come from the backend's spec. Reading `available`, `devices`, `reasons` or `versions` for
+    the first time imports the vendor's library.
 
     Attributes:
-        name: The word for it.
-        spec: What the plugin says about itself; `None` for one that cannot be loaded.
-        broken: Why it cannot be loaded.
+        name: Name of the backend.
+        spec: The spec of the plugin; `None` if the plugin cannot be loaded.
+        broken: The reason why the plugin cannot be loaded.
     """
 
     name: str
@@ -29,22 +29,22 @@ class BackendStatus:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Description of the backend in one line."""
         return self.spec.summary if self.spec is not None else "broken plugin"
 
     @property
     def auto(self) -> bool:
-        """Whether it may be chosen automatically."""
+        """Whether the backend may be chosen automatically."""
         return self.spec is not None and self.spec.auto
 
     @property
     def capabilities(self) -> tuple[Capability, ...]:
-        """What it says it can do."""
+        """Declared capabilities of the backend."""
         return self.spec.capabilities if self.spec is not None else ()
 
     @property
     def prepares(self) -> tuple[str, ...]:
-        """The ways in which it prepares PyTorch models."""
+        """Schemes with which the backend prepares PyTorch models."""
         return tuple(scheme for c in self.capabilities if c.stage == "prepare" for scheme in c.schemes)
 
     @functools.cached_property
@@ -55,17 +55,17 @@ class BackendStatus:
 
     @property
     def available(self) -> bool:
-        """Whether at least one device can be used."""
+        """Whether the backend can use at least one device."""
         return self._probe.available
 
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:
-        """Devices that can be used."""
+        """Devices that the backend can use."""
         return self._probe.devices
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Why it, or some of its devices, cannot be used."""
+        """Reasons why the backend, or some of its devices, cannot be used."""
         return self._probe.reasons
 
     @property
@@ -74,7 +74,7 @@ class BackendStatus:
         return dict(self._probe.versions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as found here."""
+        """Return all fields of the status by name."""
         return {
             "name": self.name,
             "summary": self.summary,
@@ -88,8 +88,10 @@ class BackendStatus:
 
 
 def list_backends() -> list[BackendStatus]:
-    """Every installed plugin, usable or not; a broken one is listed with its reason. Imports no vendor library."""
+    """Return the status of every installed backend, usable or not. Plugins that cannot be loaded have a reason. No
+    vendor library is imported.
+    """
     specs, broken = registry.describe_all()
-    found = [BackendStatus(spec.name, spec) for spec in specs]
-    found += [BackendStatus(name, broken=reason) for name, reason in broken.items()]
-    return sorted(found, key=lambda status: status.name)
+    statuses = [BackendStatus(spec.name, spec) for spec in specs]
+    statuses += [BackendStatus(name, broken=reason) for name, reason in broken.items()]
+    return sorted(statuses, key=lambda status: status.name)

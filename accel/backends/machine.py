@@ -1,15 +1,15 @@
-"""Facts about this machine and what is installed, which measurements depend on."""
+"""Facts about this machine and the installed software that measurements depend on."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 from .._version import __version__
 from ..artifact.home import accel_home
+from ..artifact.writing import tool_versions
 from ..config import available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import Reason
@@ -19,21 +19,22 @@ _LIBRARIES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "dataset
 
 
 def machine() -> dict[str, Any]:
-    """Facts that measurements depend on."""
+    """Return the facts about the machine and software that measurements depend on."""
+    names = tools()
     return {
         "accel": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processors": available_processors(),
         "processors_of_machine": os.cpu_count(),
-        "libraries": {name: version for name in tools() if (version := _version(name)) is not None},
+        "libraries": {name: version for name, version in tool_versions(*names).items() if name in names},
         "home": _home(),
         "executable": sys.executable,
     }
 
 
 def _home() -> str:
-    """The folder for caches, or why there is none."""
+    """Return the cache folder, or the error message if there is none."""
     try:
         return str(accel_home())
     except ConfigError as error:
@@ -41,14 +42,16 @@ def _home() -> str:
 
 
 def tools() -> tuple[str, ...]:
-    """Distributions whose versions decide what is made and measured: ours, and those that the backends name."""
+    """Return the packages whose versions affect artifacts and measurements: those of accel, and those that the backends
+    name.
+    """
     return tuple(
         dict.fromkeys((*_LIBRARIES, *(name for spec in registry.describe_all()[0] for name in spec.distributions)))
     )
 
 
 def conflicts() -> list[Reason]:
-    """Installations that cannot work together, as the backends name them."""
+    """Return conflicts between installed packages, as declared by the specs of the backends."""
     pairs = {pair for spec in registry.describe_all()[0] for pair in spec.conflicts}
     return [
         Reason(
@@ -57,12 +60,5 @@ def conflicts() -> list[Reason]:
             f"pip uninstall -y {first} {second}, then install the one you want",
         )
         for first, second in sorted(pairs)
-        if _version(first) and _version(second)
+        if {first, second} <= tool_versions(first, second).keys()
     ]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

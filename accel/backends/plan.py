@@ -1,7 +1,7 @@
-"""Decides how a model runs: which artifact, backend, device and options, or why it cannot.
+"""Decide how a model runs: artifact, backend, device and options, or the reasons why it cannot run.
 
-`make_plan` is a function of its arguments alone: the model that was found, what the caller asked for, and the backends that
-are installed. Nothing is opened or written. `export` makes the artifact that a plan lacks, and `sessions` opens a plan.
+`make_plan` is a pure function of the resolved model, the caller's settings and the installed backends. It opens and
+writes nothing. `accel.stages.export` makes a missing artifact of a plan, and `accel.backends.sessions` opens a plan.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from ..errors import BackendUnavailableError, ConfigError, InputError
 from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec, Probe, Reason
 from . import registry
 from .buckets import why_unpadded
-from .registry import Inventory, missing_domains
+from .registry import Inventory
+from .stage_plan import StagePlan, missing_domains, plan_stage
 
-# Of `SessionOptions`, what an artifact's manifest may set; threads within the machine.
+# Fields of `SessionOptions` that an artifact's manifest may set. Numbers of threads are limited to the processors of
+# this machine.
 _RECORDED = (
     "threads", "inter_op_threads", "compute_dtype", "buckets", "pad_to_multiple_of", "graph_optimization", "spinning"
 )  # fmt: skip
 _MOST_THREADS = 1024
-"""Threads that may be asked for wherever it runs: more than almost every machine has processors."""
+"""Number of threads that is accepted on every machine, whatever its number of processors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """How the caller wants a model run; `None` leaves the choice to the artifact and to what is here.
+    """The caller's settings for running a model. `None` leaves a choice to the artifact and the machine.
 
     Attributes:
         backend: Name of a backend.
-        device: The device, in `torch.device` words.
-        provider_options: The vendor's own options for the device.
-        options: Session options, which have the same names for every backend.
+        device: The device, as a `torch.device` string.
+        provider_options: Vendor-specific options for the device.
+        options: Session options. All backends use the same option names.
     """
 
     backend: str | None = None
@@ -46,13 +48,13 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One line of the table of backends that were considered.
+    """A row in the table of considered backends.
 
     Attributes:
-        backend: Its name.
-        verdict: `chosen`, `possible` (it would work when named), `rejected`, or `broken` (the plugin cannot be loaded).
-        device: The device it would use.
-        reasons: Why it was not chosen.
+        backend: Name of the backend.
+        verdict: `chosen`, `possible` (it would work if named), `rejected`, or `broken` (the plugin cannot be loaded).
+        device: The device that the backend would use.
+        reasons: The reasons why the backend was not chosen.
     """
 
     backend: str
@@ -63,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The backend and device chosen (`None` when nothing fits) and the table of everything considered."""
+    """The chosen backend and device (`None` if nothing fits), and the table of all backends."""
 
     backend: str | None
     device: DeviceSpec | None
@@ -81,22 +83,23 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model runs.
+    """The decision how a model runs.
 
     Attributes:
-        model: The model that was found.
-        settings: What the caller asked for.
-        config: How it is exported, where it is no artifact yet.
-        format: The format that runs.
-        dtype: The dtype of the graph.
-        selection: The backend, the device, and every backend that was considered.
-        backend: The backend that runs it; `None` where there is none.
-        exporter: The backend that exports it first; `None` for an artifact, and for weights that run as they are.
+        model: The resolved model.
+        settings: The caller's settings.
+        config: Settings of the export, if the model is not an artifact yet.
+        format: The format of the graph that runs.
+        dtype: The data type of the graph.
+        selection: The chosen backend and device, and the table of all considered backends.
+        backend: The backend that runs the model; `None` if there is none.
+        exporter: The plan of the export that comes first; `None` for an artifact, and for PyTorch weights that run
+            without export.
         artifact: The artifact that runs; `None` until it is exported.
-        run: The part of the manifest that says how the artifact was measured best, where the plan follows it.
-        options: How the sessions are opened; the caller's until there is an artifact.
-        provider_options: The vendor's own options.
-        why_not: Why nothing here runs it; the message has the table.
+        run: The manifest's `run`, if the plan uses it.
+        options: Options of the sessions; the caller's options until there is an artifact.
+        provider_options: Vendor-specific options for the device.
+        why_not: The error if no backend can run the model. The message contains the table.
     """
 
     model: Resolved
@@ -106,7 +109,7 @@ class Plan:
     dtype: str
     selection: Selection
     backend: BackendSpec | None
-    exporter: BackendSpec | None = None
+    exporter: StagePlan | None = None
     artifact: Artifact | None = None
     run: RunRecord | None = None
     options: SessionOptions = SessionOptions()
@@ -115,7 +118,7 @@ class Plan:
 
     @property
     def device(self) -> DeviceSpec | None:
-        """The device that it runs on."""
+        """The device that the model runs on."""
         return self.selection.device
 
     @property
@@ -124,20 +127,20 @@ class Plan:
         return self.model.task
 
     def check(self) -> None:
-        """Raise where nothing here runs the model.
+        """Raise if no backend can run the model.
 
         Raises:
-            BackendUnavailableError: The message is the table of everything considered.
+            BackendUnavailableError: No backend can run the model. The message contains the table of all backends.
         """
         if self.why_not is not None:
             raise self.why_not
 
     def with_artifact(self, artifact: Artifact, inventory: Inventory | None = None) -> Plan:
-        """The same choice for the artifact that was exported for it, with the options that the artifact asks for.
+        """Return the plan for an artifact that was exported for it, with session options for this artifact.
 
         Raises:
-            BackendUnavailableError: The backend does not run this graph.
-            ConfigError: Options that do not fit the artifact.
+            BackendUnavailableError: The backend cannot run this graph.
+            ConfigError: Options do not fit the artifact.
         """
         self.check()
         assert self.backend is not None
@@ -156,7 +159,7 @@ class Plan:
         return _with_options(made, artifact)
 
     def with_options(self, options: SessionOptions) -> Plan:
-        """The same choice, opened with other options."""
+        """Return the plan with other session options."""
         made = replace(self, settings=replace(self.settings, options=options), options=options)
         return _with_options(made, self.artifact) if self.artifact is not None else made
 
@@ -164,7 +167,7 @@ class Plan:
         if self.artifact is not None and self.format != WEIGHTS:
             artifact = str(self.artifact.path)
         elif self.exporter is not None:
-            artifact = f"exported first, to {self.format} by {self.exporter.name} ({self.dtype}), and kept"
+            artifact = f"exported first, to {self.format} by {self.exporter.backend.name} ({self.dtype}), and kept"
         else:
             artifact = "the PyTorch weights as they are" if self.backend is not None else "none"
         usual = SessionOptions().to_dict()
@@ -181,7 +184,7 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan for JSON."""
+        """Return the plan as JSON values."""
         return {
             "model": self.model.id,
             "kind": self.model.kind,
@@ -189,7 +192,7 @@ class Plan:
             "format": self.format,
             "dtype": self.dtype,
             "artifact": None if self.artifact is None else str(self.artifact.path),
-            "exporter": None if self.exporter is None else self.exporter.name,
+            "exporter": None if self.exporter is None else self.exporter.backend.name,
             "backend": None if self.backend is None else self.backend.name,
             "device": None if self.device is None else str(self.device),
             "options": self.options.to_dict(),
@@ -209,23 +212,23 @@ def make_plan(
 ) -> Plan:
     """Decide how a model runs.
 
-    The caller's settings win, then what the artifact was measured with (`run` in its manifest, unless another backend is
-    named), then the artifact's dtype and the defaults.
+    Order of precedence: the caller's settings; the measured settings in the manifest (`run`, unless another backend is
+    named); the artifact's dtype; the defaults.
 
     Args:
-        model: The model, as `resolve` found it.
+        model: The result of `resolve`, or an artifact.
         settings: The caller's settings.
-        config: How to export a model that is no artifact yet.
-        inventory: The backends to choose among; those installed here when `None`.
+        config: Settings of the export, if the model is not an artifact yet.
+        inventory: The available backends; the installed backends when `None`.
 
     Returns:
-        The plan. `check` raises where nothing runs the model.
+        The plan. Its `check` raises if no backend can run the model.
 
     Raises:
-        UnknownBackendError: A backend that is named does not exist.
-        ConfigError: Settings of an export for a graph that is there already; an option that the backend does not have, or that
-            a manifest may not set; more threads than a machine has.
-        InputError: A module in memory.
+        UnknownBackendError: A named backend does not exist.
+        ConfigError: Export settings are passed for an exported graph; the backend does not support an option; a
+            manifest sets an option that it must not set; or there are more threads than the machine supports.
+        InputError: The model is a module in memory.
     """
     settings, config = settings or RunSettings(), config or ExportConfig()
     if inventory is None:
@@ -251,7 +254,7 @@ def make_plan(
     elif found.module is not None:
         raise InputError("A module in memory has no folder to keep an export in.", fix="export it: accel.export(...).")
     else:
-        # A backend that only runs a format gets it from the format's owner.
+        # A backend that cannot export gets the format from the backend that owns it.
         stages = named.capabilities if named is not None else ()
         makes = [c.produces for c in stages if c.stage == "export" and c.produces]
         runs = [c.consumes for c in stages if c.stage == "run" and c.consumes]
@@ -270,12 +273,11 @@ def make_plan(
     if question.format == WEIGHTS:
         return made
     owner = named.name if named is not None and makes else None
-    exporter = registry.owner("export", question.format, owner, among=inventory)
-    return replace(made, exporter=exporter)
+    return replace(made, exporter=plan_stage("export", question.format, owner, inventory=inventory))
 
 
 def _device(settings: RunSettings, run: RunRecord | None) -> DeviceSpec | None:
-    """The device that was asked for, or that an artifact was measured on."""
+    """Return the requested device, or the device that an artifact was measured on."""
     name = settings.device or (run.device if run is not None else None)
     return DeviceSpec.parse(name) if name is not None else None
 
@@ -285,12 +287,12 @@ def _device(settings: RunSettings, run: RunRecord | None) -> DeviceSpec | None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A graph to be run, and the device.
+    """A graph to run, and the requested device.
 
     Attributes:
-        format, task, dtype: Of the graph.
-        device: The device that was asked for; any when `None`.
-        domains: Domains of the graph's operators; `None` where they are unknown.
+        format, task, dtype: Format, task and data type of the graph.
+        device: The requested device; any device when `None`.
+        domains: Domains of the graph's operators; `None` if they are unknown.
     """
 
     format: str
@@ -301,16 +303,16 @@ class Question:
 
 
 def select(question: Question, inventory: Inventory, named: BackendSpec | None = None) -> Selection:
-    """Choose the backend that runs a graph. A function of its arguments alone.
+    """Choose the backend that runs a graph. This is a pure function.
 
-    A backend that is named is the only candidate. Otherwise the one with the highest priority wins among those whose
-    spec allows automatic choice, which are the ones that do not change numerics. A backend whose runtime lacks a domain of the
-    graph's operators is rejected.
+    A named backend is the only candidate. Without a name, the candidates are the backends whose specs allow automatic
+    choice, because they do not change numeric results. The candidate with the highest priority wins. A backend is
+    rejected if its runtime lacks an operator domain of the graph.
     """
     chosen: str | None = None
     where: DeviceSpec | None = None
     verdicts = {name: Verdict(name, "broken", None, (reason,)) for name, reason in inventory.broken.items()}
-    # Probing imports vendor libraries. Only candidates are probed, the highest priority first, and none after one that fits.
+    # Probing imports vendor libraries. Probe only candidates, by descending priority, until a backend fits.
     for spec in sorted(inventory.specs, key=lambda spec: -spec.priority):
         candidate = spec is named if named is not None else spec.auto and bool(spec.capability("run", question.format))
         asked = candidate and chosen is None
@@ -335,7 +337,7 @@ def select(question: Question, inventory: Inventory, named: BackendSpec | None =
 
 
 def _declared(spec: BackendSpec, inventory: Inventory) -> Probe:
-    """The devices that a spec declares, for a backend that need not be probed."""
+    """Return the declared devices of a backend without probing it."""
     missing = inventory.missing(spec)
     if missing:
         return Probe(reasons=(missing,))
@@ -346,7 +348,7 @@ def _declared(spec: BackendSpec, inventory: Inventory) -> Probe:
 def _obstacles(
     spec: BackendSpec, probe: Probe, question: Question, inventory: Inventory
 ) -> tuple[list[Reason], DeviceSpec | None]:
-    """Everything that keeps a backend from running this, and the device it would use."""
+    """Return all reasons why a backend cannot run a graph, and the device that it would use."""
     reasons: list[Reason] = []
     task, device = question.task, question.device
     capability = spec.capability("run", question.format, task=task)
@@ -375,7 +377,7 @@ def _obstacles(
 
 
 def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
-    """That a backend runs this task in other formats than this one, and the remedy; `None` when it runs it in none."""
+    """Return a reason if the backend runs the task only in other formats; `None` if it does not run the task at all."""
     others = sorted(
         {one.consumes for one in spec.capabilities if one.stage == "run" and one.consumes and one.does(task)}
     )
@@ -392,7 +394,7 @@ def _nothing_runs(
     selection: Selection,
     inventory: Inventory,
 ) -> BackendUnavailableError:
-    """The error with the table, and the first remedy of the backend that was named, or of any."""
+    """Return the error with the table of backends, and the first remedy of the named backend, or of any backend."""
     format = question.format
     what = f"Backend {named.name!r} cannot run" if named is not None else "No backend can run"
     rows = [row for row in selection.table if row.verdict != "broken" and (named is None or row.backend == named.name)]
@@ -414,7 +416,7 @@ def _nothing_runs(
 
 
 def _with_options(plan: Plan, artifact: Artifact) -> Plan:
-    """The plan with the options and provider options that its sessions are opened with."""
+    """Return the plan with its session options."""
     spec, run, settings = plan.backend, artifact.manifest.run, plan.settings
     assert spec is not None
     if run is not None and run.backend != spec.name and run.backend not in spec.aliases:
@@ -433,7 +435,7 @@ def _with_options(plan: Plan, artifact: Artifact) -> Plan:
 
 
 def _check_padding(options: SessionOptions, artifact: Artifact) -> None:
-    """Refuse buckets and multiples for a model whose sequences cannot be padded, and buckets longer than it reads."""
+    """Raise for padding if the model's sequences cannot be padded, and for buckets longer than the model's positions."""
     setting = "buckets" if options.buckets else "pad_to_multiple_of" if options.pad_to_multiple_of != 1 else None
     if setting is not None and (reason := why_unpadded(artifact)) is not None:
         verb = "Buckets pad" if options.buckets else "pad_to_multiple_of pads"
@@ -448,7 +450,7 @@ def _check_padding(options: SessionOptions, artifact: Artifact) -> None:
 
 
 def _check_threads(options: SessionOptions) -> None:
-    """Refuse numbers of threads that take a machine down: runtimes start as many as they are told to."""
+    """Raise for very large numbers of threads, because runtimes start all of them."""
     most = max(_MOST_THREADS, available_processors())
     for name in ("threads", "inter_op_threads"):
         value = getattr(options, name)
@@ -460,7 +462,9 @@ def _check_threads(options: SessionOptions) -> None:
 
 
 def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) -> int:
-    """The number that lengths are padded to a multiple of: the caller's, else the backend's, where sequences can be padded."""
+    """Return the length multiple for padding: the caller's, or the backend's preferred multiple if sequences can be
+    padded, or 1.
+    """
     if options.pad_to_multiple_of is not None:
         return options.pad_to_multiple_of
     if options.buckets or why_unpadded(artifact) is not None:
@@ -470,12 +474,12 @@ def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) ->
 
 
 def _recorded_options(run: RunRecord, artifact: Artifact) -> SessionOptions:
-    """The options that an artifact was measured best with, limited to this machine's processors.
+    """Return the session options in an artifact's `run`, limited to this machine's processors.
 
-    An artifact may come from anybody. Options that write a file, load a library or take the whole machine are refused.
+    Artifacts are not trusted. Options that write a file, load a library or use all processors are refused.
 
     Raises:
-        ConfigError: It sets something else.
+        ConfigError: The artifact sets such an option.
     """
     recorded = SessionOptions.from_dict(run.session)
     default = SessionOptions()

@@ -1,7 +1,7 @@
-"""Finds backends, and the one that does a stage.
+"""Find the installed backends and load them.
 
-Three steps, each costlier than the one before: *list* reads entry-point metadata, *describe* imports a plugin's spec,
-*probe* imports the vendor's library. A plugin that fails in a step is reported and never breaks the others.
+There are three steps of increasing cost: *list* reads entry-point metadata, *describe* imports a plugin's spec, *probe*
+imports the vendor's library. A plugin that fails is reported and does not affect other plugins.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from importlib import metadata
 from typing import Any
 
 from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError, did_you_mean
-from ..interfaces.entry_points import BACKENDS, entry_points
+from ..interfaces.entry_points import entry_points
 from ..interfaces.folder_reader import FolderReader
 from ..interfaces.protocols import Backend
-from ..interfaces.specs import API_VERSION, BackendSpec, Capability, Probe, Reason, Stage
+from ..interfaces.specs import API_VERSION, BackendSpec, Probe, Reason
 from ..upstream.tested_versions import TESTED, warn_of_untested_versions
 
 logger = logging.getLogger(__name__)
 
 ALLOW_LIST_VARIABLE = "ACCEL_PLUGINS"
 BASELINE = "pytorch"
-"""The backend that everything is compared with: what it needs is what the core needs, and no allow-list leaves it out."""
+"""The baseline of all comparisons. It needs only accel's own requirements, and the allow-list cannot exclude it."""
 
 
 def installed() -> dict[str, tuple[metadata.EntryPoint, ...]]:
-    """Plugins by name, read from entry-point metadata; nothing is imported. More than one entry is a conflict."""
+    """Return the entry points of plugins by name, from package metadata; nothing is imported. Several entry points of
+    one name are a conflict.
+    """
     allowed = os.environ.get(ALLOW_LIST_VARIABLE)
     names = None if allowed is None else {BASELINE, *(name.strip() for name in allowed.split(","))}
     found: dict[str, dict[str, metadata.EntryPoint]] = {}
-    for entry in entry_points(BACKENDS):
+    for entry in entry_points("backends"):
         if names is None or entry.name in names:
             found.setdefault(entry.name, {})[entry.value] = entry
     return {name: tuple(entries.values()) for name, entries in sorted(found.items())}
@@ -47,7 +49,7 @@ def _describe(name: str, value: str) -> BackendSpec:
     module_name, _, attribute = value.partition(":")
     try:
         spec = getattr(importlib.import_module(module_name), attribute)
-    # A plugin is foreign code: whatever its import raises, an exit of the process too, becomes a report about this one plugin.
+    # A plugin may raise any exception, even `SystemExit`. Only this plugin is then reported as broken.
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"The plugin {name!r} cannot be loaded from {value!r}: {type(error).__name__}: {error}",
@@ -67,11 +69,8 @@ def _describe(name: str, value: str) -> BackendSpec:
 
 
 def describe(name: str) -> BackendSpec:
-    """The spec of one backend, by name or by an alias such as `CUDAExecutionProvider`.
-
-    Raises:
-        UnknownBackendError: No plugin has that name.
-        PluginError: It exists but cannot be loaded, or two distributions claim the name.
+    """Return the spec of a backend by name, or by an alias such as `CUDAExecutionProvider`. Errors as in
+    `Inventory.spec`.
     """
     return inventory().spec(name)
 
@@ -87,7 +86,7 @@ def _spec(name: str, entries: Sequence[metadata.EntryPoint]) -> BackendSpec:
 
 
 def describe_all() -> tuple[tuple[BackendSpec, ...], dict[str, Reason]]:
-    """Every loadable spec, and for each plugin that is not, why."""
+    """Return the specs of all plugins that can be loaded, and the reason for each plugin that cannot."""
     specs, broken = [], {}
     for name, entries in installed().items():
         try:
@@ -99,13 +98,14 @@ def describe_all() -> tuple[tuple[BackendSpec, ...], dict[str, Reason]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """The backends to choose among: their specs, and the facts that a choice asks for.
+    """The available backends.
 
     Attributes:
-        specs: All that can be loaded.
-        probe: What a backend finds on this machine; imports its vendor's library.
-        missing: The packages that a backend requires and that are not installed; `None` if there are none.
-        broken: Why the other plugins cannot be loaded.
+        specs: Specs of all backends that can be loaded.
+        probe: Function that probes a backend on this machine, which imports the vendor's library.
+        missing: Function that returns a reason if required packages of a backend are not installed, and `None` if all
+            are installed.
+        broken: The reason why each other plugin cannot be loaded.
     """
 
     specs: tuple[BackendSpec, ...]
@@ -114,11 +114,11 @@ class Inventory:
     broken: Mapping[str, Reason] = field(default_factory=dict)
 
     def spec(self, name: str) -> BackendSpec:
-        """The spec of one backend, by name or by an alias such as `CUDAExecutionProvider`.
+        """Return the spec of a backend by name or by an alias such as `CUDAExecutionProvider`.
 
         Raises:
             UnknownBackendError: No plugin has that name.
-            PluginError: It exists but cannot be loaded, or two distributions claim the name.
+            PluginError: The plugin cannot be loaded, or two distributions claim the name.
         """
         if not isinstance(name, str):
             raise ConfigError(
@@ -138,17 +138,17 @@ class Inventory:
 
 
 def inventory() -> Inventory:
-    """The backends that are installed here."""
+    """Return the inventory of installed backends."""
     specs, broken = describe_all()
     return Inventory(specs=specs, probe=probe, missing=missing, broken=broken)
 
 
 @functools.cache
 def tell_broken() -> None:
-    """Say once, before something is chosen, which plugins cannot be: another one does their work.
+    """Warn once about plugins that cannot be loaded, before a backend is chosen without them.
 
     Raises:
-        BackendUnavailableError: There are no plugins at all.
+        BackendUnavailableError: No plugin is installed.
     """
     specs, broken = describe_all()
     for name, reason in broken.items():
@@ -170,10 +170,10 @@ def _instance(impl: str) -> Any:
 
 
 def load(spec: BackendSpec) -> Backend:
-    """The backend's implementation; imports the vendor's library.
+    """Return a backend's implementation. This imports the vendor's library.
 
     Raises:
-        BackendUnavailableError: What it needs is not installed.
+        BackendUnavailableError: A required package is not installed.
     """
     reason = missing(spec)
     if reason:
@@ -183,7 +183,7 @@ def load(spec: BackendSpec) -> Backend:
 
 
 def _imported(spec: BackendSpec, impl: str) -> Any:
-    """An object of a plugin's class, made once a process."""
+    """Return the instance of a plugin's class; one instance per process."""
     try:
         warn_of_untested_versions((*TESTED, *spec.tested))
         return _instance(impl)
@@ -196,28 +196,13 @@ def _imported(spec: BackendSpec, impl: str) -> Any:
         ) from error
 
 
-def worker(spec: BackendSpec, stage: Stage) -> Any:
-    """The exporter, optimizer, quantizer or preparer of a backend.
-
-    Raises:
-        BackendUnavailableError: What the backend needs is not installed.
-        PluginError: It declares the stage and has no object for it.
-    """
-    name = {"export": "exporter", "optimize": "optimizer", "quantize": "quantizer", "prepare": "preparer"}[stage]
-    make = getattr(load(spec), name, None)
-    made = make() if make is not None else None
-    if made is None:
-        raise PluginError(f"The backend {spec.name!r} declares the stage {stage!r} and offers no {name}.")
-    return made
-
-
 def _install(spec: BackendSpec) -> str:
     target = f"accel-transformers[{spec.extra}]" if spec.impl.startswith("accel_plugins.") else spec.extra
     return f'pip install "{target}"'
 
 
 def missing(spec: BackendSpec) -> Reason | None:
-    """The packages that a backend requires and that are not installed; `None` if there are none."""
+    """Return the reason if required packages of a backend are not installed; `None` if all are installed."""
     absent = [name for name in spec.requires if importlib.util.find_spec(name) is None]
     if not absent:
         return None
@@ -226,128 +211,26 @@ def missing(spec: BackendSpec) -> Reason | None:
 
 @functools.cache
 def probe(spec: BackendSpec) -> Probe:
-    """What the backend found on this machine; asked once a process, never raises."""
+    """Return the devices of a backend on this machine, or the reasons why there are none. Probes once per process and
+    never raises.
+    """
     reason = missing(spec)
     if reason:
         return Probe(reasons=(reason,))
     try:
         return load(spec).probe()
-    # Same as in `_describe`: foreign code.
+    # A plugin may raise any exception, even `SystemExit`.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         message = f"its probe failed: {type(error).__name__}: {error}"
         return Probe(reasons=(Reason("probe-failed", message, "report it to the plugin's author"),))
 
 
-def missing_domains(
-    spec: BackendSpec, capability: Capability, domains: Sequence[str] | None, specs: Iterable[BackendSpec]
-) -> Reason | None:
-    """Why a backend cannot read a graph with operators of these domains, and what to do instead; `None` when it can.
-
-    Args:
-        spec: The backend.
-        capability: What it is to do.
-        domains: Domains of the graph's operators; `None` where they are unknown.
-        specs: All backends, of which the remedy names those that have the operators.
-    """
-    missing = capability.foreign(domains)
-    if not missing:
-        return None
-    format = capability.consumes
-    remedies = []
-    if spec.capability("optimize", format, produces=format) is not None:
-        remedies.append(
-            f"make the graph without them: `accel optimize EXPORT OUT --backend {spec.name}`, from the artifact as it was "
-            "exported"
-        )
-    elif spec.capability("export") is not None:
-        remedies.append(f"export the model for it: `accel export MODEL OUT --backend {spec.name}`")
-    else:
-        remedies.append("take the artifact as it was exported, before it was optimized or quantized")
-    able = [
-        one.name
-        for one in specs
-        if (found := one.capability(capability.stage, format)) is not None and not found.foreign(domains)
-    ]
-    if able:
-        remedies.append(f"or use the backend {' or '.join(able)}")
-    return Reason(
-        "operators", f"it has no operators of {', '.join(missing)}, which this graph uses", ", ".join(remedies)
-    )
-
-
-def owner(
-    stage: Stage,
-    format: str,
-    backend: str | None = None,
-    *,
-    scheme: str | None = None,
-    domains: Sequence[str] | None = None,
-    among: Inventory | None = None,
-) -> BackendSpec:
-    """The backend that does `stage` for artifacts of `format`: the one named, or the owner of the format.
-
-    For `export`, `format` is what it produces; for `prepare`, that of PyTorch models. `domains` are those of the graph's
-    operators, where they are known. The choice is `among` the backends that are installed, when `None`.
-
-    Raises:
-        UnknownBackendError: `backend` names no plugin.
-        BackendUnavailableError: Nobody does this here, or not for a graph with such operators.
-    """
-    consumes = None if stage in ("prepare", "export") else format
-    produces = format if stage == "export" else None
-
-    def fitting(spec: BackendSpec) -> Capability | None:
-        return next(
-            (
-                one
-                for one in spec.capabilities
-                if one.stage == stage
-                and consumes in (None, one.consumes)
-                and produces in (None, one.produces)
-                and (scheme is None or scheme in one.schemes)
-            ),
-            None,
-        )
-
-    if among is None and backend is None:
-        tell_broken()
-    among = among or inventory()
-    specs = among.specs if backend is None else (among.spec(backend),)
-    able = {spec: capability for spec in specs if (capability := fitting(spec)) is not None}
-    ready = [spec for spec in able if among.missing(spec) is None]
-    if ready:
-        # Whoever exports a format owns it; a backend that only rewrites it for its own hardware is asked by name.
-        found = max(
-            ready, key=lambda spec: (bool(spec.capability("export", produces=format)), spec.auto, spec.priority)
-        )
-        if reason := missing_domains(found, able[found], domains, among.specs):
-            raise BackendUnavailableError(
-                f"The backend {found.name!r} cannot {stage} this graph: {reason.message}.", fix=f"{reason.remedy}."
-            )
-        return found
-    what = f"{'No backend can' if backend is None else f'Backend {backend!r} cannot'} {stage} {format}"
-    if able:
-        why = "; ".join(f"{spec.name}: {among.missing(spec)}" for spec in able)
-        raise BackendUnavailableError(f"{what} here. {why}.", fix=_install(next(iter(able))))
-    doing = [c for spec in specs for c in spec.capabilities if c.stage == stage]
-    taken = sorted({c.consumes for c in doing if c.consumes is not None})
-    offered = sorted({s for c in doing if consumes in (None, c.consumes) for s in c.schemes})
-    others = [spec.name for spec in among.specs if stage == "prepare" and fitting(spec) is not None]
-    if others:
-        fix = f"use backend={' or '.join(map(repr, others))}, or leave it out."
-    elif consumes is not None and taken and consumes not in taken:
-        raise BackendUnavailableError(f"{what}.", fix=f"start from a model in the format {' or '.join(taken)}.")
-    else:
-        fix = f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see what each backend does."
-    with_scheme = f" with scheme {scheme!r}.{did_you_mean(scheme, offered)}" if scheme else "."
-    raise BackendUnavailableError(f"{what}{with_scheme}", fix=fix)
-
-
 def folder_reader(files: Iterable[str]) -> FolderReader | None:
-    """The reader of the first backend whose declared layouts match one of the files of a folder, by their relative names.
+    """Return the folder reader of the first backend with a layout pattern that matches a file name, relative to the
+    folder; `None` without a match.
 
     Raises:
-        BackendUnavailableError: What it imports is not installed.
+        BackendUnavailableError: A library that the reader imports is not installed.
     """
     names = list(files)
     for spec in _reading_specs():
@@ -357,7 +240,7 @@ def folder_reader(files: Iterable[str]) -> FolderReader | None:
 
 
 def first_folder_reader() -> FolderReader | None:
-    """The reader that reports what is missing in a folder that no reader matches; `None` where no backend reads folders."""
+    """Return the reader that reports missing files if no reader matches a folder; `None` if no backend reads folders."""
     specs = _reading_specs()
     return _reader(specs[0]) if specs else None
 

@@ -1,4 +1,4 @@
-"""Opens plans: a session for each component of the artifact, with the wrappers that pad sequences and keep states."""
+"""Open a plan: a session for each component of the artifact, with wrappers that pad sequences and store states."""
 
 from __future__ import annotations
 
@@ -21,34 +21,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenSessions:
-    """An artifact's sessions by component, and the plan that they were opened from."""
+    """The open sessions of an artifact by component, and the plan."""
 
     plan: Plan
     sessions: Mapping[str, Session]
 
     @property
     def backend(self) -> BackendSpec:
-        """The backend that runs them."""
+        """The backend that runs the sessions."""
         assert self.plan.backend is not None
         return self.plan.backend
 
     @property
     def options(self) -> SessionOptions:
-        """How they were opened."""
+        """Options of the sessions."""
         return self.plan.options
 
     def close(self) -> None:
-        """Give the runtime's memory back."""
+        """Close all sessions and release the runtime's memory."""
         for session in self.sessions.values():
             session.close()
 
 
-def open_plan(plan: Plan) -> OpenSessions:
+def open_plan(plan: Plan, *, few_calls: bool = False) -> OpenSessions:
     """Open every component of a plan's artifact.
 
+    Args:
+        plan: The plan.
+        few_calls: Whether the sessions are opened for only a few calls, as in a comparison. Backends may then skip
+            optimizations that cost memory. Decoders without a KV cache then get no state: calls run the graph directly.
+
     Raises:
-        BackendUnavailableError: Nothing here runs it; the message is the table of everything considered.
-        SessionError: The runtime refused the graph.
+        BackendUnavailableError: No backend can run the model. The message contains the table of all backends.
+        SessionError: The runtime rejected the graph.
     """
     plan.check()
     artifact, spec, device, options = plan.artifact, plan.backend, plan.device, plan.options
@@ -72,8 +77,10 @@ def open_plan(plan: Plan) -> OpenSessions:
             session=plain,
             shapes=shapes or {},
             trust_remote_code=plan.model.hub.trust_remote_code,
+            few_calls=few_calls,
         )
-        return continued(implementation.open(artifact, request), artifact.components)
+        opened = implementation.open(artifact, request)
+        return opened if few_calls else continued(opened, artifact.components)
 
     versions = registry.probe(spec).versions
     if options.buckets:
@@ -86,7 +93,7 @@ def open_plan(plan: Plan) -> OpenSessions:
 
 
 def _without_bounds(artifact: Artifact) -> Artifact:
-    """The same artifact for sessions that do not check values."""
+    """Return the artifact without bounds and required tokens, so that sessions do not check input values."""
     components = tuple(
         replace(component, inputs=tuple(replace(spec, bounds=None, required=None) for spec in component.inputs))
         for component in artifact.components

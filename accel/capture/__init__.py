@@ -1,124 +1,70 @@
-"""PyTorch model to graph: the only contact with `transformers.exporters`.
+"""Capture of a PyTorch model as a graph, by `transformers.exporters`. Other packages do not call these exporters.
 
-In: a transformers folder, an adapter or a module. Out: a graph with named axes, and what PyTorch answers to compare it with.
+In: a transformers folder, a PEFT adapter or a module. Out: a graph with named axes, and outputs of the PyTorch model
+that the graph is compared with.
 
-`load_source` reads a model for a task, `Source.sample` makes the inputs it is traced with, `capture_onnx` (or
-`capture_openvino`) traces it and repairs or refuses what the trace got wrong, and `reference_cases` with
-`max_difference` compare the result with the model on other shapes. A trace follows one set of inputs, and what it did
-not see it cannot keep: an all-ones mask is dropped from decoder graphs, and an axis of size 1 becomes a constant. So the
-samples are ours: two rows or more, unequal sizes, and padding in the mask.
+`load_source` loads a model for a task. `Source.sample` makes the inputs of the trace. `capture_onnx` and `capture_openvino`
+trace the model, and repair or reject a wrong trace. `reference_cases` and `max_difference` compare the graph with the model
+on other shapes. A trace follows one set of inputs and specializes on it: the exporter drops an all-ones mask from decoder
+graphs, and turns an axis of size 1 into a constant. The samples avoid this: they have at least two rows, different sizes for
+different axes, and padding in the mask.
 """
 
-from ..interfaces.wrapper import Tensors, unwrapped
-from ..upstream.cache_names import CACHE_NAME, CACHE_NAMES, cache_argument
-from ..upstream.library_output import quiet
-from ..upstream.onnx_exporter import make_rewrites_exact
-from .cached_attention import FusedAttention
-from .generation_graphs import encoder_output, split
-from .graph_names import (
-    drop_unused_inputs,
-    feeds_for,
-    graph_name,
-    graph_specs,
-    usual_sizes_in,
-)
-from .mapped_memory import release_pages
-from .process_lock import one_thread_at_a_time
-from .prompt_cases import cases_by_part
-from .quantized_linears import (
-    BLOCK_LINEAR,
-    INTEGER_LINEAR,
-    OPERATOR_DOMAIN,
-    BlockLinear,
-    IntegerLinear,
-    QuantizedLinear,
-    Trained,
-    needs_float_weights,
-    pack,
-    quantized_layers,
-    replace_layer,
-    save_quantized,
-    unpack,
-    with_record,
-)
-from .recurrence import DELTA_RECURRENCE, RECURRENCE, RECURRENCE_DOMAIN
-from .reference_cases import (
-    INTEGERS,
-    Case,
-    differences_by_output,
-    max_difference,
-    named_tensors,
-    own_rounding,
-    padding_difference,
-    reference,
-    reference_cases,
-    tolerance,
-)
-from .samples import IMAGE_AXES, pad_id, with_special_tokens
-from .sound_samples import AXIS_STEPS
-from .source import Source
-from .source_loader import base_of_adapter, code_elsewhere, load_source, modes_kept
-from .tracer import capture_onnx, capture_openvino, capture_program, first_lines
-from .weight_readers import read_by_other_code
-
-__all__ = [
-    "AXIS_STEPS",
-    "BLOCK_LINEAR",
-    "CACHE_NAME",
-    "CACHE_NAMES",
-    "DELTA_RECURRENCE",
-    "IMAGE_AXES",
-    "INTEGERS",
-    "INTEGER_LINEAR",
-    "OPERATOR_DOMAIN",
-    "RECURRENCE",
-    "RECURRENCE_DOMAIN",
-    "BlockLinear",
-    "Case",
-    "FusedAttention",
-    "IntegerLinear",
-    "QuantizedLinear",
-    "Source",
-    "Tensors",
-    "Trained",
-    "base_of_adapter",
-    "cache_argument",
-    "capture_onnx",
-    "capture_openvino",
-    "capture_program",
-    "cases_by_part",
-    "code_elsewhere",
-    "differences_by_output",
-    "drop_unused_inputs",
-    "encoder_output",
-    "feeds_for",
-    "first_lines",
-    "graph_name",
-    "graph_specs",
-    "load_source",
-    "make_rewrites_exact",
-    "max_difference",
-    "modes_kept",
-    "named_tensors",
-    "needs_float_weights",
-    "one_thread_at_a_time",
-    "own_rounding",
-    "pack",
-    "pad_id",
-    "padding_difference",
-    "quantized_layers",
-    "quiet",
-    "read_by_other_code",
-    "reference",
-    "reference_cases",
-    "release_pages",
-    "replace_layer",
-    "save_quantized",
-    "split",
-    "tolerance",
-    "unpack",
-    "unwrapped",
-    "usual_sizes_in",
-    "with_record",
-    "with_special_tokens",
-]
+from ..interfaces.wrapper import Tensors as Tensors
+from ..interfaces.wrapper import unwrapped as unwrapped
+from ..upstream.cache_names import CACHE_NAME as CACHE_NAME
+from ..upstream.cache_names import CACHE_NAMES as CACHE_NAMES
+from ..upstream.cache_names import cache_argument as cache_argument
+from ..upstream.library_output import quiet as quiet
+from ..upstream.onnx_exporter import make_rewrites_exact as make_rewrites_exact
+from .cached_attention import FusedAttention as FusedAttention
+from .generation_graphs import encoder_output as encoder_output
+from .generation_graphs import split as split
+from .graph_names import drop_unused_inputs as drop_unused_inputs
+from .graph_names import feeds_for as feeds_for
+from .graph_names import graph_name as graph_name
+from .graph_names import graph_specs as graph_specs
+from .graph_names import usual_sizes_in as usual_sizes_in
+from .mapped_memory import release_pages as release_pages
+from .process_lock import one_thread_at_a_time as one_thread_at_a_time
+from .prompt_cases import cases_by_part as cases_by_part
+from .quantized_linears import BLOCK_LINEAR as BLOCK_LINEAR
+from .quantized_linears import INTEGER_LINEAR as INTEGER_LINEAR
+from .quantized_linears import OPERATOR_DOMAIN as OPERATOR_DOMAIN
+from .quantized_linears import BlockLinear as BlockLinear
+from .quantized_linears import IntegerLinear as IntegerLinear
+from .quantized_linears import QuantizedLinear as QuantizedLinear
+from .quantized_linears import Trained as Trained
+from .quantized_linears import needs_float_weights as needs_float_weights
+from .quantized_linears import pack as pack
+from .quantized_linears import quantized_layers as quantized_layers
+from .quantized_linears import save_quantized as save_quantized
+from .quantized_linears import unpack as unpack
+from .quantized_linears import with_record as with_record
+from .recurrence import DELTA_RECURRENCE as DELTA_RECURRENCE
+from .recurrence import RECURRENCE as RECURRENCE
+from .recurrence import RECURRENCE_DOMAIN as RECURRENCE_DOMAIN
+from .reference_cases import INTEGERS as INTEGERS
+from .reference_cases import Case as Case
+from .reference_cases import differences_by_output as differences_by_output
+from .reference_cases import max_difference as max_difference
+from .reference_cases import named_tensors as named_tensors
+from .reference_cases import own_rounding as own_rounding
+from .reference_cases import padding_difference as padding_difference
+from .reference_cases import reference as reference
+from .reference_cases import reference_cases as reference_cases
+from .reference_cases import tolerance as tolerance
+from .samples import IMAGE_AXES as IMAGE_AXES
+from .samples import pad_id as pad_id
+from .samples import with_special_tokens as with_special_tokens
+from .sound_samples import AXIS_STEPS as AXIS_STEPS
+from .source import Source as Source
+from .source_loader import base_of_adapter as base_of_adapter
+from .source_loader import code_elsewhere as code_elsewhere
+from .source_loader import load_source as load_source
+from .source_loader import modes_kept as modes_kept
+from .tracer import capture_onnx as capture_onnx
+from .tracer import capture_openvino as capture_openvino
+from .tracer import capture_program as capture_program
+from .tracer import first_lines as first_lines
+from .weight_readers import read_by_other_code as read_by_other_code

@@ -14,7 +14,7 @@ from ..errors import ExportError
 
 logger = logging.getLogger(__name__)
 
-# Endings of a table's tensors in an adapter, and which of their axes counts tokens.
+# Endings of the names of embedding tensors in an adapter, and the axis of each tensor that counts tokens.
 _WHOLE = ("weight", "base_layer.weight", "modules_to_save.weight", "modules_to_save.default.weight")
 _AXES = {
     **dict.fromkeys(_WHOLE, 0),
@@ -25,7 +25,10 @@ _PREFIX = "base_model.model."
 
 
 def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of an adapter's tensors by name, from either format; empty where it has none."""
+    """Return the shapes of an adapter's tensors by name, without reading the weights; empty if there are no weights.
+
+    `peft.load_peft_weights` reads all weights, and asks the Hub if the folder has none.
+    """
     weights = folder / "adapter_model.safetensors"
     if weights.is_file():
         from safetensors import safe_open
@@ -40,17 +43,19 @@ def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def fit_embeddings(model: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Resize a base model's embeddings to those that its adapter holds, or to the tokens that it trains.
+    """Resize a base model's token embeddings to fit its PEFT adapter.
 
-    PEFT takes the length of the adapter's tokenizer. The adapter's own tables are better: models pad their tables.
+    PEFT resizes to the length of the adapter's tokenizer. The embedding tensors in the adapter give the exact size, because
+    models may pad their embeddings beyond the tokenizer.
 
     Args:
-        model: The base model.
-        folder: Of the adapter.
-        shapes: From `adapter_shapes`.
+        model: The base model. Changed in place.
+        folder: Folder of the adapter.
+        shapes: Shapes of the adapter's tensors by name.
 
     Raises:
-        ExportError: The adapter holds tables of different lengths, or changes tokens of which nobody has the embeddings.
+        ExportError: The embedding tensors of the adapter differ in length, or the adapter has more tokens than the base
+            model and does not contain embeddings for them.
     """
     table = _table(model)
     if table is None:
@@ -81,7 +86,10 @@ def fit_embeddings(model: Any, folder: Path, shapes: Mapping[str, tuple[int, ...
 
 
 def _fill_head(model: Any, folder: Path, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give added tokens the mean row of an output table of which the adapter holds no rows, as transformers does about the same."""
+    """Fill the output embeddings of added tokens with the mean of the existing rows, as transformers does approximately.
+
+    Does nothing if the adapter holds the output embeddings, or if they are tied to the input embeddings.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or head.weight is model.get_input_embeddings().weight:
         return
@@ -101,14 +109,14 @@ def _fill_head(model: Any, folder: Path, rows: int, shapes: Mapping[str, tuple[i
 def _table(model: Any) -> Any:
     try:
         found = model.get_input_embeddings()
-    # Models that read no tokens have none, and say so in two ways.
+    # Models without token embeddings raise one of these two errors.
     except (AttributeError, NotImplementedError):
         return None
     return found if isinstance(found, torch.nn.Embedding) else None
 
 
 def _rows_of_tables(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Tokens in each table of embeddings that an adapter holds or adapts."""
+    """Return the number of tokens of each embedding tensor in an adapter, by tensor name."""
     tables = [model.get_input_embeddings(), getattr(model, "get_output_embeddings", lambda: None)()]
     names = [name for name, one in model.named_modules() if any(one is table for table in tables)]
     return {
@@ -120,7 +128,7 @@ def _rows_of_tables(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def _trained_tokens(folder: Path) -> set[int]:
-    """Tokens of which an adapter trains the embeddings alone (`trainable_token_indices`, or the kind of that name)."""
+    """Return the tokens whose single embeddings an adapter trains (`trainable_token_indices`, or a trainable-tokens adapter)."""
     settings = read_json(folder / "adapter_config.json")
     found: set[int] = set()
     for name in ("trainable_token_indices", "token_indices"):
@@ -131,14 +139,14 @@ def _trained_tokens(folder: Path) -> set[int]:
 
 
 def _tell_of_other_tokens(folder: Path, rows: int) -> None:
-    """Warn of tokens of the adapter's tokenizer that have no embeddings: a padding token, mostly."""
+    """Warn if the adapter's tokenizer has tokens without embeddings. Usually this is a padding token."""
     if not (folder / "tokenizer_config.json").is_file():
         return
     from transformers import AutoTokenizer
 
     try:
         tokens = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    # Whatever is wrong with a tokenizer is told when it is used.
+    # Errors of the tokenizer are reported later, when the tokenizer is used.
     except Exception:  # noqa: BLE001
         return
     if tokens > rows:

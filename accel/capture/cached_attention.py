@@ -1,7 +1,7 @@
-"""The cache and the attention that a generating model's own code meets while it is traced.
+"""Replacements of a generating model's KV cache and attention function during its trace.
 
-Both go through transformers' registries: a cache whose layers hold graph inputs, and an attention function that hands
-query, keys, values and past to the backend's fused operator.
+Both use transformers' registries. The cache layers hold graph inputs. The attention function passes query, keys, values and
+the past to the fused operator of the backend.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IMPLEMENTATION = "accel"
 
 
 class FusedAttention(Protocol):
-    """A backend's attention operators, called while the model is traced. Each may decline with `None`.
+    """A backend's fused attention operators, called while the model is traced. Each method may return `None` to decline.
 
-    `query` is `(batch, heads, sequence, head_size)`, `key` and `value` `(batch, kv_heads, length, head_size)`, `bias` is
-    added to the scores and broadcasts to `(batch, heads, sequence, length)`.
+    Shapes: `query` is `(batch, heads, sequence, head_size)`, `key` and `value` are `(batch, kv_heads, length, head_size)`.
+    `bias` is added to the attention scores and broadcasts to `(batch, heads, sequence, length)`.
     """
 
     def cached(
@@ -40,19 +40,19 @@ class FusedAttention(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Write the new keys and values behind the past and attend to all of them.
+        """Append the new keys and values to the past, and attend to all keys and values.
 
         Args:
-            query, key, value: Of the new tokens; the class states their shapes.
-            past: `(batch, kv_heads, capacity, head_size)` buffers.
-            lengths: `(batch,)` int32, the last valid position of each row.
-            total: Scalar int32, tokens after this call.
-            bias: `(batch or 1, heads or 1, sequence, capacity)`, added to the scores.
-            scale, softcap: As in transformers' attention functions.
-            sinks: `(heads,)`, as there.
+            query, key, value: Query, keys and values of the new tokens, in the shapes that the class lists.
+            past: Key buffer and value buffer, each `(batch, kv_heads, capacity, head_size)`.
+            lengths: `(batch,)` int32: the last valid position of each row.
+            total: Scalar int32: number of tokens after this call.
+            bias: `(batch or 1, heads or 1, sequence, capacity)`, added to the attention scores.
+            scale, softcap: The scaling factor and the soft cap of the scores, as in transformers' attention functions.
+            sinks: `(heads,)`: the attention sinks (`s_aux` in transformers).
 
         Returns:
-            The result `(batch, sequence, heads, head_size)`, and the buffers after the call.
+            The attention output `(batch, sequence, heads, head_size)`, and the key and value buffers after the call.
         """
 
     def plain(
@@ -64,14 +64,15 @@ class FusedAttention(Protocol):
         bias: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
-        """Attention without a cache; returns `(batch, sequence, heads, head_size)`."""
+        """Compute attention without a cache. Returns `(batch, sequence, heads, head_size)`."""
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer's keys and values, `(batch, kv_heads, length, head_size)`: graph inputs before `update`, graph outputs after it.
+    """Keys and values of one layer, `(batch, kv_heads, length, head_size)`: graph inputs before `update`, graph outputs after it.
 
-    All layers hold all tokens: what a sliding window hides, the mask hides. A roomy past is a buffer with room for more
-    tokens; without a fused operator that writes there, backends keep exactly the tokens before the call.
+    Every layer caches all tokens, also with sliding-window attention: the mask hides the tokens outside the window. If `roomy`,
+    the past is a buffer with room for more tokens. Without a fused operator that writes into such a buffer, backends keep
+    exactly the tokens before the call.
     """
 
     is_sliding = False
@@ -94,15 +95,16 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         self.added: tuple[torch.Tensor, torch.Tensor] | None = None
         self._total, self._new = total, new
         self._roomy = roomy
-        # Of sparse attention, `(batch, length, size)`: what chooses the tokens that are attended to.
+        # For sparse attention: keys `(batch, length, size)` of the indexer, which selects the tokens to attend to.
         self.indexer_keys = indexer
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing: the tensors are there."""
+        """Do nothing, because the tensors already exist."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values so far, from new ones `(batch, kv_heads, new, head_size)`; a fused attention reads `past` and
-        `added` instead.
+        """Append new keys and values `(batch, kv_heads, new, head_size)` and return all of them.
+
+        A fused attention operator reads `past` and `added` instead of the returned tensors.
         """
         self.added = (keys, values)
         before, length = self.past, self._total - self._new
@@ -112,32 +114,32 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         return self.keys, self.values
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """All keys of the indexer so far, from new ones `(batch, new, size)`."""
+        """Append new keys of the sparse-attention indexer, `(batch, new, size)`, and return all of them."""
         assert self.indexer_keys is not None
         before = self.indexer_keys[:, : self._total - self._new] if self._roomy else self.indexer_keys
         self.indexer_keys = torch.cat([before, indexer_key_states], dim=1)
         return self.indexer_keys
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What it keeps, by name."""
+        """Return the layer's tensors by name."""
         indexer = {} if self.indexer_keys is None else {"indexer": self.indexer_keys}
         return {"key": self.keys, "value": self.values, **indexer}
 
     def get_seq_length(self) -> Any:
-        """Tokens before this call."""
+        """Return the number of tokens before this call."""
         return self._total - self._new
 
     def get_mask_sizes(self, _: Any) -> tuple[Any, int]:
-        """Tokens after this call, and the first one's position."""
+        """Return the number of tokens after this call, and the position of the first one."""
         return self._total, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: the cache has no maximum length."""
         return -1
 
 
 class _Trace:
-    """What the attention function needs while a part is traced."""
+    """State of one trace, read by the attention function."""
 
     def __init__(self, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> None:
         self.fusion = fusion
@@ -146,7 +148,10 @@ class _Trace:
         self.total = torch.scalar_tensor(total, dtype=torch.int32)
 
     def layer_of(self, key: torch.Tensor, value: torch.Tensor) -> CacheLayer | None:
-        """The layer whose keys and values these are; none where the model made others of them (DiffLlama's pairs of heads)."""
+        """Return the cache layer that returned these keys and values.
+
+        Return `None` if the model computed new tensors from them (DiffLlama's pairs of heads).
+        """
         return next(
             (one for one in self.layers if one.added is not None and one.keys is key and one.values is value), None
         )
@@ -167,7 +172,7 @@ def _attend(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers' models call while a part is traced."""
+    """Compute attention for transformers' models while a part is traced, with the fused operator where it accepts the call."""
     bias = attention_mask
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -206,16 +211,16 @@ def _attend_plainly(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention in PyTorch operators, for backends without a fused one."""
-    # Imports PyTorch's compiler, two thirds of what loading an artifact would import.
+    """Compute attention with PyTorch operators, for backends without a fused operator."""
+    # Imported here, because the module imports PyTorch's compiler: two thirds of the imports of loading an artifact.
     from transformers.integrations.sdpa_attention import repeat_kv
 
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if softcap is None and sinks is None:
-        # In the form that OpenVINO's CPU plugin fuses with the cache.
+        # OpenVINO's CPU plugin fuses this operator with the cache.
         result = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-        # Contiguous, as transformers' own: some models view it in another shape (AFMoE).
+        # Contiguous as in transformers, because some models call `view` on the result (AFMoE).
         return result.transpose(1, 2).contiguous()
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
@@ -230,7 +235,7 @@ def _attend_plainly(
 
 @contextmanager
 def tracing(model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> Iterator[None]:
-    """The model with our attention function, which reads these layers."""
+    """Run the model with accel's attention function on the given cache layers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

@@ -1,7 +1,7 @@
-"""What a generating model keeps between calls, as tensors that go into its graph and come out of it.
+"""The cache of a generating model as tensors, which are inputs and outputs of its graph.
 
-Keys and values grow with the text. The states of a state-space model, of linear attention and of short convolutions have one
-size and are overwritten: they can be reordered and copied, but no token can be taken back out of them.
+Keys and values grow with the text. States of state-space models, linear attention and short convolutions have a fixed size
+and are overwritten in each call. States can be reordered and copied, but no token can be removed from them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .cached_attention import CacheLayer
 from .recurrence import read_state
 
 TOKENS = "capacity"
-"""The axis of a kept tensor that grows with the text."""
+"""Marks the axis of a cached tensor that grows with the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One tensor of a layer.
+    """Shape and data type of one cached tensor of a layer.
 
     Attributes:
-        shape: Sizes behind the batch's; `TOKENS` for the axis that grows.
-        dtype: Its type; that of the model where it is `None`.
+        shape: Sizes of the axes after the batch axis. `TOKENS` marks the axis that grows.
+        dtype: Data type of the tensor; `None` for the model's data type.
     """
 
     shape: tuple[int | str, ...]
@@ -36,15 +36,15 @@ class Kept:
 
 
 Layer = Mapping[str, Kept]
-"""What one layer keeps: `key` and `value`, `indexer`, `conv` and `recurrent` (`conv_1` where there are several)."""
+"""Cached tensors of one layer by name: `key` and `value`, `indexer`, `conv` and `recurrent` (the second one is `conv_1`)."""
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """The states of one layer: graph inputs before a call, graph outputs after it. A new one is all zeros.
+    """The states of one layer: graph inputs before a call, graph outputs after it. At the start of a text they are zero.
 
     Args:
-        conv: The last inputs `(batch, channels, width)` of each of its convolutions.
-        recurrent: Its recurrent states, in the layout of `recurrence.recur`.
+        conv: The last inputs of each convolution of the layer, `(batch, channels, width)`, by number.
+        recurrent: The recurrent states of the layer by number, in the layout of `recurrence.recur`.
     """
 
     def __init__(self, conv: Mapping[int, torch.Tensor], recurrent: Mapping[int, torch.Tensor]) -> None:
@@ -57,49 +57,52 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # trans
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """By number. Whoever reads them is about to compute this layer."""
+        """Return the recurrent states by number, and register this layer as the one that is computed next."""
         found = getattr(self, "_recurrent", {})
         read_state(found.get(0))
         return {i: found.get(i) for i in range(self.number_of_states)}
 
     @recurrent_states.setter
     def recurrent_states(self, _: Any) -> None:
-        """Nothing: transformers' constructor sets them empty."""
+        """Ignore the value: transformers' constructor would set empty states."""
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing: the tensors are there."""
+        """Do nothing, because the tensors already exist."""
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
-        """The inputs of a convolution: those kept and the new ones `(batch, channels, new)`; the last of them are kept."""
+        """Append new inputs `(batch, channels, new)` to the cached inputs of a convolution and return all.
+
+        The last inputs are cached for the next call.
+        """
         before = self.conv_states[state_idx]
         whole = torch.cat([before, conv_states], dim=-1)
         self.conv_states[state_idx] = whole[..., -before.shape[-1] :]
         return whole
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
-        """The state after the new tokens."""
+        """Store and return the recurrent state after the new tokens."""
         self._recurrent[state_idx] = recurrent_states
         return recurrent_states
 
     def tensors(self) -> Tensors:
-        """What it keeps, by name."""
+        """Return the layer's tensors by name."""
         found = {_numbered("conv", i): tensor for i, tensor in self.conv_states.items()}
         return found | {_numbered("recurrent", i): tensor for i, tensor in self._recurrent.items()}
 
 
 class HybridLayer(CacheLayer, StateLayer):
-    """A layer with attention and states side by side."""
+    """A layer with both attention and states."""
 
     def __init__(self, attention: tuple[Any, ...], roomy: bool, conv: Any, recurrent: Any) -> None:
         CacheLayer.__init__(self, *attention, roomy=roomy)
         StateLayer.__init__(self, conv, recurrent)
 
     def tensors(self) -> Tensors:
-        """What it keeps, by name."""
+        """Return the layer's tensors by name."""
         return CacheLayer.tensors(self) | StateLayer.tensors(self)
 
 
-# Of the attributes of transformers' layers.
+# Names of the tensor attributes of transformers' cache layers that can be part of a graph.
 _NAMES = {"keys", "values", "indexer_keys", "_sliding_window_tensor"}
 
 
@@ -116,13 +119,14 @@ def _by_number(tensors: Tensors, what: str) -> dict[int, torch.Tensor]:
 
 
 def made(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy: bool) -> list[Any]:
-    """Cache layers over the tensors `past_…` among a graph's inputs.
+    """Create cache layers from the `past_…` inputs of a graph.
 
     Args:
-        layers: What each keeps.
-        feeds: The graph's inputs.
-        total, new: Tokens after this call, and those that it brings.
-        roomy: Whether keys and values have room for more tokens.
+        layers: Cached tensors of each layer.
+        feeds: Inputs of the graph by name.
+        total: Number of tokens after this call.
+        new: Number of tokens of this call.
+        roomy: Whether the key and value buffers have room for more tokens.
     """
     found: list[Any] = []
     for i, layer in enumerate(layers):
@@ -140,7 +144,7 @@ def made(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy
 
 
 def presents(layers: Sequence[Any]) -> Tensors:
-    """What the layers keep after a call, as a graph's outputs."""
+    """Return the layers' tensors after a call, by the names of the graph's outputs (`present_…`)."""
     return {
         f"present_{i}_{name}": tensor
         for i, layer in enumerate(layers)
@@ -150,16 +154,16 @@ def presents(layers: Sequence[Any]) -> Tensors:
 
 
 def described(cache: Any, architecture: str) -> list[Layer]:
-    """What the layers of a transformers cache keep.
+    """Describe the tensors in the layers of a transformers cache.
 
     Args:
-        cache: After a call.
-        architecture: Of the model, for the error.
+        cache: The cache after a call of the model.
+        architecture: Name of the model class, for the error message.
 
     Raises:
-        ExportError: It keeps something else, or nothing.
+        ExportError: The cache is empty, or holds tensors that a graph cannot take.
     """
-    # RemBERT's kind keeps a pair of caches also where it has no encoder.
+    # RemBERT-like models return an `EncoderDecoderCache` although they have no encoder.
     cache = getattr(cache, "self_attention_cache", cache)
     layers = list(getattr(cache, "layers", ()))
     found = [_described(layer) for layer in layers] if type(cache) is DynamicCache else []
@@ -174,7 +178,7 @@ def described(cache: Any, architecture: str) -> list[Layer]:
 
 
 def _described(layer: Any) -> Layer | None:
-    """What one layer keeps; `None` where that is something unknown."""
+    """Describe the tensors of one cache layer. Return `None` if the layer has unknown tensors."""
     if isinstance(layer, DummyLayer):
         return {}
     found: dict[str, Kept] = {}
@@ -190,7 +194,7 @@ def _described(layer: Any) -> Layer | None:
     if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:
         if keys.shape[:3] != values.shape[:3]:
             return None
-        # DeepSeek's latent attention has values of another size than its keys.
+        # In DeepSeek's latent attention, keys and values differ in head size.
         for what, tensor in (("key", keys), ("value", values)):
             found[what] = Kept((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
     others = {name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)} - _NAMES
@@ -203,10 +207,10 @@ def _described(layer: Any) -> Layer | None:
 
 
 def croppable(layers: Sequence[Layer]) -> bool:
-    """Whether all that is kept grows with the text, so that tokens can be cut off its end."""
+    """Return whether all cached tensors grow with the text, so that tokens can be removed from the end."""
     return all(TOKENS in kept.shape for layer in layers for kept in layer.values())
 
 
 def without_tokens(layers: Sequence[Layer]) -> bool:
-    """Whether nothing that is kept says how many tokens it stands for."""
+    """Return whether no cached tensor has an axis that counts tokens."""
     return not any(TOKENS in kept.shape for layer in layers for kept in layer.values())

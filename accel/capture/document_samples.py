@@ -1,4 +1,4 @@
-"""Texts with a place for each token: on a page (LayoutLM), or in a table (TAPAS)."""
+"""Sample inputs for texts with a layout: positions of words on a page (LayoutLM) or in a table (TAPAS)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _SIDES = 4
 
 
 def document_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Words and their boxes, as the stock pipeline gives them: `input_ids: (batch, sequence)`, `bbox: (batch, sequence, 4)`.
+    """Words and their bounding boxes, as the transformers pipeline passes them.
+
+    `input_ids: (batch, sequence)`, `bbox: (batch, sequence, 4)`.
 
     Raises:
-        ExportError: The model cannot do without the image.
+        ExportError: The model requires the image of the page.
     """
     if "image" in parameters_of(module):
         inner = unwrapped(module)
@@ -31,13 +33,13 @@ def document_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def table_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Questions and tables: `input_ids: (batch, sequence)`, `token_type_ids: (batch, sequence, 7)`."""
+    """Questions with tables: `input_ids: (batch, sequence)`, `token_type_ids: (batch, sequence, 7)`."""
     kinds = len(getattr(module.config, "type_vocab_sizes", ()))
     return _places(module, folder, "token_type_ids", kinds)
 
 
 def _places(module: torch.nn.Module, folder: Path | None, name: str, count: int) -> Sample:
-    """Texts and, by another name, so many whole numbers for each token."""
+    """Texts, and an input `name` with `count` integers for each token."""
     config: Any = module.config
     names, unused = text_inputs(module, config, folder)
     shape = (SAMPLE_BATCH, SAMPLE_SEQUENCE)

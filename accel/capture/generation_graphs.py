@@ -1,12 +1,12 @@
-"""Generating models as graphs with a cache.
+"""Graphs of generating models, with a KV cache.
 
-A decoder-only model becomes one graph; an encoder-decoder three: the encoder, the cross-attention's keys and values (run
-once a prompt), and the decoder; a model that reads images three, too: the vision tower with its projector, the embedding
-table, and a decoder of embeddings. The decoder graph takes any number of new tokens after any past: prefill, one decode step
-and the next turn of a chat are the same graph, so its weights exist once.
+A decoder-only model becomes one graph. An encoder-decoder becomes three graphs: the encoder, the keys and values of the
+cross-attention (run once for each prompt), and the decoder. A model that reads images also becomes three graphs: the vision
+tower with its projector, the embedding table, and a decoder that reads embeddings. The decoder graph takes any number of new
+tokens after any past. So prefill, a decode step and the next turn of a chat share one graph, and its weights exist once.
 
-Capture runs the model's own code with the cache and the attention of `attention.py` in it. What a backend's fused operator
-declines, and backends without one, get the cache by concatenation.
+The trace runs the model's own code with the cache and the attention function of `cached_attention.py`. If a backend has no
+fused operator, or its operator declines a call, the cache grows by concatenation.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from ..interfaces.task_spec import TaskSpec
 from ..interfaces.wrapper import Tensors, Wrapper
 from ..upstream.cache_names import CACHE_NAME, cache_argument
 from ..upstream.library_output import quiet
+from ..upstream.model_internals import masks_not_shortened
 from .cached_attention import CacheLayer, FusedAttention, tracing
 from .cached_layers import TOKENS, Layer, croppable, described, made, presents, without_tokens
+from .output_selection import Answering
 from .patch_samples import PATCH_AXIS, PATCHES
 from .position_limits import has_position_table
 from .recurrence import recurrent
 from .samples import same_draws
 from .sound_samples import SOUND_AXES
 from .source import Source
-from .speech_samples import short_masks, shortened_mask
+from .speech_samples import shortened_mask
 from .tracer import first_lines
 
-_BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # of the example that is traced
+_BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # Sizes in the sample inputs of the trace.
 ENCODER_MASK = "encoder_attention_mask"
-# By modality, the inputs that bring it.
+# Input names of each modality.
 _SENSED = {"audio": ("input_features", "input_values"), "image": ("pixel_values", PATCHES)}
 
 
 def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source, ...]:
-    """The graphs of a source: itself, the parts of a generating model, or those that its task has.
+    """Return the graphs of a source: the source alone, the parts of a generating model, or the parts that its task defines.
 
     Args:
-        source: From `load_source`.
-        fusion: The backend's attention operators; concatenated caches and plain attention without them.
+        source: Source from `load_source`.
+        fusion: The backend's fused attention operators. Without them, the cache is concatenated and attention is not fused.
 
     Raises:
-        ExportError: The model keeps another kind of state than keys and values, or has other parts than models for its task.
+        ExportError: The cache of the model cannot be part of a graph, or the model does not have the parts that the task expects.
     """
     task = load_task(source.task)
     if task.spec.generates:
@@ -66,10 +68,10 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
 
 @same_draws()
 def family_parts(source: Source) -> tuple[Source, ...]:
-    """The graphs that a family makes of a model that does not generate.
+    """Return the graphs that a family defines for a model that does not generate.
 
     Raises:
-        ExportError: The model's family has none.
+        ExportError: The model's family defines no parts.
     """
     parts = family_of(source.config).parts(source.model, source.example, source.axes)
     if not parts:
@@ -77,24 +79,19 @@ def family_parts(source: Source) -> tuple[Source, ...]:
             f"accel does not know the parts of a {source.architecture}, of which graphs for {source.task} are made.",
             fix="run it with transformers.",
         )
-    varied = [{axis for named in part.axes.values() for axis in named.values()} for part in parts]
-    return tuple(
-        replace(
-            source,
-            name=part.name,
-            model=part.model,
-            example=part.example,
-            axes=part.axes,
-            max_sizes={axis: most for axis, most in source.max_sizes.items() if axis in axes},
-        )
-        for part, axes in zip(parts, varied, strict=True)
-    )
+    sources = []
+    for part in parts:
+        varied = {axis for named in part.axes.values() for axis in named.values()}
+        limits = {axis: most for axis, most in source.max_sizes.items() if axis in varied}
+        graph: dict[str, Any] = {"name": part.name, "model": part.model, "example": part.example, "axes": part.axes}
+        sources.append(replace(source, **graph, max_sizes=limits))
+    return tuple(sources)
 
 
 def _check_parts(source: Source, spec: TaskSpec) -> None:
-    """Refuse a model that the task's graphs would hold a part of, without what it is about: its sounds or images.
+    """Raise if the task's graphs would lack a part of the model, such as its audio or image input.
 
-    transformers' auto classes name one class for several tasks: Voxtral's is a decoder of text with sounds in its prompt.
+    transformers' auto classes list one class for several tasks. For example, Voxtral is a text decoder with audio in its prompt.
     """
     has_encoder = bool(getattr(source.config, "is_encoder_decoder", False))
     sense = next((one for one in _SENSED if one in spec.modalities), "")
@@ -114,7 +111,7 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
 
 
 class _Part(Wrapper):
-    """A part of a generating model as a module with named tensors in and out."""
+    """A part of a generating model, as a module with named input and output tensors."""
 
     def __init__(self, model: Any, fusion: FusedAttention | None, kept: list[Layer] | None = None) -> None:
         super().__init__(model)
@@ -122,15 +119,15 @@ class _Part(Wrapper):
         self.kept = kept or []
 
     def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any) -> list[Any]:
-        """The cache layers among the inputs."""
+        """Create the cache layers from the `past_…` inputs."""
         return made(self.kept, dict(feeds), total, new, roomy=self.fusion is not None)
 
 
 class _Decoder(_Part):
-    """`input_ids, attention_mask, position_ids, logits_to_keep, past_…` to `logits, present_…`."""
+    """Decoder-only model: `input_ids, attention_mask, position_ids, logits_to_keep, past_…` to `logits, present_…`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """One call of the decoder-only model."""
+        """Run the decoder-only model."""
         from transformers.cache_utils import Cache
 
         tokens = feeds["input_ids"] if "input_ids" in feeds else feeds["inputs_embeds"]
@@ -138,7 +135,7 @@ class _Decoder(_Part):
         layers = self.layers(feeds, total, new)
         inputs = {name: tensor for name, tensor in feeds.items() if not name.startswith("past_")}
         if without_tokens(self.kept):
-            # Nothing looks back at the tokens before: the model's code masks the new ones alone.
+            # Without attention to earlier tokens, the model's code expects a mask of the new tokens only.
             inputs["attention_mask"] = feeds["attention_mask"][:, total - new :]
         inputs[cache_argument(self.model)] = Cache(layers=layers)
         with tracing(self.model, self.fusion, layers, tokens.shape[0], total):
@@ -146,37 +143,31 @@ class _Decoder(_Part):
         return {"logits": output.logits, **presents(layers)}
 
 
-class _Recomputed(_Part):
-    """All tokens of a model that keeps nothing, at each call: `input_ids, attention_mask, …` to `logits`."""
-
-    def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """One call of the model."""
-        return {"logits": self.model(**feeds).logits}
-
-
 class _Vision(_Part):
-    """`pixel_values: (1, channels, height, width)` to `image_features: (tokens, hidden)`."""
+    """Vision tower: `pixel_values: (1, channels, height, width)` to `image_features: (tokens, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """One image: the model's own code makes a list of several."""
+        """Embed one image. (For several images, the model's own code returns a list.)"""
         return {"image_features": family_of(self.config).image_features(self.model, feeds["pixel_values"])}
 
 
 class _Embedding(_Part):
-    """`input_ids` to `inputs_embeds: (batch, sequence, hidden)`."""
+    """Embedding table: `input_ids` to `inputs_embeds: (batch, sequence, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """Look tokens up."""
+        """Look up the embeddings of the tokens."""
         return {"inputs_embeds": family_of(self.config).embeddings(self.model, feeds["input_ids"])}
 
 
 class Encoder(_Part):
-    """The encoder's inputs to `last_hidden_state`, and to `encoder_attention_mask` where it has fewer positions than its sounds have
-    samples or frames.
+    """Encoder: the encoder's inputs to `last_hidden_state`.
+
+    It also outputs `encoder_attention_mask` if the encoder shortens audio: its output then has fewer positions than the audio
+    has samples or frames.
     """
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """One call of the encoder."""
+        """Run the encoder."""
         model: Any = self.model
         encoder = model.get_encoder()
         heard = model.main_input_name in ("input_features", "input_values") and "attention_mask" in feeds
@@ -187,8 +178,9 @@ class Encoder(_Part):
 
 
 def encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
-    """What an encoder returned: its hidden states `(batch, sequence, hidden)`, and the fields that NLLB-MoE's and Moonshine's have beside
-    them.
+    """Wrap encoder hidden states `(batch, sequence, hidden)` as an encoder output.
+
+    Sets the additional fields that the encoders of NLLB-MoE and Moonshine return.
     """
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -199,13 +191,13 @@ def encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> An
 
 
 class CrossAttention(_Part):
-    """`encoder_hidden_states` to the keys and values of the decoder's cross-attention.
+    """Cross-attention: `encoder_hidden_states` to the keys and values of the decoder's cross-attention.
 
-    Runs one decoder step of which the trace keeps these projections only.
+    The module runs one decoder step. The trace keeps only the key and value projections.
     """
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """One decoder step."""
+        """Run one decoder step."""
         from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
         hidden = feeds["encoder_hidden_states"]
@@ -223,7 +215,7 @@ class CrossAttention(_Part):
 
 
 class CrossDecoder(_Part):
-    """`input_ids, attention_mask, encoder_attention_mask, cross_…, past_…` to `logits, present_…`."""
+    """Decoder of an encoder-decoder: `input_ids, attention_mask, encoder_attention_mask, cross_…, past_…` to `logits, present_…`."""
 
     def __init__(
         self, model: Any, fusion: FusedAttention | None, kept: list[Layer], encoder_size: int, cross: int
@@ -233,7 +225,7 @@ class CrossDecoder(_Part):
         self.encoder_size = encoder_size
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """One call of the decoder."""
+        """Run the decoder."""
         from transformers.cache_utils import Cache, EncoderDecoderCache
 
         ids = feeds["input_ids"]
@@ -248,14 +240,14 @@ class CrossDecoder(_Part):
         ]
         cache = EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross))
         cache.is_updated = dict.fromkeys(range(len(cross)), True)
-        # Nothing reads the hidden states behind the keys and values, only their shape.
+        # With cached cross-attention keys and values, the decoder reads only the shape of the hidden states.
         hidden = key.new_zeros(1).expand(batch, key.shape[2], self.encoder_size)
         optional = {}
         if ENCODER_MASK in feeds:
             optional["attention_mask"] = feeds[ENCODER_MASK]
         if "position_ids" in feeds:
             optional["decoder_position_ids"] = feeds["position_ids"]
-        with tracing(self.model, self.fusion, layers, batch, total), short_masks(self.model):
+        with tracing(self.model, self.fusion, layers, batch, total), masks_not_shortened(self.model):
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=feeds["attention_mask"],
@@ -290,13 +282,13 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
         max_sizes=_positions(model),
         stateful=True,
         croppable=croppable(kept),
-        # Some tokenizers make token types for models that have none.
+        # Some tokenizers return token types although the model has no such input.
         unused_inputs=() if "token_type_ids" in parameters else ("token_type_ids",),
     )
 
 
 def _recomputed(source: Source) -> Source:
-    """The whole model, for one that reads all tokens again for each new one (GPT-1), also in transformers."""
+    """Return the whole model as one graph, for a model without a KV cache (GPT-1): each step reads all tokens again."""
     model: Any = source.model
     example, axes = dict(source.example), {name: dict(named) for name, named in source.axes.items()}
     if "position_ids" in inspect.signature(model.forward).parameters:
@@ -304,12 +296,12 @@ def _recomputed(source: Source) -> Source:
         axes["position_ids"] = dict(axes["input_ids"])
     _check_prompt(model, example)
     limits = {"sequence": _positions(model)["total"]} if _positions(model) else source.max_sizes
-    module = _Recomputed(model, None).eval()
+    module = Answering(model, ("logits",)).eval()
     return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits, continues="none")
 
 
 def _check_prompt(model: Any, example: Tensors) -> None:
-    """Refuse a model whose prompts `generate` changes in a way of the model's own: XLM puts a mask behind them."""
+    """Raise if the model's `generate` code changes the prompt. For example, XLM appends a mask token."""
     ids = example["input_ids"]
     mask = {name: tensor for name, tensor in example.items() if name == "attention_mask"}
     with quiet():
@@ -325,11 +317,11 @@ def _check_prompt(model: Any, example: Tensors) -> None:
 
 
 def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
-    """The vision tower, the embedding table and the decoder of a model that puts images into the prompt."""
+    """Return the vision tower, the embedding table and the decoder of a model that puts images into the prompt."""
     model: Any = source.model
     vision = getattr(source.config, "vision_config", None)
     size = getattr(vision, "image_size", None)
-    # InternVL's is a pair.
+    # InternVL's `image_size` is a pair (height, width).
     height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
     if getattr(source.config, "image_token_id", None) is None or not (
         isinstance(height, int) and isinstance(width, int)
@@ -348,24 +340,18 @@ def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Sour
         (1, getattr(vision, "num_channels", 3), height, width), generator=torch.Generator().manual_seed(3)
     )
     tokens = {"input_ids": torch.ones((_BATCH, _NEW), dtype=torch.int64)}
-    parts: list[tuple[str, _Part, Tensors, dict[str, dict[int, str]]]] = [
-        (
-            "vision",
-            _Vision(model, None),
-            {"pixel_values": pixels.to(getattr(torch, source.dtype))},
-            {"pixel_values": {}},
-        ),
-        ("embedding", _Embedding(model, None), tokens, {"input_ids": {0: "batch", 1: "sequence"}}),
-    ]
+    images = {"pixel_values": pixels.to(getattr(torch, source.dtype))}
+    vision_model, embedding = _Vision(model, None).eval(), _Embedding(model, None).eval()
     decoder = _decoder_only(source, fusion)
     with torch.inference_mode():
-        embedded = parts[1][1](**tokens)["inputs_embeds"].clone()
+        embedded = embedding(**tokens)["inputs_embeds"].clone()
+    token_axes = decoder.axes["input_ids"]
     example = {"inputs_embeds": embedded} | {n: t for n, t in decoder.example.items() if n != "input_ids"}
-    axes = {"inputs_embeds": decoder.axes["input_ids"]} | {n: a for n, a in decoder.axes.items() if n != "input_ids"}
+    axes = {"inputs_embeds": token_axes} | {n: a for n, a in decoder.axes.items() if n != "input_ids"}
     return (
-        *(
-            replace(source, name=name, model=part.eval(), example=example, axes=axes, max_sizes={})
-            for name, part, example, axes in parts
+        replace(source, name="vision", model=vision_model, example=images, axes={"pixel_values": {}}, max_sizes={}),
+        replace(
+            source, name="embedding", model=embedding, example=tokens, axes={"input_ids": token_axes}, max_sizes={}
         ),
         replace(decoder, example=example, axes=axes),
     )
@@ -424,7 +410,7 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
 
 
 def _tokens() -> tuple[Tensors, dict[str, dict[int, str]]]:
-    """Three new tokens behind four cached ones, for two rows of which one is padded, and the names of their axes."""
+    """Sample inputs and axis names for three new tokens after four cached ones, in two rows; the second row is padded."""
     example: Tensors = {
         "input_ids": torch.ones((_BATCH, _NEW), dtype=torch.int64),
         "attention_mask": torch.ones((_BATCH, _TOTAL), dtype=torch.int64),
@@ -451,7 +437,7 @@ def _add_cache(example: Tensors, axes: dict[str, dict[int, str]], kept: list[Lay
 
 @torch.inference_mode()
 def _kept(model: Any) -> list[Layer] | None:
-    """What each layer keeps, from a call with three tokens; `None` where nothing is kept."""
+    """Describe the cache of each layer after a call with three tokens. Return `None` for a model without a cache."""
     parameters = inspect.signature(model.forward).parameters
     argument = cache_argument(model)
     if argument not in parameters:
@@ -478,7 +464,7 @@ def _kept(model: Any) -> list[Layer] | None:
 def _answer(model: Any, **inputs: Any) -> Any:
     try:
         return model(**inputs)
-    # Foreign model code, which may raise anything.
+    # The model's own code may raise any exception.
     except Exception as error:
         raise ExportError(
             f"{type(model).__name__} itself fails on a call with a cache: {type(error).__name__}: {first_lines(error)}",
@@ -497,13 +483,16 @@ def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
 
 
 def _positions(model: Any) -> dict[str, int]:
-    """How many tokens the decoder's positions allow, prompt and answer together; no limit where they are computed."""
+    """Return the largest number of tokens of the decoder, prompt and output together, as `{"total": limit}`.
+
+    Return an empty dict if the model computes its positions.
+    """
     config = model.config.get_text_config(decoder=True)
-    # Of a model that hears, the decoder alone reads tokens.
+    # In an encoder-decoder with audio input, only the decoder reads tokens.
     reads = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Angles that depend on how long the text is: a trace holds those of its sample.
+    # Rotary angles that depend on the length of the text: a trace fixes the angles of its sample.
     changing = "dynamic" in str(rope) or "longrope" in str(rope)
     if not isinstance(limit, int) or not (changing or has_position_table(reads, limit)):
         return {}

@@ -1,11 +1,11 @@
-"""Forms of a graph are checked where they run, before their first answer.
+"""Checks of alternative forms of a graph, on the user's device, before a form is used for the first time.
 
-A form is another way to compute what a graph says: without its padding, with lengths instead of a mask, padded to a
-bucket. Whether it is right depends on the model, the kernels and the device, so it is compared there: at a shape that
-makes it run, on rows of different lengths, with the plain form of the same graph. A form that differs is turned off and
-named. What was found is remembered by artifact, device and versions, so that this costs two runs once.
+A form is another way to compute the same graph: without padding, with lengths instead of a mask, or padded to a bucket.
+Whether a form is correct depends on the model, the kernels and the device. So each form is compared with the plain form of
+the same graph, at a shape that triggers it and on rows of different lengths. A form that differs is disabled with a warning.
+Verdicts are cached by artifact, device and versions, so each comparison (two runs) is made once.
 
-A session that has forms asks `FormChecks.check` before it uses one, and offers all of them to `accel validate` by
+A session with forms calls `FormChecks.check` before it uses a form, and offers all comparisons to `accel validate` by
 `check_forms`.
 """
 
@@ -19,33 +19,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+import torch
+
 from ..artifact.checksums import recall, remember
 from ..errors import SessionError
+from .graph_names import feeds_for
+from .reference_cases import differences_by_output
 
 if TYPE_CHECKING:
-    import torch
-
     from ..artifact.manifest import Artifact, Component
     from ..interfaces.protocols import Feeds
     from ..interfaces.specs import DeviceSpec
 
-    Tensors = Mapping[str, torch.Tensor]
 
 logger = logging.getLogger(__name__)
 
+Tensors = Mapping[str, torch.Tensor]
+
 _FILE = "forms.json"
 _RELATIVE = {"float32": 1e-3, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 1e-1}
-# Scales of activations are computed from what is padded, too: two forms of a right graph differ by that.
+# Activation scales are computed over padding as well, so two correct forms of a quantized graph differ by this share.
 _QUANTIZED = 0.25
 _ROWS = 4
 
 
 def relative_tolerance(compute_dtype: str, *, quantized: bool = False) -> float:
-    """What two ways to compute the same may differ by, as a share of the largest value.
+    """Return the accepted difference between two ways to compute the same outputs, relative to the largest value.
 
     Args:
-        compute_dtype: What the kernels compute in.
-        quantized: Whether activations are quantized with scales of their own.
+        compute_dtype: Data type used for computation.
+        quantized: Whether activations are quantized with scales computed at run time.
     """
     return _QUANTIZED if quantized else _RELATIVE.get(compute_dtype, _QUANTIZED)
 
@@ -55,13 +58,13 @@ Padding = Literal["none", "right", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Another way to compute a graph.
+    """An alternative way to compute a graph.
 
     Attributes:
-        name: For messages and reports: `packed`, `bucket of 128`.
-        sizes: A size for each axis, such that this form is used; axes that are not named get a few rows.
-        padding: On which side the rows of that shape are padded.
-        context: What else decides its kernels, by name: a runtime's options.
+        name: Name of the form in messages and reports: `packed`, `bucket of 128`.
+        sizes: A size for each axis, such that this form is used. Axes without a size here get 4.
+        padding: The side on which the rows of the test batch are padded.
+        context: Other settings that decide which kernels run, by name, such as options of a runtime.
     """
 
     name: str
@@ -72,13 +75,13 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormVerdict:
-    """What a comparison found.
+    """Result of the comparison of a form with the plain form.
 
     Attributes:
-        form: The form's name.
-        difference: Largest difference from the plain form over real tokens, as a share of the largest value.
-        tolerance: What is accepted.
-        error: Why the form could not be computed at all.
+        form: Name of the form.
+        difference: Largest difference at positions that are not padding, relative to the largest value.
+        tolerance: Largest accepted difference.
+        error: Error message, if the form could not be computed.
     """
 
     form: str
@@ -88,27 +91,27 @@ class FormVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the form may answer."""
+        """Whether the form may be used."""
         return self.error is None and self.difference <= self.tolerance
 
 
 @runtime_checkable
 class HasForms(Protocol):
-    """A session that computes in several forms."""
+    """A session that has several forms of its graph."""
 
     def check_forms(self) -> list[FormVerdict]:
-        """Compare every form with the plain one, now."""
+        """Compare every form with the plain form now, and return the verdicts."""
 
 
 class FormChecks:
-    """The verdicts on one component's forms on one device.
+    """Verdicts on the forms of one component on one device.
 
     Args:
-        artifact: What is run.
-        component: Which of its graphs.
-        device: Where.
-        compute_dtype: What its kernels compute in; decides the tolerance.
-        versions: Of everything that computes.
+        artifact: The artifact that is run.
+        component: The component (graph) of the artifact.
+        device: The device on which the graph runs.
+        compute_dtype: Data type used for computation; decides the tolerance.
+        versions: Versions of the packages that compute the graph, by name.
     """
 
     def __init__(
@@ -129,13 +132,12 @@ class FormChecks:
         self._lock = threading.RLock()
 
     def check(self, form: Form, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]) -> FormVerdict:
-        """Whether a form may answer. The first question compares it with the plain form, in one run of each; later ones cost a
-        lookup.
+        """Return whether a form may be used, as a verdict. The first call runs both forms once; later calls look the verdict up.
 
         Args:
-            form: The form and a shape that makes it run.
-            compute: Runs a batch in that form; gives the outputs by name.
-            plain: Runs it in the plain form.
+            form: The form, and a shape that triggers it.
+            compute: Runs a batch in that form and returns the outputs by name.
+            plain: Runs a batch in the plain form and returns the outputs by name.
         """
         with self._lock:
             verdict = self._verdicts.get(form.name) or self._recalled(form)
@@ -148,7 +150,7 @@ class FormChecks:
             return verdict
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Turn a form off that failed while it ran."""
+        """Disable a form that failed during a run."""
         verdict = FormVerdict(
             form=name, difference=float("inf"), tolerance=self.tolerance, error=" ".join(str(error).split())[:300]
         )
@@ -177,15 +179,14 @@ class FormChecks:
         return FormVerdict(form=form.name, difference=self._difference(found, expected, kept), tolerance=self.tolerance)
 
     def _ragged(self, form: Form) -> tuple[Feeds, torch.Tensor | None]:
-        """A batch of the form's shape, its rows from full to one token long, and which of its places are tokens:
-        `(batch, sequence) bool`.
-        """
-        from .. import capture
+        """Return a batch of the form's shape, with rows of different lengths down to one token, and its padding mask.
 
+        The mask is `(batch, sequence) bool`, True at tokens; `None` if the graph has no mask input.
+        """
         specs = [spec for spec in self._component.inputs if spec.pair is None]
         axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
         sizes = {**dict.fromkeys(axes, _ROWS), **form.sizes}
-        feeds = dict(capture.feeds_for(specs, sizes, seed=1, folder=self._folder))
+        feeds = dict(feeds_for(specs, sizes, seed=1, folder=self._folder))
         kept = None
         for spec in specs:
             if spec.role == "mask" and len(spec.shape) == 2:
@@ -194,30 +195,20 @@ class FormChecks:
         return feeds, kept
 
     def _difference(self, found: Tensors, expected: Tensors, kept: torch.Tensor | None) -> float:
-        """Largest difference over real tokens, as a share of the largest expected value of its output."""
-        import torch
+        """Return the largest difference at positions that are not padding, relative to the largest expected value of each output."""
+        by_token = {spec.name for spec in self._component.outputs if spec.shape[:2] == ("batch", "sequence")}
 
-        worst = 0.0
-        for spec in self._component.outputs:
-            if spec.name not in expected or not expected[spec.name].numel():
-                continue
-            if found[spec.name].shape != expected[spec.name].shape:
-                return float("inf")
-            one, other = found[spec.name].double().cpu(), expected[spec.name].double().cpu()
-            if kept is not None and spec.shape[:2] == ("batch", "sequence"):
-                one, other = one[kept], other[kept]
-            same = (one == other) | (one.isnan() & other.isnan())
-            gap = torch.where(same, torch.zeros_like(one), (one - other).abs()).nan_to_num(nan=float("inf")).max()
-            finite = other[other.isfinite()]
-            scale = float(finite.abs().max()) if finite.numel() else 1.0
-            worst = max(worst, float(gap) / (scale or 1.0))
-        return worst
+        def without_padding(name: str, value: torch.Tensor) -> torch.Tensor:
+            covered = kept is not None and name in by_token and value.shape[:2] == kept.shape
+            return value.cpu()[kept] if covered else value
+
+        results, references = ({n: without_padding(n, v) for n, v in outputs.items()} for outputs in (found, expected))
+        each = differences_by_output(results, references).values()
+        return max((worst / (scale or 1.0) for worst, scale in each), default=0.0)
 
 
 def _ragged_mask(shape: tuple[int, ...], padding: Padding) -> torch.Tensor:
-    """Rows from full to one token: `(batch, sequence) bool`."""
-    import torch
-
+    """Return a mask `(batch, sequence) bool` whose rows go from full length down to one token."""
     batch, sequence = shape
     if padding == "none":
         return torch.ones(batch, sequence, dtype=torch.bool)

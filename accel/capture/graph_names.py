@@ -1,4 +1,4 @@
-"""Graphs in `onnx_ir`: how ours name their tensors and axes, and what such a graph takes and gives."""
+"""Names of tensors and axes in graphs that accel makes, and the input and output specs of an `onnx_ir` graph."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .sound_samples import usual_sounds
 if TYPE_CHECKING:
     import onnx_ir
 
-# Python names of a cache's tensors, and what the field calls them.
+# Names of cache tensors in Python. `graph_name` translates them to the usual names in ONNX graphs.
 _LAYERS = re.compile(
     r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z"
 )
 
-# One of a tuple that a model returns for all its layers.
+# Numbered element of a tuple that a model returns for all of its layers.
 _INNER = re.compile(r"(?P<field>(?:\w+_)?(?:hidden_states|attentions))_(?P<layer>\d+)\Z")
 
 
 @functools.cache
 def graph_name(name: str) -> str:
-    """What the graph calls a tensor that the trace calls so: `past_0_key` is `past_key_values.0.key`, `attentions_0` `attentions.0`."""
+    """Return the graph's name of a traced tensor: `past_key_values.0.key` for `past_0_key`, `attentions.0` for `attentions_0`."""
     if inner := _INNER.match(name):
         return f"{inner['field']}.{inner['layer']}"
     match = _LAYERS.match(name)
@@ -43,14 +43,17 @@ def graph_name(name: str) -> str:
 
 
 def _pair(name: str) -> str | None:
-    """A cache tensor's counterpart: the output that becomes an input of the next call, and back."""
+    """Return the counterpart of a cache tensor: the input for an output of the previous call, and the reverse.
+
+    Return `None` for other tensors.
+    """
     if name.startswith("past_key_values."):
         return "present" + name.removeprefix("past_key_values")
     return "past_key_values" + name.removeprefix("present") if name.startswith("present.") else None
 
 
 def rename_axes(model: onnx_ir.Model, names: Mapping[str, str]) -> None:
-    """Replace symbols in all shapes of a graph and its subgraphs, also inside expressions such as `2*s72`."""
+    """Rename symbolic axes in all shapes of a graph and its subgraphs, also inside expressions such as `2*s72`."""
     import onnx_ir
 
     @functools.cache
@@ -72,7 +75,7 @@ def rename_axes(model: onnx_ir.Model, names: Mapping[str, str]) -> None:
 
 
 def strip_provenance(model: onnx_ir.Model) -> None:
-    """Remove the Python stack trace that the trace left on every node: ten times the size of a small graph."""
+    """Remove the Python stack traces that the exporter stores on every node. They are ten times the size of a small graph."""
     model.metadata_props.clear()
     for graph in model.graphs():
         graph.metadata_props.clear()
@@ -85,7 +88,7 @@ def strip_provenance(model: onnx_ir.Model) -> None:
 
 
 def drop_unused_inputs(model: onnx_ir.Model) -> tuple[str, ...]:
-    """Remove inputs that nothing in the graph reads; return their names."""
+    """Remove inputs that no node of the graph reads. Return their names."""
     unused = [value for value in model.graph.inputs if not value.uses() and not value.is_graph_output()]
     for value in unused:
         model.graph.inputs.remove(value)
@@ -93,7 +96,7 @@ def drop_unused_inputs(model: onnx_ir.Model) -> tuple[str, ...]:
 
 
 def graph_specs(values: Sequence[onnx_ir.Value], config: Any = None) -> tuple[TensorSpec, ...]:
-    """Inputs or outputs of an `onnx_ir` graph as specs, with roles and pad values of a transformers model's names."""
+    """Return specs of the inputs or outputs of an `onnx_ir` graph. Roles and pad values follow from transformers' input names."""
     specs = []
     for value in values:
         shape: tuple[int | str, ...] = tuple(
@@ -116,15 +119,16 @@ def graph_specs(values: Sequence[onnx_ir.Value], config: Any = None) -> tuple[Te
 
 
 def dtype_name(dtype: onnx_ir.DataType | None) -> str:
-    """An ONNX element type in torch's words."""
+    """Return torch's name of an ONNX element type."""
     words = {"FLOAT": "float32", "DOUBLE": "float64"}
     name = dtype.name if dtype is not None else "FLOAT"
     return words.get(name, name.lower())
 
 
 def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """The sizes of a graph's axes that its model is made for, where it has such: an image's height and width in pixels, and about
-    a second of a sound.
+    """Return the axis sizes that a model was made for, where it has any.
+
+    Height and width of images are in pixels. An audio axis gets about one second.
     """
     axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
     config = SimpleNamespace(**read_config(folder))
@@ -132,11 +136,12 @@ def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
 
 
 def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:
-    """Inputs for a graph that is known by its specs alone: random values, padded masks; axes not in `sizes` get 2, those of
-    images the size that the model is made for.
+    """Make inputs for a graph from its specs: random values and padded masks.
+
+    Axes without a size in `sizes` get 2. Image axes get the size that the model was made for.
     """
     config = SimpleNamespace(**read_config(folder))
-    # Where texts belong to images, each image has as many.
+    # In models that read images and texts, each image has two texts.
     sizes = {**usual_sizes_in(folder, specs), "texts": 2 * sizes.get("batch", 2), **sizes}
     example = {
         spec.name: torch.zeros([n if isinstance(n, int) else sizes.get(n, 2) for n in spec.shape]).to(

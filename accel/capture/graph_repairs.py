@@ -1,4 +1,4 @@
-"""Repairs of traced graphs, where torch.onnx or onnxscript rewrote them into graphs that do not compute exactly the same."""
+"""Repairs of traced graphs. torch.onnx or onnxscript rewrote these graphs so that they do not compute exactly the same."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir
 
-# What ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels for.
+# Arithmetic operators without bfloat16 kernels in ONNX Runtime's CPU provider (1.31).
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
-# A size that may be further below 0 is not moved above it: OpenVINO's integers are exact up to 2**24 where they are divided.
+# Lower limit of sizes that are shifted above 0: OpenVINO's integer division is exact only up to 2**24.
 _FARTHEST = 2**20
 
 
 def round_to_bfloat16(model: onnx_ir.Model) -> None:
-    """Compute sums and products of bfloat16 in float32 and round them, which is what PyTorch does: the same numbers.
+    """Compute bfloat16 arithmetic in float32 and round the result, as PyTorch does. The results are identical.
 
-    Falcon's and BLOOM's positions are bfloat16 in models of any type.
+    Falcon and BLOOM compute positions in bfloat16, whatever the data type of the model is.
     """
     import onnx_ir
 
@@ -26,37 +26,27 @@ def round_to_bfloat16(model: onnx_ir.Model) -> None:
             result = node.outputs[0]
             if result.dtype != onnx_ir.DataType.BFLOAT16:
                 continue
-            wide = [
-                onnx_ir.node("Cast", [value], {"to": onnx_ir.DataType.FLOAT}, name=f"{result.name}_wide_{i}")
-                for i, value in enumerate(node.inputs)
-            ]
-            for cast, value in zip(wide, node.inputs, strict=True):
-                cast.outputs[0].dtype = onnx_ir.DataType.FLOAT
-                cast.outputs[0].shape = value.shape if value is not None else None
-                cast.outputs[0].name = cast.name
-            graph.insert_before(node, wide)
-            for i, cast in enumerate(wide):
-                node.replace_input_with(i, cast.outputs[0])
-            back = onnx_ir.node("Cast", [result], {"to": onnx_ir.DataType.BFLOAT16}, name=f"{result.name}_rounded")
-            rounded = back.outputs[0]
-            rounded.name, rounded.dtype, rounded.shape = back.name, onnx_ir.DataType.BFLOAT16, result.shape
-            result.replace_all_uses_with(rounded)
-            back.replace_input_with(0, result)
-            graph.insert_after(node, back)
-            result.dtype = onnx_ir.DataType.FLOAT
+            tape = onnx_ir.tape.Tape()
+            operands = [tape.op("Cast", [value], {"to": onnx_ir.DataType.FLOAT}) for value in node.inputs]
+            exact = tape.op(node.op_type, operands)
+            for value, like in zip((*operands, exact), (*node.inputs, result), strict=True):
+                value.dtype, value.shape = onnx_ir.DataType.FLOAT, like.shape if like is not None else None
+            rounded = tape.op("Cast", [exact], {"to": onnx_ir.DataType.BFLOAT16})
+            onnx_ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, [result], [rounded])
 
 
 def keep_padding(model: onnx_ir.Model) -> None:
-    """Let images that are padded before the largest of a window is taken keep their padding, whose zeros may be the largest (BiT).
+    """Keep the zero padding of images before a max pooling, because a zero may be the largest value (BiT).
 
-    ONNX Runtime (1.31) moves the padding into `MaxPool`, which passes over it. It leaves a `Pad` alone that names its axes.
+    ONNX Runtime (1.31) merges a `Pad` node into `MaxPool`, which ignores padding. It does not merge a `Pad` node with an
+    explicit `axes` input, so this function adds that input.
     """
     import onnx_ir
 
     for graph in model.graphs():
         for node in [node for node in graph if node.op_type == "Pad" and node.domain == "" and len(node.inputs) < 4]:
             users = [use.node for use in node.outputs[0].uses()]
-            # In half precision a cast may stand between.
+            # In half precision there may be a Cast between Pad and MaxPool.
             users += [use.node for user in users if user.op_type == "Cast" for use in user.outputs[0].uses()]
             widths = node.inputs[1].const_value if node.inputs[1] is not None else None
             if widths is None or not any(user.op_type == "MaxPool" for user in users):
@@ -71,12 +61,12 @@ def keep_padding(model: onnx_ir.Model) -> None:
 
 
 def divide_sizes(model: onnx_ir.Model) -> None:
-    """Divide sizes of axes by integer division alone, rounded down as in Python.
+    """Replace the exporter's floor division of axis sizes by plain integer division.
 
-    The exporter writes `size // n` as a quotient that is corrected where a negative number has a remainder. ONNX Runtime's CUDA provider
-    (1.31) reads 0 there, now and then. What a number is computed from says how small and how large it may be: one that is never
-    negative is divided, one that never is above 0 is divided as its opposite, and one that may be a little below 0 is moved above
-    it and its quotient back. Others stay as they are.
+    The exporter writes `size // n` as a quotient with a correction for negative numbers with a remainder. ONNX Runtime's CUDA
+    provider (1.31) sometimes reads 0 there. The bounds of a size follow from the nodes that compute it. A size that is never
+    negative is divided directly. A size that is never above 0 is negated, divided and negated back. A size that may be slightly
+    below 0 is shifted above 0, and its quotient is shifted back. Other divisions are not changed.
     """
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -104,7 +94,7 @@ def divide_sizes(model: onnx_ir.Model) -> None:
         found = size
         for operator, operand in steps:
             constant = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(operand, dtype=onnx_ir.DataType.INT64)})
-            # The next division, of what comes of this one, asks for it.
+            # A following division of this result reads the constant value.
             constant.outputs[0].const_value = constant.attributes["value"].as_tensor()
             step = onnx_ir.node(operator, [found, constant.outputs[0]])
             found = step.outputs[0]
@@ -117,13 +107,13 @@ def divide_sizes(model: onnx_ir.Model) -> None:
 
 
 def _made_by(value: onnx_ir.Value | None, operator: str) -> onnx_ir.Node | None:
-    """The node that makes a value, if it is such an operator."""
+    """Return the node that produces a value, if it has this operator type."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == operator else None
 
 
 def _number(value: onnx_ir.Value | None) -> int | None:
-    """The whole number that a value always is."""
+    """Return the constant integer of a value, or `None`."""
     known = None if value is None else value.const_value
     if known is None or known.size != 1 or not known.dtype.is_integer():
         return None
@@ -131,7 +121,7 @@ def _number(value: onnx_ir.Value | None) -> int | None:
 
 
 def _bounds(value: onnx_ir.Value | None) -> tuple[float, float] | None:
-    """The least and the largest that a value computed from sizes of axes and whole numbers alone may be, else `None`."""
+    """Return the lower and upper bound of a value that is computed only from axis sizes and integers, else `None`."""
     number = _number(value)
     if number is not None:
         return number, number
@@ -152,11 +142,11 @@ def _bounds(value: onnx_ir.Value | None) -> tuple[float, float] | None:
     if node.op_type == "Sub":
         return one[0] - other[1], one[1] - other[0]
     if node.op_type == "Mul":
-        # A size of 0 times any number is 0.
+        # 0 * inf would be NaN, but a size of 0 times any number is 0.
         every = [a * b if a and b else 0 for a in one for b in other]
         return min(every), max(every)
     if other[0] != other[1] or other[0] <= 0:
         return None
-    # Integers are rounded towards 0.
+    # ONNX integer division rounds towards 0.
     least, most = (bound if math.isinf(bound) else math.trunc(bound / other[0]) for bound in one)
     return least, most

@@ -1,4 +1,4 @@
-"""Inputs for models that hold images and texts side by side (CLIP): as many of each as there are, compared all with all."""
+"""Sample inputs for models that read images and texts (CLIP). Each image is compared with each text. Their numbers may differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .samples import (
 )
 
 SAMPLE_TEXTS = 3
-# As many for each of one, two and three images, which graphs are compared with.
+# Divisible by one, two and three, the numbers of images that graphs are compared with.
 _TEXTS_OF_ALL = 6
 
 
@@ -31,11 +31,12 @@ def image_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two images and three texts for each of them, `(texts, sequence)`; one text an image where the model reads all that it looks for
-    in one (Grounding DINO).
+    """Two images and three texts for each image, `(texts, sequence)`.
+
+    Grounding DINO gets one text for each image, because one text lists everything to detect.
 
     Raises:
-        ExportError: The model reads its texts by other names.
+        ExportError: The model has no `input_ids`.
     """
     if "input_ids" not in parameters_of(module):
         inner = unwrapped(module)
@@ -49,21 +50,21 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def pair_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two pairs of images, `pixel_values: (batch, 2, channels, height, width)`, of the size that the processor makes."""
+    """Two pairs of images, `pixel_values: (batch, 2, channels, height, width)`, in the output size of the processor."""
     height, width = image_size(module.config, folder)
     pixels = torch.rand((SAMPLE_BATCH, 2, 3, height, width))
     return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
 
 
 def _beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
-    """Two images, and `count` texts on an axis of that name."""
+    """Two images, and `count` texts along the given axis."""
     texts, text_axes, unused = texts_beside(module, folder, count, axis)
     images, axes = image_sample(module, folder, texts)
     return {**texts, **images}, {**text_axes, **axes}, unused
 
 
 def texts_beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
-    """`count` texts on an axis of that name, and what the model takes of texts but ignores."""
+    """Return `count` texts along the given axis, and the names of text inputs that the model accepts but ignores."""
     config = text_config(module.config)
     names, unused = text_inputs(module, config, folder)
     axes = {name: {0: axis, 1: "sequence"} for name in names}

@@ -1,4 +1,4 @@
-"""Models that also return what happens inside of them: hidden states and attentions, one tensor a layer."""
+"""Models that also return their hidden states and attentions, one tensor for each layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..upstream.attention_choice import attention_of
 
 
 class WithInnerStates(Wrapper):
-    """A model that is asked for its hidden states or attentions in each call.
+    """A model that returns its hidden states or attentions in each call.
 
-    Returns its tensors by name, those of a tuple numbered: `logits`, `hidden_states_0`, `hidden_states_1`, ...
+    Elements of tuples become numbered tensors: `logits`, `hidden_states_0`, `hidden_states_1`, ...
     """
 
     def __init__(self, model: torch.nn.Module, *, hidden_states: bool, attentions: bool) -> None:
@@ -23,7 +23,7 @@ class WithInnerStates(Wrapper):
         self.attentions = attentions
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Run the model; attentions are written down by its plain implementation alone."""
+        """Run the model. For attentions, it runs with the eager implementation, because only this one returns them."""
         model: Any = self.model
         wanted = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
         with attention_of(model, "eager" if self.attentions else None):
@@ -38,10 +38,10 @@ class WithInnerStates(Wrapper):
 
 
 class TracedPlainly(Wrapper):
-    """A model whose trace holds its plain attention; outside of a trace it is the model itself.
+    """A model that is traced with eager attention. Outside of a trace, it runs unchanged.
 
-    transformers' exporter answers a row that is masked everywhere with zeros, as PyTorch's fused kernels on GPUs do; on the CPU PyTorch
-    answers with the mean. Conformers of frames (Parakeet) mask padded rows so, and what is behind the end of a sound would differ.
+    For a fully masked row, transformers' exporter computes zeros, as PyTorch's fused GPU kernels do, but PyTorch on the CPU
+    computes the mean. Conformer encoders (Parakeet) mask padded frames fully, so outputs after the end of the audio would differ.
     """
 
     def forward(self, **inputs: torch.Tensor) -> Any:
@@ -51,5 +51,5 @@ class TracedPlainly(Wrapper):
 
 
 def inner_states(found: Mapping[str, torch.Tensor]) -> Tensors:
-    """Hidden states and attentions of single layers, where they were asked for."""
+    """Select the numbered hidden states and attentions from a model's outputs."""
     return {name: value for name, value in found.items() if name.startswith(("hidden_states_", "attentions_"))}

@@ -1,4 +1,4 @@
-"""Weights that are mapped from a file, as those of safetensors are: what is read of them stays resident only as long as it is used."""
+"""Release resident pages of weights that are mapped from a file, such as safetensors weights, after they were read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 _PAGEMAP = Path("/proc/self/pagemap")
-# Bits of an entry there; a page that is present and private to the process is none of a file or of shared memory.
+# Bits of a pagemap entry (Linux). A present page without the file bit is private: neither of a file nor of shared memory.
 _OF_A_FILE = np.uint64(1 << 61)
 _SWAPPED = np.uint64(1 << 62)
 _PRESENT = np.uint64(1 << 63)
@@ -21,10 +21,10 @@ _ENTRY_BYTES = 8
 
 
 def release_pages(tensors: Iterable[torch.Tensor | np.ndarray]) -> None:
-    """Give back the resident pages of tensors that are mapped from a file and were not written to; a read brings them again.
+    """Release the resident pages of tensors that are mapped from a file and were not written to. A later read loads them again.
 
-    Tensors in memory of their own stay as they are, and so does a tensor of which any page was changed: only what the file holds can
-    come back from it. Nothing may write to the tensors meanwhile. Does nothing on systems other than Linux.
+    Tensors in other memory are not changed. A tensor with any modified page keeps all of its pages, because the file does not
+    contain the modification. No other thread may write to the tensors during the call. Does nothing on systems other than Linux.
     """
     give_back = _give_back()
     if give_back is None:
@@ -38,25 +38,22 @@ def release_pages(tensors: Iterable[torch.Tensor | np.ndarray]) -> None:
 
 
 def _span(tensor: torch.Tensor | np.ndarray) -> tuple[int, int]:
-    """The first address of a tensor's memory on the host, and the one after its last; the same for none."""
+    """Return the start and end address (exclusive) of a tensor's host memory. Both are equal if it has none."""
     if isinstance(tensor, np.ndarray):
-        steps = [(size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True)]
-        begin = tensor.__array_interface__["data"][0]
-        found = begin + sum(min(step, 0) for step in steps), begin + sum(max(step, 0) for step in steps)
-        return (found[0], found[1] + tensor.itemsize) if tensor.size else (begin, begin)
+        return np.lib.array_utils.byte_bounds(tensor)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return 0, 0
     try:
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()
-    # Tensors of other kinds, which are made of several.
+    # Tensor subclasses that consist of several tensors have no storage.
     except (NotImplementedError, RuntimeError):
         return 0, 0
     return begin, begin + storage.nbytes() if begin else 0
 
 
 def _unchanged(first: int, count: int) -> bool:
-    """Whether all pages that are resident are the file's."""
+    """Return whether no page of the range is private or swapped: all resident pages then equal the file."""
     try:
         with _PAGEMAP.open("rb", buffering=0) as file:
             file.seek(first * _ENTRY_BYTES)
@@ -71,7 +68,7 @@ def _unchanged(first: int, count: int) -> bool:
 
 @functools.cache
 def _give_back() -> Callable[[int, int, int], int] | None:
-    """The system's `madvise`, where it means what it means on Linux."""
+    """Return the C library's `madvise` on Linux, else `None`. On other systems, MADV_DONTNEED has another meaning."""
     if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
         return None
     advise = ctypes.CDLL(None).madvise

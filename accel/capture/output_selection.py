@@ -1,4 +1,4 @@
-"""A model of which some outputs are kept."""
+"""A wrapper that returns only some outputs of a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .layer_outputs import inner_states
 
 
 class Answering(Wrapper):
-    """A model of which only some outputs are kept: what its task is about, as far as the model returns it."""
+    """A model that returns only the outputs named in `keeps`, as far as the model has them."""
 
     def __init__(self, model: torch.nn.Module, keeps: Sequence[str]) -> None:
         super().__init__(model)
         self.keeps = tuple(keeps)
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Run the model; everything that is a tensor where it returns none of what is kept."""
+        """Run the model. Return all tensors if it returns none of the outputs in `keeps`."""
         found = {name: value for name, value in self.model(**inputs).items() if isinstance(value, torch.Tensor)}
         kept = {name: found[name] for name in self.keeps if name in found}
         return {**kept, **inner_states(found)} if kept else found

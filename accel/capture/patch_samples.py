@@ -1,4 +1,4 @@
-"""Images as patches that say themselves where they stand, which Pix2Struct reads: any number of them, of images of any shape."""
+"""Images as patches that contain their row and column (Pix2Struct): any number of patches, for images of any shape."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Mapping, Sequence
 import torch
 
 PATCHES = "flattened_patches"
-"""`(batch, patches, 2 + values of a patch)`: row, column, values; zeros behind the last patch of an image."""
+"""Input name. `(batch, patches, 2 + values of a patch)`: row, column, values. Padding after the last patch is zero."""
 
 PATCH_AXIS = "patches"
 
 USUAL_PATCHES = 2048
-"""What Pix2Struct's processor makes where it is not told another number."""
+"""Default number of patches of Pix2Struct's processor."""
 
-# Beside the sample's own number.
+# Numbers of patches of the reference cases, different from the trace's sample.
 _COUNTS = (3, 40, 17, 5, 1)
 
 
 def drawn_patches(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Patches `(batch, patches, 2 + values of a patch)` of grids that differ by a column from image to image, row by row.
+    """Draw random patches `(batch, patches, 2 + values of a patch)`, row by row of a grid.
 
-    Rows and columns count from 1, as processors have it: 0 is padding.
+    The number of columns differs by one between neighboring images. Rows and columns count from 1, as in processors; 0 marks
+    padding.
     """
     images, count, width = shape
     drawn = torch.randn((images, count, width), generator=generator)
@@ -32,5 +33,5 @@ def drawn_patches(shape: Sequence[int], generator: torch.Generator) -> torch.Ten
 
 
 def patch_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Another number of patches for the case `index`; nothing for a graph without such an axis."""
+    """Return a number of patches for the reference case `index`. Return an empty dict for a graph without a patch axis."""
     return {PATCH_AXIS: _COUNTS[index % len(_COUNTS)]} if PATCH_AXIS in sizes else {}

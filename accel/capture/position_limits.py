@@ -1,4 +1,4 @@
-"""How far a model of texts counts: tables of positions, and the longest sequence that they allow."""
+"""Position embeddings of text models, and the longest sequence that they allow."""
 
 from __future__ import annotations
 
@@ -11,36 +11,40 @@ from ..interfaces.family import Axes
 
 _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_positions|wpe|pos_embed\w*)$")
 _TABLES = ("token_embedding", "word_embeddings", "embed_tokens", "shared")
-# Positions that are looked up nowhere may be as large as 32 bits hold.
+# Without a position table, position ids may be any 32-bit integer.
 _FARTHEST = 2**31 - 1
-# What the parts of a model read that see no tokens; those that do not say it are called so (OWL-ViT's, CLAP's).
+# Main inputs of vision and audio towers. Towers that do not declare a main input have one of these names (OWL-ViT, CLAP).
 _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _NAMES_OF_TOWERS = ("vision_model", "audio_model")
 
 
 def rows_of_table(module: Any) -> int | None:
-    """How many rows ids choose from in a table, PyTorch's or a model's own (I-BERT's); `None` of any other module."""
+    """Return the rows of an embedding table (PyTorch's `Embedding`, or a model's own class as in I-BERT), else `None`."""
     own = type(module).__name__.endswith("Embedding") and hasattr(module, "padding_idx")
     weight = getattr(module, "weight", None) if own or isinstance(module, torch.nn.Embedding) else None
     return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
 
 
 def has_position_table(module: torch.nn.Module, limit: int) -> bool:
-    """Whether a model looks positions, or which tokens see which, up in a table of `limit` rows."""
+    """Return whether a model has a table of `limit` rows for position embeddings or for causal masks."""
     parts = _parts_that_read_text(module)
     if any(rows_of_table(child) is not None and _POSITIONS.search(name) for name, child in parts.items()):
         return True
-    if any(_POSITIONS.search(f"{name}.{own}") for name, child in parts.items() for own in child._parameters):
+    if any(
+        _POSITIONS.search(f"{name}.{own}")
+        for name, child in parts.items()
+        for own, _ in child.named_parameters(recurse=False)
+    ):
         return True
-    # Tables may have a few rows more than declared (OPT).
-    buffers = [buffer for child in parts.values() for buffer in child._buffers.values() if buffer is not None]
+    # The tables may have a few more rows than the config declares (OPT).
+    buffers = (buffer for child in parts.values() for buffer in child.buffers(recurse=False))
     return any(limit <= size <= limit + 8 for buffer in buffers for size in buffer.shape)
 
 
 def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules in a module by name, without the towers that read images or sounds: positions there are no tokens'.
+    """Return the submodules that process text, by name. Vision and audio towers have positions that are not token positions.
 
-    Where a config has a part for texts, they are those that were made of it, whatever the towers are called.
+    If the config has a `text_config`, these are the modules made from it. Without one, they are all modules except the towers.
     """
     every = {name: child for name, child in module.named_modules() if name}
     text = getattr(getattr(module, "config", None), "text_config", None)
@@ -59,12 +63,12 @@ def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]
 
 
 def _is_within(name: str, parts: list[str]) -> bool:
-    """Whether a module is one of these parts or in one of them."""
+    """Return whether a module name is one of the given names or inside one of them."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def text_rows(module: torch.nn.Module) -> int | None:
-    """Rows of the table that a model of texts beside images or sounds looks its tokens up in."""
+    """Return the rows of the token embedding table of a model that reads text in addition to images or audio."""
     config: Any = getattr(module, "config", None)
     declared = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
     if not isinstance(declared, int):
@@ -74,23 +78,22 @@ def text_rows(module: torch.nn.Module) -> int | None:
 
 
 def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
-    """The smallest and the largest of the `position_ids` that a model of texts has.
+    """Return the smallest and the largest valid value of `position_ids` of a text model.
 
-    Those that are looked up have the rows of their table. Angles are computed of any position; of those below 0 they are
-    no text's.
+    Positions that index a table are limited by its rows. Rotary angles can be computed for any position from 0.
     """
     least, most = 0, _FARTHEST
     for name, child in _parts_that_read_text(module).items():
         rows_here = rows_of_table(child)
         tables = {} if rows_here is None else {name: rows_here}
-        # Computed once and kept: GPT-J's and CodeGen's buffers, M2M100's and XGLM's modules, CTRL's tensor.
-        kept = {**vars(child), **child._buffers}
+        # Position tables that are computed once: buffers of GPT-J and CodeGen, modules of M2M100 and XGLM, a tensor of CTRL.
+        kept = {**vars(child), **dict(child.named_buffers(recurse=False))}
         for own, held in kept.items():
             if isinstance(held, torch.Tensor) and held.ndim == 2:
                 tables[name if own == "weights" else own] = held.shape[0]
         for table, rows in tables.items():
             if table == "pos_encoding" or _POSITIONS.fullmatch(table.rpartition(".")[2]):
-                # OPT's and BART's tables have rows in front, which padded tokens read: their positions are negative.
+                # Tables of OPT and BART have additional rows at the start, for padding tokens with negative positions.
                 offset = getattr(child, "offset", 0)
                 offset = offset if isinstance(offset, int) else 0
                 least, most = min(least, -offset), min(most, rows - 1 - offset)
@@ -98,18 +101,21 @@ def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
 
 
 def longest_at_once(config: Any) -> int | None:
-    """How long texts may be before a model computes them in blocks, which is another graph; `None` where it never does."""
+    """Return the longest text that a model computes without splitting it into blocks, or `None` for no limit.
+
+    A longer text would need a different graph.
+    """
     if getattr(config, "attention_type", None) == "block_sparse":
-        # BigBird attends to everything in texts up to this length.
+        # BigBird uses full attention for texts up to this length.
         return (5 + 2 * int(config.num_random_blocks)) * int(config.block_size)
     if "linear_attention" in (getattr(config, "layer_types", None) or ()) and hasattr(config, "block_size"):
-        # MiniMax computes with all of them at once.
+        # MiniMax computes one block of tokens at once.
         return int(config.block_size)
     return None
 
 
 def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
-    """How long a sequence the model's learned positions allow."""
+    """Return the longest sequence that the model supports, as `{"sequence": n}`, or an empty dict for no limit."""
     if not any("sequence" in named.values() for named in axes.values()):
         return {}
     limits = []
@@ -119,18 +125,18 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
         if not _POSITIONS.search(name):
             continue
         if (rows := rows_of_table(child)) is not None:
-            # RoBERTa-like tables start counting behind the padding row; OPT's and BART's have two rows more than declared.
+            # In RoBERTa-like tables, positions start after the padding row. OPT's and BART's tables have two rows more than declared.
             padding = getattr(child, "padding_idx", None)
             offset = 0 if padding is None else padding + 1
             limits.append(rows - offset)
             if isinstance(declared, int) and 0 < declared < rows:
                 limits.append(declared)
         elif isinstance(kept := getattr(child, "weights", None), torch.Tensor):
-            # Computed once and kept (M2M100, TIPSv2): a graph has the rows that the model had.
+            # The table is computed once (M2M100, TIPSv2). A graph contains the rows that the model had at the trace.
             limits.append(int(declared or kept.shape[0]))
     if (block := longest_at_once(config)) is not None:
         limits.append(block)
     if isinstance(whole := getattr(config, "max_text_len", None), int):
-        # Grounding DINO scores so many tokens.
+        # Grounding DINO scores at most this number of tokens.
         limits.append(whole)
     return {"sequence": min(limits)} if limits else {}

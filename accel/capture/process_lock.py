@@ -1,4 +1,4 @@
-"""One thread at a time where libraries change the whole process: PyTorch's tracers and compiler, transformers' loading and exporters."""
+"""A lock for library code that changes the whole process: PyTorch's tracers and compiler, transformers' loading and exporters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from contextlib import contextmanager
 from ..interfaces.forks import at_fork
 
 _lock = threading.RLock()
-# A child process does not have the thread that held it.
-at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def _renew() -> None:
+    global _lock
+    # After a fork, the thread that held the lock does not exist in the child process.
+    _lock = threading.RLock()
+
+
+at_fork(after_in_child=_renew)
 
 
 @contextmanager
 def one_thread_at_a_time() -> Iterator[None]:
-    """Load, trace or compile inside, or in a function that this decorates; another thread waits until the end.
+    """Let only one thread load, trace or compile at a time. Other threads wait. Usable as a decorator.
 
-    Libraries replace functions of torch and flags of the process meanwhile. A second thread would take the replacements of the first for
-    the originals, and would restore them.
+    Meanwhile, libraries replace functions of torch and global flags. Without the lock, a second thread would take the first
+    thread's replacements for the originals and restore them.
     """
     with _lock:
         yield

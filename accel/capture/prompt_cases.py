@@ -1,4 +1,4 @@
-"""What a generating model's graphs are compared with: a prompt, and what follows it in the same state."""
+"""Reference cases of the graphs of generating models: a prompt, and the calls that follow it with the same KV cache."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .tracer import first_lines
 
 
 def cases_by_part(source: Source) -> dict[str, list[Case]]:
-    """Reference cases of every graph of a source, by the graph's name."""
+    """Return reference cases of every graph of a source, by the graph's name."""
     return {
         part.name: decoder_cases(source, part) if part.stateful else reference_cases(part) for part in split(source)
     }
 
 
 def decoder_cases(source: Source, part: Source) -> list[Case]:
-    """A prompt and what follows it, for a decoder graph: prefill, several tokens after a past, one token.
+    """Return reference cases of a decoder graph: prefill, several tokens after a past, and one token.
 
-    The answers come from one call of the PyTorch model over the whole sequence, without a cache, so that a cache that
-    loses or shifts something shows; `_stepwise` states the one exception.
+    The expected logits come from one call of the PyTorch model on the whole sequence without a cache, so the comparison detects
+    a cache that loses or shifts tokens. `_stepwise` describes the one exception.
     """
     cases = []
     plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
@@ -53,10 +53,10 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         vocabulary = int(source.config.get_text_config(decoder=True).vocab_size)
         ids = torch.randint(0, vocabulary, (batch, total), generator=generator)
         if isinstance(part.model, CrossDecoder):
-            # M2M100 counts the tokens that are not padding: a padding token among the others moves what is behind it.
+            # M2M100 counts non-padding tokens: a padding token inside the text would shift the following positions.
             ids[ids == pad_id(source.config)] = (pad_id(source.config) + 1) % vocabulary
         mask = torch.ones_like(ids)
-        # Padding on the left, in every second row, as batched generation has it.
+        # Left padding in every second row, as in batched generation.
         padding = min(2, lengths[0] - 1)
         mask[1::2, :padding] = 0
         ids[mask == 0] = pad_id(source.config)
@@ -65,7 +65,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         try:
             fixed, whole = _whole(source, part, ids, mask, positions, seed, image, lengths)
-        # Foreign model code, which may raise anything.
+        # The model's own code may raise any exception.
         except Exception as error:
             raise ExportError(
                 f"{source.architecture} itself fails on {batch} rows of {total} tokens: "
@@ -81,7 +81,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
             feeds |= {"attention_mask": mask[:, :end], **fixed}
             if "position_ids" in part.example:
                 feeds["position_ids"] = positions[:, start:end]
-            # Rows of padding answer nothing that anyone reads.
+            # Logits at padding positions are not used, so they are not compared.
             first = max(padding - start, 0)
             expected = whole[:, start + first : end]
             if "logits_to_keep" in part.example:
@@ -96,14 +96,14 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
 
 
 class _Image:
-    """An image in prompts: placeholders among the tokens, and what stands for them among the embeddings."""
+    """An image in prompts: image tokens in the token ids, and the image's embeddings at their positions."""
 
     def __init__(self, source: Source) -> None:
         vision, embedding, _ = vision_language(source, None)
         self.token = int(source.config.image_token_id)
         self.around = family_of(source.config).tokens_around_images(source.config)
         pixels = vision.example["pixel_values"]
-        # As the whole model takes it.
+        # The whole model takes pixels with an additional axis for tiles.
         self.pixels = pixels[:, None] if family_of(source.config).tiles else pixels
         self._embedding = embedding.model
         with torch.inference_mode(), quiet():
@@ -111,11 +111,11 @@ class _Image:
 
     @classmethod
     def of(cls, source: Source, part: Source) -> _Image | None:
-        """One for a decoder of embeddings."""
+        """Return an image for a decoder that reads embeddings, else `None`."""
         return cls(source) if "inputs_embeds" in part.example else None
 
     def place(self, ids: torch.Tensor) -> None:
-        """No placeholder by chance; in a row that is long enough, those of the image behind the first token, with what is around it."""
+        """Replace random image tokens, and insert the image's tokens after the first token if the rows are long enough."""
         special = {self.token, *self.around}
         ids[torch.isin(ids, torch.tensor(sorted(special)))] = next(
             i for i in range(len(special) + 1) if i not in special
@@ -127,7 +127,7 @@ class _Image:
 
     @torch.inference_mode()
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings with the image's in the place of its tokens."""
+        """Return the token embeddings, with the image's embeddings at the positions of the image tokens."""
         found: torch.Tensor = self._embedding(input_ids=ids)["inputs_embeds"].clone()
         found[ids == self.token] = self.features.repeat(int((ids == self.token).sum()) // len(self.features), 1)
         return found
@@ -144,7 +144,7 @@ def _whole(
     image: _Image | None,
     lengths: tuple[int, ...],
 ) -> tuple[Tensors, torch.Tensor]:
-    """What stays the same over the calls, and the logits of the whole sequence."""
+    """Return the inputs that are the same in all calls, and the logits of the whole sequence."""
     model: Any = source.model
     with quiet():
         if not isinstance(part.model, CrossDecoder):
@@ -160,7 +160,7 @@ def _whole(
         hidden = encoded["last_hidden_state"]
         cross = CrossAttention(model, None)(encoder_hidden_states=hidden)
         fixed.update({graph_name(name): value for name, value in cross.items()})
-        # Decoders of other tools read the encoder's output itself.
+        # Decoder graphs exported by other tools read the encoder's hidden states directly.
         fixed["encoder_hidden_states"] = hidden
         if ENCODER_MASK in part.example:
             fixed[ENCODER_MASK] = encoded.get(ENCODER_MASK, inputs["attention_mask"])
@@ -168,7 +168,7 @@ def _whole(
         logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
         padded = (mask == 0).any(1)
         if not optional and bool(padded.any()):
-            # Two calls of several tokens: in calls of one, LED leaves the mask out, which the graph rightly does not.
+            # With one token per call, LED ignores the mask, but the graph does not. So this compares two calls of several tokens.
             two = _stepwise(model, inputs, ids, mask, (lengths[0], sum(lengths[1:])))
             read = padded[:, None] & mask.bool()
             difference, scale = max_difference({"logits": two[read]}, {"logits": logits[read]})
@@ -181,11 +181,11 @@ def _whole(
 def _stepwise(
     model: Any, inputs: Tensors, ids: torch.Tensor, mask: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """The logits of an encoder-decoder in calls of these lengths with transformers' own cache, as `generate` makes them.
+    """Compute the logits of an encoder-decoder in calls of the given lengths, with transformers' cache, as `generate` does.
 
-    What is expected of rows with a padded prompt, where a decoder is not told its positions and its whole and cached calls
-    differ: M2M100 counts the tokens of a call that are not padding, but all that are cached. Rows without padding are always
-    compared with the whole call.
+    These are the expected logits of rows with a padded prompt if the decoder has no position input and its results differ with
+    and without a cache: M2M100 counts the non-padding tokens of the call, but all cached tokens. Rows without padding are always
+    compared with the call on the whole sequence.
     """
     cache, start, found = None, 0, []
     for length in lengths:

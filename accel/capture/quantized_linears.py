@@ -1,8 +1,8 @@
-"""Linear layers that hold integers: what quantizers of PyTorch models make, and what exporters write into graphs.
+"""Linear layers with integer weights: the output of quantizers of PyTorch models, and the input of exporters.
 
-A quantizer replaces layers of a model by the two kinds here, and `save_quantized` writes the model with its integers, without a
-copy in floating point. PyTorch computes with them by rounding as a runtime would (`accel_layers::integer_linear`) or from the weights
-that the blocks stand for (`accel_layers::block_linear`). A backend lowers both operators to its own.
+A quantizer replaces linear layers by `IntegerLinear` or `BlockLinear`. `save_quantized` writes the model with its integer
+weights, without a floating-point copy. In PyTorch, `accel_layers::integer_linear` rounds activations as a runtime would, and
+`accel_layers::block_linear` computes with dequantized weights. Each backend lowers both operators to its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,15 +22,15 @@ from ..artifact.manifest import MANIFEST, Artifact, Origin, Quantization
 from ..artifact.reading import build, read_json
 from ..errors import ExportError, IntegrityError
 from ..upstream.library_output import quiet
+from .symbolic_operators import leaves_nodes
 
 OPERATOR_DOMAIN = "accel_layers"
 INTEGER_LINEAR, BLOCK_LINEAR = "integer_linear", "block_linear"
 WEIGHTS_FILE, LAYERS_FILE = "accel_quantized.safetensors", "accel_quantized.json"
-# What parameters of layers that are trained for integers end with, beside weights and biases.
+# Endings of parameter names in layers under quantization-aware training, in addition to weights and biases.
 TRAINED_STEPS = (".x_log_change", ".w_log_change")
 _SCHEMA = 1
 logger = logging.getLogger(__name__)
-_symbolic: ContextVar[bool] = ContextVar("accel_symbolic_linear", default=False)
 _RECORD = "accel_quantization"
 
 
@@ -54,7 +52,7 @@ def _integer_linear(
 def _block_linear(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, inner: int = 0
 ) -> torch.Tensor:
-    # Packages of compiled code from before `inner` leave it out.
+    # Compiled packages that were made before the argument `inner` existed do not pass it.
     return functional.linear(x, block_weight(packed, scales, zeros, bits, inner or x.shape[-1]))
 
 
@@ -73,7 +71,7 @@ def _dequantized(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) 
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """The last axis of `(..., n) uint8` in bytes, the lower half first: `(..., n / 2)` for 4 bits, `(..., n)` for 8."""
+    """Pack the last axis of `(..., n) uint8` into bytes, lower half first: `(..., n / 2)` for 4 bits, `(..., n)` for 8."""
     if bits == 8:
         return values.contiguous()
     if values.shape[-1] % 2:
@@ -82,7 +80,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """What `pack` was given: `(..., size) uint8`."""
+    """Reverse `pack`. Return `(..., size) uint8`."""
     if bits == 8:
         return packed[..., :size]
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., :size]
@@ -91,26 +89,70 @@ def unpack(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
 def block_weight(
     packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, inner: int
 ) -> torch.Tensor:
-    """The matrix `(outer, inner) float32` that blocks stand for; see `BlockLinear` for the arguments."""
+    """Dequantize block weights to `(outer, inner) float32`. The arguments are the attributes of `BlockLinear`."""
     values = unpack(packed, bits, packed.shape[-1] * (8 // bits)).float()
     centers = zeros if zeros.is_floating_point() else unpack(zeros, bits, scales.shape[1]).float()
     return ((values - centers[..., None]) * scales[..., None]).flatten(1)[:, :inner]
 
 
-class IntegerLinear(torch.nn.Module):
-    """A linear layer that multiplies integers: activations in 8 bits with one fixed scale, weights in 8 bits.
+class QuantizedLinear(torch.nn.Module):
+    """A linear layer with integer weights. Subclasses implement the multiplication.
 
     Args:
-        inner, outer: Sizes of what goes in and comes out.
-        signed: Whether activations are `int8`, instead of `uint8`.
-        bias: Whether something is added.
+        inner, outer: Number of input and output features.
+        bias: Whether the layer adds a bias.
+        factor: Whether inputs are multiplied by a vector first (SmoothQuant, AWQ).
 
     Attributes:
-        weight: `(outer, inner) int8`.
-        scale, zero: `(outer,)` float32 and int8: of the weights.
-        x_scale, x_zero: `()`: of the activations.
-        factor: `(inner,) float32`: what the activations are multiplied by before they are rounded (SmoothQuant); or `None`.
+        factor: Vector that scales the inputs, `(inner,) float32`, or `None`.
         bias: `(outer,) float32`, or `None`.
+    """
+
+    factor: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(self, inner: int, outer: int, *, bias: bool, factor: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = inner, outer
+        self.register_buffer("factor", torch.ones(inner) if factor else None)
+        self.register_buffer("bias", torch.zeros(outer) if bias else None)
+
+    def description(self) -> dict[str, Any]:
+        """Return the settings from which an empty layer of this kind can be made."""
+        return {
+            "inner": self.inner,
+            "outer": self.outer,
+            "bias": self.bias is not None,
+            "factor": self.factor is not None,
+        }
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the dequantized weights, `(outer, inner) float32`."""
+        raise NotImplementedError
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `(..., inner)` by the weights."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer: `(..., inner)` to `(..., outer)`."""
+        result = self.product(x if self.factor is None else x * self.factor)
+        return result if self.bias is None else result + self.bias
+
+
+class IntegerLinear(QuantizedLinear):
+    """A linear layer with 8-bit weights and 8-bit activations; the activations have one fixed scale.
+
+    Args:
+        inner, outer: Number of input and output features.
+        bias: Whether the layer adds a bias.
+        factor: Whether inputs are multiplied by a vector first (SmoothQuant, AWQ).
+        signed: Whether activations are `int8` instead of `uint8`.
+
+    Attributes:
+        weight: Integer weights, `(outer, inner) int8`.
+        scale, zero: Scales and zero points of the weights, `(outer,)` float32 and int8.
+        x_scale, x_zero: Scale and zero point of the activations, scalars.
     """
 
     weight: torch.Tensor
@@ -118,69 +160,52 @@ class IntegerLinear(torch.nn.Module):
     zero: torch.Tensor
     x_scale: torch.Tensor
     x_zero: torch.Tensor
-    factor: torch.Tensor | None
-    bias: torch.Tensor | None
 
     def __init__(
         self, inner: int, outer: int, *, signed: bool = False, bias: bool = True, factor: bool = False
     ) -> None:
-        super().__init__()
-        self.inner, self.outer, self.signed = inner, outer, signed
+        super().__init__(inner, outer, bias=bias, factor=factor)
+        self.signed = signed
         self.register_buffer("weight", torch.zeros(outer, inner, dtype=torch.int8))
         self.register_buffer("scale", torch.ones(outer))
         self.register_buffer("zero", torch.zeros(outer, dtype=torch.int8))
         self.register_buffer("x_scale", torch.ones(()))
         self.register_buffer("x_zero", torch.zeros((), dtype=torch.int8 if signed else torch.uint8))
-        self.register_buffer("factor", torch.ones(inner) if factor else None)
-        self.register_buffer("bias", torch.zeros(outer) if bias else None)
 
     def description(self) -> dict[str, Any]:
-        """What makes an empty layer like this one."""
-        return {
-            "kind": "integers",
-            "inner": self.inner,
-            "outer": self.outer,
-            "signed": self.signed,
-            "bias": self.bias is not None,
-            "factor": self.factor is not None,
-        }
+        """Return the settings from which an empty layer of this kind can be made."""
+        return {"kind": "integers", "signed": self.signed, **super().description()}
 
     def dequantized(self) -> torch.Tensor:
-        """The weights that the integers stand for: `(outer, inner) float32`."""
+        """Return the dequantized weights, `(outer, inner) float32`."""
         return _dequantized(self.weight, self.scale, self.zero)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., inner)` to `(..., outer)`."""
-        x = x if self.factor is None else x * self.factor
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `(..., inner)` by the weights, with activations rounded to 8 bits."""
         inputs = (x, self.x_scale, self.x_zero, self.weight, self.scale, self.zero)
-        made = _applied(INTEGER_LINEAR, _integer_linear, inputs, self.outer)
-        return made if self.bias is None else made + self.bias
+        return _applied(INTEGER_LINEAR, _integer_linear, inputs, self.outer, {})
 
 
-class BlockLinear(torch.nn.Module):
-    """A linear layer whose weights are 4 or 8 bits in blocks along the inner axis; activations stay as they are.
+class BlockLinear(QuantizedLinear):
+    """A linear layer with 4-bit or 8-bit weights in blocks along the inner axis. Activations are not quantized.
 
     Args:
-        inner, outer: Sizes of what goes in and comes out.
-        bits: 4 or 8.
-        block_size: Weights that share a scale.
-        whole_zeros: Whether zero points are integers, which are packed like weights; else they are float32.
-        bias: Whether something is added.
-        factor: Whether inputs are multiplied by a vector before (AWQ).
+        inner, outer: Number of input and output features.
+        bias: Whether the layer adds a bias.
+        factor: Whether inputs are multiplied by a vector first (SmoothQuant, AWQ).
+        bits: Bits of a weight, 4 or 8.
+        block_size: Number of weights that share a scale.
+        whole_zeros: Whether zero points are integers, packed like the weights. If not, they are float32.
 
     Attributes:
-        packed: `(outer, blocks, block_size * bits / 8) uint8`.
-        scales: `(outer, blocks) float32`.
-        zeros: `(outer, blocks * bits / 8) uint8`, or `(outer, blocks) float32`.
-        factor: `(inner,) float32`, or `None`.
-        bias: `(outer,) float32`, or `None`.
+        packed: Packed weights, `(outer, blocks, block_size * bits / 8) uint8`.
+        scales: Scales of the blocks, `(outer, blocks) float32`.
+        zeros: Zero points of the blocks, `(outer, blocks * bits / 8) uint8` or `(outer, blocks) float32`.
     """
 
     packed: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
-    factor: torch.Tensor | None
-    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -193,8 +218,8 @@ class BlockLinear(torch.nn.Module):
         bias: bool = True,
         factor: bool = False,
     ) -> None:
-        super().__init__()
-        self.inner, self.outer, self.bits, self.block_size = inner, outer, bits, block_size
+        super().__init__(inner, outer, bias=bias, factor=factor)
+        self.bits, self.block_size = bits, block_size
         blocks = -(-inner // block_size)
         zeros = (
             torch.zeros(outer, -(-blocks * bits // 8), dtype=torch.uint8) if whole_zeros else torch.zeros(outer, blocks)
@@ -202,121 +227,94 @@ class BlockLinear(torch.nn.Module):
         self.register_buffer("packed", torch.zeros(outer, blocks, block_size * bits // 8, dtype=torch.uint8))
         self.register_buffer("scales", torch.ones(outer, blocks))
         self.register_buffer("zeros", zeros)
-        self.register_buffer("factor", torch.ones(inner) if factor else None)
-        self.register_buffer("bias", torch.zeros(outer) if bias else None)
 
     def description(self) -> dict[str, Any]:
-        """What makes an empty layer like this one."""
-        return {
-            "kind": "blocks",
-            "inner": self.inner,
-            "outer": self.outer,
+        """Return the settings from which an empty layer of this kind can be made."""
+        settings = {
             "bits": self.bits,
             "block_size": self.block_size,
             "whole_zeros": not self.zeros.is_floating_point(),
-            "bias": self.bias is not None,
-            "factor": self.factor is not None,
         }
+        return {"kind": "blocks", **settings, **super().description()}
 
     @property
     def weight(self) -> torch.Tensor:
-        """No values, in the type that the layer computes in: models turn activations to the type of a layer's weights (T5)."""
+        """An empty tensor with the layer's compute dtype. Some models (T5) cast activations to the dtype of a layer's `weight`."""
         return self.scales[:0]
 
     def dequantized(self) -> torch.Tensor:
-        """The weights that the blocks stand for: `(outer, inner) float32`."""
+        """Return the dequantized weights, `(outer, inner) float32`."""
         return block_weight(self.packed, self.scales, self.zeros, self.bits, self.inner)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., inner)` to `(..., outer)`."""
-        x = x if self.factor is None else x * self.factor
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `(..., inner)` by the dequantized weights."""
         inputs = (x, self.packed, self.scales, self.zeros)
         attributes = {"bits": self.bits, "block_size": self.block_size, "inner": self.inner}
-        made = _applied(
-            BLOCK_LINEAR, lambda *given: _block_linear(*given, self.bits, self.inner), inputs, self.outer, attributes
+        return _applied(
+            BLOCK_LINEAR, lambda *inputs: _block_linear(*inputs, self.bits, self.inner), inputs, self.outer, attributes
         )
-        return made if self.bias is None else made + self.bias
 
 
 _KINDS: dict[str, Callable[..., torch.nn.Module]] = {"integers": IntegerLinear, "blocks": BlockLinear}
-QuantizedLinear = IntegerLinear | BlockLinear
 
 
 @runtime_checkable
 class Trained(Protocol):
-    """A layer that was trained for integers, and can be made one."""
+    """A layer after quantization-aware training, which can be converted to a layer with integer weights."""
 
     def to_integers(self) -> QuantizedLinear:
-        """The layer with integers, which computes the same."""
+        """Return a layer with integer weights that computes the same."""
 
     def misfit(self) -> float:
-        """Share of the weights' squares that is lost because the steps do not fit the weights; zero where other steps
-        would not help much.
+        """Return the share of the weights' sum of squares that is lost because the quantization steps do not fit the weights.
+
+        Return zero if other steps would not help much.
         """
 
 
 def _applied(
-    name: str,
-    apply: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    outer: int,
-    attributes: Mapping[str, int] | None = None,
+    name: str, apply: Callable[..., Any], inputs: tuple[Any, ...], outer: int, attributes: Mapping[str, int]
 ) -> torch.Tensor:
-    """The operator's result: computed, or left in a trace as a node of ONNX."""
+    """Compute the operator's result, or add an ONNX node for it to the trace."""
     x: torch.Tensor = inputs[0]
-    # torch.compile leaves no nodes, and before PyTorch 2.13 cannot read the variable.
-    if torch.compiler.is_dynamo_compiling() or not _symbolic.get():
-        made: torch.Tensor = apply(*inputs)
-        return made
-    left: torch.Tensor = torch.onnx.ops.symbolic(
+    if not leaves_nodes():
+        result: torch.Tensor = apply(*inputs)
+        return result
+    node: torch.Tensor = torch.onnx.ops.symbolic(
         f"{OPERATOR_DOMAIN}::{name}",
         inputs,
-        dict(attributes or {}),
+        dict(attributes),
         dtype=x.dtype,
         shape=(*x.shape[:-1], outer),
         version=1,
     )
-    return left
-
-
-@contextmanager
-def symbolic_layers() -> Iterator[None]:
-    """While a model is traced for ONNX: quantized layers leave their operators in the trace as nodes."""
-    token = _symbolic.set(True)
-    try:
-        yield
-    finally:
-        _symbolic.reset(token)
+    return node
 
 
 def quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
-    """The layers of a model that hold integers, by name."""
-    return {name: one for name, one in model.named_modules() if isinstance(one, IntegerLinear | BlockLinear)}
-
-
-def replace_layer(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
-    """Put a layer in the place of the one that a model has under a name."""
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
+    """Return the layers of a model with integer weights, by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
 
 
 def with_record(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Module:
-    """The same model, which remembers how it was quantized, for the manifests of what is made from it."""
+    """Attach a quantization record to a model and return the model. Manifests of its exports contain the record."""
     object.__setattr__(model, _RECORD, quantization)
     return model
 
 
 def record_of(model: torch.nn.Module) -> Quantization | None:
-    """How a model was quantized; `None` for a model in floating point."""
+    """Return the record of a model's quantization, or `None` for a floating-point model."""
     found = (getattr(one, _RECORD, None) for one in model.modules())
     return next((one for one in found if one is not None), None)
 
 
 def needs_float_weights(adapter: torch.nn.Module, layer: Trained) -> bool:
-    """Whether what PEFT puts around a layer computes with the layer's weights (DoRA's norms, rotations): integers are none.
+    """Return whether a PEFT adapter computes with the weights of its layer (DoRA's norms, rotations).
+
+    Such adapters cannot be applied to a layer with integer weights.
 
     Args:
-        adapter: Has the layer under `base_layer`; stays as it is.
+        adapter: The adapter module, with the layer as `base_layer`. Not modified.
         layer: The layer.
     """
     tried = copy.deepcopy(adapter).eval()
@@ -324,32 +322,34 @@ def needs_float_weights(adapter: torch.nn.Module, layer: Trained) -> bool:
     x = torch.randn((8, weight.shape[1]), generator=torch.Generator().manual_seed(0)).to(weight.device)
     answers = []
     for below in (layer, layer.to_integers().to(weight.device)):
-        tried._modules["base_layer"] = below  # type: ignore[assignment]
+        tried.set_submodule("base_layer", below)  # type: ignore[arg-type]
         try:
             with torch.no_grad():
                 answers.append(tried(x))
         except RuntimeError:
-            # The `weight` of blocks is empty.
+            # The `weight` of a layer with block weights is empty.
             return True
     before, after = answers
-    # A value between two steps may fall to either side.
+    # Values between two quantization steps may be rounded up or down.
     return bool((after - before).abs().max() > 0.1 * before.abs().max())
 
 
 def without_training(model: torch.nn.Module) -> torch.nn.Module:
-    """A model that was trained for integers, as one that has them; any other model itself. The given one stays as it is.
+    """Convert the layers of a model after quantization-aware training to integer weights, in a copy of the model.
+
+    Return any other model unchanged.
 
     Raises:
-        ExportError: An adapter computes with the weights of a layer that becomes integers.
+        ExportError: An adapter computes with the weights of a converted layer.
     """
-    # By its class: wrappers hand on what the layer inside them has.
+    # Checks the class, because adapter wrappers forward attribute access to the layer inside.
     if not any(hasattr(type(one), "to_integers") for one in model.modules()):
         return model
     record = record_of(model)
     made = copy.deepcopy(model).eval()
     found = [(n, one) for n, one in made.named_modules(remove_duplicate=False) if hasattr(type(one), "to_integers")]
     for name, one in made.named_modules():
-        layer = one._modules.get("base_layer")
+        layer = dict(one.named_children()).get("base_layer")
         if hasattr(type(layer), "to_integers") and isinstance(layer, Trained) and needs_float_weights(one, layer):
             raise ExportError(
                 f"The adapter {name} ({type(one).__name__}) computes with the weights of the layer below it, which become integers.",
@@ -365,18 +365,18 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
     integers: dict[int, torch.nn.Module] = {}
     for name, layer in found:
         assert isinstance(layer, Trained)
-        # A layer that a model has under several names is one again.
+        # A layer that a model has under several names stays one shared layer.
         if id(layer) not in integers:
             integers[id(layer)] = layer.to_integers()
-        replace_layer(made, name, integers[id(layer)])
+        made.set_submodule(name, integers[id(layer)])
     return made if record is None else with_record(made, record)
 
 
 def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
-    """Write the weights of a model with quantized layers; gives the names of the files.
+    """Write the weights of a model with quantized layers, and its configs. Return the names of the weight files.
 
     Raises:
-        ExportError: It has adapters beside its layers, which no config tells of.
+        ExportError: The model has PEFT adapters, which its config does not describe.
     """
     from safetensors.torch import save_model
 
@@ -386,7 +386,7 @@ def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
             fix="export it with format='onnx' or 'openvino_ir', or merge the adapters first (model.merge_and_unload()).",
         )
 
-    # A model that is read by transformers' own `from_pretrained` would get random weights with a warning: hence other names.
+    # Other file names than transformers' own: `from_pretrained` could not read the weights and would make random ones.
     save_model(model, str(folder / WEIGHTS_FILE))
     _save_configs(model, folder)
     record = record_of(model)
@@ -400,18 +400,18 @@ def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
 
 
 def _descriptions(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """What each quantized layer is, by name; of one that the model has under several names, the others name the first."""
+    """Return the descriptions of quantized layers by name. Further names of a shared layer refer to its first name."""
     firsts: dict[torch.nn.Module, str] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, one in model.named_modules(remove_duplicate=False):
-        if isinstance(one, IntegerLinear | BlockLinear):
+        if isinstance(one, QuantizedLinear):
             first = firsts.setdefault(one, name)
             found[name] = one.description() if first == name else {"same": first}
     return found
 
 
 def _save_configs(model: Any, folder: Path) -> None:
-    """The configs beside the weights, with the name of the class, as `save_pretrained` writes them."""
+    """Write the model's configs with its class name, as `save_pretrained` does."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return
@@ -423,27 +423,27 @@ def _save_configs(model: Any, folder: Path) -> None:
 
 
 def holds_quantized(folder: Path) -> bool:
-    """Whether a folder holds a model that `save_quantized` wrote."""
+    """Return whether a folder contains a model that `save_quantized` wrote."""
     return (folder / LAYERS_FILE).is_file()
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """What the quantized model of a folder was made from, as its manifest says; `None` for any other folder."""
+    """Return the source of a quantized model from the manifest in its folder, or `None` for any other folder."""
     if not holds_quantized(folder) or not (folder / MANIFEST).is_file():
         return None
     return Artifact.load(folder).manifest.source
 
 
 def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-    """Read a model that `save_quantized` wrote.
+    """Load a model that `save_quantized` wrote.
 
     Args:
-        folder: Where.
-        make: Makes the model without its weights; takes `add_pooling_layer=False` where the file has no pooler.
+        folder: Folder with the model.
+        make: Creates the model without its weights. Called with `add_pooling_layer=False` if the file has no pooler.
 
     Raises:
-        IntegrityError: The files do not fit the model.
-        ExportError: They were written by a newer version.
+        IntegrityError: The files do not match the model.
+        ExportError: A newer version of accel wrote the files.
     """
     from safetensors import safe_open
     from safetensors.torch import load_model
@@ -465,7 +465,7 @@ def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.
             settings = dict(description)
             first = settings.get("same")
             made = model.get_submodule(first) if first is not None else _KINDS[settings.pop("kind")](**settings)
-            replace_layer(model, name, made)
+            model.set_submodule(name, made)
         missing, unexpected = load_model(model, str(folder / WEIGHTS_FILE), strict=False)
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise IntegrityError(f"{folder} does not fit its config: {error}", fix="quantize the model again.") from error

@@ -1,12 +1,12 @@
-"""Recurrent layers in a trace: one operator for what state-space models and linear attention do token after token.
+"""Trace recurrent layers (state-space models, linear attention) as one operator.
 
-transformers writes these recurrences as Python loops over tokens or chunks, which a trace would unroll for the length of its
-sample, and most of them begin with an empty state when they read several tokens. While a model is traced, its functions of
-these names are the ones here. They hand what they compute from to `accel::recurrence`, which a backend lowers to a loop of its
-own, from any state over any number of tokens.
+transformers writes these recurrences as Python loops over tokens or chunks. A trace would unroll the loops for the length of
+its sample. Most of the loops also start from an empty state when they read several tokens. During a trace, the functions in
+this module replace transformers' functions of the same names. They pass their inputs to `accel::recurrence`. Each backend
+lowers this operator to its own loop, which takes any initial state and any number of tokens.
 """
 
-# ruff: noqa: N803, N806 (A, B, C and D are the papers' words, and names that transformers calls arguments by)
+# ruff: noqa: N803, N806 (A, B, C and D are the names in the papers, and transformers passes them by name)
 from __future__ import annotations
 
 import sys
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..upstream.replaced_attributes import replaced_attributes
+from .symbolic_operators import leaves_nodes
+
 RECURRENCE_DOMAIN = "accel"
 RECURRENCE, DELTA_RECURRENCE = "recurrence", "delta_recurrence"
-_symbolic: ContextVar[bool] = ContextVar("accel_symbolic_recurrence", default=False)
 _state: ContextVar[torch.Tensor | None] = ContextVar("accel_recurrent_state", default=None)
 _heads_read: ContextVar[int] = ContextVar("accel_heads_read", default=0)
 
@@ -31,63 +33,41 @@ def _scan(
     key: torch.Tensor,
     value: torch.Tensor,
     query: torch.Tensor,
-    beta: torch.Tensor | None,
-    state: torch.Tensor,
+    *beta_and_state: torch.Tensor,
 ) -> torch.Tensor:
-    """The results `(batch, tokens, heads, 1, values)`, and behind them along the tokens the state, a row for each key: one
-    tensor, because OpenVINO's converter gives an operator of ours one result.
+    """Return the results `(batch, tokens, heads, 1, values)` with the final state appended along the token axis.
+
+    The state is appended as one row for each key. It is one tensor, because OpenVINO's converter gives a custom operator one
+    result.
     """
-    found = []
+    *beta, state = beta_and_state
+    results = []
     for t in range(key.shape[1]):
         state = state * torch.exp(decay[:, t] * rate)
         new = value[:, t]
-        if beta is not None:
-            new = (new - (state * key[:, t]).sum(2, keepdim=True)) * beta[:, t]
+        if beta:
+            new = (new - (state * key[:, t]).sum(2, keepdim=True)) * beta[0][:, t]
         state = state + key[:, t] * new
-        found.append(query[:, t] @ state)
-    return torch.cat([torch.stack(found, dim=1), state.transpose(1, 2).unsqueeze(3)], dim=1)
+        results.append(query[:, t] @ state)
+    return torch.cat([torch.stack(results, dim=1), state.transpose(1, 2).unsqueeze(3)], dim=1)
 
 
-@torch.library.custom_op(f"{RECURRENCE_DOMAIN}::{RECURRENCE}", mutates_args=())
-def _recurrence(
-    decay: torch.Tensor,
-    rate: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query: torch.Tensor,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    return _scan(decay, rate, key, value, query, None, state)
-
-
-@torch.library.custom_op(f"{RECURRENCE_DOMAIN}::{DELTA_RECURRENCE}", mutates_args=())
-def _delta_recurrence(
-    decay: torch.Tensor,
-    rate: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    return _scan(decay, rate, key, value, query, beta, state)
-
-
-@_recurrence.register_fake
-def _(_decay: Any, _rate: Any, _key: Any, value: torch.Tensor, _query: Any, state: torch.Tensor) -> torch.Tensor:
-    return _packed_like(value, state)
-
-
-@_delta_recurrence.register_fake
-def _(
-    _decay: Any, _rate: Any, _key: Any, value: torch.Tensor, _query: Any, _beta: Any, state: torch.Tensor
-) -> torch.Tensor:
-    return _packed_like(value, state)
-
-
-def _packed_like(value: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def _packed_like(*inputs: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor with the shape of `_scan`'s result."""
+    value, state = inputs[3], inputs[-1]
     batch, new, heads, _, values = value.shape
     return value.new_empty((batch, new + state.shape[2], heads, 1, values))
+
+
+def _operator(name: str, inputs: str) -> Any:
+    schema = f"({', '.join(f'Tensor {word}' for word in inputs.split())}) -> Tensor"
+    operator = torch.library.custom_op(f"{RECURRENCE_DOMAIN}::{name}", _scan, mutates_args=(), schema=schema)
+    operator.register_fake(_packed_like)
+    return operator
+
+
+_recurrence = _operator(RECURRENCE, "decay rate key value query state")
+_delta_recurrence = _operator(DELTA_RECURRENCE, "decay rate key value query beta state")
 
 
 def recur(
@@ -100,20 +80,21 @@ def recur(
     beta: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write each token into a decaying state, and read it: for every token, `state = state * exp(decay * rate) + key^T value`
-    and `result = query state`.
+    """Write each token into a decaying state and read the state.
+
+    Each token updates the state and then reads it: `state = state * exp(decay * rate) + key^T value`, `result = query state`.
 
     Args:
         decay: `(batch, tokens, heads, keys or 1, values or 1)`.
         key, query: `(batch, tokens, heads, keys)`.
         value: `(batch, tokens, heads, values)`.
-        rate: Broadcasts to `(heads, keys, values)`; 1 without it.
-        beta: `(batch, tokens, heads)`: the delta rule. What the decayed state already answers to the key is taken from the
-            value, and the rest written with this weight.
-        state: `(batch, heads, keys, values)`; zeros without it.
+        rate: Broadcasts to `(heads, keys, values)`. Default: 1.
+        beta: `(batch, tokens, heads)`. Selects the delta rule: the value that the decayed state returns for the key is
+            subtracted from the new value, and the difference is written with the weight `beta`.
+        state: Initial state `(batch, heads, keys, values)`. Default: zeros.
 
     Returns:
-        The results `(batch, tokens, heads, values)` and the state after them, in float32.
+        The results `(batch, tokens, heads, values)` and the final state, both in float32.
     """
     decay, key, value, query = (tensor.float() for tensor in (decay, key, value, query))
     batch, _, heads, values = value.shape
@@ -124,7 +105,7 @@ def recur(
     if beta is not None:
         inputs.append(beta.float()[..., None, None])
     inputs.append(state.float())
-    if not _symbolic.get():
+    if not leaves_nodes():
         apply = _recurrence if beta is None else _delta_recurrence
         packed = apply(*(tensor.contiguous() for tensor in inputs))
         new = value.shape[1]
@@ -141,7 +122,7 @@ def recur(
 
 
 def read_state(state: torch.Tensor | None) -> None:
-    """Remember a layer's recurrent state, for functions that transformers calls without it."""
+    """Store the recurrent state of the current layer for functions that transformers calls without it."""
     _state.set(state)
     _heads_read.set(0)
 
@@ -159,7 +140,7 @@ def _selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba's: `hidden_states, dt, z: (batch, channels, tokens)`, `A: (channels, size)`, `B, C: (batch, size, tokens)`."""
+    """Mamba's scan. `hidden_states, dt, z: (batch, channels, tokens)`, `A: (channels, size)`, `B, C: (batch, size, tokens)`."""
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
@@ -182,7 +163,7 @@ def _selective_scan(
 
 
 def _next_state() -> torch.Tensor | None:
-    """The state of the layer that is being computed; Zamba has one for each of its heads, and asks head by head."""
+    """Return the recurrent state of the current layer. Zamba has one state for each head and calls this once for each head."""
     state = _state.get()
     if state is None or state.ndim == 4:
         return state
@@ -205,8 +186,10 @@ def _chunk_scan(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-2's: `hidden_states: (batch, tokens, heads, head_size)`, `dt: (batch, tokens, heads)`, `A: (heads,)`, `B, C:
-    (batch, tokens, groups, size)`.
+    """Mamba-2's scan.
+
+    Shapes: `hidden_states: (batch, tokens, heads, head_size)`, `dt: (batch, tokens, heads)`, `A: (heads,)`,
+    `B, C: (batch, tokens, groups, size)`.
     """
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
@@ -239,8 +222,10 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> Any:
-    """The gated delta rule, of Kimi's linear attention, too: `query, key: (batch, tokens, groups, keys)`, `value: (batch,
-    tokens, heads, values)`, `beta: (batch, tokens, heads)`, `g` like `beta` or with a value for each of the keys.
+    """The gated delta rule, also for Kimi's linear attention.
+
+    Shapes: `query, key: (batch, tokens, groups, keys)`, `value: (batch, tokens, heads, values)`, `beta: (batch, tokens, heads)`.
+    `g` has the shape of `beta`, or an additional last axis of keys.
     """
     heads, dtype = value.shape[2], query.dtype
     query, key = (_repeated(tensor, heads, 2) for tensor in (query, key))
@@ -252,7 +237,7 @@ def _delta_rule(
 
 
 def _repeated(tensor: torch.Tensor, heads: int, axis: int) -> torch.Tensor:
-    """Each group `heads / groups` times, in float32."""
+    """Repeat each group `heads / groups` times along an axis, in float32."""
     groups = tensor.shape[axis]
     return tensor.float() if groups == heads else tensor.float().repeat_interleave(heads // groups, dim=axis)
 
@@ -263,30 +248,20 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
 }
-"""By the names that they have in the modules of transformers' models (5.23 and 5.24)."""
+"""Replacements by the names of the functions in transformers' model modules (5.23 and 5.24)."""
 
 
 @contextmanager
-def recurrent(model: torch.nn.Module, *, symbolic: bool = False) -> Iterator[None]:
-    """The model with our functions, and its own again afterwards.
-
-    Args:
-        model: Whose modules' functions are meant.
-        symbolic: Whether the operator is left in the trace as a node of ONNX, to be lowered there.
-    """
+def recurrent(model: torch.nn.Module) -> Iterator[None]:
+    """Replace the recurrence functions in the modules of the model's code by accel's functions."""
     names = sorted({type(one).__module__ for one in model.modules()})
-    # A class may outlive the module that it was made in.
+    # A class may exist longer than its module.
     modules = [module for name in names if (module := sys.modules.get(name)) is not None]
-    replaced = [
-        (module, name, getattr(module, name)) for module in modules for name in _FUNCTIONS if hasattr(module, name)
-    ]
-    tokens = (_symbolic.set(symbolic), _state.set(None))
-    for module, name, _ in replaced:
-        setattr(module, name, _FUNCTIONS[name])
+    token = _state.set(None)
     try:
-        yield
+        with replaced_attributes(
+            (module, name, ours) for module in modules for name, ours in _FUNCTIONS.items() if hasattr(module, name)
+        ):
+            yield
     finally:
-        for module, name, original in replaced:
-            setattr(module, name, original)
-        _symbolic.reset(tokens[0])
-        _state.reset(tokens[1])
+        _state.reset(token)

@@ -1,4 +1,4 @@
-"""The PyTorch model's answers on other shapes, and how far a graph is from them."""
+"""Reference outputs of the PyTorch model on several shapes, and their differences from a graph's outputs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .tracer import first_lines
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs and what the PyTorch model answers to them.
+    """Inputs, and the outputs of the PyTorch model for them.
 
     Attributes:
-        sizes: The axes' sizes, for the record.
+        sizes: Axis sizes, for reports.
         feeds: Inputs by name.
         expected: Outputs by name.
-        stateful: Whether the graph keeps a state, new at the first case.
-        skip: Leading positions of the outputs that are padding and not compared.
-        then: What follows in the same state.
+        stateful: Whether the graph has a state, which is new at the first case.
+        skip: Number of leading padding positions in the outputs, which are not compared.
+        then: The next case with the same state.
     """
 
     sizes: Mapping[str, int]
@@ -44,8 +44,10 @@ class Case:
 
 
 def reference_cases(source: Source) -> list[Case]:
-    """One and three rows, a sequence shorter and one longer than the sample's, a single token, padding; images of other
-    sizes where the graph takes any, among them one that fills no whole patches, where the model itself takes it.
+    """Compute reference cases on shapes that differ from the trace's sample.
+
+    The cases have one to three rows, shorter and longer sequences, a single token, and padding. A graph for images of any size
+    also gets other image sizes. One of them does not consist of whole patches; it is skipped if the model fails on it.
     """
     axes = {axis for named in source.axes.values() for axis in named.values()}
     base = safe_sizes(source.example, source.axes)
@@ -67,13 +69,13 @@ def reference_cases(source: Source) -> list[Case]:
         feeds = source.sample(sizes, seed=seed)
         try:
             cases.append(Case(sizes, feeds, reference(source.model, feeds)))
-        # Foreign model code, which may raise anything.
+        # The model's own code may raise any exception.
         except Exception as error:
             if sequence < base.get("sequence", 0):
-                # Funnel and CANINE halve or quarter texts, and fail on those that are too short for that.
+                # Funnel and CANINE downsample texts by 2 or 4, and fail on texts that are too short for that.
                 continue
             if uneven and seed == len(plans):
-                # Models of windows and pyramids may take whole patches alone.
+                # Models with windows or pyramids may accept only whole patches.
                 continue
             raise ExportError(
                 f"{source.architecture} itself fails on inputs of sizes {sizes}: {type(error).__name__}: {first_lines(error)}",
@@ -85,10 +87,12 @@ def reference_cases(source: Source) -> list[Case]:
 
 
 def padding_difference(source: Source) -> float | None:
-    """How much longer padding, all of it masked, changes the model's answers: the largest difference over the largest
-    value, 1 at least; 0 within the tolerance of its type. `None` where there is no mask, or the model fails on such inputs.
+    """Measure how much longer, masked padding changes the model's outputs.
 
-    It changes nothing in most models. XLNet reads the last token, and Nystromformer's landmarks move.
+    Return the largest difference divided by the largest value (at least 1). Return 0 if the difference is within the tolerance
+    of the dtype. Return `None` if the model has no mask or fails on such inputs.
+
+    Most models give 0. Padding changes XLNet, which reads the last token, and Nystromformer, whose landmarks move.
     """
     axis = "sequence"
     if axis not in source.axes.get("attention_mask", {}).values():
@@ -107,7 +111,7 @@ def padding_difference(source: Source) -> float | None:
         padded[name] = torch.cat((tensor, *[filled] * (longer - short)), dim=place)
     try:
         expected, found = reference(source.model, feeds), reference(source.model, padded)
-    # Foreign model code, which may raise anything.
+    # The model's own code may raise any exception.
     except Exception:  # noqa: BLE001
         return None
     cut = {}
@@ -117,15 +121,15 @@ def padding_difference(source: Source) -> float | None:
             if value.shape[i] == short and cut[name].shape[i] == longer:
                 cut[name] = cut[name].narrow(i, 0, short)
     worst, scale = max_difference(cut, expected)
-    # Manifests are JSON, which has no infinity.
+    # JSON manifests cannot contain infinity.
     return min(worst / max(1.0, scale), sys.float_info.max) if worst > tolerance(None, source.dtype, scale) else 0.0
 
 
 def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]:
-    """Inputs that a model computes itself where they are left out, as something else than zeros.
+    """Return the inputs for which the model computes a default that is not zero.
 
-    BigBird's head for questions tells question and context apart by the separator; GPT-2 adds no embedding, and that of
-    token 0 for a zero.
+    BigBird's question-answering head computes token types from the separator token. GPT-2 adds no embedding without token types,
+    but the embedding of token 0 for a token type of zero.
     """
     name = "token_type_ids"
     if name not in parameters_of(model) or "input_ids" not in example:
@@ -134,10 +138,10 @@ def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]
     try:
         left_out = reference(model, plain)
         zeros = reference(model, {**plain, name: torch.zeros_like(plain["input_ids"])})
-    # Foreign model code, which may raise anything: a model that cannot do without has no default.
+    # The model's own code may raise any exception. A model that requires the input has no default.
     except Exception:  # noqa: BLE001
         return ()
-    # Value by value: BigBird also writes -1e6 where no answer may be, beside which every other value is small.
+    # Compared value by value: BigBird writes -1e6 at invalid answers, so a relative tolerance on the largest value would be useless.
     same = all(
         torch.allclose(zeros[key].double(), value.double(), rtol=1e-3, atol=1e-4, equal_nan=True)
         for key, value in left_out.items()
@@ -146,17 +150,18 @@ def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]
 
 
 def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
-    """How far a model in float32 is from itself in float64: the largest difference for each 1 of an output's scale.
+    """Measure the rounding error of a float32 model: its largest difference from float64, relative to an output's scale.
 
-    Some models make much of little: what Grounding DINO and RT-DETR read from an image depends on places that they compute first.
-    A graph cannot be expected to be nearer to PyTorch than PyTorch is to what is right. Costs a copy of twice the weights.
+    Some models amplify rounding errors. For example, Grounding DINO and RT-DETR read image features at positions that they
+    compute first. A graph cannot be closer to PyTorch than PyTorch is to the exact result. Needs memory for a float64 copy of the
+    weights.
 
     Args:
-        model: In float32.
-        cases: Of the model as a whole, not of its parts.
+        model: The model in float32.
+        cases: Reference cases of the whole model, not of its parts.
 
     Returns:
-        The rounding; 0 where the model does not compute in float64.
+        The rounding error. 0 if the model does not run in float64.
     """
     worst = 0.0
     try:
@@ -164,7 +169,7 @@ def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
         for case in cases:
             for difference, scale in differences_by_output(case.expected, reference(exact, case.feeds)).values():
                 worst = max(worst, difference / max(1.0, scale))
-    # Foreign model code, which may raise anything: numbers of one type made in the middle of it are a usual reason.
+    # The model's own code may raise any exception. Usually it creates tensors of a fixed dtype.
     except Exception:  # noqa: BLE001
         return 0.0
     return worst if math.isfinite(worst) else 0.0
@@ -172,7 +177,7 @@ def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
 
 @torch.inference_mode()
 def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
-    """The PyTorch model's outputs by name; only tensors."""
+    """Return the tensors among the PyTorch model's outputs, by graph name."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in feeds.items()}
     with quiet():
@@ -181,7 +186,7 @@ def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
 
 
 def named_tensors(result: Any) -> Tensors:
-    """What a model returned, by name; only tensors."""
+    """Return the tensors among a model's outputs, by name."""
     if isinstance(result, torch.Tensor):
         return {"output": result}
     if isinstance(result, Mapping):
@@ -190,7 +195,10 @@ def named_tensors(result: Any) -> Tensors:
 
 
 def max_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-    """Largest absolute difference over all outputs, and the largest absolute expected value; see `differences_by_output`."""
+    """Return the largest absolute difference and the largest absolute expected value over all outputs.
+
+    `differences_by_output` describes how outputs are matched.
+    """
     each = differences_by_output(found, expected).values()
     return max((worst for worst, _ in each), default=0.0), max((scale for _, scale in each), default=0.0)
 
@@ -198,11 +206,11 @@ def max_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, tor
 def differences_by_output(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Largest absolute difference of each output, and its largest absolute expected value, by which its tolerance is scaled.
+    """Return the largest absolute difference and the largest absolute expected value of each output, by name.
 
-    Outputs are matched by name where the names agree, else by order. A missing output or another shape counts as
-    infinitely different, and so does a value that is not finite on one side only. Integers, which number something, have
-    no scale.
+    Tolerances are scaled by the expected value. Outputs are matched by name, or by order if the names differ. The difference is
+    infinite for a missing output, for another shape, and for a value that is finite on one side only. The scale of integer
+    outputs is 0, because they are indices or labels.
     """
     by_order = dict(zip(expected, found.values(), strict=False))
     have = found if set(expected) <= set(found) else by_order
@@ -214,7 +222,7 @@ def _difference(have: torch.Tensor | None, want: torch.Tensor) -> tuple[float, f
         return float("inf"), 0.0
     if want.numel() == 0:
         return 0.0, 0.0
-    # What a model writes where nothing may be chosen (Splinter's padding): no measure for the other values.
+    # Models write the dtype's minimum at invalid choices (Splinter's padding). It must not scale the tolerance of other values.
     hidden = torch.finfo(want.dtype).min / 2 if want.is_floating_point() else -float("inf")
     a, b = have.double().cpu(), want.double().cpu()
     same = (a == b) | (a.isnan() & b.isnan()) | ((a <= hidden) & (b <= hidden))
@@ -225,11 +233,11 @@ def _difference(have: torch.Tensor | None, want: torch.Tensor) -> tuple[float, f
 
 
 INTEGERS = "integers"
-"""In place of a dtype: of a model with quantized layers, whose roundings may fall to either side."""
+"""Replaces the dtype for a model with quantized layers, where values may be rounded up or down."""
 
 
 def tolerance(config_atol: float | None, dtype: str, scale: float) -> float:
-    """The accepted absolute difference: as configured, or by dtype and scaled with the largest reference value."""
+    """Return the accepted absolute difference: `config_atol`, or a value for the dtype, scaled by the largest expected value."""
     if config_atol is not None:
         return config_atol
     return {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1, INTEGERS: 1e-1}[dtype] * max(1.0, scale)

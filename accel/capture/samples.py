@@ -1,4 +1,4 @@
-"""Inputs that a trace cannot misread: two rows or more, unequal sizes, padding in the mask."""
+"""Sample inputs on which a trace does not specialize wrongly: at least two rows, different axis sizes, padding in the mask."""
 
 from __future__ import annotations
 
@@ -25,52 +25,45 @@ SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
 SAMPLE_CHOICES = 3
 SAMPLE_PATCHES = 11
-# Fields of a config that say how many tokens a model takes at a time; of two such blocks and a part of one, their number is
-# seen to vary: LongT5's global tokens, CANINE's characters, LED's windows.
+# Config fields with the number of tokens in a block. The sample is longer than two blocks, so the trace keeps the number of
+# blocks variable: LongT5's global tokens, CANINE's characters, LED's windows.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
 
-# Axes that a graph keeps where the model computes at any size and the trace follows it; otherwise their sizes are fixed.
+# Axes that vary if the model accepts any image size and the trace follows it. If not, the image size is fixed.
 IMAGE_AXES = ("height", "width")
-# Which pixels are an image's own and not padding: `(batch, height, width)`.
+# Mask of pixels that are not padding: `(batch, height, width)`.
 PIXEL_MASK = "pixel_mask"
-# Where the words of tokens stand on a page: `(batch, sequence, 4)`.
-BOXES = "bbox"
-# Padding masks: of the text, of what an encoder answered, and of what was seen next to a text.
+# Bounding boxes of the tokens' words on a page: `(batch, sequence, 4)`.
+BOXES, _CORNERS = "bbox", 4
+# Padding masks of the text, of the encoder's output, and of visual inputs next to a text.
 _MASKS = ("attention_mask", "encoder_attention_mask", "visual_attention_mask")
 _SPECIAL = ("eos_token_id", "sep_token_id", "cls_token_id", "bos_token_id", "mask_token_id", "pad_token_id")
 _IMAGE_STEP = 32  # pixels; architectures halve images up to five times
 
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What a transformers model's `forward` takes, by name."""
+    """Return the parameters of a transformers model's `forward`."""
     inner = unwrapped(module)
     return inspect.signature(inner.forward).parameters
 
 
 def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Inputs for a transformers model, from what its forward takes and its config says."""
+    """Make inputs for a transformers model from the signature of its `forward` and its config."""
     config = getattr(module, "config", None)
     inner = unwrapped(module)
     main = getattr(inner, "main_input_name", None)
     if main == "inputs":
-        # Perceiver's one word for all modalities; its heads take the usual names, too.
+        # Perceiver's main input has this name for all modalities, but its heads also accept the usual names.
         main = next((name for name in ("input_ids", "pixel_values") if name in parameters_of(module)), main)
-    mel_bins: Any = getattr(config, "num_mel_bins", None)
-    mel_frames: Any = getattr(config, "max_source_positions", None)
-    whisper = main == "input_features" and mel_bins is not None and mel_frames is not None
-    if config is None or not (main in ("input_ids", "pixel_values", PATCHES) or whisper):
+    if config is None or main not in ("input_ids", "pixel_values", PATCHES):
         raise _no_inputs(inner, main)
     if main == "pixel_values":
-        # Processors make a mask for models that take any other argument, too, and read nothing of it (YOLOS).
+        # If `forward` takes **kwargs, processors return a pixel mask, but the model ignores it (YOLOS).
         parameters = parameters_of(module)
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         return *image_sample(module, folder), ((PIXEL_MASK,) if takes_any and PIXEL_MASK not in parameters else ())
     if main == PATCHES:
         return *_patch_sample(int(config.vision_config.patch_embed_hidden_size)), ()
-    if main == "input_features":
-        # Whisper's log-mel frames: a fixed window, twice the encoder's positions.
-        features = torch.randn(SAMPLE_BATCH, int(mel_bins), 2 * int(mel_frames))
-        return {"input_features": features}, {"input_features": {0: "batch"}}, ("attention_mask",)
     names, unused = text_inputs(module, config, folder)
     choices = type(inner).__name__.endswith("ForMultipleChoice")
     blocks = [_largest(getattr(config, name, None)) for name in _BLOCKS]
@@ -78,16 +71,17 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     shape = (SAMPLE_BATCH, SAMPLE_CHOICES, length) if choices else (SAMPLE_BATCH, length)
     axis_names = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
     example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
-    if BOXES in parameters_of(module) and getattr(config, "max_2d_position_embeddings", None):
-        # LayoutLM's and LiLT's heads read places as their answerer of questions does.
-        example[BOXES] = torch.ones((*shape, 4), dtype=torch.int64)
+    largest = family_of(config).largest_box(config)
+    if BOXES in parameters_of(module) and largest is not None:
+        # Heads of LayoutLM and LiLT read bounding boxes, as their question-answering models do.
+        example[BOXES] = torch.ones((*shape, _CORNERS), dtype=torch.tensor(largest).dtype)
     axes = {name: dict(enumerate(axis_names)) for name in example}
     sizes = dict(zip(axis_names, shape, strict=True))
     return resize(example, axes, sizes, config, seed=0), axes, unused
 
 
 def _patch_sample(width: int) -> tuple[Tensors, Axes]:
-    """Images as patches of so many values, of which the second has fewer."""
+    """Images as patches with `width` values each. The second image has fewer patches."""
     example = {PATCHES: torch.zeros((1, 1, 2 + width)), "attention_mask": torch.ones((1, 1), dtype=torch.int64)}
     axes = {name: {0: "batch", 1: PATCH_AXIS} for name in example}
     return resize(example, axes, {"batch": SAMPLE_BATCH, PATCH_AXIS: SAMPLE_PATCHES}, None, seed=0), axes
@@ -109,41 +103,41 @@ def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
 
 
 def text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tuple[list[str], tuple[str, ...]]:
-    """What a text model is given, and which inputs it takes but ignores."""
+    """Return the names of a text model's inputs, and the names of inputs that the model accepts but ignores."""
     parameters = parameters_of(module)
     names = ["input_ids"]
     if "attention_mask" in parameters:
         names.append("attention_mask")
-    # `generate` passes none, even to models that would take them (GPT-2).
+    # `generate` passes no token types, even to models that accept them (GPT-2).
     if "token_type_ids" in parameters and not _generates(module):
         types = getattr(config, "type_vocab_size", None)
         if types is None:
-            # Left out, they add nothing, where zeros would add something (GPT-2 adds the embedding of token 0): such a
-            # graph takes them only where the tokenizer always gives them (XLNet's).
+            # Without token types, nothing is added; with zeros, GPT-2 adds the embedding of token 0. So the graph has the
+            # input only if the tokenizer always returns it (XLNet).
             if "token_type_ids" in tokenizer_names(folder):
                 names.append("token_type_ids")
         elif types > 1:
             names.append("token_type_ids")
         else:
-            # A table of one row (RoBERTa) or none (DeBERTa-v2) adds the same to every token.
+            # A token type table with one row (RoBERTa) or without rows (DeBERTa-v2) adds the same to every token.
             return names, ("token_type_ids",)
     return names, ()
 
 
 def tokenizer_names(folder: Path | None) -> Sequence[str]:
-    """What the tokenizer in a folder returns; nothing without one."""
+    """Return the names of the tensors that a folder's tokenizer returns. Empty if the folder has no tokenizer."""
     if folder is None or not any(folder.glob("*token*")):
         return ()
     try:
         names: Sequence[str] = open_companion("AutoTokenizer", folder).model_input_names
-    # Tokenizers of the model's own code and broken ones: the export goes on without.
+    # A tokenizer with custom code, or an invalid one, does not stop the export.
     except Exception:  # noqa: BLE001
         return ()
     return names
 
 
 def _largest(size: Any) -> int:
-    """A number of tokens that a config states, for all layers or for each."""
+    """Return the largest number of tokens in a config field, which has one value or a list with one value for each layer."""
     sizes = size if isinstance(size, list | tuple) else [size]
     return max((n for n in sizes if isinstance(n, int)), default=0)
 
@@ -154,19 +148,19 @@ def _generates(module: Any) -> bool:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """The same random numbers at every export; the caller's generator is as it was afterwards."""
+    """Draw the same random numbers at every export. Afterwards, the caller's random state is restored."""
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(0)
         yield
 
 
 def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors | None = None) -> tuple[Tensors, Axes]:
-    """Images for a model of images, with the mask of their padding where the model takes one.
+    """Make sample images, and their padding mask if the model takes one.
 
     Args:
         module: The model.
-        folder: Where its config and processor files are.
-        others: What else it is given.
+        folder: Folder of its config and processor files.
+        others: Other inputs of the model, which it needs to run.
     """
     config = getattr(module, "config", None)
     inner = unwrapped(module)
@@ -175,13 +169,9 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
     named = {0: "batch"}
     masked = PIXEL_MASK in parameters_of(module)
     shape = (SAMPLE_BATCH, channels, height, width)
-    if (
-        not _generates(inner)
-        and family_of(config).any_image_size
-        and _computes_at_any_size(module, shape, masked=masked, others=others or {})
-    ):
+    if not _generates(inner) and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
         named |= dict(enumerate(IMAGE_AXES, start=2))
-        # Axes of one size would become one axis.
+        # The trace would merge two axes of the same size into one.
         width += _IMAGE_STEP if height == width else 0
     sample = {"pixel_values": torch.randn(SAMPLE_BATCH, channels, height, width)}
     axes = {"pixel_values": named}
@@ -194,7 +184,7 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
 def _computes_at_any_size(
     module: torch.nn.Module, shape: tuple[int, int, int, int], *, masked: bool, others: Tensors
 ) -> bool:
-    """Whether a model of images `(batch, channels, height, width)` computes at two sizes beside its own."""
+    """Return whether a model accepts images `(batch, channels, height, width)` of two other sizes."""
     dtype, device = next(((p.dtype, p.device) for p in module.parameters() if p.is_floating_point()), (None, None))
     batch, channels, height, width = shape
     try:
@@ -203,18 +193,18 @@ def _computes_at_any_size(
                 pixels = torch.zeros((batch, channels, height + higher, width + wider), dtype=dtype, device=device)
                 mask = {PIXEL_MASK: torch.ones_like(pixels[:, 0], dtype=torch.int64)} if masked else {}
                 module(pixel_values=pixels, **mask, **others)
-    # Foreign model code, which may raise anything: positions for one size alone are the usual reason.
+    # The model's own code may raise any exception. Usually its position embeddings have a fixed size.
     except Exception:  # noqa: BLE001
         return False
     return True
 
 
 def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Other heights and widths in pixels for the case `index`; nothing for a graph without such axes."""
+    """Return a height and width in pixels for the reference case `index`. Return an empty dict if the graph's images have one size."""
     if not set(IMAGE_AXES) <= set(sizes):
         return {}
     height, width = (sizes[axis] for axis in IMAGE_AXES)
-    # Square images, as processors make them, are among them, and the last fills no whole patches.
+    # The sizes include squares, as processors produce them. The last size does not consist of whole patches.
     plans = (
         (0, 0), (_IMAGE_STEP, 0), (0, -_IMAGE_STEP), (_IMAGE_STEP, -_IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP),
         (_IMAGE_STEP + 5, _IMAGE_STEP - 3),
@@ -224,46 +214,47 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
 
 
 def point_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Other numbers of points in an image for the case `index`; nothing for a graph without such axes."""
+    """Return numbers of points for the reference case `index`. Return an empty dict for a graph without point axes."""
     if not {"points", "each"} <= set(sizes):
         return {}
-    # The pipeline's among them: one point a mask.
+    # The plans include the pipeline's shape: one point for each mask.
     plans = ((0, 0), (3, -3), (-3, 1), (1, -3), (2, 2))
     more, longer = plans[index % len(plans)]
     return {"points": sizes["points"] + more, "each": sizes["each"] + longer}
 
 
 def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
-    """The sizes of axes that are not free choices for a caller who names none: an image's height and width in pixels, or its patches,
-    as many as its processor makes.
+    """Return default sizes of the image axes of a graph, if it has any.
+
+    These are the height and width in pixels, or the processor's number of patches.
     """
     if PATCH_AXIS in axes:
-        made = _processor_settings(folder) if folder is not None else {}
-        return {PATCH_AXIS: int(made.get("max_patches", USUAL_PATCHES))}
+        settings = processor_settings(folder, "image_processor")
+        return {PATCH_AXIS: int(settings.get("max_patches", USUAL_PATCHES))}
     if not set(IMAGE_AXES) <= set(axes):
         return {}
     return dict(zip(IMAGE_AXES, image_size(config, folder), strict=True))
 
 
 def _image_config(config: Any) -> Any:
-    """The part of a config that describes images."""
+    """Return the part of a config that describes images."""
     inner = getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
-    # As a file has it, or as a class does.
+    # A nested config is a mapping in a file and an object in a config class.
     return SimpleNamespace(**inner) if isinstance(inner, Mapping) else inner
 
 
 def image_size(config: Any, folder: Path | None, architecture: str = "") -> tuple[int, int]:
-    """Height and width in pixels: the model's own, else its processor's, else 224.
+    """Return the height and width of images in pixels: from the model, else from its processor, else 224.
 
     Args:
-        config: Of the model.
-        folder: Where its processor's files are.
-        architecture: Its class; what the config names when empty.
+        config: Config of the model.
+        folder: Folder with the processor's files.
+        architecture: Class name of the model. If empty, the class in the config.
     """
     family = family_of(config)
     size = family.image_size(_image_config(config), architecture)
-    if size is None and folder is not None:
-        settings = _processor_settings(folder)
+    if size is None:
+        settings = processor_settings(folder, "image_processor")
         size = next((settings[name] for name in family.processor_sizes if settings.get(name)), None)
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge", 224)
@@ -273,20 +264,22 @@ def image_size(config: Any, folder: Path | None, architecture: str = "") -> tupl
     return (int(size), int(size)) if size else (224, 224)
 
 
-def _processor_settings(folder: Path) -> Mapping[str, Any]:
-    """What the folder's image processor is told; nothing where it has none."""
-    if (folder / "preprocessor_config.json").is_file():
-        return read_json(folder / "preprocessor_config.json")
-    whole = read_json(folder / "processor_config.json") if (folder / "processor_config.json").is_file() else {}
-    found: Mapping[str, Any] = whole.get("image_processor") or {}
-    return found
+def processor_settings(folder: Path | None, part: str) -> Mapping[str, Any]:
+    """Return the settings of the `image_processor` or `feature_extractor` in a folder. Empty if the folder has none."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if folder is not None and (folder / name).is_file():
+            settings = read_json(folder / name)
+            return settings.get(part) or (settings if name.startswith("pre") else {})
+    return {}
 
 
 def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
-    """Axes of inputs whose names are a transformers model's: `(batch, sequence)`, `(batch, choices, sequence)`, or images.
+    """Return the axis names of inputs with usual transformers names.
+
+    They are `(batch, sequence)`, `(batch, choices, sequence)`, or the batch axis of images.
 
     Raises:
-        InputError: An input of another name or rank.
+        InputError: An input has another name or rank.
     """
     text = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
     axes: dict[str, dict[int, str]] = {}
@@ -304,17 +297,17 @@ def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
 
 
 def check_sample(sample: Mapping[str, torch.Tensor], axes: Axes | None) -> None:
-    """Check inputs to trace with, and the names of their axes, as a caller gave them.
+    """Check the sample inputs and axis names that a caller passed for the trace.
 
     Raises:
-        InputError: Something else than tensors by name, or than names of axes by number.
+        InputError: The sample is not a mapping of tensors, or the axes are not names by axis number.
     """
     for name, tensor in sample.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InputError(f"The sample has {type(tensor).__name__} as {name!r}.", fix="pass tensors by input name.")
     for name, named in (axes or {}).items():
         if name not in sample:
-            raise InputError(f"axes names {name!r}, which the sample has not.", fix=f"use {', '.join(sample)}.")
+            raise InputError(f"axes names {name!r}, which is not in the sample.", fix=f"use {', '.join(sample)}.")
         if not isinstance(named, Mapping) or not all(
             isinstance(axis, int) and isinstance(word, str) and 0 <= axis < sample[name].ndim
             for axis, word in named.items()
@@ -326,22 +319,17 @@ def check_sample(sample: Mapping[str, torch.Tensor], axes: Axes | None) -> None:
 
 
 def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]:
-    """Sizes that a trace can tell apart: at least 2, a sequence of at least 3, all different.
+    """Return axis sizes that a trace can tell apart: all different, at least 2, and at least 3 for the sequence.
 
     Args:
         sample: Inputs of any shape, by name.
         axes: Names of the axes that vary, by input and position.
 
     Raises:
-        InputError: An input that the sample lacks, or an axis with two sizes.
+        InputError: Two inputs have different sizes for the same axis name.
     """
     sizes: dict[str, int] = {}
     for name, named in axes.items():
-        if name not in sample:
-            raise InputError(
-                f"axes names {name!r}, which the sample {sorted(sample)} does not hold.",
-                fix="name inputs that the sample holds.",
-            )
         for position, axis in named.items():
             size = int(sample[name].shape[position])
             if sizes.setdefault(axis, size) != size:
@@ -359,20 +347,18 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
     return sizes
 
 
-_CORNERS = 4
-
-
 def resize(
     example: Mapping[str, torch.Tensor], axes: Axes, sizes: Mapping[str, int], config: Any, seed: int
 ) -> Tensors:
-    """Inputs with the example's names, types and ranks: the shape is the example's where an axis is fixed, and `sizes` where it
-    has a name.
+    """Make inputs with the names, dtypes and ranks of an example, and other axis sizes.
 
-    Token ids are drawn anew; other tensors are repeated up to size with a little noise on floating-point ones. Masks
-    get padding at the end of every second row, and padded tokens the padding id, as a tokenizer does.
+    Axes without a name keep the example's size. Token ids are drawn at random. Other tensors are repeated up to the new size,
+    with a little noise on floating-point values. Every second row of a mask ends with padding, where token ids are the padding
+    id, as a tokenizer returns it.
     """
     family, whole = family_of(config), config
     config = text_config(config)
+    largest = family.largest_box(config)
     generator = torch.Generator().manual_seed(seed)
     resized: Tensors = {}
     for name, tensor in example.items():
@@ -384,8 +370,8 @@ def resize(
             resized[name] = _padded_mask(shape, tensor.dtype)
         elif name == PIXEL_MASK:
             resized[name] = _padded_pixels(shape, tensor.dtype)
-        elif name == BOXES and not tensor.is_floating_point() and shape[-1] == _CORNERS:
-            resized[name] = _boxes(shape, config, generator).to(tensor.dtype)
+        elif name == BOXES and shape[-1] == _CORNERS and tensor.is_floating_point() == isinstance(largest, float):
+            resized[name] = _boxes(shape, largest or 1023, generator).to(tensor.dtype)
         elif name == PATCHES:
             resized[name] = drawn_patches(shape, generator).to(tensor.dtype)
         elif name == "token_type_ids":
@@ -415,9 +401,9 @@ def resize(
 
 
 def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tensors:
-    """The same inputs with `i` special tokens in row `i`, at places of plain tokens: `input_ids: (batch, sequence)`.
+    """Return the inputs with `i` special tokens in row `i`, in place of normal tokens of `input_ids: (batch, sequence)`.
 
-    The first and the last kept token of a row stay. Inputs without token ids are returned as they are.
+    The first and the last non-padding token of a row are kept. Inputs without token ids are returned unchanged.
     """
     ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
     if ids is None or ids.ndim != 2 or config is None:
@@ -441,18 +427,21 @@ def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tenso
 
 
 def _ids_in(value: object) -> list[int]:
-    """The ids in a config's field: one, several (Llama 3 ends a text with any of three tokens), or none."""
+    """Return the ids in a config field, which holds one id, a list (Llama 3 has three end tokens), or none."""
     return [token for token in (value if isinstance(value, list | tuple) else [value]) if isinstance(token, int)]
 
 
 def text_config(config: Any) -> Any:
-    """The part of a config that describes texts, where it says nothing of them itself (CLIP's)."""
+    """Return the nested text config if the config itself does not describe text (CLIP), else the config."""
     inner = getattr(config, "text_config", None)
     return inner if inner is not None and not isinstance(inner, dict) and not hasattr(config, "vocab_size") else config
 
 
 def pad_id(config: Any) -> int:
-    """The padding token's id, or that of the texts' config (SmolVLM's own is none of its tokens), or 0."""
+    """Return the padding token's id from the config, else from the text config, else 0.
+
+    An id outside the vocabulary is ignored (SmolVLM's config has one).
+    """
     text = text_config(config)
     known = getattr(text, "vocab_size", None) or sys.maxsize
     for one in (config, text):
@@ -463,21 +452,24 @@ def pad_id(config: Any) -> int:
 
 
 def _end_id(config: Any) -> int | None:
-    """The end token's id for models whose heads may read that token (BART's classifier), else `None`."""
+    """Return the end token's id for models whose head may read it (BART's classifier), else `None`."""
     value = getattr(config, "eos_token_id", None)
     return value if isinstance(value, int) and getattr(config, "is_encoder_decoder", False) else None
 
 
 def _vocabulary(config: Any) -> int:
-    """How many tokens a model knows: its config says it, or those of its encoder and decoder do, or it is taken for 100."""
-    parts = (config, getattr(config, "encoder", None), getattr(config, "decoder", None))
-    return min((int(size) for size in (getattr(one, "vocab_size", None) for one in parts) if size), default=100)
+    """Return the vocabulary size from a model's config or its nested configs (mappings if read from JSON), else 100."""
+    parts = (config, *getattr(config, "__dict__", {}).values())
+    sizes = [
+        part.get("vocab_size") if isinstance(part, Mapping) else getattr(part, "vocab_size", None) for part in parts
+    ]
+    return min((size for size in sizes if isinstance(size, int) and size), default=100)
 
 
 def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) -> torch.Tensor:
     vocabulary = _vocabulary(config)
     ids = torch.randint(0, vocabulary, tuple(shape), generator=generator)
-    # A padding id in the middle would move the positions of RoBERTa-like models, an end token would end BART's text.
+    # A padding id inside the text would shift the positions of RoBERTa-like models, and an end token would end BART's text.
     reserved = (pad_id(config), _end_id(config))
     around = (i % vocabulary for i in range(reserved[0] + 1, reserved[0] + 4))
     plain = next((i for i in around if i not in reserved), 0)
@@ -487,10 +479,9 @@ def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) ->
     return ids
 
 
-def _boxes(shape: Sequence[int], config: Any, generator: torch.Generator) -> torch.Tensor:
-    """Boxes `(batch, sequence, 4)`, which end behind where they begin: models look their widths and heights up, too."""
-    half = int(getattr(config, "max_2d_position_embeddings", None) or 1024) // 2
-    corners, sizes = (torch.randint(0, half, (*shape[:-1], 2), generator=generator) for _ in range(2))
+def _boxes(shape: Sequence[int], largest: float, generator: torch.Generator) -> torch.Tensor:
+    """Draw bounding boxes `(batch, sequence, 4)` whose end is after their start, because models also embed width and height."""
+    corners, sizes = (torch.rand((*shape[:-1], 2), generator=generator) * largest / 2 for _ in range(2))
     return torch.cat([corners, corners + sizes], dim=-1)
 
 
@@ -502,7 +493,7 @@ def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padded_pixels(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A mask `(batch, height, width)` in which every second image is padded below and on the right, as processors do."""
+    """Return a mask `(batch, height, width)`. Every second image is padded at the bottom and on the right, as processors pad."""
     mask = torch.ones(tuple(shape), dtype=dtype)
     mask[1::2, -(shape[1] // 4) :] = 0
     mask[1::2, :, -(shape[2] // 4) :] = 0

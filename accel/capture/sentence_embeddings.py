@@ -1,4 +1,4 @@
-"""Sentence embeddings of hidden states: pooling and the modules after it, in a graph or after one."""
+"""Sentence embeddings from hidden states: pooling and the modules after it, inside a graph or after it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..interfaces.wrapper import Tensors, Wrapper
 from .layer_outputs import inner_states
 
 _WORDS = {"last": "lasttoken"}
-"""`ExportConfig`'s words where sentence-transformers has others."""
+"""Pooling names of sentence-transformers, where the names of `ExportConfig` differ."""
 
 
 class Pooling(torch.nn.Module):
-    """Pooled hidden states, joined where there are several modes. Computes in float32.
+    """Pool hidden states by one or more modes and concatenate the results. Computes in float32.
 
     Args:
-        modes: Of `sentence_settings.POOLING_MODES`.
+        modes: Names from `sentence_settings.POOLING_MODES`.
     """
 
     def __init__(self, modes: Sequence[str]) -> None:
@@ -29,26 +29,29 @@ class Pooling(torch.nn.Module):
         self.modes = tuple(modes)
 
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Pool `hidden: (batch, sequence, hidden)` over the tokens that `counted: (batch, sequence)` keeps.
+        """Pool `hidden: (batch, sequence, hidden)` over the tokens with 1 in `counted: (batch, sequence)`.
 
-        Tokens that are in `attention_mask` and not in `counted` are a prompt; they take part in the positions of `weightedmean`.
+        Tokens in `attention_mask` but not in `counted` are a prompt. They count in the positions of `weightedmean`.
         """
         hidden = hidden.float()
         return torch.cat([_pooled(mode, hidden, attention_mask, counted) for mode in self.modes], dim=-1)
 
 
 def _at(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The hidden state of each row at its place."""
+    """Return the hidden state of each row at the given position."""
     return hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
 
 
 def _first(mask: torch.Tensor) -> torch.Tensor:
-    """The place of the first token of each row, wherever the padding is. All values differ: runtimes choose differently among equals."""
+    """Return the position of the first token of each row, for left and right padding.
+
+    All values below argmax differ, because runtimes resolve ties differently.
+    """
     return (mask * torch.arange(mask.shape[1], 0, -1, device=mask.device)).argmax(1)
 
 
 def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Hidden states pooled by one mode: `(batch, hidden)`."""
+    """Pool hidden states by one mode. Return `(batch, hidden)`."""
     kept = counted.unsqueeze(-1).to(hidden.dtype)
     if mode == "cls":
         return _at(hidden, _first(counted))
@@ -57,7 +60,7 @@ def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.
     if mode == "max":
         return hidden.masked_fill(kept == 0, torch.finfo(hidden.dtype).min).amax(1)
     if mode == "weightedmean":
-        # Positions as weights, from 1 for the first token after the padding.
+        # The weights are positions, starting at 1 for the first token after the padding.
         positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) - _first(mask).unsqueeze(1)
         kept = kept * positions.unsqueeze(-1).to(hidden.dtype)
     weights = kept.sum(1).clamp(min=1e-9)
@@ -65,23 +68,19 @@ def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.
 
 
 class Normalize(torch.nn.Module):
-    """Vectors of length 1."""
+    """Scale vectors to length 1."""
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Divide by the Euclidean norm."""
+        """Divide the vectors by their Euclidean norm."""
         return torch.nn.functional.normalize(vectors, dim=-1)
 
 
-class Dense(torch.nn.Sequential):
-    """A linear layer and its activation."""
-
-
 class SentenceLayers(torch.nn.Module):
-    """What makes a sentence embedding of hidden states: pooling, then the modules after it.
+    """Compute sentence embeddings from hidden states: pooling, then further modules.
 
     Args:
-        pooling: The first of them.
-        after: The others, in their order.
+        pooling: The pooling module.
+        after: The modules after the pooling, in order.
     """
 
     def __init__(self, pooling: Pooling, *after: torch.nn.Module) -> None:
@@ -92,7 +91,7 @@ class SentenceLayers(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, attention_mask: torch.Tensor, counted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return `(batch, size)` float32; see `Pooling.forward`."""
+        """Return sentence embeddings `(batch, size)` in float32. The arguments are as in `Pooling.forward`."""
         found: torch.Tensor = self.after(
             self.pooling(hidden, attention_mask, attention_mask if counted is None else counted)
         )
@@ -100,7 +99,7 @@ class SentenceLayers(torch.nn.Module):
 
 
 class SentenceEmbedder(Wrapper):
-    """A model with the modules of a sentence embedder after it, so that the graph returns sentence embeddings.
+    """A model followed by pooling and the other sentence-embedding modules, so that its graph returns sentence embeddings.
 
     Returns `last_hidden_state: (batch, sequence, hidden)` and `sentence_embedding: (batch, size)`.
     """
@@ -110,10 +109,10 @@ class SentenceEmbedder(Wrapper):
         self.layers = layers
 
     def forward(self, attention_mask: torch.Tensor, **inputs: torch.Tensor) -> Tensors:
-        """Run the model, pool its last hidden state over the tokens that `attention_mask: (batch, sequence)` keeps."""
+        """Run the model and pool its last hidden state over the tokens with 1 in `attention_mask: (batch, sequence)`."""
         found = self.model(attention_mask=attention_mask, **inputs)
         hidden = found["last_hidden_state"]
-        # Reductions of float16 overflow: only their result is rounded.
+        # Sums in float16 overflow, so only the result is converted to it.
         vectors = self.layers(hidden, attention_mask).to(hidden.dtype)
         return {"last_hidden_state": hidden, "sentence_embedding": vectors, **inner_states(found)}
 
@@ -125,18 +124,18 @@ def sentence_layers(
     normalize: bool | None = None,
     default: str = "mean",
 ) -> SentenceLayers:
-    """The modules of a sentence embedder.
+    """Create the modules of a sentence-embedding model.
 
     Args:
-        settings: Of the folder; `None` for a model in memory.
-        pooling: Replaces the folder's own.
-        normalize: `True` adds a normalization where the folder ends without one, `False` leaves them out.
-        default: The pooling where neither says it.
+        settings: Settings from the model's folder; `None` for a model in memory.
+        pooling: Pooling mode that replaces the folder's.
+        normalize: `True` adds a normalization if there is none at the end. `False` removes all normalizations.
+        default: Pooling mode if neither `settings` nor `pooling` gives one.
 
     Raises:
-        TaskError: The folder's model has no sentence embeddings, or of a kind that is not computed here.
+        TaskError: The folder's model has no sentence embeddings, or of an unsupported kind.
         ExportError: Weights of a module are missing.
-        IntegrityError: They do not fit.
+        IntegrityError: The weights of a module have wrong names or shapes.
     """
     if settings is not None:
         settings.check_embeds()
@@ -151,10 +150,10 @@ def sentence_layers(
 
 
 def activation_function(path: str) -> torch.nn.Module:
-    """The activation that a class of `torch.nn` computes, by the path that sentence-transformers wrote.
+    """Create an activation module of `torch.nn` from the class path in a sentence-transformers config.
 
     Raises:
-        ConfigError: No such class exists.
+        ConfigError: The class does not exist in `torch.nn`, or requires arguments.
     """
     package, _, name = str(path).rpartition(".")
     kind: Any = getattr(torch.nn, name, None)
@@ -187,7 +186,7 @@ def _module(layer: Layer) -> torch.nn.Module:
     else:
         made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=torch.float32)
     made.load_state_dict({name.partition(".")[2]: value.float() for name, value in weights.items()})
-    return Dense(made, activation_function(layer.activation)) if layer.kind == "Dense" else made
+    return torch.nn.Sequential(made, activation_function(layer.activation)) if layer.kind == "Dense" else made
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Sounds that a trace cannot misread: waveforms and frames of unequal length, padded, long enough for what a model strides over."""
+"""Sample audio for a trace: waveforms and spectrograms of different lengths, padded, long enough for a model's strides."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any
 
 import torch
 
-from ..artifact.reading import read_json
 from ..errors import ExportError
 from ..interfaces.family import Sample
 from ..interfaces.wrapper import Tensors, unwrapped
-from .samples import IMAGE_AXES, SAMPLE_BATCH, parameters_of
+from .samples import IMAGE_AXES, SAMPLE_BATCH, parameters_of, processor_settings
 
 SOUND_AXES = ("samples", "frames")
-"""Axes of a waveform's samples and of a spectrogram's frames, which may have any length."""
+"""Axes that may have any length: samples of a waveform and frames of a spectrogram."""
 
 AXIS_STEPS = {**dict.fromkeys(IMAGE_AXES, 32), "samples": 4000, "frames": 100}
-"""Axes of which a few would not survive a model's halvings, and what their sizes are multiples of where any will do."""
+"""Axes that models downsample, and a step for their sizes. Exporters use multiples of the step, because small sizes would vanish."""
 
-# Positions of what an encoder reads: half of them are still more than the 14 that the convolutions of x-vectors take away, and an
-# odd number lets SEW pad what it squeezed.
+# Positions that the encoder sees. Half of them is more than the 14 that x-vector convolutions remove. The number is odd, so
+# that SEW's padding after its downsampling is traced.
 _ENCODED = 49
-_SECOND = 16000  # samples, for models whose config does not say what they stride over
-# Lengths beside the sample's own, none a multiple of a stride.
+_SECOND = 16000  # Samples, for models whose config has no strides.
+# Lengths of the reference cases, relative to the sample. None gives a multiple of a stride.
 _LENGTHS = (0.77, 1.43, 1.13, 0.91, 1.29)
 _BINS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins", "num_mels", "n_mels", "input_dim")
 _PARTS = ("encoder_config", "audio_config", "encoder", "speech_encoder")
 
 
 def sound_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Inputs for a model that reads sounds: `input_values: (batch, samples)`, or `input_features: (batch, frames, bins)`; windows of
-    one length where the model has positions for that alone. With them `attention_mask`, where the model looks at it.
+    """Make inputs for an audio model: `input_values: (batch, samples)` or `input_features: (batch, frames, bins)`.
+
+    Adds `attention_mask` if the model reads it. If the model has positions for one length only, the audio has that length.
 
     Raises:
-        ExportError: The model reads something else.
+        ExportError: The model has another main input.
     """
     config: Any = getattr(module, "config", None)
     inner = unwrapped(module)
     main = getattr(inner, "main_input_name", None)
-    window = _window(config, main)
+    window = fixed_window(config, main)
     if window is not None:
         return {str(main): torch.randn(SAMPLE_BATCH, *window)}, {str(main): {0: "batch"}}, ("attention_mask",)
     shape: tuple[int, ...]
@@ -65,13 +65,13 @@ def sound_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def sound_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Another length for the case `index`; nothing for a graph without such axes."""
+    """Return an audio length for the reference case `index`. Return an empty dict for a graph without audio axes."""
     factor = _LENGTHS[index % len(_LENGTHS)]
     return {axis: max(2, round(size * factor)) for axis, size in sizes.items() if axis in SOUND_AXES}
 
 
 def usual_sounds(axes: Collection[str], config: Any) -> dict[str, int]:
-    """Lengths for a caller who names none: those that the model is traced with, about a second."""
+    """Return default audio lengths: the lengths of the trace's sample, about one second."""
     found = {}
     if "samples" in axes:
         found["samples"] = _samples(config)
@@ -80,27 +80,27 @@ def usual_sounds(axes: Collection[str], config: Any) -> dict[str, int]:
     return found
 
 
-def _window(config: Any, main: str | None) -> tuple[int, int] | None:
-    """The sizes of a spectrogram whose length is fixed; `None` where it is not."""
+def fixed_window(config: Any, main: str | None) -> tuple[int, int] | None:
+    """Return the shape of a spectrogram of fixed length, or `None` if the length may vary."""
     bins: Any = getattr(config, "num_mel_bins", None)
     positions: Any = getattr(config, "max_source_positions", None)
     if main == "input_features" and bins and positions and not hasattr(config, "input_feat_per_channel"):
-        # Whisper's: bins before frames, of which there are twice the encoder's positions.
+        # Whisper: bins before frames; the number of frames is twice the encoder's positions.
         return int(bins), 2 * int(positions)
     length: Any = getattr(config, "max_length", None)
     if main == "input_values" and bins and length:
-        # The audio spectrogram transformer's: frames before bins.
+        # Audio spectrogram transformer: frames before bins.
         return int(length), int(bins)
     return None
 
 
 def _samples(config: Any) -> int:
-    """Samples of a waveform that an encoder of strided convolutions sees as `_ENCODED` positions."""
+    """Return the number of waveform samples for which an encoder of strided convolutions has `_ENCODED` positions."""
     return samples_for(_ENCODED * _stride_of_adapter(config), config) or _SECOND
 
 
 def samples_for(positions: int, config: Any) -> int | None:
-    """The fewest samples of a waveform that strided convolutions make so many positions of; `None` for a model without them."""
+    """Return the fewest waveform samples that strided convolutions turn into `positions`, or `None` without convolutions."""
     kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
     if not isinstance(kernels, list | tuple) or not isinstance(strides, list | tuple):
         return None
@@ -118,7 +118,7 @@ def _stride_of_adapter(config: Any) -> int:
 
 
 def _stride_of_frames(config: Any) -> int:
-    """Frames that become one position."""
+    """Return the number of frames that become one position of the encoder."""
     for part in _with_parts(config):
         for name in ("subsampling_factor", "subsampling_conv_stride"):
             if isinstance(value := getattr(part, name, None), int):
@@ -127,15 +127,13 @@ def _stride_of_frames(config: Any) -> int:
 
 
 def _bins(config: Any, folder: Path | None) -> int | None:
-    """Bins of a frame: the model's own, else its feature extractor's."""
+    """Return the number of frequency bins of a frame, from the model's config, else from its feature extractor."""
     for part in _with_parts(config):
         for name in _BINS:
             if isinstance(value := getattr(part, name, None), int):
                 return value
-    if folder is not None and (folder / "preprocessor_config.json").is_file():
-        size = read_json(folder / "preprocessor_config.json").get("feature_size")
-        return int(size) if isinstance(size, int | float) and math.isfinite(size) else None
-    return None
+    size = processor_settings(folder, "feature_extractor").get("feature_size")
+    return int(size) if isinstance(size, int | float) and math.isfinite(size) else None
 
 
 def _with_parts(config: Any) -> list[Any]:

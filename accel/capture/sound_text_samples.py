@@ -1,29 +1,29 @@
-"""Inputs for models that hold sounds and texts side by side (CLAP): as many of each as there are, compared all with all."""
+"""Sample inputs for models that read audio and texts (CLAP). Each audio is compared with each text. Their numbers may differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..artifact.reading import read_json
 from ..errors import ExportError
 from ..interfaces.family import Sample
 from ..interfaces.wrapper import unwrapped
 from .image_text_samples import texts_beside
-from .samples import SAMPLE_BATCH
+from .samples import SAMPLE_BATCH, processor_settings
 
 _TEXTS = 3
 
 
 def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two sounds and three texts: `input_features: (batch, channels, frames, bins)`, as many frames as the feature extractor makes of
-    every sound, and `input_ids: (texts, sequence)`.
+    """Two audio inputs and three texts.
+
+    `input_features: (batch, channels, frames, bins)` has the number of frames that the feature extractor makes from any audio.
+    `input_ids` is `(texts, sequence)`.
 
     Raises:
-        ExportError: The model is none of this kind, or looks at long and short sounds in two ways.
+        ExportError: The config has no spectrogram size, or the model computes long and short audio differently (fusion).
     """
     inner: Any = unwrapped(module)
     audio: Any = getattr(module.config, "audio_config", None)
@@ -40,14 +40,8 @@ def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
             fix="run it with backend='pytorch', or take one without fusion (enable_fusion is false in its config).",
         )
     texts, axes, unused = texts_beside(module, folder, _TEXTS, "texts")
-    settings: Mapping[str, Any] = {}
-    if folder is not None:
-        for name in ("preprocessor_config.json", "processor_config.json"):
-            if (folder / name).is_file():
-                found = read_json(folder / name)
-                settings = found.get("feature_extractor") or found
-                break
-    # What the window of the extractor becomes; without one, what the model makes no larger.
+    settings = processor_settings(folder, "feature_extractor")
+    # Frames in the feature extractor's window. Without a window, the largest spectrogram that the model does not enlarge.
     window = settings.get("nb_max_samples") or (settings.get("max_length_s") or 0) * (
         settings.get("sampling_rate") or 0
     )

@@ -1,4 +1,4 @@
-"""What is captured: a PyTorch model, the inputs it is traced with, and the names of the axes that may vary."""
+"""A PyTorch model to export, the sample inputs of its trace, and the names of the axes that may vary."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from .samples import IMAGE_AXES, parameters_of, resize, usual_sizes
 
 logger = logging.getLogger(__name__)
 
-# Of 1 for tokens and 0 for padding. Not `global_attention_mask` and the like, whose rows may be 0 everywhere.
+# Masks with 1 for tokens and 0 for padding. Rows of other masks, such as `global_attention_mask`, may be all 0.
 _MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A PyTorch model about to be exported.
+    """A PyTorch model to export.
 
     Attributes:
-        model: In evaluation mode, in the dtype to export.
-        task: Its task.
-        folder: Where its config and processor files are; `None` for a model made in memory.
-        origin: Where it came from, for the manifest.
-        example: Inputs it is traced with.
+        model: The model in evaluation mode, in the dtype of the export.
+        task: Name of the task.
+        folder: Folder of the config and processor files; `None` for a model made in memory.
+        origin: Origin of the model, for the manifest.
+        example: Sample inputs of the trace, by name.
         axes: Names of the axes that may vary, by input and position.
-        max_sizes: Largest size of an axis, where the model has a limit.
-        unused_inputs: Inputs that its result does not depend on.
-        own_defaults: Inputs whose default it computes itself; see `Component`.
-        dtype: Element type of its weights.
-        name: Of the graph it becomes; the parts of a generating model are sources of their own.
-        stateful: Whether its graph reads and writes a cache (inputs `past_…`, outputs `present_…`).
-        croppable: See `Component`.
-        continues: See `Component`.
+        max_sizes: Largest size of each axis with a limit.
+        unused_inputs: Inputs that do not affect the outputs.
+        own_defaults: Inputs for which the model computes a default that is not zero (see `Component`).
+        dtype: Dtype of the weights.
+        name: Name of the graph. Each part of a generating model is a separate source.
+        stateful: Whether the graph reads and writes a cache (inputs `past_…`, outputs `present_…`).
+        croppable: Whether tokens can be removed from the end of the cache (see `Component`).
+        continues: How many new tokens a call after a past may have (see `Component`).
     """
 
     model: torch.nn.Module
@@ -75,36 +75,37 @@ class Source:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the model was quantized, where its layers hold integers."""
+        """The record of the model's quantization, if its layers hold integers."""
         return record_of(self.model)
 
     @property
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """Parameters and buffers."""
+        """Parameters and buffers of the model."""
         return (*self.model.parameters(), *self.model.buffers())
 
     @property
     def nbytes(self) -> int:
-        """Size of the weights."""
+        """Size of the weights in bytes."""
         return sum(tensor.nbytes for tensor in self.weights)
 
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:
-        """Inputs like the example with other axis sizes: random values, and padding where there is a mask."""
+        """Make random inputs like the example with other axis sizes. Masks contain padding."""
         return resize(self.example, self.axes, sizes, self.config, seed)
 
     @property
     def required(self) -> dict[str, int]:
-        """Tokens that each row of an input must hold, by input."""
+        """Token that each row must contain, by input name."""
         token = self.model.required_token if isinstance(self.model, Wrapper) else None
         return {} if token is None else {"input_ids": token}
 
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
-        """Smallest and largest value of inputs that are looked up in a table, ids of tokens and of token types, positions; and of masks.
+        """Return the smallest and largest valid value of masks and of inputs that index a table, by input name.
 
-        No ids for a model whose prompts hold some of images or sounds, which are in no table.
+        Such inputs are token ids, token types, positions and bounding boxes. Token ids have no limit here if prompts contain image
+        or audio tokens, which may be outside the embedding table.
 
         Args:
-            stateful: Of the graph with the cache, whose tokens are the decoder's.
+            stateful: Whether the bounds are for the graph with the cache, which reads the decoder's tokens.
         """
         model: Any = unwrapped(self.model)
         config = getattr(model, "config", None)
@@ -112,17 +113,17 @@ class Source:
             return {}
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         positions = {"position_ids": position_bounds(model.get_decoder() if encodes and stateful else model)}
-        # Where some tokens see all others (Longformer, LED), a 2 in the mask says so.
+        # A 2 in the mask marks tokens with global attention (Longformer, LED).
         most = 2 if "global_attention_mask" in parameters_of(model) else 1
         others = positions | dict.fromkeys(_MASKS, (0, most))
         generates = task_spec(self.task).generates
         senses = hasattr(config, "vision_config") or hasattr(config, "audio_config")
-        # An encoder reads images by itself (Pix2Struct's): none stand in the decoder's prompt.
+        # If a separate encoder reads the images (Pix2Struct), the decoder's prompt contains no image tokens.
         if senses and not (generates and encodes):
             rows = None if generates or _mixes(config) else text_rows(model)
             return others if rows is None else others | {"input_ids": (0, rows - 1)}
         types = _named_table(model, "token_type_embeddings")
-        # Places on a page: left, top, right, bottom.
+        # Coordinates on a page: left, top, right, bottom.
         places = _named_table(model, "x_position_embeddings")
         tables = {"input_ids": _table(model), "token_type_ids": types, "bbox": places}
         if encodes:
@@ -133,15 +134,15 @@ class Source:
         return ids | others
 
     def with_plain_attention(self) -> Source | None:
-        """The same model of sounds, traced with its plain attention; `None` where there is nothing to change."""
+        """Return the audio model as a source traced with eager attention, or `None` if the trace does not need it."""
         sounds = {"samples", "frames"} & set(self.axes.get("attention_mask", {}).values())
-        # Parts of a generating model are traced with attention of ours.
+        # Parts of a generating model are traced with accel's attention function.
         if not sounds or isinstance(self.model, Wrapper) or task_spec(self.task).generates:
             return None
         return replace(self, model=TracedPlainly(self.model).eval())
 
     def with_fixed_images(self) -> Source | None:
-        """The same with images of the size that the model is made for alone; `None` where their size is fixed already."""
+        """Return the source with images of one fixed size, or `None` if the size is already fixed."""
         named = self.axes.get("pixel_values", {})
         if not set(IMAGE_AXES) <= set(named.values()):
             return None
@@ -151,15 +152,15 @@ class Source:
 
 
 def _mixes(config: Any) -> bool:
-    """Whether prompts hold tokens that stand for images or sounds."""
+    """Return whether prompts contain tokens that represent images or audio."""
     return any(re.match(r"(image|video|audio|vision|speech|media)_.*token", name) for name in config.to_dict())
 
 
 def _table(model: Any) -> int | None:
-    """Rows of the table that a model looks its tokens up in; `None` where it computes them, as CANINE does from characters."""
+    """Return the rows of a model's token embedding table, or `None` if it has none (CANINE computes embeddings from characters)."""
     try:
         rows = rows_of_table(model.get_input_embeddings())
-    # Foreign code: models without such a table raise what they like.
+    # The model's own code may raise any exception if it has no such table.
     except Exception:  # noqa: BLE001
         return None
     declared = getattr(model.config.get_text_config(), "vocab_size", None)

@@ -1,4 +1,4 @@
-"""Reads a model for a task: from a transformers folder, an adapter, or memory."""
+"""Load a model for a task from a transformers folder, a PEFT adapter, or memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_settings
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
-from ..interfaces.family import Axes
+from ..interfaces.family import Axes, Sample
 from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import infer_task, is_adapter, load_task, read_config
 from ..interfaces.task_spec import TaskSpec
 from ..interfaces.wrapper import Wrapper, unwrapped
 from ..upstream.auto_models import classes_for
 from ..upstream.library_output import quiet
+from ..upstream.model_internals import without_mixed_precision
 from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .layer_outputs import WithInnerStates
 from .output_selection import Answering
@@ -38,13 +39,16 @@ from .reference_cases import own_defaults_of
 from .row_pooling import answering_by_row
 from .samples import check_sample, default_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
 from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
+from .sound_samples import sound_sample
 from .source import Source
-from .speech_samples import longest_sound
+from .speech_samples import longest_sound, speech_sample
+from .tracer import first_lines
+from .video_samples import video_sample
 
 
 @contextlib.contextmanager
 def modes_kept(model: object) -> Iterator[None]:
-    """Parts of a module in memory that train do so again in the end."""
+    """Restore training mode afterwards for all submodules that are in training mode now."""
     training = [one for one in model.modules() if one.training] if isinstance(model, torch.nn.Module) else []
     try:
         yield
@@ -54,11 +58,11 @@ def modes_kept(model: object) -> Iterator[None]:
 
 
 def _in_dtype(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """A module whose weights are of that type: a copy where they are of another, since the given one is the caller's."""
+    """Return the module with weights in the given dtype. It is copied if its dtype differs, because the caller owns it."""
     weights = (*module.parameters(), *module.buffers())
     if all(one.dtype is dtype or not one.is_floating_point() for one in weights):
         return module
-    # Those that stay as they are, are not copied.
+    # Weights that already have the dtype are shared, not copied.
     return copy.deepcopy(module, {id(one): one for one in weights if one.dtype is dtype}).to(dtype)
 
 
@@ -74,17 +78,17 @@ def load_source(
     axes: Axes | None = None,
     weights: bool = True,
 ) -> Source:
-    """Read a model and prepare what it is traced with.
+    """Load a model and prepare the sample inputs of its trace.
 
     Args:
-        model: A transformers folder, a folder with a PEFT adapter (merged), or a module in memory.
-        task: Its task.
-        config: How it will be captured.
-        hub: For adapters, whose base model may be elsewhere.
-        sample: Inputs to trace with instead of our own. A single row, a short sequence or a mask without padding is
-            repaired.
-        axes: Names of the axes of `sample` that may vary; needed for `custom`.
-        weights: `False` leaves the weights where they are: the model's shape alone, which cannot run.
+        model: A transformers folder, a folder with a PEFT adapter (which is merged), or a module in memory.
+        task: Name of the task.
+        config: Export settings.
+        hub: Hub options, for the base model of an adapter.
+        sample: Sample inputs to trace with, instead of generated ones. They are resized if they have a single row, a
+            short sequence or a mask without padding.
+        axes: Names of the axes of `sample` that may vary. Required for the task `custom`.
+        weights: `False` loads no weights. The model then has shapes only (meta device) and cannot run.
 
     Raises:
         TaskError: The task does not fit the model.
@@ -94,8 +98,8 @@ def load_source(
     spec = work.spec
     if isinstance(model, torch.nn.Module):
         module, folder = model, None
-        values: dict[str, Any] = getattr(getattr(module, "config", None), "to_dict", dict)()
-        origin = Origin(id=str(values.get("_name_or_path") or type(module).__name__), digest=None)
+        name = getattr(getattr(module, "config", None), "name_or_path", "")
+        origin = Origin(id=str(name or type(module).__name__), digest=None)
         module = _plain_forward(module)
         module = _in_dtype(without_training(module), getattr(torch, config.dtype))
     else:
@@ -120,10 +124,11 @@ def load_source(
         module = Answering(module, spec.keeps).eval()
     module = work.traced(module).eval()
     if sample is None:
-        # From the start again: a model that is loaded may have drawn, one in memory has not.
+        # The random state is reset, because loading a model may draw numbers and a model in memory does not.
         with same_draws():
             inner = unwrapped(module)
-            example, axes, unused = family.sample(inner, work.sample(module, folder) or default_sample(module, folder))
+            made = work.sample(module, folder) or _usual_sample(spec, module, folder)
+            example, axes, unused = family.sample(inner, made)
     else:
         check_sample(sample, axes)
         example, axes, unused = dict(sample), axes or known_axes(sample), ()
@@ -131,12 +136,12 @@ def load_source(
         example = resize(example, axes, sizes, getattr(module, "config", None), seed=0)
     own = own_defaults_of(module, example) if weights and not spec.generates else ()
     if sample is None:
-        # Where the tokenizer leaves them out, the graph computes them, too.
+        # If the tokenizer does not return these inputs, the graph computes their defaults, as the model does.
         left_out = {name for name in own if name not in tokenizer_names(folder)}
         example = {name: tensor for name, tensor in example.items() if name not in left_out}
         axes = {name: named for name, named in axes.items() if name not in left_out}
     if spec.generates:
-        # Encoders of sounds compute in the dtype of what they hear.
+        # Audio encoders compute in the dtype of their input.
         dtype = getattr(torch, config.dtype)
         example = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in example.items()}
     return Source(
@@ -151,6 +156,15 @@ def load_source(
         own_defaults=own,
         dtype=config.dtype,
     )
+
+
+def _usual_sample(spec: TaskSpec, module: torch.nn.Module, folder: Path | None) -> Sample:
+    """Make default sample inputs for the modality of the task."""
+    if spec.modalities == ("video",):
+        return video_sample(module, folder)
+    if spec.modalities == ("audio",):
+        return speech_sample(module, folder) if spec.generates else sound_sample(module, folder)
+    return default_sample(module, folder)
 
 
 def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOptions, weights: bool) -> torch.nn.Module:
@@ -168,7 +182,12 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
             if (made := load_task(spec.name).load(folder, **kwargs)) is not None:
                 return made if weights else made.to("meta")
             if not spec.auto_model:
-                architecture = read_config(folder).get("architectures", [""])[0]
+                architecture = (read_config(folder).get("architectures") or [""])[0]
+                if not hasattr(transformers, architecture):
+                    raise TaskError(
+                        f"transformers has no class {architecture!r}, and the task {spec.name!r} loads no models itself.",
+                        fix="override Task.load, or name a class of transformers in TaskSpec.auto_model.",
+                    )
                 return _load_complete(getattr(transformers, architecture), folder, spec, **kwargs)
             model_config = transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=hub.trust_remote_code, local_files_only=True
@@ -189,7 +208,7 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
             if holds_quantized(folder):
                 return _load_quantized(loader, folder, model_config, config, hub)
             return _load_complete(loader, folder, spec, config=model_config, **kwargs)
-    # transformers and code that comes with the model, which may raise anything.
+    # transformers and custom model code may raise any exception.
     except Exception as error:
         if isinstance(error, AccelError):
             raise
@@ -199,7 +218,10 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
 
 
 def loader_for(spec: TaskSpec, config: Any) -> Any:
-    """The auto class that has the architecture which the config names; else one that has a class for the config, or the first."""
+    """Return the auto class for a config.
+
+    Prefer a class with the architecture in the config, then a class that supports the config, then the task's first class.
+    """
     import transformers
 
     loaders = [getattr(transformers, name) for name in spec.auto_models]
@@ -209,33 +231,27 @@ def loader_for(spec: TaskSpec, config: Any) -> Any:
 
 
 def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:
-    """The module without what was put around its `forward`: `Trainer` leaves automatic mixed precision there (`bf16=True`), which is
-    no part of the model. The given module stays as it is.
+    """Return the module without automatic mixed precision around its `forward`.
 
     Raises:
-        ExportError: It is accelerated: compiled code cannot be captured.
+        ExportError: The module is accelerated. Compiled code cannot be traced.
     """
     if hasattr(vars(module).get("acceleration"), "restore"):
         raise ExportError(
             f"The {type(module).__name__} is accelerated, and compiled code cannot be exported.",
             fix="call model.restore() first.",
         )
-    original = vars(module).get("_original_forward")
-    if original is None or getattr(original, "__func__", None) is not type(module).forward:
-        return module
-    made = copy.copy(module)
-    for name in ("forward", "_original_forward"):
-        vars(made).pop(name, None)
-    return made
+    return without_mixed_precision(module)
 
 
 def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> torch.nn.Module:
-    """A model all of whose weights come from the folder.
+    """Load a model whose weights are all in the folder.
 
-    The pooler that language models' checkpoints lack is left out of a model that makes features.
+    Checkpoints of language models often have no pooler. For feature extraction, the model is then loaded without it.
 
     Raises:
-        ExportError: Weights are missing (transformers would make random ones), or they are in training for integers.
+        ExportError: Weights are missing (transformers would create random ones), or the checkpoint was saved during
+            quantization-aware training.
     """
     model, info = loader.from_pretrained(folder, output_loading_info=True, **kwargs)
     missing = sorted(info["missing_keys"])
@@ -264,10 +280,10 @@ def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> 
 def _load_quantized(
     loader: Any, folder: Path, model_config: Any, config: ExportConfig, hub: HubOptions
 ) -> torch.nn.Module:
-    """A model with quantized layers.
+    """Load a model with quantized layers.
 
     Raises:
-        ExportError: Another dtype than float32 was asked for.
+        ExportError: A dtype other than float32 was requested.
     """
     if config.dtype != "float32":
         raise ExportError(
@@ -283,28 +299,21 @@ def _load_quantized(
 
 
 def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
-    """Refuse a class of another task: its head may have weights of the same names.
+    """Raise if the checkpoint's class belongs to another task, whose head may have weights of the same names.
 
-    Of a class with several heads (`BertForPreTraining`), or one that transformers does not have, the weights tell; see `_load_complete`.
+    For a class with several heads (`BertForPreTraining`) or a class outside transformers, `_load_complete` checks the weights.
     """
     names = config.architectures or []
     if spec.embeds or not names:
         return
-    known = classes_for(loader, config)
-    fitting = _fitting(config)
+    known, fitting = classes_for(loader, config), None
+    with contextlib.suppress(TaskError):
+        fitting = infer_task(config.to_dict())
     if known and names[0] not in known and fitting not in (None, spec.name):
         raise TaskError(
             f"The checkpoint holds a {names[0]}, whose weights have no head for {spec.name}; transformers would make a random one.",
             fix=f"pass a task that fits the model ({fitting}), or leave it out to infer it.",
         )
-
-
-def _fitting(config: Any) -> str | None:
-    """The task of a config's architecture; `None` where it has none."""
-    try:
-        return infer_task(config.to_dict())
-    except TaskError:
-        return None
 
 
 def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: HubOptions) -> torch.nn.Module:
@@ -323,7 +332,7 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         ) from error
 
     extra: dict[str, Any] = {}
-    # The adapter holds the trained head; its first axis is the number of labels, which the base model does not know.
+    # The adapter contains the trained head. Its first axis is the number of labels, which the base model's config does not have.
     shapes = adapter_shapes(folder)
     if heads := [name for name in shapes if re.search(r"(classifier|score|out_proj)\.weight$", name)]:
         extra["num_labels"] = shapes[heads[0]][0]
@@ -340,7 +349,7 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:
         raise ExportError(
-            f"The adapter in {folder} does not fit its base model {base}: {_one_line(error)}",
+            f"The adapter in {folder} does not fit its base model {base}: {first_lines(error)}",
             fix="check base_model_name_or_path and revision in adapter_config.json: the model that it was trained on.",
         ) from error
     if not hasattr(adapted.base_model, "merge_and_unload"):
@@ -354,20 +363,16 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         merged: torch.nn.Module = adapted.merge_and_unload()
     except (NotImplementedError, RuntimeError, ValueError) as error:
         raise ExportError(
-            f"PEFT cannot merge the adapter in {folder} into its model: {_one_line(error)}", fix="run it with PEFT."
+            f"PEFT cannot merge the adapter in {folder} into its model: {first_lines(error)}", fix="run it with PEFT."
         ) from error
     return merged
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
-
-
 def base_of_adapter(folder: Path, hub: HubOptions) -> Location:
-    """The model that a PEFT adapter was trained on, in the revision that the adapter names.
+    """Return the location of the base model of a PEFT adapter, in the revision that the adapter names.
 
     Raises:
-        ArtifactNotFoundError: It is neither a folder nor on the Hub.
+        ArtifactNotFoundError: The base model is neither a folder nor on the Hub.
     """
     from ..artifact.hub import locate
 
@@ -377,8 +382,9 @@ def base_of_adapter(folder: Path, hub: HubOptions) -> Location:
 
 
 def code_elsewhere(folder: Path, hub: HubOptions) -> list[str]:
-    """What identifies the code of a model that lies in other repositories than its own (`auto_map: {...: "OWNER/NAME--FILE.CLASS"}`):
-    the commit that the Hub's cache has, or a folder's modules.
+    """Return identifiers of a model's custom code in other repositories (`auto_map: {...: "OWNER/NAME--FILE.CLASS"}`).
+
+    An identifier is the commit in the Hub cache, or the file digests of a local folder.
     """
     from transformers.utils import cached_file
 
@@ -399,28 +405,31 @@ def code_elsewhere(folder: Path, hub: HubOptions) -> list[str]:
 
 
 def _give_weights_of_their_own(adapted: Any) -> None:
-    """Copy the tables that adapted layers share with others: merged into a shared one, an adapter of a model's input would change its
-    output, too, where the model before it was merged does not.
+    """Copy weights that adapted layers share with other layers, such as tied embeddings.
+
+    Merging an adapter of the input embeddings into a shared weight would also change the output of the model.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [one.get_base_layer() for one in adapted.modules() if isinstance(one, BaseTunerLayer)]
-    uses = Counter(
-        id(one.weight)
-        for one in adapted.modules()
-        if isinstance(vars(one)["_parameters"].get("weight"), torch.nn.Parameter)
-    )
+    uses = Counter(id(weight) for one in adapted.modules() if (weight := _own_weight(one)) is not None)
     for layer in layers:
-        weight = vars(layer)["_parameters"].get("weight")
+        weight = _own_weight(layer)
         if weight is not None and uses[id(weight)] > 1:
             uses[id(weight)] -= 1
             layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
             adapted.config.tie_word_embeddings = False
 
 
+def _own_weight(module: torch.nn.Module) -> torch.nn.Parameter | None:
+    """Return a module's own `weight` parameter. An adapter wrapper also has an attribute `weight`: that of the layer inside."""
+    return dict(module.named_parameters(recurse=False)).get("weight")
+
+
 def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> SentenceLayers | None:
-    """Pooling and the modules after it: from the config, else from sentence-transformers' files, else the task's default; `None` where
-    the graph returns hidden states alone.
+    """Return pooling and the modules after it, or `None` if the graph returns hidden states.
+
+    The settings come from the export config, else from sentence-transformers' files, else from the task's default.
     """
     if not spec.embeds:
         if config.pooling or config.normalize:
@@ -428,6 +437,6 @@ def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) 
         return None
     if not (spec.pooling or config.pooling or config.normalize):
         return None
-    # Features of a folder are what is asked for, whatever its own modules make of them.
+    # For tasks without pooling, the folder's own sentence-transformers modules are ignored.
     settings = sentence_settings(folder) if folder is not None and spec.pooling else None
     return sentence_layers(settings, pooling=config.pooling, normalize=config.normalize, default=spec.pooling or "mean")

@@ -1,42 +1,44 @@
-"""PyTorch's functions as a trace needs them, with the same results as in every other call.
+"""Replacements of PyTorch functions that a trace cannot follow correctly.
 
-While a model is traced they stand in for the originals, in the whole process; tensors that are not being traced get the originals'
-results.
+During a trace, they replace the originals in the whole process. For tensors that are not traced, results do not change.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ..upstream.replaced_attributes import replaced_attributes
 from ..upstream.symbolic_sizes import formula, hint, is_fake, statically_known_true
 
-# So many places along a side has no map of an image that is pooled.
+# Feature maps that are pooled have fewer positions along a side than this.
 _WIDEST = 512
 
 Function = Callable[..., Any]
 
 
 def _squeeze(original: Function) -> Function:
-    """Without axes it drops those that are 1 in every call: a graph would drop the rows of a batch of one, too (mBART's shift of its
-    tokens); the model broadcasts them again, but graphs compute with the ranks of the trace.
+    """Drop only axes that are always 1 when `squeeze` has no arguments.
+
+    A graph would also drop the batch axis of a batch of one (mBART's shift of its tokens). The model broadcasts it again, but
+    graphs compute with the ranks of the trace.
     """
 
     def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return original(self, *args, **kwargs)
-        # Axes that vary are symbols here, also where the sample's size is 1.
+        # Variable axes are symbols here, even if the sample's size is 1.
         return original(self, tuple(i for i, n in enumerate(self.shape) if isinstance(n, int) and n == 1))
 
     return squeeze
 
 
 def _getitem(original: Function) -> Function:
-    """What is cut off the end may be nothing, which `[:, :-n]` does not say (LED's padding to whole windows)."""
+    """Make `[:, :-n]` correct for a variable `n` of 0, which would remove all columns (LED pads to whole windows)."""
 
     def getitem(self: torch.Tensor, index: Any) -> Any:
         if isinstance(index, tuple) and all(isinstance(one, slice) for one in index):
@@ -50,38 +52,28 @@ def _getitem(original: Function) -> Function:
 
 
 def _counts_from_the_end(stop: Any) -> bool:
-    """Whether the end of a slice is minus something that varies."""
+    """Return whether the end of a slice is a negative variable size."""
     return isinstance(stop, torch.SymInt) and bool(formula(stop).as_coeff_Mul()[0] < 0)
 
 
 def _length(original: Function) -> Function:
-    """The sample's, which Python wants as a number, without holding the axis to it: RT-DETR asks, and never reads the answer; a graph
-    that did would differ from the reference cases, whose sizes are others.
+    """Return the sample's length from `len(tensor)`, because Python needs an int, without fixing the axis.
+
+    RT-DETR calls `len` but ignores the result. If a graph used the result, the reference cases, which have other sizes, would
+    detect it.
     """
 
     def length(self: torch.Tensor) -> Any:
         size: Any = self.shape[0] if self.ndim else 0
-        # Of a size that depends on data, the original says what is wrong.
+        # For a data-dependent size, the original raises the appropriate error.
         known = hint(size)
         return original(self) if known is None else known
 
     return length
 
 
-def _item(original: Function, answers: list[bool]) -> Function:
-    """Booleans that a model reads from its data are what they were in other calls; see `steady_answers`."""
-
-    def item(self: torch.Tensor) -> Any:
-        branch = vars(self).get("branch")
-        if branch is not None:
-            return branch
-        return answers.pop(0) if answers and self.dtype == torch.bool else original(self)
-
-    return item
-
-
 def _div(original: Function) -> Function:
-    """Two sizes divided stay a size: a tensor of one could be anything (Longformer's chunks)."""
+    """Return a size from the division of two sizes, not a tensor, whose value a trace does not know (Longformer's chunks)."""
 
     def div(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         sizes = isinstance(input, int | torch.SymInt) and isinstance(other, int | torch.SymInt)
@@ -93,8 +85,9 @@ def _div(original: Function) -> Function:
 
 
 def _gather(original: Function) -> Function:
-    """What is gathered from has no more rows beside the axis than the indices, which OpenVINO (2026.4) holds graphs to
-    (EfficientLoFTR's windows); they are chosen by number, as it drops slices before GatherElements.
+    """Cut the input to the size of the indices on all other axes, as OpenVINO (2026.4) requires (EfficientLoFTR's windows).
+
+    Rows are selected by `index_select`, because OpenVINO drops slices before GatherElements.
     """
 
     def gather(input: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> Any:
@@ -107,7 +100,7 @@ def _gather(original: Function) -> Function:
 
 
 def _one_hot(original: Function) -> Function:
-    """A code of as many classes as something is long has that length, not the sample's (LongT5's global tokens)."""
+    """Use a variable number of classes, not the number in the sample (LongT5's global tokens)."""
 
     def one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
         if not isinstance(num_classes, torch.SymInt):
@@ -119,8 +112,10 @@ def _one_hot(original: Function) -> Function:
 
 
 def _pool2d(original: Function, whole: Function) -> Function:
-    """A window larger than any image pools all of it (EfficientNet's has as many places along a side as there are channels), which
-    OpenVINO refuses where sizes vary, or reads beyond the image. `whole` pools an image.
+    """Pool the whole image by `whole` if the pooling window is larger than any image.
+
+    EfficientNet's window has as many positions along a side as there are channels. OpenVINO rejects such a window for variable
+    sizes, or reads outside the image.
     """
 
     def pool2d(
@@ -134,22 +129,24 @@ def _pool2d(original: Function, whole: Function) -> Function:
 
 
 def _pools_all(image: torch.Tensor, kernel_size: Any, padding: Any) -> bool:
-    """Whether a window of 2-D pooling holds all of any image `(..., height, width)`."""
+    """Return whether a 2-D pooling window covers any image `(..., height, width)`."""
     sides = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)
     return padding in (0, (0, 0)) and all(map(_covers, sides, image.shape[-2:]))
 
 
 def _covers(side: Any, size: Any) -> bool:
     if isinstance(side, torch.SymInt):
-        # transformers' exporter for OpenVINO has cut the window: to the smaller of its side and the image's.
+        # transformers' exporter for OpenVINO replaced the window's side by min(window side, image side).
         limits = [int(one) for one in formula(side).args if one.is_Integer]
         return formula(side).func.__name__ == "Min" and min(limits, default=0) >= _WIDEST
     return bool(side >= _WIDEST or (isinstance(size, int) and side >= size))
 
 
 def _overflows(original: Function) -> Function:
-    """`isfinite` and `isinf`: what a layer in float16 cuts off where a number overflowed is cut off in every call, which changes numbers
-    between 64,504 and 65,504 where none did (BART's). Layers that select by the answer as a tensor (T5's) read the right one.
+    """Replace `isfinite().all()` and `isinf().any()` in a float16 trace: assume that some values overflowed.
+
+    Layers then clamp in every call, which changes values between 64,504 and 65,504 (BART). Layers that use the result as a tensor
+    (T5) get the correct result.
     """
 
     def overflows(tensor: torch.Tensor) -> Any:
@@ -163,14 +160,14 @@ def _overflows(original: Function) -> Function:
 
 
 def _decided(reduce: Function, found: torch.Tensor, answer: bool) -> Any:
-    """A reduced tensor that decides a branch in one way, whatever it holds."""
+    """Reduce a tensor, and fix the branch that `bool()` of the result takes."""
     decided: Any = reduce(found)
     decided.branch = answer
     return decided
 
 
 def _bool(original: Function) -> Function:
-    """A replacement of `bool(tensor)` that returns the answer which `_decided` attached to the tensor."""
+    """Return the value that `_decided` attached to a tensor from `bool(tensor)`."""
 
     def truth(self: torch.Tensor) -> bool:
         branch: bool | None = vars(self).get("branch")
@@ -180,7 +177,7 @@ def _bool(original: Function) -> Function:
 
 
 StandIn = tuple[Any, str, Callable[[Function], Function]]
-"""Whose function it is, its name, and what makes the stand-in of the original."""
+"""Owner of a function, its name, and a function that makes the replacement from the original."""
 
 _STAND_INS: tuple[StandIn, ...] = (
     (torch.Tensor, "squeeze", _squeeze),
@@ -197,43 +194,6 @@ _STAND_INS: tuple[StandIn, ...] = (
 )
 
 
-@contextmanager
-def traceable(answers: Sequence[bool] = ()) -> Iterator[None]:
-    """Put the stand-ins in their places until the trace ends.
-
-    Args:
-        answers: What the model's questions about its data are answered with, in order; see `steady_answers`.
-    """
-    chosen: list[StandIn] = [*_STAND_INS]
-    chosen.append((torch.Tensor, "item", functools.partial(_item, answers=list(answers))))
-    with ExitStack() as stack:
-        for owner, name, make in chosen:
-            original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, make(original))
-        yield
-
-
-def steady_answers(calls: Sequence[Callable[[], object]]) -> tuple[bool, ...]:
-    """The booleans that a model reads from its tensors, where they are the same in all calls; else none.
-
-    A trace cannot branch on data. What Longformer asks, whether any token attends to all, its head has settled: the first
-    one does. An answer that differs on other inputs would show in the comparison with the reference cases.
-    """
-    original = torch.Tensor.item
-    heard: list[list[bool]] = []
-
-    def item(self: torch.Tensor) -> Any:
-        value = original(self)
-        if self.dtype == torch.bool:
-            heard[-1].append(bool(value))
-        return value
-
-    torch.Tensor.item = item  # type: ignore[method-assign, assignment]
-    try:
-        for call in calls:
-            heard.append([])
-            call()
-    finally:
-        torch.Tensor.item = original  # type: ignore[method-assign]
-    return tuple(heard[0]) if all(one == heard[0] for one in heard) else ()
+def traceable() -> AbstractContextManager[None]:
+    """Install the replacements until the trace ends."""
+    return replaced_attributes((owner, name, make(getattr(owner, name))) for owner, name, make in _STAND_INS)

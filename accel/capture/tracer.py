@@ -1,11 +1,11 @@
-"""Traces a model, names its axes, and refuses what the trace got wrong."""
+"""Trace a model, name the axes of its graph, and raise if the trace is wrong."""
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +25,16 @@ from ..upstream.exporter_tables import (
 )
 from ..upstream.library_output import quiet
 from ..upstream.onnx_exporter import make_rewrites_exact, parse_operators_once, release_traced_graphs
+from ..upstream.replaced_attributes import replaced_attributes
 from ..upstream.symbolic_sizes import DATA_DEPENDENT, formula
 from .graph_names import graph_name, rename_axes, strip_provenance
 from .graph_repairs import divide_sizes, keep_padding, round_to_bfloat16
 from .process_lock import one_thread_at_a_time
-from .quantized_linears import symbolic_layers
 from .recurrence import recurrent
-from .samples import IMAGE_AXES, resize
+from .samples import IMAGE_AXES
 from .source import Source
-from .traced_functions import steady_answers, traceable
+from .symbolic_operators import symbolic_operators
+from .traced_functions import traceable
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
 def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, ExportedModel]:
     """Trace a model into an ONNX graph with named axes.
 
-    Takes 4 to 20 s for encoders. The weights in the graph are the model's own memory, not a copy.
+    Takes 4 to 20 s for encoders. The graph shares the model's weights; they are not copied.
 
     Returns:
-        The graph, and what transformers' exporter made (its manifest is kept beside ours).
+        The graph, and the result of transformers' exporter (its manifest is stored next to accel's).
 
     Raises:
         ExportError: The trace failed, or fixed an axis that must vary.
@@ -58,11 +59,8 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     make_rewrites_exact()
     parse_operators_once()
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
-    try:
-        with recurrent(source.model, symbolic=True), symbolic_layers():
-            exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
-    finally:
-        release_traced_graphs()
+    with recurrent(source.model), symbolic_operators():
+        exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     graph = exported.program
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
@@ -75,15 +73,15 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     return graph, exported
 
 
-# What torch.export (2.12) says of an axis that the model's code turned into a number.
+# Error of torch.export (2.12) about an axis that the model's code specialized to a constant.
 _CONSTANT = re.compile(
     r"L\['(?:kwargs'\]\[')?(?P<name>\w+)'\]\.size\(\)\[(?P<position>\d+)\] as dynamic but your code specialized it to be a "
     r"constant \((?P<size>\d+)\)"
 )
-# ResNet's, ConvNeXt's and SegFormer's traces have up to 11 and take seconds. Swin pads each stage to whole windows: 29 in its
-# second stage, 61 in its third, and minutes for each further operation.
+# Operations in a size formula. Traces of ResNet, ConvNeXt and SegFormer have up to 11 and take seconds. Swin pads each stage to
+# whole windows: its second stage has 29, its third 61, and each further operation takes minutes.
 _MOST_OPERATIONS = 20
-# What torch.export calls a size that depends on data, such as how many points there are in an image.
+# torch.export's symbols for data-dependent sizes, such as the number of points in an image.
 _DATA_SIZE = re.compile(r"u\d+\Z")
 
 
@@ -108,14 +106,14 @@ def capture_program(source: Source) -> ExportedProgram:
 def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> ExportedModel:
     """Trace a model into an OpenVINO graph with the same inputs and axes as `capture_onnx`.
 
-    The weights in the graph are the model's own memory: write the graph before the model goes.
+    The graph shares the model's weights, so write the graph before the model is released.
 
     Args:
-        source: What to trace.
-        conversions: OpenVINO's extensions for operators of ours.
+        source: The model to trace.
+        conversions: OpenVINO extensions that convert accel's custom operators.
 
     Returns:
-        What transformers' exporter made; its `program` is an `openvino.Model`, whose axes have no names.
+        The result of transformers' exporter. Its `program` is an `openvino.Model` whose axes have no names.
 
     Raises:
         ExportError: The trace failed, or fixed an axis that must vary.
@@ -134,69 +132,38 @@ def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> Exporte
 
 
 def _traced(source: Source, trace: Callable[[], Any]) -> Any:
-    """What a tracer makes; of a model that branches on its data, with branches that its inputs do not change.
+    """Run a tracer with all replacements that traces need.
 
     Raises:
         ExportError: The trace failed.
     """
-
-    def attempt(answers: Sequence[bool]) -> Any:
+    try:
         with (
             quiet(),
-            traceable(answers),
+            traceable(),
             replaced(source.model),
             _without_cache(source),
             _simple_sizes(source),
             without_stack_traces(),
         ):
             return trace()
-
-    # Tracing runs foreign model code, which may raise anything.
-    try:
-        return attempt(())
     except ExportError:
         raise
-    except Exception as error:
-        answers = _answers(source) if isinstance(error, DATA_DEPENDENT) else ()
-        if not answers:
-            raise _trace_error(source, error) from error
-    try:
-        return attempt(answers)
+    # The model's own code may raise any exception.
     except Exception as error:
         raise _trace_error(source, error) from error
+    finally:
+        release_traced_graphs()
 
 
-@contextmanager
-def replaced(model: torch.nn.Module) -> Iterator[None]:
-    """The model with the replacements of its family, and its own attributes again afterwards."""
+def replaced(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Apply the replacements of the model's family."""
     inner: Any = unwrapped(model)
-    with ExitStack() as stack:
-        for owner, name, value in family_of(getattr(inner, "config", None)).replacements(inner):
-            # Modules in a module are attributes that `vars` does not show.
-            if name in vars(owner) or name in vars(owner).get("_modules", ()):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-            else:
-                stack.callback(delattr, owner, name)
-            setattr(owner, name, value)
-        yield
-
-
-def _answers(source: Source) -> tuple[bool, ...]:
-    """What the model asks its data and always hears the same; nothing where it cannot run."""
-
-    def call(seed: int) -> object:
-        with quiet(), torch.inference_mode():
-            return source.model(**resize(source.example, {}, {}, source.config, seed))
-
-    try:
-        return steady_answers([lambda: call(1), lambda: call(2)])
-    # Foreign model code again.
-    except Exception:  # noqa: BLE001
-        return ()
+    return replaced_attributes(family_of(getattr(inner, "config", None)).replacements(inner))
 
 
 class _SimpleSizes(TorchFunctionMode):
-    """Ends a trace whose sizes become long formulas of an image's height and width."""
+    """Stop a trace in which sizes become long formulas of the image's height and width."""
 
     def __init__(self, architecture: str) -> None:
         super().__init__()
@@ -204,7 +171,7 @@ class _SimpleSizes(TorchFunctionMode):
         self._seen: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, and look at the size of what it makes."""
+        """Run a function of torch and check the sizes of its result."""
         made = func(*args, **(kwargs or {}))
         for size in made.shape if isinstance(made, torch.Tensor) else ():
             expression = formula(size) if isinstance(size, torch.SymInt) else None
@@ -221,27 +188,19 @@ class _SimpleSizes(TorchFunctionMode):
 
 
 def _simple_sizes(source: Source) -> Any:
-    """Where images may have any size, such a watch over the trace."""
+    """Limit the length of size formulas for models with images of any size."""
     varied = {axis for named in source.axes.values() for axis in named.values()}
     return _SimpleSizes(source.architecture) if set(IMAGE_AXES) <= varied else nullcontext()
 
 
-@contextmanager
-def _without_cache(source: Source) -> Iterator[None]:
-    """A decoder that classifies or embeds returns its keys and values as well, which nobody reads."""
-    changed: list[Any] = []
-    if not task_spec(source.task).generates:
-        # Of an encoder-decoder, the decoder has a config of its own.
-        configs = (getattr(module, "config", None) for module in (source, *source.model.modules()))
-        found = {id(config): config for config in configs if getattr(config, "use_cache", False)}
-        changed = list(found.values())
-    for config in changed:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in changed:
-            config.use_cache = True
+def _without_cache(source: Source) -> AbstractContextManager[None]:
+    """Disable the cache of decoders that classify or embed. They would return a cache that nobody reads."""
+    if task_spec(source.task).generates:
+        return nullcontext()
+    # The decoder of an encoder-decoder may have a separate config.
+    configs = (getattr(module, "config", None) for module in source.model.modules())
+    caching = {id(config): config for config in configs if getattr(config, "use_cache", False)}
+    return replaced_attributes((config, "use_cache", False) for config in caching.values())
 
 
 def _fixed_axis(source: Source, axis: str, name: str, size: int) -> ExportError:
@@ -252,7 +211,7 @@ def _fixed_axis(source: Source, axis: str, name: str, size: int) -> ExportError:
 
 
 def _dynamic_shapes(source: Source) -> dict[str, dict[int, Any]]:
-    """Every declared axis as `Dim.DYNAMIC`: the trace fails rather than fixing it."""
+    """Mark every declared axis as `Dim.DYNAMIC`, so that the trace fails instead of fixing it."""
     return {name: dict.fromkeys(source.axes.get(name, {}), torch.export.Dim.DYNAMIC) for name in source.example}
 
 
@@ -281,16 +240,18 @@ def _trace_error(source: Source, error: Exception) -> ExportError:
 
 
 def first_lines(error: Exception, count: int = 12) -> str:
-    """The first lines of an error that say something."""
+    """Return the first non-empty lines of an error message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return "\n".join(lines[:count])
 
 
 def _name_axes(model: onnx_ir.Model, source: Source) -> None:
-    """Give the declared axes their names everywhere in the graph; drop inputs that nothing reads.
+    """Rename the declared axes everywhere in the graph.
 
-    One axis that the trace gave two symbols (a mask's rows beside the ids') becomes one again by its name. An axis
-    that became a constant, or two axes that became one, are errors of the trace that cannot be repaired here.
+    Two symbols for the same axis (such as the rows of the mask and of the token ids) get the same name.
+
+    Raises:
+        ExportError: An axis became a constant, or two axes became one.
     """
     names: dict[str, str] = {}
     for value in model.graph.inputs:

@@ -1,4 +1,4 @@
-"""Videos that a trace cannot misread: two of them, of the one length and size that their model has positions for."""
+"""Sample videos for a trace: two videos, of the one length and size that the model has positions for."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMES = ("pixel_values", "pixel_values_videos")
 
 
 def video_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two videos, `(batch, frames, channels, height, width)`, by the name that the model has for them.
+    """Two videos, `(batch, frames, channels, height, width)`, under the model's name of the input.
 
     Raises:
-        ExportError: The model reads something else, or its config says no number of frames.
+        ExportError: The model has another main input, or its config has no number of frames.
     """
     inner = unwrapped(module)
     config: Any = module.config
@@ -31,7 +31,7 @@ def video_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
             f"No videos can be made for a {type(inner).__name__}: it reads {name!r}, and its config says {frames} frames.",
             fix="pass sample={name: tensor} and axes={name: {0: 'batch'}}.",
         )
-    # V-JEPA 2's word for it.
+    # V-JEPA 2's name of the image size.
     cropped = getattr(config, "crop_size", None)
     height, width = (cropped, cropped) if isinstance(cropped, int) else image_size(config, folder)
     shape = (SAMPLE_BATCH, frames, getattr(config, "num_channels", None) or 3, height, width)

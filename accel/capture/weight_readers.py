@@ -1,4 +1,4 @@
-"""Which layers' weights are read by more than the layers themselves."""
+"""Detection of layers whose weights other code also reads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .reference_cases import reference
 
 
 def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:
-    """Modules whose weights code outside of them computes with, as wav2vec2's x-vectors do with those of linear layers: a layer with
-    other weights cannot take their place. Costs a call of the model.
+    """Return the modules whose weights are read while the modules do not run, such as linear layers of wav2vec2's x-vectors.
+
+    A layer with other weights (quantized) cannot replace such a module. Costs one call of the model.
 
     Args:
-        model: One of transformers', or one that wraps it.
-        feeds: What to call it with.
+        model: A transformers model, or a wrapper of one.
+        feeds: Inputs for the call.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        # A decoder starts from a token, whichever.
+        # The decoder needs any start token.
         rows = len(next(iter(feeds.values())))
         feeds = {"decoder_input_ids": torch.zeros((rows, 1), dtype=torch.int64), **feeds}
     with ExitStack() as hooks:
@@ -33,7 +34,7 @@ def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:
 
 
 class _Reading(TorchFunctionMode):
-    """Notes the modules whose parameters become part of a tensor while they do not run."""
+    """Record the modules whose parameters an operation reads while the modules do not run."""
 
     def __init__(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class _Reading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A weight's size or dtype may be asked by anyone.
+        # Operations without a tensor result only read a size or dtype, which any code may do.
         if next(_tensors(result), None) is not None:
             for tensor in _tensors((args, kwargs)):
                 owners = self._owners.get(id(tensor), set())

@@ -1,4 +1,4 @@
-"""X-vector models in a form that a trace can follow."""
+"""X-vector models in a form that can be traced."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 import torch
 
 from ..interfaces.wrapper import Tensors, Wrapper
+from ..upstream.model_internals import lengths_of_tdnn
 
 
 class VoiceEmbedder(Wrapper):
-    """A model with an x-vector head. Outside of a trace it is the model itself, whose code goes through the rows of a padded batch
-    one by one, as many as the sample has; in a trace it pools all of them at once.
+    """A model with an x-vector head that can be traced.
+
+    Outside of a trace, the model's own code runs. It processes the rows of a padded batch in a Python loop, which a trace would
+    fix to the sample's batch size. In a trace, this class pools all rows at once.
 
     Returns `logits: (batch, speakers)` and `embeddings: (batch, xvector_output_dim)`.
     """
 
     def forward(self, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor) -> Tensors:
-        """Mean and standard deviation of what is no padding, through transformers' own layers."""
+        """Pool mean and standard deviation over frames that are not padding, between transformers' own layers."""
         model: Any = self.model
         if attention_mask is None or not torch.compiler.is_exporting():
             found = model(attention_mask=attention_mask, **inputs)
@@ -32,8 +35,7 @@ class VoiceEmbedder(Wrapper):
         hidden = model.projector(hidden)
         for layer in model.tdnn:
             hidden = layer(hidden)
-        lengths = model._get_feat_extract_output_lengths(attention_mask.sum(dim=1))
-        lengths = model._get_tdnn_output_lengths(lengths)
+        lengths = lengths_of_tdnn(model, attention_mask.sum(dim=1))
         kept = (torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]).unsqueeze(-1)
         count = kept.sum(dim=1)
         mean = (hidden * kept).sum(dim=1) / count

@@ -1,7 +1,7 @@
-"""The `accel` command: one module for each group of commands.
+"""The `accel` command, with one module for each group of commands.
 
-In: words on a command line. Out: text, or with `--json` one JSON value on stdout, and an exit code that tells. A command is
-a function of its group's module; options that several share are in `options`, what all of them do in `application`.
+In: command-line arguments. Out: text, or one JSON value on stdout with `--json`, and an exit code. Each command
+is a function in the module of its group. Shared options are in `options`, and shared behaviour is in `application`.
 """
 
 from . import artifacts, deploy, housekeeping, measure, prompt, scale, serve  # noqa: F401  # they join the application

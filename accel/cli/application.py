@@ -1,14 +1,16 @@
-"""The application that commands join, and what all of them do alike: progress, output, errors as exit codes."""
+"""The command-line application and the shared behaviour of its commands: progress, output, and errors as exit codes."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -19,6 +21,7 @@ from .._version import __version__
 from ..artifact.json_text import json_text
 from ..errors import AccelError, ConfigError
 from ..upstream.library_output import hush_imports
+from . import options
 from .exit_codes import FAILED, INTERRUPTED, exit_code
 from .streams import lost_output, watch_output
 
@@ -37,7 +40,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the `accel` command."""
+    """Run the `accel` command and exit with its exit code."""
     output = watch_output()
     ended: int | str | None = 0
     try:
@@ -48,18 +51,24 @@ def main() -> None:
         ended = lost_output(output)
         if ended is None:
             raise
-    # Short output is written only now.
+    # Flush now, because errors of buffered output occur only when it is written.
     lost = lost_output(output)
     sys.exit(ended if lost is None else lost)
 
 
+def show_steps(logger: str) -> None:
+    """Show the log messages of a package about each step on stderr."""
+    if not logging.getLogger("accel").isEnabledFor(logging.DEBUG):
+        logging.getLogger(logger).setLevel(logging.INFO)
+
+
 def print_line(text: str = "") -> None:
-    """A line on stdout."""
+    """Write a line to stdout."""
     sys.stdout.write(text + "\n")
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses, paths and tuples as JSON values."""
+    """Convert dataclasses, paths and tuples to JSON values."""
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))
     if isinstance(value, dict):
@@ -69,14 +78,68 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a command.
+
+    Attributes:
+        value: The result for `--json`.
+        text: The text that is printed without `--json`.
+        failed: Whether the command failed without raising an error. The exit code is then 1.
+    """
+
+    value: Any
+    text: str
+    failed: bool = False
+
+
+def subcommand(
+    group: typer.Typer, name: str | None = None, *, epilog: str, verbose: bool = True
+) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
+    """Add a function as a command with the options `--json` and `--verbose`. The command prints the function's
+    `Outcome`.
+
+    Args:
+        group: The application, or a command group.
+        name: Name of the command; the function's name when `None`.
+        epilog: The last line of the help text.
+        verbose: Whether the command has the option `--verbose`.
+    """
+
+    def add(function: Callable[..., Outcome]) -> Callable[..., Outcome]:
+        @functools.wraps(function)
+        def call(*, as_json: bool = False, verbose: bool = False, **arguments: Any) -> None:
+            with command(as_json, verbose):
+                outcome = function(**arguments)
+                emit(outcome.value, as_json, outcome.text)
+                if outcome.failed:
+                    raise typer.Exit(FAILED)
+
+        shared = {"as_json": options.Json, **({"verbose": options.Verbose} if verbose else {})}
+        signature = inspect.signature(function, eval_str=True)
+        parameters = [
+            *signature.parameters.values(),
+            *(
+                inspect.Parameter(flag, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+                for flag, kind in shared.items()
+            ),
+        ]
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        group.command(name, epilog=epilog)(call)
+        return function
+
+    return add
+
+
 def emit(result: Any, as_json: bool, text: str) -> None:
-    """The result of a command, for a program or for a person."""
+    """Print the result of a command, as JSON or as text."""
     print_line(json_text(_plain(result), indent=2, ensure_ascii=True) if as_json else text)
 
 
 @contextlib.contextmanager
 def command(as_json: bool, verbose: bool) -> Iterator[None]:
-    """Progress on stderr, log level, and errors as exit codes."""
+    """Show progress on stderr, set the log level, and turn errors into exit codes."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("accel").setLevel(logging.DEBUG if verbose else logging.WARNING)
     if not verbose:
@@ -105,7 +168,7 @@ def command(as_json: bool, verbose: bool) -> Iterator[None]:
 
 
 def _tell(kind: str, message: str, fix: str | None, as_json: bool) -> None:
-    """What went wrong: an object on stdout, or lines on stderr."""
+    """Print an error: a JSON object on stdout, or text on stderr."""
     fix = _as_options(fix) if fix is not None else None
     if as_json:
         print_line(json.dumps({"error": message, "type": kind, "fix": fix}, indent=2))
@@ -114,7 +177,7 @@ def _tell(kind: str, message: str, fix: str | None, as_json: bool) -> None:
 
 
 def _as_options(words: str) -> str:
-    """A remedy for callers of the library in the words of the command line: `calibration=...` as `--calibration`."""
+    """Replace Python arguments in a remedy by command-line options, for example `calibration=...` by `--calibration`."""
     flags = {
         name: next((flag for flag in info.param_decls or () if flag.startswith("--")), f"--{name.replace('_', '-')}")
         for one in app.registered_commands
@@ -135,7 +198,7 @@ def _as_options(words: str) -> str:
 
 @contextlib.contextmanager
 def _progress_bar() -> Iterator[None]:
-    """Show what `accel.progress` reports, on stderr and only on a terminal."""
+    """Show the progress of `accel.progress` on stderr, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -151,7 +214,7 @@ def _progress_bar() -> Iterator[None]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # What is printed meanwhile goes where it was sent: rich would take stdout, redirected or not, for its own.
+    # Without these arguments, rich would capture stdout, even if stdout is redirected.
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("starting", total=None)
@@ -171,15 +234,15 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def columns_of(pairs: list[str] | None) -> dict[str, str] | None:
-    """What `--column` says."""
+    """Parse the values of `--column`."""
     return pairs_of(pairs, "--column", "text=query")
 
 
 def pairs_of(pairs: list[str] | None, option: str, example: str) -> dict[str, str] | None:
-    """Options of the form `NAME=VALUE` as a mapping.
+    """Parse values of the form `NAME=VALUE`.
 
     Raises:
-        ConfigError: One without an equals sign.
+        ConfigError: A value does not have this form.
     """
     found = {}
     for pair in pairs or ():

@@ -8,37 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
-from .application import app, columns_of, command, emit, pairs_of
-from .exit_codes import FAILED
-from .options import (
-    Artifact,
-    Atol,
-    Backend,
-    Backends,
-    BatchSize,
-    Calibration,
-    CalibrationSplit,
-    Column,
-    Device,
-    Json,
-    MaxLength,
-    Metric,
-    Out,
-    Revision,
-    Split,
-    Task,
-    Threads,
-    Trust,
-    Verbose,
-)
+from . import options
+from .application import Outcome, app, columns_of, pairs_of, subcommand
 
 
-@app.command(epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
+@subcommand(app, epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, transformers folder or PEFT adapter.")],
-    out: Out,
-    task: Task = None,
-    backend: Backend = None,
+    out: options.Out,
+    task: options.Task = None,
+    backend: options.Backend = None,
     format: Annotated[str, typer.Option(help="Artifact format.")] = "onnx",
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
     opset: Annotated[int | None, typer.Option(help="ONNX opset.")] = None,
@@ -59,84 +38,77 @@ def export(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An option of the backend's exporter; repeat it for more."),
     ] = None,
-    atol: Atol = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    atol: options.Atol = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
     """Export a model, compare it with PyTorch on five shapes, and write an artifact."""
-    with command(as_json, verbose):
-        from ..stages.export import export as run
+    from ..stages.export import export as run
 
-        artifact = run(
-            model,
-            out,
-            task=task,
-            backend=backend,
-            format=format,
-            dtype=dtype,
-            opset=opset,
-            pooling=pooling,
-            normalize=normalize,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            options=pairs_of(option, "--option", "profile=batch=1:8:32") or {},
-            atol=atol,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        step = artifact.manifest.steps[-1]
-        difference, limit = step.validation["max_abs_difference"], step.validation["tolerance"]
-        emit(
-            _described(artifact),
-            as_json,
-            f"{artifact.path}: {artifact.format}, {artifact.task}, {artifact.dtype}, {artifact.bytes / 1e6:.1f} MB\n"
-            f"differs from PyTorch by {difference:.2g} at most (accepted: {limit:.2g}, {len(step.validation['shapes'])} shapes)",
-        )
+    artifact = run(
+        model,
+        out,
+        task=task,
+        backend=backend,
+        format=format,
+        dtype=dtype,
+        opset=opset,
+        pooling=pooling,
+        normalize=normalize,
+        output_hidden_states=output_hidden_states,
+        output_attentions=output_attentions,
+        options=pairs_of(option, "--option", "profile=batch=1:8:32") or {},
+        atol=atol,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    step = artifact.manifest.steps[-1]
+    difference, limit = step.validation["max_abs_difference"], step.validation["tolerance"]
+    return Outcome(
+        _described(artifact),
+        f"{artifact.path}: {artifact.format}, {artifact.task}, {artifact.dtype}, {artifact.bytes / 1e6:.1f} MB\n"
+        f"differs from PyTorch by {difference:.2g} at most (accepted: {limit:.2g}, {len(step.validation['shapes'])} shapes)",
+    )
 
 
-@app.command(epilog="Example: accel validate out/ --against distilbert/distilbert-base-uncased-finetuned-sst-2-english")
+@subcommand(
+    app, epilog="Example: accel validate out/ --against distilbert/distilbert-base-uncased-finetuned-sst-2-english"
+)
 def validate(
-    artifact: Artifact,
+    artifact: options.Artifact,
     against: Annotated[str | None, typer.Option(help="PyTorch model; the recorded source when left out.")] = None,
-    backend: Backend = None,
-    device: Device = None,
-    atol: Atol = None,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    atol: options.Atol = None,
     accept_files: Annotated[
         bool, typer.Option("--accept-files", help="Record configs and tokenizer files as they are now, first.")
     ] = False,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
     """Check an artifact's files and compare it with the PyTorch model it was made from."""
-    with command(as_json, verbose):
-        from ..artifact.hub import HubOptions
-        from ..artifact.manifest import Artifact as Folder
-        from ..stages.validate import validate as run
+    from ..artifact.hub import HubOptions
+    from ..artifact.manifest import Artifact as Folder
+    from ..stages.validate import validate as run
 
-        hub = HubOptions(trust_remote_code=trust_remote_code)
-        if accept_files:
-            Folder.accept_files(artifact)
-        result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
-        word = "passed" if result.passed else "FAILED"
-        lines = [
-            f"{word}: differs by {result.max_abs_difference:.3g} at most, accepted {result.tolerance:.3g}, "
-            f"{len(result.shapes)} shapes, run by {result.backend}"
-        ]
-        for form in result.forms:
-            found = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
-            lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {found}")
-        emit(result, as_json, "\n".join(lines))
-        if not result.passed:
-            raise typer.Exit(FAILED)
+    hub = HubOptions(trust_remote_code=trust_remote_code)
+    if accept_files:
+        Folder.accept_files(artifact)
+    result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
+    word = "passed" if result.passed else "FAILED"
+    lines = [
+        f"{word}: differs by {result.max_abs_difference:.3g} at most, accepted {result.tolerance:.3g}, "
+        f"{len(result.shapes)} shapes, run by {result.backend}"
+    ]
+    for form in result.forms:
+        found = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
+        lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {found}")
+    return Outcome(result, "\n".join(lines), failed=not result.passed)
 
 
-@app.command(epilog="Example: accel optimize out/ out-o2/ --level O2")
+@subcommand(app, epilog="Example: accel optimize out/ out-o2/ --level O2")
 def optimize(
-    artifact: Artifact,
-    out: Out,
+    artifact: options.Artifact,
+    out: options.Out,
     level: Annotated[str, typer.Option(help="O1, O2 (fusions), O3 (approximations) or O4 (float16).")] = "O2",
     disable: Annotated[list[str] | None, typer.Option(help="A fusion to leave out; repeat it for more.")] = None,
     enable: Annotated[list[str] | None, typer.Option(help="A fusion to add; repeat it for more.")] = None,
@@ -144,44 +116,40 @@ def optimize(
     calibration: Annotated[
         str | None, typer.Option(help="Of O4: rows to try float16 on; what leaves its range stays float32.")
     ] = None,
-    calibration_split: CalibrationSplit = None,
-    column: Column = None,
-    backend: Backend = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    calibration_split: options.CalibrationSplit = None,
+    column: options.Column = None,
+    backend: options.Backend = None,
+) -> Outcome:
     """Rewrite a graph into a faster one and compare it with its parent."""
-    with command(as_json, verbose):
-        from ..stages.optimize import optimize as run
+    from ..stages.optimize import optimize as run
 
-        made = run(
-            artifact,
-            out,
-            calibration=calibration,
-            calibration_split=calibration_split,
-            columns=columns_of(column),
-            backend=backend,
-            level=level,
-            disable=tuple(disable or ()),
-            enable=tuple(enable or ()),
-            atol=atol,
-        )
-        step = made.manifest.steps[-1]
-        fused = {name: count for name, count in step.report.get("fused", {}).items() if count}
-        emit(
-            _described(made),
-            as_json,
-            f"{made.path}: {level}, {made.bytes / 1e6:.1f} MB\n"
-            f"fused: {', '.join(f'{name} {count}' for name, count in fused.items()) or 'nothing'}\n"
-            f"differs from its parent by {step.validation['max_abs_difference']:.2g} at most "
-            f"(accepted: {step.validation['tolerance']:.2g})",
-        )
+    made = run(
+        artifact,
+        out,
+        calibration=calibration,
+        calibration_split=calibration_split,
+        columns=columns_of(column),
+        backend=backend,
+        level=level,
+        disable=tuple(disable or ()),
+        enable=tuple(enable or ()),
+        atol=atol,
+    )
+    step = made.manifest.steps[-1]
+    fused = {name: count for name, count in step.report.get("fused", {}).items() if count}
+    return Outcome(
+        _described(made),
+        f"{made.path}: {level}, {made.bytes / 1e6:.1f} MB\n"
+        f"fused: {', '.join(f'{name} {count}' for name, count in fused.items()) or 'nothing'}\n"
+        f"differs from its parent by {step.validation['max_abs_difference']:.2g} at most "
+        f"(accepted: {step.validation['tolerance']:.2g})",
+    )
 
 
-@app.command(epilog="Example: accel quantize out/ out-int8/ --max-drop 0.3 --metric accuracy --data test.csv")
+@subcommand(app, epilog="Example: accel quantize out/ out-int8/ --max-drop 0.3 --metric accuracy --data test.csv")
 def quantize(
-    artifact: Artifact,
-    out: Out,
+    artifact: options.Artifact,
+    out: options.Out,
     scheme: Annotated[
         str | None,
         typer.Option(
@@ -189,8 +157,8 @@ def quantize(
         ),
     ] = None,
     preset: Annotated[str, typer.Option(help="Processor to quantize for; auto reads this one's flags.")] = "auto",
-    calibration: Calibration = None,
-    calibration_split: CalibrationSplit = None,
+    calibration: options.Calibration = None,
+    calibration_split: options.CalibrationSplit = None,
     samples: Annotated[int | None, typer.Option(help="Calibration rows at most (256).")] = None,
     method: Annotated[str | None, typer.Option(help="minmax, moving_average, entropy or percentile.")] = None,
     exclude: Annotated[
@@ -231,47 +199,44 @@ def quantize(
     max_drop: Annotated[
         float | None, typer.Option(help="Budget: points of the metric that may be lost on --data.")
     ] = None,
-    metric: Metric = None,
+    metric: options.Metric = None,
     data: Annotated[str | None, typer.Option(help="Labelled rows to measure on: a file or Hub data set.")] = None,
-    split: Split = None,
-    column: Column = None,
+    split: options.Split = None,
+    column: options.Column = None,
     rows: Annotated[int | None, typer.Option(help="Rows of --data at most.")] = None,
-    max_length: MaxLength = None,
-    batch_size: BatchSize = 1,
-    backend: Backend = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    max_length: options.MaxLength = None,
+    batch_size: options.BatchSize = 1,
+    backend: options.Backend = None,
+) -> Outcome:
     """Rewrite a graph into one with fewer bits; with a budget, search for the fastest that stays inside it."""
-    with command(as_json, verbose):
-        from ..tuning.accuracy_budget import quantize as run
+    from ..tuning.accuracy_budget import quantize as run
 
-        given: dict[str, Any] = {
-            "scheme": scheme, "samples": samples, "operators": tuple(operator) if operator else None, "format": graph,
-            "per_channel": per_channel, "symmetric": symmetric, "smooth_quant": smooth_quant, "percentile": percentile,
-            "block_size": block_size, "algorithm": algorithm, "ratio": ratio, "scale_estimation": scale_estimation,
-        }  # fmt: skip
-        settings = {name: value for name, value in given.items() if value is not None}
-        made = run(
-            artifact,
-            out,
-            calibration=calibration,
-            calibration_split=calibration_split,
-            method=method,
-            max_drop=max_drop,
-            metric=metric,
-            data=data,
-            columns=columns_of(column),
-            split=split,
-            rows=rows,
-            batch_size=batch_size,
-            max_length=max_length,
-            backend=backend,
-            preset=preset,
-            exclude=tuple(exclude or ()),
-            **settings,
-        )
-        emit(_described(made), as_json, _quantized(made))
+    given: dict[str, Any] = {
+        "scheme": scheme, "samples": samples, "operators": tuple(operator) if operator else None, "format": graph,
+        "per_channel": per_channel, "symmetric": symmetric, "smooth_quant": smooth_quant, "percentile": percentile,
+        "block_size": block_size, "algorithm": algorithm, "ratio": ratio, "scale_estimation": scale_estimation,
+    }  # fmt: skip
+    settings = {name: value for name, value in given.items() if value is not None}
+    made = run(
+        artifact,
+        out,
+        calibration=calibration,
+        calibration_split=calibration_split,
+        method=method,
+        max_drop=max_drop,
+        metric=metric,
+        data=data,
+        columns=columns_of(column),
+        split=split,
+        rows=rows,
+        batch_size=batch_size,
+        max_length=max_length,
+        backend=backend,
+        preset=preset,
+        exclude=tuple(exclude or ()),
+        **settings,
+    )
+    return Outcome(_described(made), _quantized(made))
 
 
 def _described(artifact: Any) -> dict[str, Any]:
@@ -279,7 +244,7 @@ def _described(artifact: Any) -> dict[str, Any]:
 
 
 def _quantized(artifact: Any) -> str:
-    """What quantization did, what it cost, and what else was tried."""
+    """Return a description of a quantized artifact: its size, its accuracy, and the other attempts."""
     manifest = artifact.manifest
     step, quantization = manifest.steps[-1], manifest.quantization
     preset = f" ({quantization.preset})" if quantization.preset else ""
@@ -306,7 +271,7 @@ def _quantized(artifact: Any) -> str:
     return "\n".join(lines)
 
 
-@app.command(epilog="Example: accel convert org/model out/ -b 1 -s 16 -s 128 --quantize dynamic-int8")
+@subcommand(app, epilog="Example: accel convert org/model out/ -b 1 -s 16 -s 128 --quantize dynamic-int8")
 def convert(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")] = None,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to make.")] = None,
@@ -318,45 +283,39 @@ def convert(
     sequence: Annotated[
         list[int] | None, typer.Option("--seq-len", "-s", help="Tokens a row; repeat for a grid. [16, 128]")
     ] = None,
-    backend: Backends = None,
-    task: Task = None,
+    backend: options.Backends = None,
+    task: options.Task = None,
     optimize: Annotated[str, typer.Option(help="Optimization level, or none.")] = "O2",
     quantize: Annotated[str | None, typer.Option(help="Quantization scheme; none when left out.")] = None,
-    calibration: Calibration = None,
-    atol: Atol = None,
+    calibration: options.Calibration = None,
+    atol: options.Atol = None,
     nb_measures: Annotated[int, typer.Option(help="Timed calls of each variant and shape.")] = 240,
     warmup: Annotated[int, typer.Option(help="Calls before them.")] = 10,
-    threads: Threads = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    threads: options.Threads = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
     """Export, optimize and quantize for every backend, check the results, time all beside PyTorch, write a report."""
-    with command(as_json, verbose):
-        from ..measuring.report import text_table
-        from ..tuning.conversion import convert as run
+    from ..measuring.report import text_table
+    from ..tuning.conversion import convert as run
 
-        if model is not None and out is None and model_option is not None:
-            model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`
-        for name, given, other in (("MODEL", model, model_option), ("OUT", out, out_option)):
-            if (given is None) == (other is None):
-                many = "twice" if given is not None else "nowhere"
-                raise ConfigError(f"{name} is given {many}.", fix="accel convert MODEL OUT")
-        found = run(
-            str(model or model_option), Path(out or out_option or ""), backends=backend, task=task,
-            level=None if optimize == "none" else optimize, scheme=quantize, calibration=calibration,
-            batch=batch or (1,), sequence=sequence or (16, 128), atol=atol, nb_measures=nb_measures, warmup=warmup,
-            threads=threads, revision=revision, trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        values = found.benchmark.to_dict()
-        failures = "".join(f"\n{name} could not be made: {why}" for name, why in found.failed.items())
-        emit(
-            {"path": found.path, "artifacts": {n: a.path for n, a in found.artifacts.items()}, "failed": found.failed,
-             "benchmark": values},
-            as_json,
-            "" if as_json else f"{found.benchmark}\n\n{text_table(values)}{failures}\n{found.path}: "
-            f"{', '.join(found.artifacts)}, benchmark.json, report.html",
-        )  # fmt: skip
-        if found.failed or any(variant.error for variant in found.benchmark.variants):
-            raise typer.Exit(FAILED)
+    if model is not None and out is None and model_option is not None:
+        model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`
+    for name, given, other in (("MODEL", model, model_option), ("OUT", out, out_option)):
+        if (given is None) == (other is None):
+            many = "twice" if given is not None else "nowhere"
+            raise ConfigError(f"{name} is given {many}.", fix="accel convert MODEL OUT")
+    found = run(
+        str(model or model_option), Path(out or out_option or ""), backends=backend, task=task,
+        level=None if optimize == "none" else optimize, scheme=quantize, calibration=calibration,
+        batch=batch or (1,), sequence=sequence or (16, 128), atol=atol, nb_measures=nb_measures, warmup=warmup,
+        threads=threads, revision=revision, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    values = found.benchmark.to_dict()
+    failures = "".join(f"\n{name} could not be made: {why}" for name, why in found.failed.items())
+    artifacts = {name: artifact.path for name, artifact in found.artifacts.items()}
+    return Outcome(
+        {"path": found.path, "artifacts": artifacts, "failed": found.failed, "benchmark": values},
+        f"{found.benchmark}\n\n{text_table(values)}{failures}\n{found.path}: {', '.join(artifacts)}, benchmark.json, report.html",
+        failed=bool(found.failed) or any(variant.error for variant in found.benchmark.variants),
+    )

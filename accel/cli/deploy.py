@@ -1,4 +1,4 @@
-"""Commands that make and check what other servers run."""
+"""Commands that write and check model repositories for other servers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .application import app, command, emit, pairs_of
-from .exit_codes import FAILED
-from .options import Artifact, Json, Out, Verbose
+from . import options
+from .application import Outcome, app, pairs_of, subcommand
 
 deploy_app = typer.Typer(
     help="Write what another server runs, and check it: Triton Inference Server.",
@@ -22,10 +21,10 @@ app.add_typer(deploy_app, name="deploy")
 Pairs = list[str] | None
 
 
-@deploy_app.command(epilog="Example: accel deploy triton out-int8/ repository/ --name intents --max-batch-size 64")
+@subcommand(deploy_app, epilog="Example: accel deploy triton out-int8/ repository/ --name intents --max-batch-size 64")
 def triton(
-    artifact: Artifact,
-    out: Out,
+    artifact: options.Artifact,
+    out: options.Out,
     name: Annotated[str | None, typer.Option(help="Of the model that clients call; the task's when left out.")] = None,
     task: Annotated[str | None, typer.Option(help="Pipeline task, such as zero-shot-classification.")] = None,
     layout: Annotated[
@@ -63,50 +62,41 @@ def triton(
     ] = True,
     versions: Annotated[str, typer.Option(help="Versions that are served: latest or all.")] = "latest",
     version: Annotated[int, typer.Option(help="Number of the version that is written.")] = 1,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Outcome:
     """Write a model repository for Triton: the graph, and a front that takes texts and answers with what they mean."""
-    with command(as_json, verbose):
-        from ..deploying.triton import deploy
+    from ..deploying.triton import deploy
 
-        made = deploy(
-            artifact, out, name=name, task=task, layout=layout, backend=backend, accelerator=accelerator,
-            accelerator_options=pairs_of(accelerator_option, "--accelerator-option", "trt_cuda_graph_enable=1") or {},
-            parameters=pairs_of(parameter, "--parameter", "enable_mem_arena=0") or {}, device=device,
-            instances=instances, front_instances=front_instances, threads=threads, max_batch_size=max_batch_size,
-            preferred_batch_sizes=tuple(preferred_batch_size or ()), queue_delay_us=queue_delay_us,
-            queue_timeout_us=queue_timeout_us, queue_size=queue_size, max_length=max_length,
-            buckets=tuple(bucket or ()), profile=profile, cache=cache, warmup=warmup,
-            versions=versions, version=version,
-        )  # fmt: skip
-        rows = [f"  {model}  ({kind})" for model, kind in made.models.items()]
-        emit(
-            made,
-            as_json,
-            "\n".join(
-                [
-                    f"{made.path}: {made.task} as {made.name}, layout {made.layout}",
-                    *rows,
-                    f"check it: accel deploy check {made.path}",
-                    f"start it: tritonserver --model-repository={made.path}",
-                ]
-            ),
-        )
+    written = deploy(
+        artifact, out, name=name, task=task, layout=layout, backend=backend, accelerator=accelerator,
+        accelerator_options=pairs_of(accelerator_option, "--accelerator-option", "trt_cuda_graph_enable=1") or {},
+        parameters=pairs_of(parameter, "--parameter", "enable_mem_arena=0") or {}, device=device,
+        instances=instances, front_instances=front_instances, threads=threads, max_batch_size=max_batch_size,
+        preferred_batch_sizes=tuple(preferred_batch_size or ()), queue_delay_us=queue_delay_us,
+        queue_timeout_us=queue_timeout_us, queue_size=queue_size, max_length=max_length,
+        buckets=tuple(bucket or ()), profile=profile, cache=cache, warmup=warmup,
+        versions=versions, version=version,
+    )  # fmt: skip
+    rows = [f"  {model}  ({kind})" for model, kind in written.models.items()]
+    return Outcome(
+        written,
+        "\n".join(
+            [
+                f"{written.path}: {written.task} as {written.name}, layout {written.layout}",
+                *rows,
+                f"check it: accel deploy check {written.path}",
+                f"start it: tritonserver --model-repository={written.path}",
+            ]
+        ),
+    )
 
 
-@deploy_app.command(epilog="Example: accel deploy check repository/")
+@subcommand(deploy_app, epilog="Example: accel deploy check repository/")
 def check(
     repository: Annotated[Path, typer.Argument(metavar="OUT", help="Folder made by `accel deploy triton`.")],
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Outcome:
     """Compare a model repository with what `accel deploy triton` writes: every difference, each with its remedy."""
-    with command(as_json, verbose):
-        from ..deploying import triton as target
+    from ..deploying import triton as target
 
-        findings = target.check(repository)
-        text = "\n".join(map(str, findings)) or f"{repository}: nothing is wrong with its files"
-        emit({"path": repository, "findings": findings}, as_json, text)
-        if findings:
-            raise typer.Exit(FAILED)
+    findings = target.check(repository)
+    text = "\n".join(map(str, findings)) or f"{repository}: nothing is wrong with its files"
+    return Outcome({"path": repository, "findings": findings}, text, failed=bool(findings))

@@ -1,19 +1,19 @@
-"""What a command's exit code says: 0 that it did what it promised."""
+"""Exit codes of the `accel` command; 0 is success."""
 
 from __future__ import annotations
 
 from ..errors import AccelError, ConfigError, UnknownBackendError
 
 FAILED = 1
-"""It did not do what it promised."""
+"""The command failed."""
 USAGE = 2
-"""An option or a value that cannot work."""
+"""An option or a value is invalid."""
 PIPE_CLOSED = 141
-"""Whoever read the output wants no more of it; what a shell says of tools that the signal SIGPIPE ends."""
+"""The reader of the output closed the pipe. Shells report the same code for programs that are ended by SIGPIPE."""
 INTERRUPTED = 130
-"""Ctrl-C."""
+"""The user pressed Ctrl-C."""
 
 
 def exit_code(error: AccelError) -> int:
-    """The code for an error."""
+    """Return the exit code for an error."""
     return USAGE if isinstance(error, ConfigError | UnknownBackendError) else FAILED

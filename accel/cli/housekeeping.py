@@ -1,4 +1,4 @@
-"""Commands about this machine and what is kept on it: doctor, demo, cache."""
+"""Commands about this machine and its cache: doctor, demo, cache."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
-from .application import app, command, emit, print_line
-from .exit_codes import FAILED
-from .options import Backend, Device, Json, Revision, Task, Trust, Verbose
+from . import options
+from .application import Outcome, app, subcommand
 
 cache_app = typer.Typer(
     help="List or clear what is kept: exports made on the fly, and searches.",
@@ -21,98 +20,97 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 
 
-@app.command(epilog="Example: accel doctor MODEL --json")
+@subcommand(app, epilog="Example: accel doctor MODEL --json")
 def doctor(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or folder, to see how it runs.")] = None,
-    task: Task = None,
-    backend: Backend = None,
-    device: Device = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
-    """Show every backend with what is missing, and its remedy; for a model, how it would run here and why."""
-    with command(as_json, verbose):
-        if model is not None:
-            from ..models.arguments import read_arguments
-            from ..models.base import ORTModel
+    task: options.Task = None,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
+    """Show every backend and task with what is missing, and its remedy; for a model, how it would run here and why."""
+    if model is not None:
+        from ..models.arguments import read_arguments
+        from ..models.base import ORTModel
 
-            arguments = read_arguments(
-                task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code
-            )
-            plan = ORTModel.plan(model, arguments)
-            emit(plan.to_dict(), as_json, str(plan))
-            if plan.why_not is not None:
-                raise typer.Exit(FAILED)
-            return
-        if any((task, backend, device, revision, trust_remote_code)):
-            raise ConfigError("These options are about a model.", fix="name the model: accel doctor MODEL.")
-        from ..backends.doctor import list_backends
-        from ..backends.machine import conflicts, machine
+        arguments = read_arguments(
+            task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code
+        )
+        plan = ORTModel.plan(model, arguments)
+        return Outcome(plan.to_dict(), str(plan), failed=plan.why_not is not None)
+    if any((task, backend, device, revision, trust_remote_code)):
+        raise ConfigError("These options are about a model.", fix="name the model: accel doctor MODEL.")
+    from ..backends.doctor import list_backends
+    from ..backends.machine import conflicts, machine
+    from ..interfaces.task_registry import all_tasks, broken_tasks
 
-        facts, backends, problems = machine(), list_backends(), conflicts()
-        if as_json:
-            found = [status.to_dict() for status in backends]
-            emit({"machine": facts, "backends": found, "conflicts": problems}, True, "")
-        else:
-            libraries = ", ".join(f"{name} {version}" for name, version in facts["libraries"].items())
-            print_line(f"accel {facts['accel']}, Python {facts['python']}, {facts['platform']}")
-            print_line(f"{facts['processors']} of {facts['processors_of_machine']} processors usable; {libraries}\n")
-            width = max((len(status.name) for status in backends), default=0)
-            for status in backends:
-                mark = "ok " if status.available else "no "
-                print_line(f"{mark} {status.name:<{width}}  {status.summary}{'' if status.auto else ' (by name only)'}")
-                for found_device in status.devices:
-                    print_line(f"    {found_device}: {found_device.name} {found_device.arch}".rstrip())
-                if status.prepares:
-                    print_line(f"    prepares PyTorch models: {', '.join(status.prepares)}")
-                for reason in status.reasons:
-                    print_line(f"    {reason.message}{f'. Fix: {reason.remedy}' if reason.remedy else ''}")
-            for problem in problems:
-                print_line(f"\nConflict: {problem.message}. Fix: {problem.remedy}")
-        if not any(status.available for status in backends) or problems:
-            raise typer.Exit(FAILED)
+    facts, backends, problems, broken = machine(), list_backends(), conflicts(), broken_tasks()
+    tasks = [spec.name for spec in all_tasks() if spec.name not in broken]
+    libraries = ", ".join(f"{name} {version}" for name, version in facts["libraries"].items())
+    lines = [
+        f"accel {facts['accel']}, Python {facts['python']}, {facts['platform']}",
+        f"{facts['processors']} of {facts['processors_of_machine']} processors usable; {libraries}\n",
+    ]
+    width = max((len(status.name) for status in backends), default=0)
+    for status in backends:
+        mark = "ok " if status.available else "no "
+        lines.append(f"{mark} {status.name:<{width}}  {status.summary}{'' if status.auto else ' (by name only)'}")
+        lines += [f"    {found}: {found.name} {found.arch}".rstrip() for found in status.devices]
+        if status.prepares:
+            lines.append(f"    prepares PyTorch models: {', '.join(status.prepares)}")
+        lines += [_reason(f"    {reason.message}", reason.remedy) for reason in status.reasons]
+    lines.append(f"\nTasks: {', '.join(tasks)}")
+    lines += [_reason(f"no  {error.message}", error.fix) for error in broken.values()]
+    lines += [_reason(f"\nConflict: {problem.message}", problem.remedy) for problem in problems]
+    return Outcome(
+        {
+            "machine": facts,
+            "backends": [status.to_dict() for status in backends],
+            "conflicts": problems,
+            "tasks": tasks,
+            "broken_tasks": {name: error.message for name, error in broken.items()},
+        },
+        "\n".join(lines),
+        failed=bool(problems) or not any(status.available for status in backends),
+    )
 
 
-@app.command(epilog="Example: accel demo --out demo-out/")
+def _reason(message: str, remedy: str | None) -> str:
+    return f"{message.rstrip('.')}. Fix: {remedy}" if remedy else message
+
+
+@subcommand(app, epilog="Example: accel demo --out demo-out/")
 def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the artifact here, the others beside it.")] = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Outcome:
     """Do the main job on a real intent classifier, offline: export, optimize, quantize, evaluate, compare with PyTorch."""
-    with command(as_json, verbose):
-        from ..demo.walkthrough import render, run
+    from ..demo.walkthrough import render, run
 
-        report = run(out)
-        emit(report, as_json, render(report))
+    report = run(out)
+    return Outcome(report, render(report))
 
 
-@cache_app.command("list", epilog="Example: accel cache list")
-def cache_list(as_json: Json = False) -> None:
+@subcommand(cache_app, "list", verbose=False, epilog="Example: accel cache list")
+def cache_list() -> Outcome:
     """List exports that `from_pretrained` made, and what `accel tune` built and measured, with sizes."""
-    with command(as_json, False):
-        from ..artifact.cache import entries
+    from ..artifact.cache import entries
 
-        kept = entries()
-        lines = [f"{entry.bytes / 1e6:9.1f} MB  {entry.name}  ({entry.what})\n{'':14}{entry.path}" for entry in kept]
-        emit(kept, as_json, "\n".join(lines) or "The cache is empty.")
+    kept = entries()
+    lines = [f"{entry.bytes / 1e6:9.1f} MB  {entry.name}  ({entry.what})\n{'':14}{entry.path}" for entry in kept]
+    return Outcome(kept, "\n".join(lines) or "The cache is empty.")
 
 
-@cache_app.command("clear", epilog="Example: accel cache clear tune")
+@subcommand(cache_app, "clear", verbose=False, epilog="Example: accel cache clear tune")
 def cache_clear(
     name: Annotated[str | None, typer.Argument(help="Only entries whose name starts with this; see the list.")] = None,
-    as_json: Json = False,
-) -> None:
+) -> Outcome:
     """Remove exports that `from_pretrained` made, what `accel tune` keeps, and checksums remembered about them."""
-    with command(as_json, False):
-        from ..artifact.cache import clear
+    from ..artifact.cache import clear
 
-        removed = clear(name)
-        freed = sum(entry.bytes for entry in removed)
-        emit(
-            {"removed": removed, "bytes": freed},
-            as_json,
-            f"Removed {', '.join(entry.name for entry in removed) or 'nothing'}: {freed / 1e6:.1f} MB.",
-        )
+    removed = clear(name)
+    freed = sum(entry.bytes for entry in removed)
+    return Outcome(
+        {"removed": removed, "bytes": freed},
+        f"Removed {', '.join(entry.name for entry in removed) or 'nothing'}: {freed / 1e6:.1f} MB.",
+    )

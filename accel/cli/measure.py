@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any
 
 import typer
 
-from .application import app, columns_of, command, emit
-from .exit_codes import FAILED
-from .options import (
-    Atol,
-    Backend,
-    Backends,
-    Batches,
-    Calibration,
-    CalibrationSplit,
-    Column,
-    Device,
-    Json,
-    MaxLength,
-    Metric,
-    Model,
-    Out,
-    Png,
-    Report,
-    Revision,
-    Sequences,
-    Split,
-    Task,
-    Texts,
-    Threads,
-    Trust,
-    Verbose,
-)
+from . import options
+from .application import Outcome, app, columns_of, show_steps, subcommand
 
 
-@app.command(epilog="Example: accel evaluate out-int8/ --data test.csv --metric accuracy --compare")
+@subcommand(app, epilog="Example: accel evaluate out-int8/ --data test.csv --metric accuracy --compare")
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Artifact, transformers folder or Hub id.")],
     data: Annotated[str, typer.Option(help="Labelled rows: a CSV, JSON or Parquet file, a folder, or a Hub data set.")],
-    metric: Metric = None,
+    metric: options.Metric = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare with the PyTorch model it was made from.")
     ] = False,
     against: Annotated[str | None, typer.Option(help="Compare with this model or artifact.")] = None,
-    split: Split = None,
-    column: Column = None,
+    split: options.Split = None,
+    column: options.Column = None,
     rows: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of rows.")] = 0,
-    max_length: MaxLength = None,
+    max_length: options.MaxLength = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -57,34 +31,31 @@ def evaluate(
             help="Rows a call: as many as the artifact's accuracy was measured with; else 1 for dynamic quantization, 32 for others.",
         ),
     ] = None,
-    backend: Backend = None,
-    device: Device = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    backend: options.Backend = None,
+    device: options.Device = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
     """Measure a model on labelled data, and compare it with its original on the same rows."""
-    with command(as_json, verbose):
-        from ..measuring.accuracy.evaluation import evaluate as run
+    from ..measuring.accuracy.evaluation import evaluate as run
 
-        result = run(
-            model,
-            data,
-            metric=metric,
-            against=against if against is not None else compare,
-            columns=columns_of(column),
-            split=split,
-            samples=rows,
-            seed=seed,
-            batch_size=batch_size,
-            max_length=max_length,
-            backend=backend,
-            device=device,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        emit(result.to_dict(), as_json, _evaluated(result))
+    result = run(
+        model,
+        data,
+        metric=metric,
+        against=against if against is not None else compare,
+        columns=columns_of(column),
+        split=split,
+        samples=rows,
+        seed=seed,
+        batch_size=batch_size,
+        max_length=max_length,
+        backend=backend,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    return Outcome(result.to_dict(), _evaluated(result))
 
 
 def _evaluated(result: Any) -> str:
@@ -108,7 +79,9 @@ def _evaluated(result: Any) -> str:
     return "\n".join(lines)
 
 
-@app.command(epilog="Example: accel benchmark out-int8/ --backend cpu --sequence 32 --sequence 128 --report page.html")
+@subcommand(
+    app, epilog="Example: accel benchmark out-int8/ --backend cpu --sequence 32 --sequence 128 --report page.html"
+)
 def benchmark(
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL...", help="Artifacts, transformers folders or Hub ids.")
@@ -126,12 +99,12 @@ def benchmark(
         list[str] | None,
         typer.Option(help="PyTorch eager in this dtype from a CUDA graph; repeat. On a GPU, as --pytorch."),
     ] = None,
-    batch: Batches = None,
-    sequence: Sequences = None,
-    texts: Texts = None,
+    batch: options.Batches = None,
+    sequence: options.Sequences = None,
+    texts: options.Texts = None,
     tokenizer: Annotated[bool, typer.Option("--tokenizer", help="Tokenize the texts inside the timed call.")] = False,
-    max_length: MaxLength = None,
-    threads: Threads = None,
+    max_length: options.MaxLength = None,
+    threads: options.Threads = None,
     warmup: Annotated[int, typer.Option(help="Calls before the first round.")] = 10,
     rounds: Annotated[int, typer.Option(help="How often the variants take turns.")] = 12,
     calls: Annotated[
@@ -141,93 +114,86 @@ def benchmark(
     new_tokens: Annotated[int, typer.Option(help="Time generating: until the first token, and this many.")] = 0,
     callers: Annotated[int, typer.Option(help="Threads that call at once (closed loop).")] = 1,
     rate: Annotated[float | None, typer.Option(help="Calls a second that arrive at random times (open loop).")] = None,
-    task: Task = None,
-    device: Device = None,
-    atol: Atol = None,
-    report: Report = None,
-    png: Png = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    task: options.Task = None,
+    device: options.Device = None,
+    atol: options.Atol = None,
+    report: options.Report = None,
+    png: options.Png = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
     """Measure variants of a model, one process each, taking turns; outputs are compared with PyTorch first."""
-    with command(as_json, verbose):
-        from ..measuring.latency.benchmark import benchmark as run
-        from ..measuring.report import check_pages, text_table, write_html, write_png
+    from ..measuring.latency.benchmark import benchmark as run
+    from ..measuring.report import check_pages, text_table, write_html, write_png
 
-        check_pages(report, png)
-        found = run(
-            models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (),
-            cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts,
-            tokenize=tokenizer, max_length=max_length, threads=threads,
-            warmup=1 if new_tokens else warmup, rounds=rounds, calls=calls or (1 if new_tokens else 20),
-            processes=processes, new_tokens=new_tokens, callers=callers, rate=rate, task=task, device=device, atol=atol,
-            revision=revision, trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        values = found.to_dict()
-        if report is not None:
-            write_html(values, report)
-        if png is not None:
-            write_png(values, png)
-        emit(values, as_json, "" if as_json else f"{found}\n\n{text_table(values)}")
-        if any(variant.error for variant in found.variants):
-            raise typer.Exit(FAILED)
+    check_pages(report, png)
+    measured = run(
+        models, backends=backend, pytorch=pytorch or ("float32",), compiled=compiled or (),
+        cuda_graph=cuda_graph or None, batch=batch or (1,), sequence=sequence or (128,), texts=texts,
+        tokenize=tokenizer, max_length=max_length, threads=threads,
+        warmup=1 if new_tokens else warmup, rounds=rounds, calls=calls or (1 if new_tokens else 20),
+        processes=processes, new_tokens=new_tokens, callers=callers, rate=rate, task=task, device=device, atol=atol,
+        revision=revision, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    values = measured.to_dict()
+    if report is not None:
+        write_html(values, report)
+    if png is not None:
+        write_png(values, png)
+    failed = any(variant.error for variant in measured.variants)
+    return Outcome(values, f"{measured}\n\n{text_table(values)}", failed=failed)
 
 
-@app.command(epilog="Example: accel tune org/model tuned/ --data test.csv --calibration train.csv --max-drop 0.3")
+@subcommand(app, epilog="Example: accel tune org/model tuned/ --data test.csv --calibration train.csv --max-drop 0.3")
 def tune(
-    model: Model,
-    out: Out,
+    model: options.Model,
+    out: options.Out,
     data: Annotated[str, typer.Option(help="Labelled rows to measure accuracy on: a file or a Hub data set.")],
-    metric: Metric = None,
-    calibration: Calibration = None,
+    metric: options.Metric = None,
+    calibration: options.Calibration = None,
     objective: Annotated[str, typer.Option(help="latency, throughput, size or cost.")] = "latency",
     max_drop: Annotated[float | None, typer.Option(help="Points that may be lost against PyTorch float32.")] = None,
     min_accuracy: Annotated[float | None, typer.Option(help="Least value of the metric.")] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="Largest median on every workload.")] = None,
     max_memory_mb: Annotated[float | None, typer.Option(help="Largest peak memory of the process.")] = None,
     max_size_mb: Annotated[float | None, typer.Option(help="Largest size of the files.")] = None,
-    batch: Batches = None,
-    sequence: Sequences = None,
-    texts: Texts = None,
-    split: Split = None,
-    column: Column = None,
-    calibration_split: CalibrationSplit = None,
+    batch: options.Batches = None,
+    sequence: options.Sequences = None,
+    texts: options.Texts = None,
+    split: options.Split = None,
+    column: options.Column = None,
+    calibration_split: options.CalibrationSplit = None,
     samples: Annotated[int | None, typer.Option(help="Rows of --data at most; all when left out.")] = None,
-    max_length: MaxLength = None,
-    backend: Backends = None,
+    max_length: options.MaxLength = None,
+    backend: options.Backends = None,
     device: Annotated[str | None, typer.Option(help="Device type to run on.")] = None,
-    task: Task = None,
-    threads: Threads = None,
+    task: options.Task = None,
+    threads: options.Threads = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds; what is not tried by then is listed.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what earlier runs measured.")] = False,
-    report: Report = None,
-    png: Png = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    report: options.Report = None,
+    png: options.Png = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
     """Try what every backend offers on this machine and data, and keep the best that fits the constraints."""
-    with command(as_json, verbose):
-        from ..measuring.report import check_pages, write_html, write_png
-        from ..tuning.trials import render
-        from ..tuning.tune import tune as run
+    from ..measuring.report import check_pages, write_html, write_png
+    from ..tuning.trials import render
+    from ..tuning.tune import tune as run
 
-        logging.getLogger("accel.tuning").setLevel(logging.DEBUG if verbose else logging.INFO)
-        check_pages(report, png)
-        found = run(
-            model, out, data=data, metric=metric, calibration=calibration, objective=objective,  # type: ignore[arg-type]
-            max_drop=max_drop, min_accuracy=min_accuracy, max_latency_ms=max_latency_ms, max_memory_mb=max_memory_mb,
-            max_size_mb=max_size_mb, batch=batch or (1,), sequence=sequence or (128,), texts=texts, split=split,
-            columns=columns_of(column), calibration_split=calibration_split, samples=samples, max_length=max_length,
-            backends=backend, device=device, task=task, threads=threads, time_limit_s=time_limit, fresh=fresh, revision=revision,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        values = found.to_dict()
-        if report is not None:
-            write_html(values, report, title=f"accel tune {model}")
-        if png is not None:
-            write_png(values, png, title=f"accel tune {model}")
-        emit(values, as_json, "" if as_json else render(found))
+    show_steps("accel.tuning")
+    check_pages(report, png)
+    measured = run(
+        model, out, data=data, metric=metric, calibration=calibration, objective=objective,  # type: ignore[arg-type]
+        max_drop=max_drop, min_accuracy=min_accuracy, max_latency_ms=max_latency_ms, max_memory_mb=max_memory_mb,
+        max_size_mb=max_size_mb, batch=batch or (1,), sequence=sequence or (128,), texts=texts, split=split,
+        columns=columns_of(column), calibration_split=calibration_split, samples=samples, max_length=max_length,
+        backends=backend, device=device, task=task, threads=threads, time_limit_s=time_limit, fresh=fresh, revision=revision,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    values = measured.to_dict()
+    if report is not None:
+        write_html(values, report, title=f"accel tune {model}")
+    if png is not None:
+        write_png(values, png, title=f"accel tune {model}")
+    return Outcome(values, render(measured))

@@ -1,4 +1,4 @@
-"""Options that several commands share: one definition each, so that a flag means and says the same everywhere."""
+"""Options that several commands share, so that a flag has the same meaning and help text everywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConfigError
 
-# What a command works on
+# Models and folders
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")]
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder made by `accel export`.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")]
@@ -17,7 +17,7 @@ Task = Annotated[str | None, typer.Option("--task", help="Task; inferred when le
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
-# Who runs it, and where
+# Backends and devices
 Backend = Annotated[str | None, typer.Option("--backend", help="Backend by name; see `accel doctor`.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", help="Only these backends; repeat.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda:0, ...")]
@@ -45,7 +45,7 @@ Calibration = Annotated[
 CalibrationSplit = Annotated[str | None, typer.Option("--calibration-split", help="Its split.")]
 Atol = Annotated[float | None, typer.Option("--atol", help="Accepted absolute difference from PyTorch.")]
 
-# Calls to time
+# Measured calls
 Batches = Annotated[
     list[int] | None, typer.Option("--batch", "-b", help="Rows a call; repeat for a grid. [default: 1]")
 ]
@@ -66,7 +66,7 @@ Cpus = Annotated[float, typer.Option("--cpus", min=0, help="With --ray, processo
 Gpus = Annotated[float, typer.Option("--gpus", min=0, help="With --ray, GPUs of each; 0.5 shares one.")]
 REPLICAS, CPUS, GPUS = "1", 1.0, 0.0
 
-# What is said
+# Output
 Report = Annotated[Path | None, typer.Option("--report", help="Write one self-contained HTML page here.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Write a picture here (needs the extra `report`).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
@@ -74,10 +74,10 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what upstre
 
 
 def wants_ray(ray: bool, address: str | None, replicas: str, cpus: float, gpus: float) -> bool:
-    """Whether a command runs on Ray.
+    """Return whether a command runs on Ray.
 
     Raises:
-        ConfigError: An option that is Ray's is there without it.
+        ConfigError: An option for Ray is set without `--ray`.
     """
     if ray or address is not None:
         return True

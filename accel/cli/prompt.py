@@ -1,4 +1,4 @@
-"""The command that answers a prompt: generate."""
+"""The command `accel generate`, which generates text for a prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
+from . import options
 from .application import app, command, emit, print_line
-from .options import Backend, Device, Json, Revision, Task, Trust, Verbose
 
 
 @app.command(epilog='Example: accel generate Qwen/Qwen3-0.6B --prompt "Why is the sky blue?" --max-new-tokens 200')
@@ -32,13 +32,13 @@ def generate(
     ] = None,
     num_beams: Annotated[int, typer.Option(min=1, help="Beam search with so many beams.")] = 1,
     seed: Annotated[int | None, typer.Option(help="With --sample: the same answer again.")] = None,
-    task: Task = None,
-    backend: Backend = None,
-    device: Device = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
+    task: options.Task = None,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Answer a prompt, printing the text while it is generated; speed goes to standard error."""
     with command(as_json, verbose):

@@ -1,4 +1,4 @@
-"""`accel batch`: work that no one waits for; and what replaces the commands that measured servers."""
+"""The command `accel batch`, and errors with remedies for removed commands."""
 
 from __future__ import annotations
 
@@ -9,27 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
-from .application import app, columns_of, command, emit, pairs_of
-from .options import (
-    CPUS,
-    GPUS,
-    REPLICAS,
-    Address,
-    Backend,
-    Column,
-    Cpus,
-    Device,
-    Gpus,
-    Json,
-    Ray,
-    ReplicaCount,
-    Revision,
-    Task,
-    Threads,
-    Trust,
-    Verbose,
-    wants_ray,
-)
+from . import options
+from .application import Outcome, app, columns_of, command, pairs_of, subcommand
 
 Options = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=JSON", help="An option of the operation; repeat.")
@@ -37,7 +18,7 @@ Options = Annotated[
 
 
 def options_of(pairs: list[str] | None) -> dict[str, Any]:
-    """What `--option` says: JSON, or a text as it is."""
+    """Parse the values of `--option` as JSON, or as text if they are not JSON."""
     made: dict[str, Any] = {}
     for name, value in (pairs_of(pairs, "--option", "top_k=3") or {}).items():
         try:
@@ -51,7 +32,7 @@ _REPLACED = {
     "loadtest": "send requests with wrk, hey or guidellm; see docs/guides/load-test.md.",
     "sizing": "use the formula in docs/guides/load-test.md, section How many replicas.",
 }
-"""Commands of earlier versions, and what replaces each."""
+"""Removed commands, with their replacements."""
 
 
 def _replaced(name: str) -> None:
@@ -70,8 +51,8 @@ for _name in _REPLACED:
     _replaced(_name)
 
 
-@app.command(
-    epilog="Example: accel batch out-int8/ --data reviews.parquet --out answers/ --column text=review --keep id"
+@subcommand(
+    app, epilog="Example: accel batch out-int8/ --data reviews.parquet --out answers/ --column text=review --keep id"
 )
 def batch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Artifact, folder or Hub id.")],
@@ -81,7 +62,7 @@ def batch(
         str | None, typer.Option(help="embed, generate, a pipeline's task, ...; the model's own.")
     ] = None,
     option: Options = None,
-    column: Column = None,
+    column: options.Column = None,
     keep: Annotated[list[str] | None, typer.Option(help="Column that is copied to the answers; repeat.")] = None,
     on_error: Annotated[str, typer.Option(help="At a row without an answer: stop, or record what was wrong.")] = "stop",
     format: Annotated[str, typer.Option(help="parquet or jsonl.")] = "parquet",
@@ -89,40 +70,37 @@ def batch(
     workers: Annotated[int, typer.Option(min=1, help="Sessions; they share the processors.")] = 1,
     max_batch: Annotated[int, typer.Option(min=1, help="Rows in one call of the model.")] = 64,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one call, padding counted.")] = 16384,
-    ray: Ray = False,
-    address: Address = None,
-    replicas: ReplicaCount = REPLICAS,
-    cpus: Cpus = CPUS,
-    gpus: Gpus = GPUS,
-    task: Task = None,
-    backend: Backend = None,
-    device: Device = None,
-    threads: Threads = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+    ray: options.Ray = False,
+    address: options.Address = None,
+    replicas: options.ReplicaCount = options.REPLICAS,
+    cpus: options.Cpus = options.CPUS,
+    gpus: options.Gpus = options.GPUS,
+    task: options.Task = None,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> Outcome:
     """Answer every row of a table, each exactly once: killed and called again, it goes on where it was."""
-    with command(as_json, verbose):
-        from ..config import SessionOptions
+    from ..config import SessionOptions
 
-        arguments: dict[str, Any] = {
-            "operation": operation, "options": options_of(option), "columns": columns_of(column), "keep": keep or (),
-            "rows_a_part": rows_a_part, "format": format, "on_error": on_error,
-            "workers": workers, "max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "task": task,
-            "backend": backend, "device": device, "revision": revision, "trust_remote_code": trust_remote_code,
-            "session_options": SessionOptions(threads=threads) if threads is not None else None,
-        }  # fmt: skip
-        if wants_ray(ray, address, replicas, cpus, gpus):
-            from ..serving.batch.ray_batch import batch_on_ray
+    arguments: dict[str, Any] = {
+        "operation": operation, "options": options_of(option), "columns": columns_of(column), "keep": keep or (),
+        "rows_a_part": rows_a_part, "format": format, "on_error": on_error,
+        "workers": workers, "max_batch": max_batch, "max_batch_tokens": max_batch_tokens, "task": task,
+        "backend": backend, "device": device, "revision": revision, "trust_remote_code": trust_remote_code,
+        "session_options": SessionOptions(threads=threads) if threads is not None else None,
+    }  # fmt: skip
+    if options.wants_ray(ray, address, replicas, cpus, gpus):
+        from ..serving.batch.ray_batch import batch_on_ray
 
-            done = batch_on_ray(model, data, out, address=address, replicas=replicas, cpus=cpus, gpus=gpus, **arguments)
-        else:
-            from ..serving.batch.batch_run import batch as run
+        done = batch_on_ray(model, data, out, address=address, replicas=replicas, cpus=cpus, gpus=gpus, **arguments)
+    else:
+        from ..serving.batch.batch_run import batch as run
 
-            done = run(model, data, out, **arguments)
-        speed = f", {done.computed / done.seconds:.0f} rows a second" if done.computed and done.seconds else ""
-        told = f"{done.folder}: {done.rows} rows, {done.operation}, {done.parts} files; {done.computed} computed now{speed}"
-        broken = f"\n{done.broken} rows have no answer: see their column `error`." if done.broken else ""
-        emit(done, as_json, told + broken)
+        done = run(model, data, out, **arguments)
+    speed = f", {done.computed / done.seconds:.0f} rows a second" if done.computed and done.seconds else ""
+    told = f"{done.folder}: {done.rows} rows, {done.operation}, {done.parts} files; {done.computed} computed now{speed}"
+    broken = f"\n{done.broken} rows have no answer: see their column `error`." if done.broken else ""
+    return Outcome(done, told + broken)

@@ -1,8 +1,7 @@
-"""The command that serves models over HTTP."""
+"""The command `accel serve`, which serves models over HTTP."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -11,25 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import BackendUnavailableError, ConfigError
-from .application import app, command, print_line
-from .options import (
-    CPUS,
-    GPUS,
-    REPLICAS,
-    Address,
-    Backend,
-    Cpus,
-    Device,
-    Gpus,
-    Ray,
-    ReplicaCount,
-    Revision,
-    Task,
-    Threads,
-    Trust,
-    Verbose,
-    wants_ray,
-)
+from . import options
+from .application import app, command, print_line, show_steps
 
 _KEYS = "ACCEL_API_KEYS"
 
@@ -43,7 +25,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines, too.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     workers: Annotated[int, typer.Option(min=1, help="Sessions a model; they share the processors.")] = 1,
-    threads: Threads = None,
+    threads: options.Threads = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Rows in one call of a model.")] = 64,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one call, padding counted.")] = 16384,
     max_queue: Annotated[int, typer.Option(min=1, help="Inputs that may wait; the next request gets 429.")] = 512,
@@ -74,17 +56,17 @@ def serve(
             "--traces", help="Send OpenTelemetry traces (OTEL_EXPORTER_OTLP_ENDPOINT; needs the extra `traces`)."
         ),
     ] = False,
-    ray: Ray = False,
-    address: Address = None,
-    replicas: ReplicaCount = REPLICAS,
-    cpus: Cpus = CPUS,
-    gpus: Gpus = GPUS,
-    task: Task = None,
-    backend: Backend = None,
-    device: Device = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    verbose: Verbose = False,
+    ray: options.Ray = False,
+    address: options.Address = None,
+    replicas: options.ReplicaCount = options.REPLICAS,
+    cpus: options.Cpus = options.CPUS,
+    gpus: options.Gpus = options.GPUS,
+    task: options.Task = None,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Serve models over HTTP: OpenAI's API, the Open Inference Protocol, an endpoint for each task, and a page at /docs."""
     with command(False, verbose):
@@ -99,7 +81,7 @@ def serve(
         from ..config import SessionOptions
         from ..serving.engine import Engine
 
-        logging.getLogger("accel.serving").setLevel(logging.DEBUG if verbose else logging.INFO)
+        show_steps("accel.serving")
         arguments: dict[str, Any] = {
             "workers": workers, "task": task, "backend": backend, "device": device, "revision": revision,
             "session_options": SessionOptions(threads=threads) if threads is not None else None,
@@ -112,7 +94,7 @@ def serve(
             "max_text_chars": max_text_chars, "api_keys": _keys(api_keys), "drain_s": drain,
             "cors_origins": tuple(cors_origin or ()),
         }  # fmt: skip
-        if wants_ray(ray, address, replicas, cpus, gpus):
+        if options.wants_ray(ray, address, replicas, cpus, gpus):
             if ssl_certfile is not None or ssl_keyfile is not None:
                 raise ConfigError(
                     "Ray's proxies speak no TLS.", fix="put a proxy with TLS in front, without --ssl-certfile."
@@ -141,7 +123,7 @@ def serve(
 
 
 def _named(models: list[str]) -> dict[str, str] | list[str]:
-    """`NAME=MODEL` as names."""
+    """Return models by name if an argument has the form `NAME=MODEL`; if not, return the list unchanged."""
     if not any("=" in one and not Path(one).exists() for one in models):
         return models
     from ..serving.worker_models import name_of
@@ -157,7 +139,7 @@ def _named(models: list[str]) -> dict[str, str] | list[str]:
 
 
 def _absolute(models: dict[str, str] | list[str]) -> dict[str, str]:
-    """Models by name, folders as other processes find them."""
+    """Return models by name. Paths are made absolute, because other processes open them."""
     from ..serving.worker_models import named
 
     found = named(models if isinstance(models, dict) else list(models))

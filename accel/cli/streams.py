@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: closed, on a full disk, or a pipe that nobody reads."""
+"""Handle standard output that cannot be written: it is closed, the disk is full, or the pipe has no reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _OUTPUT, _ERRORS = 1, 2
 
 
 class Watched:
-    """Standard output, and what went wrong when it was written: without a buffer (`PYTHONUNBUFFERED`) no later write tells.
+    """Standard output that stores a failed write. Without a buffer (`PYTHONUNBUFFERED`), no later write or flush
+    reports it again.
 
     Args:
         stream: Standard output.
@@ -25,7 +26,7 @@ class Watched:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As the stream does."""
+        """Write text to standard output, and store an `OSError` before it is raised."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -33,7 +34,7 @@ class Watched:
             raise
 
     def flush(self) -> None:
-        """As the stream does."""
+        """Flush standard output, and store an `OSError` before it is raised."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -45,10 +46,11 @@ class Watched:
 
 
 def watch_output() -> Watched:
-    """Watch standard output, and give it and standard error a file each where the caller closed them.
+    """Wrap standard output so that failed writes are stored. If standard output or standard error is closed, open the
+    null device for it.
 
-    Else the next file that is opened gets their number, and what a library prints would go into it. What is written to a closed
-    output is an error when it is flushed, and is not said where standard error is closed.
+    Without the null device, the next opened file would get the same file descriptor, and libraries would print into
+    that file. Writing to a closed output is an error at the flush, which is not reported if standard error is closed.
     """
     for number, name, mode in ((_OUTPUT, "stdout", os.O_RDONLY), (_ERRORS, "stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
@@ -60,13 +62,14 @@ def watch_output() -> Watched:
 
 
 def lost_output(stream: Any = None) -> int | None:
-    """Write what standard output still holds. Where that fails, or failed before, say so once, and drop the rest.
+    """Flush standard output. If the flush or an earlier write failed, report the error once and discard the remaining
+    output.
 
     Args:
-        stream: Standard output as `watch_output` returned it; `sys.stdout` when `None`.
+        stream: The result of `watch_output`; `sys.stdout` when `None`.
 
     Returns:
-        The exit code where output was lost, and `None` where it was not.
+        The exit code if output was lost, or `None`.
     """
     stream = stream or sys.stdout
     failed = None
@@ -78,7 +81,7 @@ def lost_output(stream: Any = None) -> int | None:
     if failed is None:
         return None
     with contextlib.suppress(OSError, ValueError):
-        # What is left would be tried again, and complained about, when Python ends.
+        # Redirect to the null device, because Python would flush again at exit and print an error.
         _redirect(stream.fileno(), os.O_WRONLY)
         stream.flush()
     stream.failed = None
@@ -93,7 +96,7 @@ def lost_output(stream: Any = None) -> int | None:
 
 
 def _redirect(number: int, mode: int) -> None:
-    """Let a file number mean the null device."""
+    """Point a file descriptor to the null device."""
     null = os.open(os.devnull, mode)
     if null != number:
         os.dup2(null, number)

@@ -1,5 +1,5 @@
-"""Words of other libraries, over ours: a script that was written for one changes an import line.
+"""Compatibility modules for scripts written for other libraries: only the import line of a script changes.
 
-In: another library's classes and arguments. Out: calls of our public functions, and errors where there is no counterpart.
-Each library has a folder or a module here; the next one's goes beside `optimum` and `evaluate`.
+In: another library's classes and arguments. Out: calls of accel's public functions, and errors if there is no
+equivalent. Each library has a package or module here, such as `optimum` and `evaluate`.
 """

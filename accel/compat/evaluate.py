@@ -1,4 +1,4 @@
-"""`evaluate.evaluator` over our models: a script changes its import line."""
+"""`evaluate.evaluator` for accel models: only the import line of a script changes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..models.base import ORTModel
 
 
 def evaluator(task: str) -> Any:
-    """The evaluator of a task, as `evaluate.evaluator` gives it, whose `compute` takes our models, too.
+    """Return the evaluator of a task, like `evaluate.evaluator`. Its `compute` also accepts accel models.
 
-    `model_or_pipeline` is a model of ours with its `tokenizer` or `feature_extractor` (its folder's where they are left out), a Hub
-    id or folder, which is run by the backend that fits, a pipeline of ours or of transformers, or a PyTorch model. Unlike
-    `evaluate`'s own it works beside transformers 5.
+    `model_or_pipeline` may be an accel model with its `tokenizer` or `feature_extractor` (by default loaded from its
+    folder), a Hub id or folder, a pipeline of accel or transformers, or a PyTorch model. Unlike the evaluator of
+    `evaluate`, it supports transformers 5.
 
     Args:
         task: `text-classification`, `token-classification`, `question-answering`, `image-classification` and so on.
 
     Raises:
         BackendUnavailableError: `evaluate` is not installed.
-        KeyError: `evaluate` has no such task.
+        KeyError: `evaluate` does not have this task.
     """
     try:
         import evaluate
@@ -32,7 +32,9 @@ def evaluator(task: str) -> Any:
         ) from error
 
     class Ours(Evaluator):  # type: ignore[misc]  # evaluate is untyped here
-        """Makes the pipeline, in the place of `evaluate`'s, which asks for a class that transformers 5 removed."""
+        """Create the pipeline of an evaluator. The original method of `evaluate` needs a class that transformers 5
+        removed.
+        """
 
         def prepare_pipeline(
             self, model_or_pipeline: Any, tokenizer: Any = None, feature_extractor: Any = None, device: Any = None
@@ -41,7 +43,7 @@ def evaluator(task: str) -> Any:
 
     made = evaluate.evaluator(task)
     kind = type(made)
-    # Behind the task's own class, whose methods call the one that they extend.
+    # The task's class comes first in the bases, because its methods call `super()`.
     return type(kind.__name__, (kind, Ours), {"__module__": __name__})(
         made.task, default_metric_name=made.default_metric_name
     )
@@ -55,7 +57,7 @@ def _pipeline(task: str, model: Any, tokenizer: Any, feature_extractor: Any, dev
     processors = {"tokenizer": tokenizer, "feature_extractor": feature_extractor}
     given = {name: value for name, value in processors.items() if value is not None}
     if task == "image-classification" and "feature_extractor" in given:
-        # transformers 5's word for it.
+        # Name of this argument in transformers 5.
         given["image_processor"] = given.pop("feature_extractor")
     if model is None or isinstance(model, ORTModel | str | os.PathLike):
         return ours(task, model, **given, **({"device": device} if device is not None else {}))

@@ -1,5 +1,5 @@
-"""From a file, a data set or a list to batches of model inputs: rows, what their columns mean, labels, tokens.
+"""Data for calibration and evaluation: rows from a file, data set or list, column uses, labels, batches of model inputs.
 
-In: data in any form and a task. Out: rows with mapped columns, references in the model's numbers, batches. A new form of
-data is read in `rows`; what a task's columns are called stands in its `TaskSpec`.
+In: data in any supported form and a task. Out: rows with mapped columns, reference labels as the model's label ids, and
+batches of tensors. Support for a new data format belongs in `rows`; `TaskSpec` lists the usual column names of a task.
 """

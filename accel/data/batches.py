@@ -1,15 +1,14 @@
-"""Rows as batches of model inputs, for calibration and for evaluation.
+"""Batches of model inputs made from rows of data, for calibration and evaluation.
 
-Texts are tokenized once and kept as token ids; images are read when their batch is made. A batch holds rows of like
-length, so that little of it is padding, and batches can be iterated again and again in bounded memory.
+Each text is tokenized once and kept as token ids. A batch holds rows of similar length, which keeps padding small. Batches can be
+iterated several times in bounded memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +21,19 @@ from ..interfaces.protocols import Feeds
 from ..interfaces.task_registry import load_task, task_spec
 from ..interfaces.task_spec import Modality
 from ..upstream.library_output import quiet
-from .columns import is_text, map_columns
+from .columns import map_columns
 from .defaults import with_defaults
-from .labels import texts
+from .encoded_rows import Encoded, encode_texts
+from .image_rows import encode_images
 from .rows import Rows, is_rows, load_rows, take
+from .sound_rows import encode_sounds
 
 if TYPE_CHECKING:
     import torch
 
 BATCH_SIZE = 32
 _CALIBRATION_TOKENS = 256
-_UNLIMITED = 1 << 30  # tokenizers without a limit say 1e30
+_UNLIMITED = 1 << 30  # tokenizers without a limit have a model_max_length of 1e30
 
 _PROCESSORS: Mapping[tuple[Modality, ...], tuple[str, str]] = {
     ("text",): ("AutoTokenizer", "tokenizer"),
@@ -43,11 +44,11 @@ _PROCESSORS: Mapping[tuple[Modality, ...], tuple[str, str]] = {
 
 
 def load_processor(folder: Path, task: str, *, trust_remote_code: bool = False) -> Any:
-    """What makes a model's inputs from rows of its task, of a folder: a tokenizer, an image processor, ...
+    """Load the processor of a task's model: a tokenizer, an image processor, a feature extractor or a combined processor.
 
     Raises:
-        InputError: The folder has none.
-        IntegrityError: It has one, which is damaged.
+        InputError: The folder has no processor.
+        IntegrityError: The processor is damaged.
     """
     spec = task_spec(task)
     loader, kind = _PROCESSORS.get(spec.modalities, ("AutoProcessor", "processor"))
@@ -62,178 +63,72 @@ def load_processor(folder: Path, task: str, *, trust_remote_code: bool = False) 
 
 
 def longest(limit: int | None, processor: Any, asked: int | None) -> int | None:
-    """Tokens that a row is cut to: what was asked for, the model's positions or the tokenizer's own limit; `None` for
-    processors of something else than text.
+    """Return the number of tokens to which each row is truncated, or `None` for processors without a tokenizer.
+
+    This is `asked`, or the smaller of the model's position limit (`limit`) and the tokenizer's limit when `asked` is `None`.
 
     Raises:
-        ConfigError: More was asked for than the model has positions.
+        ConfigError: `asked` is below 3 or above the number of positions of the model.
     """
     if not hasattr(processor, "model_max_length"):
         return None
     if asked is not None and (asked < 3 or (limit is not None and asked > limit)):
         raise ConfigError(f"max_length is {asked}; the model has {limit} positions.", fix=f"use 3 to {limit}.")
-    own = processor.model_max_length if processor.model_max_length < _UNLIMITED else None
-    return asked or min((n for n in (limit, own) if n), default=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
-    """Rows as inputs of a model.
-
-    Attributes:
-        tokens: Token ids, masks and so on by input name, one list a row; of some, several numbers a token.
-        padding: Value that fills each of them up to the longest row of a batch; no entry: rows of unequal length do
-            not share a batch.
-        left: Whether padding goes to the left.
-        images: A column of images and what turns them into `pixel_values`, instead of tokens.
-        alone: Whether each image is a batch, as they have several sizes.
-        words: For each row the word that each token belongs to (`None` for special tokens), where rows are lists of words.
-    """
-
-    tokens: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
-    padding: Mapping[str, int] = field(default_factory=dict)
-    left: bool = False
-    images: tuple[Sequence[Any], Any] | None = None
-    alone: bool = False
-    words: Sequence[Sequence[int | None]] | None = None
-
-    def __len__(self) -> int:
-        return len(self.images[0]) if self.images is not None else len(self.tokens["input_ids"])
-
-    def plan(self, batch_size: int, *, by_length: bool = True) -> list[list[int]]:
-        """Row numbers batch by batch: like lengths together, shortest first, or in the order of the rows."""
-        if self.images is not None:
-            order = list(range(len(self)))
-            batch_size = 1 if self.alone else batch_size
-            return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-        lengths = [len(row) for row in self.tokens["input_ids"]]
-        order = list(range(len(lengths)))
-        if by_length or not self.padding:
-            order.sort(key=lengths.__getitem__)
-        if self.padding:
-            return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-        # Without a padding token only rows of equal length go together.
-        return [
-            same[i : i + batch_size]
-            for _, group in itertools.groupby(order, key=lengths.__getitem__)
-            for same in [list(group)]
-            for i in range(0, len(same), batch_size)
-        ]
-
-    def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The inputs of some rows: `(rows, longest) int64`, or `pixel_values: (rows, channels, height, width)`."""
-        import torch
-
-        if self.images is not None:
-            column, processor = self.images
-            pictures = [_rgb(column[i]) for i in rows]
-            made: dict[str, torch.Tensor] = dict(processor(pictures, return_tensors="pt"))
-            return made
-        width = max(len(self.tokens["input_ids"][i]) for i in rows)
-        feeds = {}
-        for name, lists in self.tokens.items():
-            made_of = [torch.tensor(lists[i], dtype=torch.int64) for i in rows]
-            # Boxes have four numbers a token.
-            shape = (len(rows), width, *made_of[0].shape[1:])
-            tensor = torch.full(shape, self.padding.get(name, 0), dtype=torch.int64)
-            for place, row in enumerate(made_of):
-                if self.left:
-                    tensor[place, width - len(row) :] = row
-                else:
-                    tensor[place, : len(row)] = row
-            feeds[name] = tensor
-        return feeds
-
-
-def _rgb(image: Any) -> Any:
-    return image.convert("RGB") if getattr(image, "mode", "RGB") != "RGB" else image
+    own_limit = processor.model_max_length if processor.model_max_length < _UNLIMITED else None
+    return asked or min((n for n in (limit, own_limit) if n), default=None)
 
 
 def encode(rows: Rows, task: str, processor: Any, max_length: int | None) -> Encoded:
-    """Rows as a task's models read them: tokenized; of images nothing yet.
+    """Encode rows for the models of a task: tokenize texts now; load images and sounds later, when their batch is made.
 
     Raises:
-        InputError: A row without text.
+        InputError: A row has no text.
     """
+    work = load_task(task)
     with quiet():
-        encoded: Encoded | None = load_task(task).encode(rows, processor, max_length)
-        return encode_texts(rows, processor, max_length) if encoded is None else encoded
+        encoded: Encoded | None = work.encode(rows, processor, max_length)
+        return (
+            _ENCODERS.get(work.spec.modalities, encode_texts)(rows, processor, max_length)
+            if encoded is None
+            else encoded
+        )
 
 
-def encode_texts(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-    """One text a row."""
-    return from_tokenizer(processor(texts(rows, "text"), **cut(max_length)), processor)
-
-
-def encode_images(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
-    """Images, which are read when their batch is made."""
-    return Encoded(images=(images_of(rows), processor))
-
-
-def cut(max_length: int | None) -> dict[str, Any]:
-    """The arguments of a tokenizer that cuts texts to so many tokens."""
-    return {"truncation": max_length is not None, "max_length": max_length}
-
-
-def from_tokenizer(found: Any, tokenizer: Any) -> Encoded:
-    """What a tokenizer returned for a list of rows, as rows to batch."""
-    names = [name for name in tokenizer.model_input_names if name in found]
-    pad = tokenizer.pad_token_id
-    padding = {"input_ids": pad, "token_type_ids": tokenizer.pad_token_type_id} if pad is not None else {}
-    return Encoded(tokens={name: found[name] for name in names}, padding=padding, left=tokenizer.padding_side == "left")
-
-
-def images_of(rows: Rows, use: str = "image") -> Any:
-    """A column of images; one of paths is read as images, and one of arrays is taken as it is."""
-    import datasets
-
-    assert rows.sample.columns is not None
-    name = rows.sample.columns[use]
-    dataset = rows.dataset
-    if is_text(dataset.features[name]):
-        missing = [path for path in dataset[name][:] if not Path(path).is_file()]
-        if missing:
-            raise InputError(
-                f"{len(missing)} of {len(dataset)} images are not found, the first is {missing[0]!r}.",
-                fix="give paths that are absolute or relative to the working folder.",
-            )
-        dataset = dataset.cast_column(name, datasets.Image())
-    return dataset[name]
+_ENCODERS: Mapping[tuple[Modality, ...], Callable[[Rows, Any, int | None], Encoded]] = {
+    ("image",): encode_images,
+    ("audio",): encode_sounds,
+}
+"""Default encoder of rows, by the input modalities of the task."""
 
 
 class Batches:
-    """Batches of exactly the inputs that a graph takes; iterate it as often as needed.
+    """Batches that contain exactly the inputs of a graph. They can be iterated several times.
 
-    Attributes:
-        record: Which rows these are, for the manifest.
+    Args:
+        make: Function that returns a new iterable of batches; inputs that the graph does not take are removed from them.
+        inputs: Inputs of the graph.
+        record: Description of the rows (source, sample size, seed), written to the manifest.
+        prompts: Whether the graph is a decoder, which may also need position ids and `logits_to_keep`.
     """
 
     def __init__(
         self,
-        encoded: Encoded,
+        make: Callable[[], Iterable[Feeds]],
         inputs: Sequence[TensorSpec],
         record: Mapping[str, Any],
-        batch_size: int = BATCH_SIZE,
         *,
-        prompts: bool = False,
+        prompts: bool,
     ) -> None:
         self.record = dict(record)
-        self._encoded = encoded
-        self._inputs = tuple(inputs)
-        self._prompts = prompts
-        self._plan = [part for whole in encoded.plan(batch_size) for part in _bounded(encoded, whole)]
-
-    def __len__(self) -> int:
-        return len(self._plan)
+        self._make, self._inputs, self._prompts = make, tuple(inputs), prompts
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for rows in self._plan:
-            feeds = self._encoded.batch(rows)
+        for feeds in self._make():
             yield for_graph(_as_prompts(feeds, self._inputs) if self._prompts else feeds, self._inputs)
 
 
 def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
-    """Parts of a batch of at most 256 tokens, padding included: memory then does not depend on the longest row met."""
+    """Split a batch into parts of at most 256 tokens including padding, so that the longest row does not decide the memory use."""
     if not encoded.tokens:
         return [rows]
     width = max(len(encoded.tokens["input_ids"][row]) for row in rows)
@@ -242,30 +137,28 @@ def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _as_prompts(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Feeds with the other inputs of a decoder's graph: positions, which padding does not count in, and the logits to keep, all of
-    them.
-    """
+    """Add the remaining inputs of a decoder graph: position ids that skip padding, and `logits_to_keep` for all tokens."""
     import torch
 
-    made = dict(feeds)
+    decoder_inputs = dict(feeds)
     names = {spec.name for spec in inputs}
-    ids = made.get("input_ids")
+    ids = decoder_inputs.get("input_ids")
     if ids is not None and ids.ndim == 2:
-        mask = made.get("attention_mask", torch.ones_like(ids))
+        mask = decoder_inputs.get("attention_mask", torch.ones_like(ids))
         if "position_ids" in names:
-            made.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+            decoder_inputs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
     if ids is not None and ids.ndim == 2 and "logits_to_keep" in names:
-        made.setdefault("logits_to_keep", torch.arange(ids.shape[1]))
-    return made
+        decoder_inputs.setdefault("logits_to_keep", torch.arange(ids.shape[1]))
+    return decoder_inputs
 
 
 def for_graph(
     feeds: Feeds, inputs: Sequence[TensorSpec], own_defaults: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The feeds that a graph takes, in its order and of any shape, with those that a tokenizer may leave out.
+    """Return the inputs of a graph in the graph's order, with defaults for inputs that a tokenizer may omit.
 
     Raises:
-        InputError: The processor does not make an input of the graph.
+        InputError: The processor does not produce an input of the graph.
     """
     complete = with_defaults(feeds, [spec.name for spec in inputs], own_defaults)
     for spec in inputs:
@@ -277,34 +170,23 @@ def for_graph(
     return {spec.name: complete[spec.name] for spec in inputs}
 
 
-class _GivenBatches:
-    """Batches that the caller made, checked as they pass."""
+def _tensors(batch: Any, position: int) -> Feeds:
+    """Convert a batch that the caller made into tensors and check that all values are finite."""
+    import torch
 
-    def __init__(
-        self, batches: Sequence[Feeds] | Iterable[Feeds], inputs: Sequence[TensorSpec], *, prompts: bool
-    ) -> None:
-        self.record: dict[str, Any] = {"source": "batches"}
-        self._batches = batches
-        self._inputs = inputs
-        self._prompts = prompts
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        import torch
-
-        for position, batch in enumerate(self._batches):
-            if not isinstance(batch, Mapping):
-                raise InputError(
-                    f"Batch {position} is a {type(batch).__name__}.",
-                    fix="pass dictionaries of tensors, rows such as {'text': ...}, a data set or a file.",
-                )
-            tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
-            for name, tensor in tensors.items():
-                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                    raise InputError(
-                        f"Batch {position} of the calibration data has values in {name!r} that are not finite.",
-                        fix="remove them: they would decide the ranges.",
-                    )
-            yield for_graph(_as_prompts(tensors, self._inputs) if self._prompts else tensors, self._inputs)
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"Batch {position} is a {type(batch).__name__}.",
+            fix="pass dictionaries of tensors, rows such as {'text': ...}, a data set or a file.",
+        )
+    tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise InputError(
+                f"Batch {position} of the calibration data has values in {name!r} that are not finite.",
+                fix="remove them: they would decide the ranges.",
+            )
+    return tensors
 
 
 def calibration_batches(
@@ -320,46 +202,47 @@ def calibration_batches(
     batch_size: int = 8,
     processor: Any = None,
     inputs: Sequence[TensorSpec] | None = None,
-) -> Batches | _GivenBatches:
-    """Calibration data in any form as batches for an artifact's graph.
+) -> Batches:
+    """Convert calibration data of any form into batches for the graph of an artifact.
 
     Args:
-        artifact: What will be calibrated; its folder holds the tokenizer or image processor.
-        data: Whatever `accel.data.rows.load_rows` reads, or batches: an iterable of dictionaries of tensors
+        artifact: The artifact to calibrate; its folder holds the tokenizer or image processor.
+        data: Anything that `accel.data.rows.load_rows` reads, or batches: an iterable of dictionaries of tensors
             or arrays.
-        config: `samples` and `seed` choose the rows.
-        columns: Column by use, where it cannot be inferred from the task; labels are not needed.
-        split, revision, token: Of a Hub data set.
-        max_length: Tokens that longer rows are cut to.
-        batch_size: Rows a batch.
-        processor: Instead of the artifact's own.
-        inputs: What each batch holds; all inputs of the artifact's first graph but those of its cache when `None`.
+        config: Quantization settings; its `samples` and `seed` decide which rows are drawn.
+        columns: Column name by use, for columns that cannot be inferred from the task. Labels are not needed.
+        split, revision, token: Split, revision and access token of a Hub data set.
+        max_length: Number of tokens to which longer rows are truncated.
+        batch_size: Rows per batch.
+        processor: Processor to use instead of the artifact's own.
+        inputs: The inputs in each batch; when `None`, the inputs of the artifact's first graph without its KV cache.
 
     Raises:
-        InputError: No rows, columns that do not map, values that are not finite.
-        QuantizeError: No batches.
+        InputError: The data has no rows, the columns cannot be mapped, or values are not finite.
+        QuantizeError: The data has no batches.
     """
     config = config or QuantizeConfig()
     if inputs is None:
-        # The cache starts empty; whoever runs the graph fills it.
+        # The session fills the KV cache, which starts empty.
         inputs = [spec for spec in artifact.components[0].inputs if spec.pair is None]
     prompts = artifact.components[0].name == "model" and task_spec(artifact.task).generates
-    if isinstance(data, Batches | _GivenBatches):
+    if isinstance(data, Batches):
         return data
     if not is_rows(data, {spec.name for spec in inputs}):
-        # A generator can be read once only; the quantizer may need several passes.
+        # Keep the batches of a generator: the quantizer may need several passes.
         kept = list(itertools.islice(data, config.samples)) if isinstance(data, Iterator) else data
         if isinstance(kept, Sequence) and not kept:
             raise QuantizeError("The calibration data holds no batches.", fix="pass at least one.")
-        return _GivenBatches(kept, inputs, prompts=prompts)
+        return Batches(lambda: map(_tensors, kept, itertools.count()), inputs, {"source": "batches"}, prompts=prompts)
     rows = take(load_rows(data, split=split, revision=revision, token=token), config.samples, config.seed)
     rows = map_columns(rows, artifact.task, columns, answers=False)
     processor = processor or load_processor(artifact.path, artifact.task)
     limit = artifact.components[0].max_sizes.get("sequence")
     encoded = encode(rows, artifact.task, processor, longest(limit, processor, max_length))
-    return Batches(encoded, inputs, rows.sample.to_dict(), batch_size, prompts=prompts)
+    plan = [part for whole in encoded.plan(batch_size) for part in _bounded(encoded, whole)]
+    return Batches(lambda: map(encoded.batch, plan), inputs, rows.sample.to_dict(), prompts=prompts)
 
 
 def data_name(data: Any) -> str:
-    """How messages call data."""
+    """Return the name of the data for messages: its path, or its type."""
     return os.fspath(data) if isinstance(data, str | os.PathLike) else f"a {type(data).__name__}"

@@ -1,4 +1,4 @@
-"""What the columns of a data set are used as: named by the caller, known by name, or the only one of their kind."""
+"""Mapping of data set columns to their uses in a task (`text`, `label`, ...): named by the caller, or found by name or type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError, InputError, did_you_mean
+from ..errors import ConfigError, InputError, PluginError, did_you_mean
 from ..interfaces.task_registry import measured_tasks, task_spec
 from ..interfaces.task_spec import Column, Holds, TaskSpec
 from .rows import Rows
@@ -17,7 +17,7 @@ def _is_media(feature: Any) -> bool:
 
 
 def is_text(feature: Any) -> bool:
-    """Whether a column holds text, and no media."""
+    """Return whether a column holds text and not media (image, audio or video)."""
     return getattr(feature, "dtype", "") in ("string", "large_string") and not _is_media(feature)
 
 
@@ -33,12 +33,12 @@ def _is_number(feature: Any) -> bool:
 
 
 def _is_map(feature: Any) -> bool:
-    """Pictures, or arrays of two axes and more."""
+    """Return whether a column holds images, or arrays with at least two axes."""
     return type(feature).__name__ in ("Image", "Array2D", "Array3D") or inner(inner(feature)) is not None
 
 
 def inner(feature: Any) -> Any:
-    """The feature of a list's items, or `None`."""
+    """Return the feature type of the items of a list column, or `None` for other columns."""
     if isinstance(feature, list):
         return feature[0]
     return getattr(feature, "feature", None) if type(feature).__name__ in ("List", "LargeList", "Sequence") else None
@@ -51,7 +51,7 @@ def _is_sound(feature: Any) -> bool:
 
 
 def _is_video(feature: Any) -> bool:
-    """Lists of pictures, or arrays of four axes."""
+    """Return whether a column holds videos: lists of images, or arrays with four axes."""
     frame = inner(feature)
     return type(feature).__name__ == "Array4D" or type(frame).__name__ == "Image" or inner(inner(frame)) is not None
 
@@ -74,7 +74,7 @@ _FITS: Mapping[Holds, tuple[Callable[[Any], bool], str]] = {
         "lists of boxes",
     ),
 }
-"""What a column must be to hold something, and how messages call it."""
+"""For each value of `Column.holds`: a check of the column's feature type, and a description for messages."""
 
 
 _PAIRS = (
@@ -91,20 +91,20 @@ _PAIRS = (
 
 
 def map_columns(rows: Rows, task: str, columns: Mapping[str, str] | None = None, *, answers: bool = True) -> Rows:
-    """Find out which column is used as what.
+    """Find the column for each use of a task.
 
-    A column that the caller names wins, then names that data sets for the task often have, then the only column left that
-    holds the right kind of thing.
+    The caller's mapping has priority. Next come the usual names of the task's columns, then the only remaining column of the
+    right type.
 
     Args:
         rows: The data.
-        task: Its `TaskSpec.columns` say which uses there are.
-        columns: Column by use, for those that are not to be guessed.
-        answers: Whether labels, tags, answers or scores are needed, which calibration does without.
+        task: The task; its `TaskSpec.columns` list the uses.
+        columns: Column name by use; other columns are inferred.
+        answers: Whether references (labels, tags, answers or scores) are needed. Calibration needs none.
 
     Raises:
-        ConfigError: `columns` names a column or a use that does not exist.
-        InputError: A use for which no column, or more than one, fits; the message lists the columns.
+        ConfigError: `columns` contains a column or a use that does not exist.
+        InputError: No column, or more than one, fits a use; the message lists the columns.
     """
     spec = task_spec(task)
     if not spec.columns:
@@ -115,28 +115,28 @@ def map_columns(rows: Rows, task: str, columns: Mapping[str, str] | None = None,
             else f"measure one of {', '.join(measured_tasks())}.",
         )
     features = dict(rows.dataset.features)
-    found = _checked(columns or {}, spec, features)
+    mapping = _checked(columns or {}, spec, features)
     uses = {column.use for column in spec.columns}
-    if "text" in uses and "text" not in found:
+    if "text" in uses and "text" not in mapping:
         pair = next((p for p in _PAIRS if all(is_text(features.get(name)) for name in p)), None)
-        if pair is not None and not {"label", *found.values()} & set(pair):
-            found |= {use: name for use, name in zip(("text", "text_pair"), pair, strict=True) if use in uses}
+        if pair is not None and not {"label", *mapping.values()} & set(pair):
+            mapping |= {use: name for use, name in zip(("text", "text_pair"), pair, strict=True) if use in uses}
     for column in spec.columns:
-        if column.use not in found and (name := _guess(column, features, found, spec.columns)) is not None:
-            found[column.use] = name
+        if column.use not in mapping and (name := _guess(column, features, mapping, spec.columns)) is not None:
+            mapping[column.use] = name
     for column in spec.columns:
         needed = column.needed == "always" or (answers and column.needed == "measuring")
-        if column.use not in found and needed:
-            raise _unmapped(rows, column, features, found)
+        if column.use not in mapping and needed:
+            raise _unmapped(rows, column, features, mapping)
     unread = set() if answers else {column.use for column in spec.columns if column.answer}
-    return Rows(rows.dataset, replace(rows.sample, columns={use: c for use, c in found.items() if use not in unread}))
+    return Rows(rows.dataset, replace(rows.sample, columns={use: c for use, c in mapping.items() if use not in unread}))
 
 
 def _checked(columns: Mapping[str, str], spec: TaskSpec, features: Mapping[str, Any]) -> dict[str, str]:
-    """The caller's own mapping, checked.
+    """Check and return the caller's mapping from use to column name.
 
     Raises:
-        ConfigError: A use or a column that does not exist, or one that holds something else.
+        ConfigError: A use or a column is unknown, or a column has the wrong type.
     """
     uses = {column.use: column for column in spec.columns}
     for use, name in columns.items():
@@ -150,7 +150,7 @@ def _checked(columns: Mapping[str, str], spec: TaskSpec, features: Mapping[str, 
                 f"The data has no column {name!r}.{did_you_mean(name, features)} It has {_listing(features)}.",
                 fix=f"name one of them for {use!r}.",
             )
-        fits, holds = _FITS[uses[use].holds]
+        fits, holds = _kind_of(uses[use])
         if not fits(features[name]):
             raise ConfigError(
                 f"The column {name!r} does not hold {holds}: {features[name]}.",
@@ -159,28 +159,42 @@ def _checked(columns: Mapping[str, str], spec: TaskSpec, features: Mapping[str, 
     return dict(columns)
 
 
+def _kind_of(column: Column) -> tuple[Callable[[Any], bool], str]:
+    """Return the test for the features that a column takes, and their description.
+
+    Raises:
+        PluginError: The author of the task gave an unknown `holds`.
+    """
+    if column.holds not in _FITS:
+        raise PluginError(
+            f"The task's column {column.use!r} holds {column.holds!r}.{did_you_mean(column.holds, _FITS)}",
+            fix=f"use one of {', '.join(_FITS)} in `Column(holds=...)`.",
+        )
+    return _FITS[column.holds]
+
+
 def _guess(
-    column: Column, features: Mapping[str, Any], found: Mapping[str, str], columns: Sequence[Column]
+    column: Column, features: Mapping[str, Any], mapping: Mapping[str, str], columns: Sequence[Column]
 ) -> str | None:
     if column.needed == "named":
         return None
-    fits, _ = _FITS[column.holds]
-    free = {name: feature for name, feature in features.items() if name not in found.values()}
+    fits, _ = _kind_of(column)
+    free = {name: feature for name, feature in features.items() if name not in mapping.values()}
     for name in column.known:
         if name in free and fits(free[name]):
             return name
     if column.use in ("text_pair", "audio_pair") or column.needed == "known":
         return None
-    # Of several columns that could be a label, none is taken on a guess; a column known to be the text is no label.
+    # Do not guess among several candidates, and do not take a column whose name belongs to another use.
     others = {name for other in columns if other is not column for name in other.known}
     left = [name for name, feature in free.items() if fits(feature) and name not in others]
     return left[0] if len(left) == 1 else None
 
 
-def _unmapped(rows: Rows, column: Column, features: Mapping[str, Any], found: Mapping[str, str]) -> InputError:
-    mapped = f" Found: {', '.join(f'{use} = {name}' for use, name in found.items())}." if found else ""
+def _unmapped(rows: Rows, column: Column, features: Mapping[str, Any], mapping: Mapping[str, str]) -> InputError:
+    mapped = f" Found: {', '.join(f'{use} = {name}' for use, name in mapping.items())}." if mapping else ""
     return InputError(
-        f"None of the columns of {rows.sample.source} is clearly the {column.use} ({_FITS[column.holds][1]}): "
+        f"None of the columns of {rows.sample.source} is clearly the {column.use} ({_kind_of(column)[1]}): "
         f"{_listing(features)}.{mapped}",
         fix=f"say which one it is: columns={{{column.use!r}: '<column>'}}, or --column {column.use}=<column>.",
     )

@@ -1,8 +1,9 @@
-"""Rows of images as inputs, the texts beside them, and columns of maps: pictures with a value for each pixel."""
+"""Columns of images as model inputs, candidate texts for images, and columns with a value per pixel, such as depth maps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,22 +13,51 @@ from ..errors import InputError
 from ..interfaces.family_registry import family_of
 from ..upstream.auto_models import model_type_of
 from ..upstream.library_output import quiet
-from .batches import Encoded, images_of
+from .columns import is_text
+from .encoded_rows import Encoded, LazyColumn
 from .rows import Rows
 
 if TYPE_CHECKING:
     import torch
 
-_UNLIMITED = 1 << 30  # tokenizers without a limit say 1e30
+_UNLIMITED = 1 << 30  # tokenizers without a limit have a model_max_length of 1e30
 
 
-def encode_pictures(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
-    """Images, which are read when their batch is made: each alone where the processor leaves them of several sizes."""
-    return Encoded(images=(images_of(rows), processor), alone=not makes_one_size(processor))
+def encode_images(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
+    """Encode the images of the rows; each image forms its own batch if the processor does not resize images to one size."""
+    return Encoded(media=(rgb_images(rows), processor), alone=not makes_one_size(processor))
+
+
+def rgb_images(rows: Rows) -> Sequence[Any]:
+    """Return the column of images; each image is converted to RGB on access."""
+    return LazyColumn([images_of(rows)], lambda image, *_: rgb(image))
+
+
+def rgb(image: Any) -> Any:
+    """Convert a PIL image to RGB; return other values, such as arrays, unchanged."""
+    return image.convert("RGB") if hasattr(image, "convert") else image
+
+
+def images_of(rows: Rows, use: str = "image") -> Sequence[Any]:
+    """Return the column of images. File paths are loaded as images; arrays are returned unchanged."""
+    import datasets
+
+    name = rows.name_of(use)
+    dataset = rows.dataset
+    if is_text(dataset.features[name]):
+        missing = [path for path in dataset[name][:] if not Path(path).is_file()]
+        if missing:
+            raise InputError(
+                f"{len(missing)} of {len(dataset)} images are not found, the first is {missing[0]!r}.",
+                fix="give paths that are absolute or relative to the working folder.",
+            )
+        dataset = dataset.cast_column(name, datasets.Image())
+    column: Sequence[Any] = dataset[name]
+    return column
 
 
 def makes_one_size(processor: Any) -> bool:
-    """Whether a processor makes a batch of images that are high and wide."""
+    """Return whether the processor resizes images to one size, tested with a tall and a wide image."""
     from PIL import Image
 
     try:
@@ -39,7 +69,7 @@ def makes_one_size(processor: Any) -> bool:
 
 
 def tokenized(processor: Any, candidates: Sequence[str], max_length: int | None) -> dict[str, torch.Tensor]:
-    """Texts as transformers' pipeline for such models tokenizes them: `(texts, sequence) int64`."""
+    """Tokenize candidate texts as transformers' pipelines do: `(texts, sequence) int64`."""
     tokenizer = processor.tokenizer
     length = family_of({"model_type": model_type_of(processor)}).fixed_text_length
     if length is not None:
@@ -50,28 +80,28 @@ def tokenized(processor: Any, candidates: Sequence[str], max_length: int | None)
     return dict(tokenizer(list(candidates), return_tensors="pt", **options))
 
 
-# Maps: a value for each pixel
+# Images with a value per pixel, such as depth or segmentation maps.
 
 
 def pixels(value: Any) -> npt.NDArray[Any]:
-    """A picture or a nested list as an array `(height, width)` or `(height, width, channels)`."""
+    """Convert an image or a nested list to an array `(height, width)` or `(height, width, channels)`."""
     if getattr(value, "mode", None) == "1":
         value = value.convert("L")
     return np.asarray(value)
 
 
 def one_channel(value: Any, row: int, what: str) -> npt.NDArray[Any]:
-    """The same, of pictures with one value a pixel; three channels that agree are one.
+    """Convert an image with one value per pixel to an array; three equal channels count as one channel.
 
     Raises:
-        InputError: Colours.
+        InputError: The channels of the image differ.
     """
-    found = pixels(value)
-    if found.ndim == 3 and (found[..., :1] == found[..., :3]).all():
-        found = found[..., 0]
-    if found.ndim != 2:
+    array = pixels(value)
+    if array.ndim == 3 and (array[..., :1] == array[..., :3]).all():
+        array = array[..., 0]
+    if array.ndim != 2:
         raise InputError(
-            f"The {what} of row {row} has shape {found.shape}: colours, and no value for each pixel.",
+            f"The {what} of row {row} has shape {array.shape}: colours, and no value for each pixel.",
             fix=f"give pictures of one channel, whose values are the {what}.",
         )
-    return found
+    return array

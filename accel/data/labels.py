@@ -1,4 +1,4 @@
-"""Labels as the model's numbers, numbers and texts, checked."""
+"""Labels as label ids of the model, and columns of numbers and texts, with checks for missing values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from .rows import Rows
 
 _SHOWN = 5
 IGNORED = -100
-"""The tag of words that are not measured, as in PyTorch's losses."""
+"""Tag of words that are left out of the metric, the same value as `ignore_index` in PyTorch's losses."""
 
 
 def label_ids(rows: Rows, use: str, config: Any) -> list[Any]:
-    """The labels of rows as the model's numbers, nested as the column is.
+    """Return the labels of the rows as label ids of the model, nested like the column.
 
-    Names are looked up in the model's `label2id`. Numbers are taken as they are, except those of a `ClassLabel` whose
-    names the model knows: these go by name, since data sets and models often number the same classes differently.
+    Label names are looked up in the model's `label2id`. Integers are kept, except integers of a `ClassLabel` column whose
+    names are all in `label2id`: they are matched by name, because data sets and models often number classes differently.
 
     Args:
-        rows: The data, its columns mapped.
-        use: `label` or `tags`.
+        rows: The data with mapped columns.
+        use: Use of the column, `label` or `tags`.
         config: The model's config.
 
     Raises:
-        InputError: Rows without a label, or labels that the model does not know.
+        InputError: Rows have no label, or a label that the model does not have.
+    Raises:
+        InputError: Rows without a label, or labels that the model does not have.
     """
     values = rows.column(use)
     nested = use == "tags"
@@ -34,14 +36,13 @@ def label_ids(rows: Rows, use: str, config: Any) -> list[Any]:
     if nested and any(value is None or len(value) == 0 for value in values):
         empty = sum(value is None or len(value) == 0 for value in values)
         raise InputError(f"{empty} of {len(values)} rows have no {use}.", fix="remove them, or label them.")
-    assert rows.sample.columns is not None
-    feature = rows.dataset.features[rows.sample.columns[use]]
+    feature = rows.feature(use)
     translate = translation(flat, inner(feature) if nested else feature, config, rows)
     return [[translate(item) for item in value] for value in values] if nested else [translate(v) for v in values]
 
 
 def translation(flat: Sequence[Any], feature: Any, config: Any, rows: Rows) -> Callable[[Any], int]:
-    """From a label in the data to the model's number, after checking that every label has one."""
+    """Return a function that maps a label of the data to the model's label id, after checking that every label has an id."""
     label2id = {str(name): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
     count = int(getattr(config, "num_labels", len(label2id)))
     unlabelled = sum(value is None or value == -1 for value in flat)
@@ -90,10 +91,10 @@ def translation(flat: Sequence[Any], feature: Any, config: Any, rows: Rows) -> C
 
 
 def numbers(rows: Rows, use: str) -> list[float]:
-    """A column of numbers.
+    """Return a column of numbers.
 
     Raises:
-        InputError: One is missing or not finite.
+        InputError: A value is missing or not finite.
     """
     import math
 
@@ -105,10 +106,10 @@ def numbers(rows: Rows, use: str) -> list[float]:
 
 
 def texts(rows: Rows, use: str) -> list[str]:
-    """A column of text.
+    """Return a column of texts.
 
     Raises:
-        InputError: One is missing.
+        InputError: A text is missing.
     """
     values = rows.column(use)
     bad = sum(not isinstance(value, str) for value in values)
@@ -120,7 +121,7 @@ def texts(rows: Rows, use: str) -> list[str]:
 
 
 def accepted_answers(value: Any, rows: Rows) -> list[str]:
-    """Accepted answers of a row: `{"text": [...]}` as in SQuAD, a list, or one text; empty for unanswerable."""
+    """Return the accepted answers of a row, given as `{"text": [...]}` (SQuAD), a list or one text; empty if unanswerable."""
     if isinstance(value, Mapping):
         value = value.get("text")
     if isinstance(value, str):
@@ -134,28 +135,31 @@ def accepted_answers(value: Any, rows: Rows) -> list[str]:
 
 
 def candidate_texts(rows: Rows, names_in: Callable[[Mapping[str, Any]], list[str]] | None = None) -> list[str]:
-    """Texts that a model compares its inputs with: a column of texts, else the names of the data's classes, each once.
+    """Return the candidate texts that a zero-shot model compares its inputs with, without duplicates.
+
+    They come from the data's column of texts or, without such a column, from the class names of the data.
 
     Args:
-        rows: The data, its columns mapped.
-        names_in: Finds the names of classes among features, where they are not those of a column.
+        rows: The data with mapped columns.
+        names_in: Function that returns the class names from the features of the data; by default, the names of the first
+            `ClassLabel` column.
 
     Raises:
-        InputError: The data has neither.
+        InputError: The data has neither texts nor class names.
     """
     features = rows.dataset.features
     if rows.has("text"):
-        found = texts(rows, "text")
+        candidates = texts(rows, "text")
     elif names_in is not None:
-        found = names_in(features)
+        candidates = names_in(features)
     else:
-        found = next((list(names) for one in features.values() if (names := getattr(one, "names", None))), [])
-    if not found:
+        candidates = next((list(names) for one in features.values() if (names := getattr(one, "names", None))), [])
+    if not candidates:
         raise InputError(
             f"{rows.sample.source} holds no texts to compare with, and no classes with names.",
             fix="say which column holds texts: columns={'text': '<column>'}, or --column text=<column>.",
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(candidates))
 
 
 def _some(values: Sequence[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Rows to measure and to calibrate with: read from memory, a file or the Hub, and a sample of them that can be drawn again."""
+"""Rows for evaluation and calibration: loading from memory, a file or the Hub, and drawing reproducible samples."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
 from ..capture import one_thread_at_a_time
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, did_you_mean
+from ..upstream.library_output import quiet
+from ..upstream.pipeline_internals import fingerprint_of
 
 _READERS = {
     ".csv": "csv",
@@ -26,25 +28,25 @@ _READERS = {
     ".txt": "text",
 }
 TABLES = tuple(suffix for suffix, reader in _READERS.items() if reader != "text")
-"""Suffixes of files with columns."""
+"""File suffixes of formats with named columns."""
 _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Which rows were used, as manifests record it.
+    """Description of the rows that were used, as recorded in manifests.
 
     Attributes:
-        source: Hub id, file name, or the builder of a data set in memory.
-        split: Its split, where it has one.
-        config: Its configuration on the Hub, where it has one.
-        revision: Its commit on the Hub, when known.
-        fingerprint: What `datasets` calls this content and its processing.
-        sha256: Of a file.
-        total: Rows before sampling.
-        n: Rows used.
-        seed: Of the choice of rows; `None` when all were used.
-        columns: Column by what it was used as.
+        source: Hub id, file name, or the builder name of a data set in memory.
+        split: Split of the data set, if any.
+        config: Configuration of the Hub data set, if any.
+        revision: Commit of the Hub data set, when known.
+        fingerprint: `datasets`' hash of the content and its processing.
+        sha256: SHA-256 checksum of the file.
+        total: Number of rows before sampling.
+        n: Number of rows used.
+        seed: Seed of the sampling; `None` if all rows were used.
+        columns: Column name by use.
     """
 
     source: str
@@ -59,13 +61,13 @@ class Sample:
     columns: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, without what is not known."""
+        """Return the fields as JSON values, without fields that are `None`."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A `datasets.Dataset` and where it came from."""
+    """A `datasets.Dataset` with a record of its source."""
 
     dataset: Any
     sample: Sample
@@ -73,40 +75,46 @@ class Rows:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def column(self, name: str) -> list[Any]:
-        """The values of the column that is used as `name`."""
-        assert self.sample.columns is not None, "columns are mapped first"
-        values: list[Any] = self.dataset[self.sample.columns[name]][:]
+    def name_of(self, use: str) -> str:
+        """Return the name of the column with this use.
+
+        Raises:
+            ConfigError: No column has this use.
+        """
+        if not self.has(use):
+            raise ConfigError(
+                f"No column of {self.sample.source} is used as {use!r}; the uses are {', '.join(self.sample.columns or ())}.",
+                fix="map a column to it, or add a Column with this use to the columns of the task's TaskSpec.",
+            )
+        return dict(self.sample.columns or {})[use]
+
+    def lazy_column(self, use: str) -> Sequence[Any]:
+        """Return the values of the column with this use as a sequence that loads each value on access."""
+        values: Sequence[Any] = self.dataset[self.name_of(use)]
         return values
 
-    def has(self, name: str) -> bool:
-        """Whether a column is used as `name`."""
-        return name in (self.sample.columns or {})
+    def column(self, use: str) -> list[Any]:
+        """Return all values of the column with this use."""
+        return list(self.lazy_column(use)[:])
 
+    def feature(self, use: str) -> Any:
+        """Return the `datasets` feature type of the column with this use."""
+        return self.dataset.features[self.name_of(use)]
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Without `datasets`' own progress bars; the command line shows one of ours."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+    def has(self, use: str) -> bool:
+        """Return whether a column has this use."""
+        return use in (self.sample.columns or {})
 
 
 def is_rows(data: object, inputs: Collection[str] = ()) -> bool:
-    """Whether `load_rows` reads this, as opposed to batches of tensors, or of arrays by the name of an input of a graph."""
+    """Return whether the data is rows for `load_rows`, not batches (dictionaries of tensors or arrays by graph input name)."""
     if isinstance(data, str | os.PathLike):
         return True
     if isinstance(data, Sequence) and data and isinstance(data[0], Mapping):
         import numpy as np
         import torch
 
-        # Rows hold arrays of images and sounds, by the names of columns.
+        # Rows may also hold arrays (images or sounds); only arrays under the name of a graph input mark a batch.
         return not any(
             isinstance(value, torch.Tensor) or (name in inputs and isinstance(value, np.ndarray))
             for name, value in data[0].items()
@@ -122,28 +130,28 @@ def load_rows(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Rows:
-    """Read rows.
+    """Load rows from memory, a file, a folder or the Hub.
 
     Args:
         data: A `datasets.Dataset` or `DatasetDict`, a list of dictionaries, a `.csv`, `.tsv`, `.json`, `.jsonl` or
             `.parquet` file, a folder written by `Dataset.save_to_disk` or with one folder of images a label, or the
             name of a data set on the Hub.
-        split: Its split; the only one when `None`.
+        split: Split of the data set. `None` works if the data has only one split.
         config: Configuration of a Hub data set.
         revision: Branch, tag or commit of a Hub data set.
-        token: For a private one.
+        token: Access token for a private Hub data set.
 
     Raises:
-        ArtifactNotFoundError: No such file, and no data set of that name that can be reached.
-        ConfigError: An unknown split, or a kind of file that is not read.
-        InputError: It holds no rows.
+        ArtifactNotFoundError: There is no such file, and no data set of that name can be reached on the Hub.
+        ConfigError: The split is unknown, or the file format is not supported.
+        InputError: The data has no rows or an unsupported type.
     """
     import datasets
 
     sha256: str | None = None
     if isinstance(data, str | os.PathLike):
         path = Path(data).expanduser()
-        with _no_bars():
+        with quiet():
             if path.is_file():
                 if split is not None:
                     raise ConfigError(f"{path.name} is one file and has no split {split!r}.", fix="leave split out.")
@@ -182,7 +190,7 @@ def load_rows(
             split=str(loaded.split) if loaded.split is not None and sha256 is None else None,
             config=None if sha256 or info.config_name in (None, "default") else info.config_name,
             revision=_commit(info) or revision,
-            fingerprint=loaded._fingerprint,  # noqa: SLF001  # the field's own name for a data set's content
+            fingerprint=fingerprint_of(loaded),
             sha256=sha256,
             total=len(loaded),
             n=len(loaded),
@@ -191,18 +199,18 @@ def load_rows(
 
 
 def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
-    """Read files of one kind.
+    """Load data files of one format as one data set.
 
     Args:
-        paths: One after another.
-        as_text: Whether cells of CSV stay text. Otherwise columns of numbers are numbers.
+        paths: Files to concatenate.
+        as_text: Whether all CSV columns are read as text. By default, columns of numbers are read as numbers.
 
     Returns:
         A `datasets.Dataset`.
 
     Raises:
-        ConfigError: A kind of file that is not read.
-        InputError: The files hold no rows, or other rows than their kind has.
+        ConfigError: The file format is not supported.
+        InputError: The files have no rows or cannot be parsed.
     """
     import datasets
 
@@ -218,7 +226,7 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
     try:
         if reader == "csv":
             names = _head(path)
-            # Only an empty cell is missing: pandas' default also drops texts such as "null", "NA" and "None".
+            # Only an empty CSV field is missing: pandas by default also drops texts such as "null", "NA" and "None".
             options = {
                 "keep_default_na": False,
                 "na_values": [""],
@@ -226,7 +234,7 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
             }
             if as_text:
                 options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
-        with _no_bars():
+        with quiet():
             loaded = datasets.load_dataset(reader, data_files=[str(one) for one in paths], split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, csv.Error) as error:
         cause = error.__cause__ or error
@@ -239,10 +247,10 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
 
 
 def _head(path: Path) -> list[str]:
-    """The names of the columns of a CSV file.
+    """Return the column names of a CSV file.
 
     Raises:
-        InputError: A name is there twice, or another separator is.
+        InputError: A column name occurs twice, or the separator is not the expected one.
     """
     tabs = path.suffix.lower() == ".tsv"
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -283,7 +291,7 @@ def _download(name: str, split: str | None, config: str | None, revision: str | 
         raise ArtifactNotFoundError(f"There is no file {name!r}.", fix="check the path.")
     outage = None
     if not constants.HF_HUB_OFFLINE:
-        # Asked once before: the attempts of the library take half a minute, and tell less.
+        # Ask the Hub first: `load_dataset` retries for half a minute and gives a less precise error.
         try:
             huggingface_hub.HfApi(token=token).dataset_info(name, revision=revision, timeout=hub_timeout_s())
         except http_errors(huggingface_hub.errors.HFValidationError) as error:
@@ -303,13 +311,13 @@ def _download(name: str, split: str | None, config: str | None, revision: str | 
 
 
 def _unavailable(name: str, error: Exception, revision: str | None) -> ArtifactNotFoundError:
-    said, fix = hub_reason(error, name=name, kind="data set", revision=revision)
-    return ArtifactNotFoundError(f"There is no file {name!r} here. {said}", fix=fix)
+    reason, fix = hub_reason(error, name=name, kind="data set", revision=revision)
+    return ArtifactNotFoundError(f"There is no file {name!r} here. {reason}", fix=fix)
 
 
 @contextmanager
 def _cache_only() -> Iterator[None]:
-    """Let `datasets` look into its cache alone: it has no argument for that."""
+    """Make `datasets` read only its cache while the context is open; `load_dataset` has no argument for this."""
     import datasets
     from huggingface_hub import constants
 
@@ -338,10 +346,10 @@ def _one_split(data: Any, split: str | None, what: str) -> Any:
 
 
 def _commit(info: Any) -> str | None:
-    """The commit that a Hub data set's files were downloaded from, which their addresses name."""
+    """Return the commit of a Hub data set, parsed from the URLs of its files."""
     for url in info.download_checksums or {}:
-        if found := _HUB_REVISION.search(str(url)):
-            return found[1]
+        if match := _HUB_REVISION.search(str(url)):
+            return match[1]
     return None
 
 
@@ -351,10 +359,10 @@ def _sha256(path: Path) -> str:
 
 
 def take(rows: Rows, n: int | None, seed: int = 0) -> Rows:
-    """`n` rows drawn without replacement, in their order in the data; all when `n` is `None` or as many.
+    """Draw `n` rows without replacement and keep their order; return all rows when `n` is `None` or at least their number.
 
     Raises:
-        ConfigError: `n` below 1.
+        ConfigError: `n` is below 1.
     """
     if n is not None and n < 1:
         raise ConfigError(f"{n} rows were asked for.", fix="ask for at least one.")

@@ -1,8 +1,9 @@
-"""torch's threads on the host while a runtime with threads of its own generates.
+"""Limits torch's CPU threads while a runtime with its own threads generates text.
 
-torch shares work on large tensors among OpenMP's threads, which then wait for more by spinning, for milliseconds: on the
-processors that the runtime's own threads need for the next step. Measured with logits of 151,936 tokens on two processors: a step of
-eight rows took a fifth longer after `argmax`, one row drawn from all tokens took 1.7 times as long as in one thread.
+torch distributes operations on large tensors over OpenMP threads. Afterwards these threads wait actively (spin) for milliseconds
+and occupy the processors that the runtime's threads need for the next step. Measured with logits of 151,936 tokens on two
+processors: a step of eight rows took a fifth longer after `argmax`; sampling one row from all tokens took 1.7 times as long as
+with one thread.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 
 
 def has_own_threads(model: Any) -> bool:
-    """Whether a model's runtime computes on the host with threads of its own, not with torch's."""
+    """Return whether the model's runtime computes on the CPU with its own threads instead of torch's threads."""
     return bool(model.artifact.format != "torch" and model.device.type == "cpu")
 
 
 def use_one_thread() -> None:
-    """Run torch's operators in the calling thread alone; other threads keep their number.
+    """Run torch's operators in the calling thread only; other threads keep their number of threads.
 
-    The setting is OpenMP's and belongs to one thread; only the number that new threads start with belongs to the process.
+    OpenMP stores this setting per thread. Only the default for new threads belongs to the process, and it is restored here.
     """
     usual = torch.get_num_threads()
     if usual == 1:
@@ -34,7 +35,7 @@ def use_one_thread() -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """`use_one_thread` while the context is open."""
+    """Apply `use_one_thread` while the context is open."""
     usual = torch.get_num_threads()
     use_one_thread()
     try:
@@ -45,7 +46,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _begin_with(threads: int) -> None:
-    """Set the number that new threads start with; a thread can only set it together with its own, so another thread does."""
+    """Set torch's default for new threads. torch also changes the calling thread's number, so a helper thread makes the call."""
     setter = threading.Thread(target=torch.set_num_threads, args=(threads,))
     setter.start()
     setter.join()

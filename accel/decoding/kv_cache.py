@@ -1,4 +1,4 @@
-"""A session's state as transformers sees a cache."""
+"""The KV cache or other state of a session, with the interface of a transformers cache."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ..interfaces.protocols import Session
 from ..interfaces.state import State
 from ..upstream.cache_names import CACHE_NAME
 
-# What the graph in front of the decoder makes of the encoder's answer: `cross.0.key`, `cross.0.value`, ...
+# Keys and values that the cross-attention graph computes from the encoder's output: `cross.0.key`, `cross.0.value`, ...
 _CROSS = "cross."
 
 
 class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """A session's state as a transformers cache. It is a `DynamicCache` because scripts test for one and read its `layers`.
+    """The state of a session as a transformers cache. It subclasses `DynamicCache` because scripts test for it and read `layers`.
 
-    Keys and values stay where the runtime has them: the cache can be continued, reordered, cropped and passed to the next
-    `generate`. `layers` copies them out, and `fill` copies another cache in.
+    Keys and values stay in the runtime's memory: the cache can be continued, reordered, cropped and passed to the next
+    `generate`. `layers` returns copies of them, and `fill` copies another cache into this one.
 
     Args:
-        session: The decoder's session; it makes the state at the first call.
-        croppable: Whether tokens can be taken out of its states.
+        session: The decoder's session; it creates the state at the first call.
+        croppable: Whether tokens can be removed from the session's states.
 
     Attributes:
         state: The session's state; `None` before the first call.
-        constants: The same inputs of every step: what the decoder reads of the encoder's answer.
+        constants: Inputs that are the same in every step: the tensors that the decoder reads from the encoder's output.
         last_feeds: The inputs of the last step.
-        in_parts: Whether a prompt is read in parts: a row that is padded on the left may have no token in the first part.
+        in_parts: Whether the prompt is processed in parts. A row with left padding may then have no token in the first part.
     """
 
     def __init__(self, session: Session, *, croppable: bool = True) -> None:
@@ -41,27 +41,27 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.constants: dict[str, torch.Tensor] = {}
         self.last_feeds: dict[str, torch.Tensor] = {}
         self._ones = torch.ones((0, 0), dtype=torch.int64)
-        # Not DynamicCache's constructor, which makes layers.
+        # DynamicCache's constructor would create layers.
         Cache.__init__(self, layers=[])
 
     def whole_mask(self, batch: int, total: int) -> torch.Tensor:
-        """A mask `(batch, total)` of ones. Making a new one at each step would cost more than the rest of the step."""
+        """Return an all-ones mask `(batch, total)`. It is a view of a buffer: a new mask per step costs more than the rest of the step."""
         rows, columns = self._ones.shape
         if rows != batch or columns < total:
             self._ones = torch.ones((batch, total + total // 2 + 64), dtype=torch.int64)
         return self._ones[:, :total]
 
     def run(self, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Run the decoder: the logits of new tokens, whose keys and values are in the state from then on."""
+        """Run the decoder and return the logits of the new tokens. The keys and values of the new tokens are added to the state."""
         self.last_feeds = feeds
         return self.session.run(feeds, outputs=("logits",), state=self.state)["logits"]
 
     @property
     def layers(self) -> list[DynamicLayer]:
-        """Copies of the keys and values, a layer each with `keys` and `values: (batch, heads, tokens, size)`.
+        """Copies of the cached keys and values: per layer, `keys` and `values: (batch, heads, tokens, size)`.
 
         Raises:
-            InputError: The backend keeps them in a form of its own, or the model keeps something else.
+            InputError: The backend stores them in its own format, or the model caches something other than keys and values.
         """
         held = self.state.read() if self.state is not None else {}
         odd = sorted(name for name in held if name.partition(".")[2] not in ("key", "value"))
@@ -74,29 +74,29 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     @layers.setter
     def layers(self, layers: list[Any]) -> None:
-        """transformers' own constructor sets an empty list."""
+        """Accept only an empty list, which transformers' constructor sets."""
         assert not layers, "a state is filled by `fill`"
 
     @property
     def self_attention_cache(self) -> DynamicCache:
-        """A copy of the keys and values of the decoder's own tokens, as an `EncoderDecoderCache` names it."""
+        """Copy of the self-attention keys and values; the name is from `EncoderDecoderCache`."""
         return self.to_dynamic()
 
     @property
     def cross_attention_cache(self) -> DynamicCache:
-        """The keys and values of the encoder's answer; empty where there is no encoder."""
-        made = DynamicCache()
+        """Cross-attention keys and values, computed from the encoder's output; empty for models without an encoder."""
+        cache = DynamicCache()
         numbers = sorted({int(name.split(".")[1]) for name in self.constants if name.startswith(_CROSS)})
-        made.layers = [
+        cache.layers = [
             _layer(self.constants[f"{_CROSS}{n}.key"], self.constants[f"{_CROSS}{n}.value"]) for n in numbers
         ]
-        return made
+        return cache
 
     def fill(self, cache: Cache) -> None:
-        """Hold the keys and values of another cache, such as a `DynamicCache` that PyTorch filled.
+        """Replace the state by the keys and values of another cache, such as a `DynamicCache` that PyTorch filled.
 
         Raises:
-            InputError: It is not of this model, or of another kind than keys and values.
+            InputError: The cache belongs to another model, or contains something other than the keys and values of all tokens.
         """
         self.reset()
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
@@ -118,81 +118,81 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.state = state
 
     def write_to(self, cache: Cache) -> None:
-        """Replace the keys and values of another cache by copies; by a reference to this cache where they cannot be copied."""
+        """Replace the layers of another cache by copies of this cache's layers, or by a reference if they cannot be copied."""
         readable = self._croppable and (self.state is None or self.state.readable)
         cache.layers = list(self.layers) if readable else [HeldLayer(self)]
 
     def to_dynamic(self) -> DynamicCache:
-        """A copy that a PyTorch model continues."""
-        made = DynamicCache()
-        made.layers = list(self.layers)
-        return made
+        """Return a copy as a `DynamicCache`, which a PyTorch model can continue."""
+        cache = DynamicCache()
+        cache.layers = list(self.layers)
+        return cache
 
     @property
     def batch_size(self) -> int:
-        """Rows held, -1 before the first call."""
+        """Number of cached rows; -1 before the first call."""
         return getattr(self.state, "batch", -1)
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be taken out: out of keys and values, but not out of the state of a state-space model."""
+        """Whether tokens can be removed: possible for keys and values, but not for the state of a state-space model."""
         return self._croppable
 
     @property
     def is_joinable(self) -> bool:
-        """Whether rows of another cache of the model can join (`join`), while others stay."""
+        """Whether rows of another cache of the same model can be added with `join`, while the rows of this cache stay."""
         return (self.state if self.state is not None else self.session.new_state(1)).joinable
 
     @property
     def is_initialized(self) -> bool:
-        """Whether a call was made."""
+        """Whether the cache has a state, that is, a call was made."""
         return self.state is not None
 
     @property
     def is_linear(self) -> list[bool]:
-        """One layer that counts tokens; the real layers would have to be copied for the answer."""
+        """Return one layer that is not linear attention; an exact list would require copies of all layers."""
         return [False]
 
     @property
     def is_compileable(self) -> bool:
-        """Whether torch can compile over it: no."""
+        """Whether torch can compile code that uses this cache: never."""
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # transformers' signature
-        """Tokens held."""
+        """Number of cached tokens."""
         return self.state.length if self.state is not None else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No limit of its own."""
+        """Return -1: the cache itself has no maximum length."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Tokens after the next call, and the first one's position."""
+        """Return the number of tokens after the next call, and 0, the position of the first token."""
         return self.get_seq_length() + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]` (`beam_idx: (batch,) int64`)."""
+        """Reorder the rows: row `i` becomes the former row `beam_idx[i]` (`beam_idx: (batch,) int64`)."""
         if self.state is not None:
             self.state.reorder(beam_idx)
             self.constants = {name: tensor.index_select(0, beam_idx) for name, tensor in self.constants.items()}
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows: `indices: (rows,) int64`."""
+        """Keep only the rows `indices: (rows,) int64`."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeat each row `repeats` times."""
         if self.state is not None and self.batch_size > 0:
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def join(self, other: StateCache) -> None:
-        """Add the rows of another cache of the model after these rows, and empty that cache.
+        """Append the rows of another cache of the same model after the rows of this cache, and empty the other cache.
 
-        The last token of every row is in the last column. A row with fewer tokens begins with columns that the masks of later steps
-        have to hide.
+        Rows are aligned at the last token. A row with fewer tokens starts with unused columns, which the attention masks of later
+        steps must mask.
 
         Raises:
-            InputError: The runtime's states cannot be joined, a cache of another model, an empty cache, or one with an encoder's answer.
+            InputError: The runtime cannot join states, a cache is empty or of another model, or a cache contains encoder outputs.
         """
         if self.state is None or other.state is None or self.constants or other.constants:
             raise InputError(
@@ -203,21 +203,21 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         other.reset()
 
     def drop(self, columns: int) -> None:
-        """Forget the first columns of every row, which all masks hid; see `join`.
+        """Remove the first `columns` columns of every row. All attention masks must mask these columns; see `join`.
 
         Raises:
-            InputError: The runtime's states cannot be joined, or no column would be left.
+            InputError: The cache is empty, the runtime cannot remove columns, or no column would remain.
         """
         if self.state is None:
             raise InputError("An empty cache has no columns.", fix="run a prompt first.")
         self.state.drop(columns)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, given as a negative number as in transformers.
+        """Remove the last tokens; their number is given as a negative integer, as in transformers.
 
         Raises:
-            InputError: A positive number, which transformers once took for how many to keep; more tokens than there are; or a
-                model whose state no token can be taken out of.
+            InputError: The number is positive (older transformers releases read it as the number of tokens to keep), there are fewer
+                tokens, or tokens cannot be removed from the model's state.
         """
         if tokens_to_remove > 0:
             raise InputError(
@@ -228,19 +228,19 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             self.state.crop(self.state.length + tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Release the state and the encoder outputs."""
         self.state = None
         self.constants = {}
 
     def clone(self) -> StateCache:
-        """An independent copy, for trying several continuations of one prompt."""
+        """Return an independent copy, for example to try several continuations of one prompt."""
         copy = StateCache(self.session, croppable=self._croppable)
         copy.state = self.state.clone() if self.state is not None else None
         copy.constants = dict(self.constants)
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
-        # Users of transformers copy the cache of a common prefix.
+        # transformers users deep-copy the cache of a shared prompt prefix.
         return self.clone()
 
     def __copy__(self) -> StateCache:
@@ -253,7 +253,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         )
 
     def __len__(self) -> int:
-        # Counting the layers would copy them.
+        # The real number of layers is only available by copying them.
         return 0
 
     def __repr__(self) -> str:
@@ -261,10 +261,10 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
 
 class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The one layer of a user's `DynamicCache` that stands for a state which cannot be copied into it.
+    """The only layer of a user's `DynamicCache` when the session's state cannot be copied into layers; it refers to the state.
 
     Args:
-        cache: Holds the state.
+        cache: The cache that holds the state.
     """
 
     is_initialized = True
@@ -273,10 +273,10 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the state exists."""
+        """Do nothing: the state already exists."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Raise: a PyTorch model cannot continue the state.
+        """Always raise, because a PyTorch model cannot continue the session's state.
 
         Raises:
             InputError: Always.
@@ -287,40 +287,40 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens after the next call, and the first one's position."""
+        """Return the number of tokens after the next call, and 0, the position of the first token."""
         return self.cache.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
+        """Return the number of cached tokens."""
         return self.cache.get_seq_length()
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
+        """Return -1: the cache itself has no maximum length."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Release the state of the cache."""
         self.cache.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]` (`beam_idx: (batch,) int64`)."""
+        """Reorder the rows: row `i` becomes the former row `beam_idx[i]` (`beam_idx: (batch,) int64`)."""
         self.cache.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows: `indices: (rows,) int64`."""
+        """Keep only the rows `indices: (rows,) int64`."""
         self.cache.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeat each row `repeats` times."""
         self.cache.batch_repeat_interleave(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, where the model can."""
+        """Remove the last tokens if the model's state supports it; see `StateCache.crop`."""
         self.cache.crop(tokens_to_remove)
 
 
 def _holds_all(layer: Any) -> bool:
-    """Whether a layer has the keys of all tokens; a layer with a window does until the window is full."""
+    """Return whether a layer has the keys of all tokens. A sliding-window layer has them until its window is full."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys.shape[-2] == layer.get_seq_length()
 
 
@@ -332,10 +332,10 @@ def _layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Any | None:
-    """The cache of a call that takes it by both names.
+    """Return the cache of a call that accepts it as `past_key_values` or as `cache`.
 
     Raises:
-        InputError: Both were given.
+        InputError: Both arguments were passed.
     """
     if past_key_values is not None and cache is not None:
         raise InputError(
@@ -345,15 +345,15 @@ def one_cache(past_key_values: Any, cache: Any) -> Any | None:
 
 
 def renamed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate` with the cache by the name that the installed transformers has for it.
+    """Return the arguments of `generate` with the cache under the name that the installed transformers release uses.
 
     Raises:
-        InputError: The cache came by both names.
+        InputError: The cache was passed under both names.
     """
     cache = one_cache(arguments.pop("past_key_values", None), arguments.pop("cache", None))
     return arguments if cache is None else {**arguments, CACHE_NAME: cache}
 
 
 def is_theirs(cache: Any) -> bool:
-    """Whether a cache is a `DynamicCache` that holds its keys and values itself, as PyTorch models fill them."""
+    """Return whether the cache is a plain `DynamicCache` of transformers, which stores keys and values itself."""
     return isinstance(cache, DynamicCache) and not isinstance(cache, StateCache)

@@ -1,4 +1,4 @@
-"""Logits to the next token: transformers' processors, then the likeliest token or a draw."""
+"""Choice of the next token from logits: transformers' logits processors, then the likeliest token or random sampling."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .generation_options import GenerationOptions
 
 
 def likeliest(scores: np.ndarray[Any, Any]) -> list[int]:
-    """The index of the greatest value of each row of `scores: (rows, vocabulary)`; NaN counts as the greatest."""
+    """Return the index of the greatest value in each row of `scores: (rows, vocabulary)`; NaN counts as the greatest value."""
     indices: list[int] = scores.argmax(axis=-1).tolist()
     return indices
 
 
 class TokenChoice:
-    """Chooses the next tokens of rows that share their settings, as `generate` does.
+    """Choose the next tokens of rows that share generation settings, like `generate` in transformers.
 
     Args:
-        processors: Called with all tokens so far.
-        draw: Whether tokens are drawn.
-        generator: Random numbers of the draws; torch's own when `None`.
+        processors: Logits processors, called with all tokens so far.
+        draw: Whether tokens are sampled.
+        generator: Random generator for sampling; torch's default generator when `None`.
 
     Attributes:
-        plain: Whether the likeliest token is taken and no processor changes which one that is.
+        plain: Whether decoding is greedy and no logits processor is used.
     """
 
     def __init__(
@@ -41,31 +41,31 @@ class TokenChoice:
         self.plain = not draw and not processors
 
     def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The next token of each row.
+        """Return the next token of each row.
 
         Args:
-            ids: `(rows, sequence)`: the tokens so far, which only processors read; the answer is on their device.
-            logits: `(rows, vocabulary)` after them.
+            ids: The tokens so far, `(rows, sequence)`. Only logits processors read them. The result is on their device.
+            logits: Logits of the next token, `(rows, vocabulary)`.
 
         Returns:
-            `(rows,) int64`.
+            Token ids, `(rows,) int64`.
 
         Raises:
-            RuntimeError: No token can be drawn.
+            RuntimeError: No token can be sampled, because the scores are all zero or not finite.
         """
         scores = self.scores(ids, logits)
         return self._drawn(scores) if self._draw else _likeliest(scores)
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The logits as the processors change them."""
-        # A processor may write to its scores.
+        """Return the logits after all logits processors, as float32."""
+        # Copy, because a logits processor may modify its argument in place.
         scores = logits.to(ids.device, torch.float32, copy=bool(self.processors))
         return self.processors(ids, scores) if self.processors else scores
 
     def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
-        """The tokens that `torch.multinomial(scores.softmax(-1), 1)` draws.
+        """Sample the same tokens as `torch.multinomial(scores.softmax(-1), 1)`.
 
-        For one draw, that is the greatest of the probabilities, each divided by an exponential random number.
+        For one sample per row, torch computes the same: the argmax of the probabilities divided by exponential random numbers.
         """
         probabilities = torch.softmax(scores, dim=-1)
         if not probabilities.is_cpu:
@@ -79,25 +79,25 @@ class TokenChoice:
 
 
 def _likeliest(scores: torch.Tensor) -> torch.Tensor:
-    # torch's argmax takes twenty times as long on the host.
+    # On the CPU, torch's argmax is twenty times slower than NumPy's.
     return torch.tensor(likeliest(scores.detach().numpy())) if scores.is_cpu else scores.argmax(dim=-1)
 
 
 class RowChoice:
-    """Chooses the tokens of one row, whose settings are its own, as a call of `generate` for this row alone does.
+    """Choose the tokens of one row that has its own settings, like a call of `generate` for this row alone.
 
     Args:
-        model: Its `generation_config` has what the options leave open.
-        ids: The tokens that the answer continues.
-        options: The settings of the row.
-        encoded: What the encoder reads, if there is one.
+        model: The model; its `generation_config` gives the settings that `options` does not set.
+        ids: The tokens that the generated text continues.
+        options: The generation options of the row.
+        encoded: Token ids of the encoder's input; `None` for models without an encoder.
 
     Attributes:
-        plain: As in `TokenChoice`.
-        ends: Tokens that end the answer.
+        plain: Whether decoding is greedy and no logits processor is used.
+        ends: Token ids that end the generated text.
 
     Raises:
-        InputError: Settings that transformers refuses.
+        InputError: transformers rejects the settings, or `logit_bias` contains a token outside the vocabulary.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RowChoice:
                 ignore_eos=options.ignore_eos,
                 **options.overrides(),
             )
-        # A bias for a token that the model does not have is a plain ValueError there.
+        # For a bias of a token outside the vocabulary, transformers raises a plain ValueError.
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"transformers refuses these settings: {error}", fix="correct the settings of the generation."
@@ -130,21 +130,21 @@ class RowChoice:
         self.plain = self._choice.plain
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits `(1, vocabulary)` as the processors of the row change them."""
+        """Return the logits `(1, vocabulary)` after the logits processors of this row."""
         return self._choice.scores(self._ids, logits)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """The next token, from logits `(1, vocabulary)` on the host."""
+        """Return the next token from logits `(1, vocabulary)` on the CPU, and append the token to the row."""
         token = self._choice(self._ids, logits)
         self._ids = torch.cat([self._ids, token.unsqueeze(1)], dim=1)
         return int(token)
 
 
 def choose_tokens(choices: Sequence[RowChoice], logits: torch.Tensor) -> list[int | AccelError]:
-    """The next token of each row, from logits `(rows, vocabulary)`; an error where a row's logits or settings leave none."""
+    """Return the next token of each row from logits `(rows, vocabulary)`, or an error for rows where no token can be chosen."""
     likeliest_tokens = _likeliest(logits.float())
     tokens: list[int | AccelError] = likeliest_tokens.tolist()
-    # NaN counts as the greatest: the value of the likeliest token tells whether a row holds any.
+    # argmax treats NaN as the greatest value, so the value of the likeliest token shows whether a row contains NaN.
     finite = logits.gather(1, likeliest_tokens.unsqueeze(1))[:, 0].isfinite().tolist()
     if not all(choice.plain for choice in choices):
         logits = logits.cpu()
@@ -166,7 +166,7 @@ def choose_tokens(choices: Sequence[RowChoice], logits: torch.Tensor) -> list[in
 
 
 class _AnswerPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped here
-    """OpenAI's penalties: take `presence`, and `frequency` for each occurrence, from the logits of tokens after the prompt."""
+    """OpenAI's penalties: subtract `presence` once, and `frequency` per occurrence, from the logits of generated tokens."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency

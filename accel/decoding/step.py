@@ -1,4 +1,4 @@
-"""One step of a decoder: new tokens of every row in, their logits out; keys and values stay in the session's state."""
+"""One step of a decoder: takes new tokens of every row, returns their logits; the session's state keeps keys and values."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class DecoderStep:
-    """A decoder's graph, called with new tokens and a cache.
+    """Run a decoder's graph with new tokens and a KV cache.
 
     Args:
         session: The graph's session.
-        component: The graph in the manifest.
-        embed: Returns the input that stands for tokens `(batch, new)`: the tokens themselves, or their embeddings.
-        counts: What position ids count where a call has none: columns (`place`), tokens that the mask shows (`mask`), or tokens
-            other than the padding token, starting after `padding` (`tokens`).
-        padding: The padding token, for `counts="tokens"`.
+        component: The graph's entry in the manifest.
+        embed: Function that turns token ids `(batch, new)` into the graph's input: the ids themselves, or their embeddings.
+        counts: How position ids are computed if a call has none: from the column index (`place`), by counting the tokens that the
+            mask does not hide (`mask`), or by counting the tokens other than the padding token, starting after `padding` (`tokens`).
+        padding: Id of the padding token, for `counts="tokens"`.
 
     Attributes:
-        inputs: Names of the graph's inputs, without those of the cache.
-        fills_rows: Whether every row needs a token that the mask shows.
+        inputs: Names of the graph's inputs, without the KV cache.
+        fills_rows: Whether every row must have at least one token that the mask does not hide.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class DecoderStep:
     ) -> None:
         self.session, self.component = session, component
         self.inputs = frozenset(spec.name for spec in component.inputs if spec.pair is None)
-        # Sessions check masks that declare bounds; masks without bounds are checked nowhere.
+        # A session checks only masks whose spec declares bounds, so other masks need no check here.
         self.fills_rows = any(spec.role == "mask" and spec.bounds is not None for spec in session.inputs)
         self._limit = component.most_tokens
         self.embed, self._counts, self._padding = embed, counts, padding
         self._last = torch.zeros(1, dtype=torch.int64)
 
     def new_cache(self) -> StateCache:
-        """An empty cache."""
+        """Return an empty cache for this decoder."""
         return StateCache(self.session, croppable=self.component.croppable)
 
     def __call__(
@@ -64,17 +64,17 @@ class DecoderStep:
         position_ids: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
     ) -> torch.Tensor:
-        """The logits `(batch, kept, vocabulary)` of new tokens, whose keys and values are in the cache from then on.
+        """Return the logits `(batch, kept, vocabulary)` of new tokens, and add the tokens' keys and values to the cache.
 
         Args:
-            tokens: From `embed`: `(batch, new, ...)`.
-            cache: Continued in place.
-            mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
-            position_ids: `(batch, new)`; counted when `None`.
-            logits_to_keep: How many of the last logits are computed, 0 for all; or their places.
+            tokens: Result of `embed`: `(batch, new, ...)`.
+            cache: The cache to continue; it is changed in place.
+            mask: Attention mask `(batch, cached + new)`, 0 for padding; all ones when `None`.
+            position_ids: Position ids `(batch, new)`; computed when `None`.
+            logits_to_keep: Number of last tokens whose logits are computed, 0 for all; or a tensor of token indices.
 
         Raises:
-            InputError: Shapes that do not fit, more tokens than positions, or padding that the graph cannot mask.
+            InputError: Shapes do not match, there are more tokens than positions, or the graph cannot mask the padding.
         """
         batch, new = next(iter(tokens.values())).shape[:2]
         if cache.state is None:
@@ -106,10 +106,10 @@ class DecoderStep:
         return logits.index_select(1, self._places(new, logits_to_keep).to(logits.device))
 
     def check_room(self, past: int, new: int) -> int:
-        """How many tokens the cache holds after a call.
+        """Return the number of cached tokens after a call with `new` tokens.
 
         Raises:
-            InputError: More than the model has positions for, or no new ones.
+            InputError: The model has fewer positions, or `new` is 0.
         """
         if self._limit and past + new > self._limit:
             raise InputError(
@@ -121,7 +121,7 @@ class DecoderStep:
         return past + new
 
     def _positions(self, tokens: Feeds, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
-        """Position ids `(batch, new)` of the tokens after those in the cache."""
+        """Return the position ids `(batch, new)` of the tokens that follow the cached tokens."""
         if self._counts == "tokens" and "input_ids" in tokens:
             real = (tokens["input_ids"] != self._padding).long()
             return (real.cumsum(1) + past) * real + self._padding
@@ -132,10 +132,10 @@ class DecoderStep:
         return torch.arange(past, total).expand(mask.shape[0], -1)
 
     def _places(self, new: int, asked: int | torch.Tensor) -> torch.Tensor:
-        """Places of the new tokens whose logits are computed.
+        """Return the indices of the new tokens whose logits are computed.
 
         Raises:
-            InputError: Neither a number nor places among the new tokens.
+            InputError: `asked` is neither a number nor a tensor of valid indices.
         """
         if isinstance(asked, torch.Tensor):
             return _checked_places(new, asked)
@@ -150,7 +150,7 @@ class DecoderStep:
 
 
 def _checked_places(new: int, asked: torch.Tensor) -> torch.Tensor:
-    """Places of new tokens; negative ones count from the end."""
+    """Check a tensor of token indices and return it with non-negative indices; negative indices count from the end."""
     check_readable("logits_to_keep", asked)
     if asked.ndim != 1 or not asked.numel() or asked.dtype not in INTEGERS:
         raise InputError(
@@ -167,20 +167,20 @@ def _checked_places(new: int, asked: torch.Tensor) -> torch.Tensor:
 
 
 class TokenSteps:
-    """Steps of one new token a row.
+    """Decoding steps with one new token per row.
 
-    The first one is made by its caller. The inputs of the others differ from its inputs in known ways: a new token, one more
-    column of ones in the mask, positions greater by one.
+    The caller provides the function for the first step. The inputs of later steps follow from its inputs: a new token, one more
+    column of ones in the mask, and position ids increased by one.
 
     Args:
         step: The decoder.
-        cache: Continued in place.
-        first: Makes the first step: new tokens `(batch, 1)` to logits `(batch, vocabulary)`.
-        steps: How many steps come at most, the first one included.
-        padding: The token of rows that have ended.
+        cache: The cache to continue; it is changed in place.
+        first: Function for the first step: new tokens `(batch, 1)` to logits `(batch, vocabulary)`.
+        steps: Maximum number of steps, including the first one.
+        padding: Token id for rows that have ended.
 
     Attributes:
-        in_place: The session's shorter way to make the steps, or `None`; known after the first step (`Session.steps`).
+        in_place: The session's faster function for the steps (`Session.steps`), or `None`; set after the first step.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class TokenSteps:
         self._columns = 0
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits `(batch, vocabulary)` after new tokens `(batch, 1)`."""
+        """Return the logits `(batch, vocabulary)` for new tokens `(batch, 1)`."""
         if self.in_place is not None:
             return torch.from_numpy(self.in_place(tokens[:, 0].tolist()))
         if self._feeds is None:
@@ -217,15 +217,15 @@ class TokenSteps:
         return self._cache.run(feeds)[:, -1]
 
     def _prepare(self, vocabulary: int) -> None:
-        """Find how the steps after the first one are made."""
+        """Prepare the steps after the first one: the session's faster function, or reusable inputs."""
         cache, session, left = self._cache, self._step.session, self._left - 1
         assert cache.state is not None, "the first step fills the cache"
-        # Its tokens are not checked: the likeliest token is in the vocabulary, the padding token is a setting.
+        # The faster function does not check token ids. Chosen tokens are in the vocabulary; the padding token comes from settings.
         if 0 <= self._padding < vocabulary:
             self.in_place = session.steps(cache.last_feeds, cache.state, calls=left)
         self._feeds = feeds = dict(cache.last_feeds)
         mask: Any = feeds.get("attention_mask")
         if mask is not None and self.in_place is None:
             self._columns = mask.shape[1]
-            # The mask of the longest text; each step sees its first columns.
+            # Allocate the mask for the longest text once; each step uses its first columns.
             self._mask = torch.cat([mask, mask.new_ones((len(mask), left))], dim=1)

@@ -1,4 +1,4 @@
-"""Tokens to final pieces of text, and the stop texts that end it."""
+"""Conversion of generated tokens to final pieces of text, and detection of stop texts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _UNFINISHED = "�"
 
 
 def byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """Tokens that stand for one byte each: what a run of them says is only known after its last one."""
+    """Return the token ids that represent single bytes; a run of such tokens is decoded only after its last token."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     unknown = (None, tokenizer.unk_token_id)
     return frozenset(token for token in tokenizer.convert_tokens_to_ids(names) if token not in unknown)
 
 
 class TextPieces:
-    """Text of an answer in final pieces, which together are the answer up to its stop text.
+    """Generated text in final pieces: their concatenation is the text up to the first stop text.
 
-    Characters whose bytes are incomplete and text that may become a stop text are held back.
+    Text is held back while its last character is incomplete or while it may become a stop text.
 
     Args:
-        tokenizer: The model's.
-        stop: Stop texts; the answer ends before the first one.
-        byte_tokens: From `byte_tokens`.
+        tokenizer: The model's tokenizer.
+        stop: Stop texts; the generated text ends before the first of them.
+        byte_tokens: Result of `byte_tokens`.
 
     Attributes:
-        stopped: Whether a stop text came.
+        stopped: Whether a stop text was found.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), byte_tokens: Set[int] = frozenset()) -> None:
@@ -34,13 +34,13 @@ class TextPieces:
         self._bytes = byte_tokens
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
-        # Tokens from `_start` to `_read` are decoded again with the next ones: the space between two words may depend on the
-        # first word.
+        # Tokens from `_start` to `_read` are decoded again together with the next tokens, because the space between two words may
+        # depend on the first word.
         self._start = self._read = 0
         self._held = ""
 
     def push(self, token: int) -> str:
-        """The piece of text that a token makes final."""
+        """Add a token and return the text that becomes final; empty if there is none."""
         if self.stopped:
             return ""
         self._ids.append(token)
@@ -53,7 +53,7 @@ class TextPieces:
         return self._released(after[len(before) :])
 
     def finish(self) -> str:
-        """The rest of the text, after the last token."""
+        """Return the remaining text, after the last token."""
         if self.stopped:
             return ""
         rest = self._released(self._decoded(len(self._ids))[len(self._decoded(self._read)) :])
@@ -72,7 +72,7 @@ class TextPieces:
         if places:
             self.stopped, self._held = True, ""
             return text[: min(places)]
-        # The longest end of the text that is the beginning of a stop text.
+        # The longest suffix of the text that is a prefix of a stop text.
         kept = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

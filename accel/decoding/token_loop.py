@@ -1,4 +1,4 @@
-"""Greedy and sampled decoding of rows that start together, as in one call of `generate`."""
+"""Greedy decoding and sampling for rows that start together, as in one call of `generate`."""
 
 from __future__ import annotations
 
@@ -12,60 +12,61 @@ from ..interfaces.protocols import TokenStep
 from .next_token import TokenChoice, likeliest
 from .step import TokenSteps
 
-# Tensors for a streamer that are made at once.
+# Number of token tensors for the streamer that are allocated at once.
 _STREAMED_AHEAD = 64
 
 
 def decode_rows(
     ids: torch.Tensor, logits: torch.Tensor, steps: TokenSteps, choice: TokenChoice, rows: LiveRows, streamer: Any
 ) -> torch.Tensor:
-    """The prompt and the new tokens: `(batch, sequence + new)`.
+    """Return the prompt and the new tokens: `(batch, sequence + new)`.
 
     Args:
-        ids: `(batch, sequence)`: the prompt, or the tokens that a decoder starts with.
-        logits: `(batch, vocabulary)` after them; pass the only reference, because those of a whole prompt are large.
-        steps: Makes the steps.
-        choice: Chooses the tokens.
-        rows: Which rows go on.
-        streamer: Gets each step's tokens; or `None`.
+        ids: The prompt, or the decoder's start tokens: `(batch, sequence)`.
+        logits: Logits after `ids`, `(batch, vocabulary)`. Pass the only reference: logits of a whole prompt use much memory.
+        steps: Function that runs the decoding steps.
+        choice: Function that chooses the tokens.
+        rows: Record of the rows that have not ended.
+        streamer: transformers streamer that receives the tokens of each step, or `None`.
     """
-    made = [ids]
+    parts = [ids]
     while True:
         if choice.processors:
-            ids = torch.cat(made, dim=1)
-            made = [ids]
+            ids = torch.cat(parts, dim=1)
+            parts = [ids]
         tokens = choice(ids, logits).unsqueeze(1)
         del logits
         if rows.ends:
             chosen = tokens[:, 0].tolist()
             values = rows.advance(chosen)
-            # A device is written to only where it has to be.
+            # Avoid a copy to the device unless padding changed the tokens.
             if values is not chosen:
                 tokens = tokens.new_tensor(values).unsqueeze(1)
-        made.append(tokens)
+        parts.append(tokens)
         rows.left -= 1
         if streamer is not None:
-            # A copy, which the streamer may write to.
+            # A copy, because the streamer may modify it.
             streamer.put(tokens[:, 0].to("cpu", copy=True))
         if rows.done:
-            return torch.cat(made, dim=1)
+            return torch.cat(parts, dim=1)
         logits = steps(tokens)
         if steps.in_place is not None and choice.plain:
-            made.append(_decode_in_place(steps.in_place, logits, rows, streamer))
-            return torch.cat(made, dim=1)
+            parts.append(_decode_in_place(steps.in_place, logits, rows, streamer))
+            return torch.cat(parts, dim=1)
 
 
 def _decode_in_place(step: TokenStep, logits: torch.Tensor, rows: LiveRows, streamer: Any) -> torch.Tensor:
-    """The likeliest tokens `(batch, new)`, beginning with those of `logits`.
+    """Return the likeliest tokens `(batch, new)`, starting with the tokens chosen from `logits`.
 
-    No operator of torch runs between two steps: a step reads all weights, so torch's code is in no cache of the processor after it.
+    No torch operator runs between two steps. A step reads all weights and evicts torch's code from the processor caches, so each torch
+    operator would be slow.
     """
     scores: np.ndarray = logits.float().numpy()
-    made: list[list[int]] = []
+    chosen: list[list[int]] = []
     streamed: list[tuple[torch.Tensor, np.ndarray]] = []
     while True:
         values = rows.advance(likeliest(scores))
-        made.append(values)
+        chosen.append(values)
         rows.left -= 1
         if streamer is not None:
             if not streamed:
@@ -75,18 +76,18 @@ def _decode_in_place(step: TokenStep, logits: torch.Tensor, rows: LiveRows, stre
             memory[:] = values
             streamer.put(tokens)
         if rows.done:
-            return torch.tensor(made).T
+            return torch.tensor(chosen).T
         scores = step(values)
 
 
 class LiveRows:
-    """Which rows go on, and for how long.
+    """Record of the rows that have not ended, and the number of remaining tokens.
 
     Args:
         count: Number of rows.
-        ends: Tokens that end a row.
-        padding: The token of rows that have ended.
-        left: Tokens that can still come.
+        ends: Token ids that end a row.
+        padding: Token id for rows that have ended.
+        left: Maximum number of further tokens.
     """
 
     def __init__(self, count: int, ends: Set[int], padding: int, left: int) -> None:
@@ -96,11 +97,11 @@ class LiveRows:
 
     @property
     def done(self) -> bool:
-        """Whether no more tokens come."""
+        """Whether generation is complete."""
         return self.left <= 0 or not any(self._live)
 
     def advance(self, values: list[int]) -> list[int]:
-        """The next token of each row, chosen or padding: the same list while all rows live."""
+        """Return the next token of each row, or padding for ended rows; the same list object while no row has ended."""
         if not all(self._live):
             values = [value if lives else self._padding for value, lives in zip(values, self._live, strict=True)]
         if not self.ends.isdisjoint(values):

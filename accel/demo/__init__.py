@@ -1,9 +1,9 @@
-"""`accel demo`: the main job on a real model, offline.
+"""`accel demo`: export, optimize, quantize and measure a shipped model, offline.
 
-In: nothing. Out: a table of variants of the shipped model, measured here.
+In: nothing. Out: a table of variants of the shipped model, measured on this machine.
 
-The model is a two-layer BERT distilled on BANKING77 by `examples/distill_demo_model.py`; the data is BANKING77's test set, and
-128 training queries for calibration (see `ATTRIBUTION.md`). What is shipped is named here; `walkthrough` does the job.
+The model is a two-layer BERT distilled on BANKING77 by `examples/distill_demo_model.py`. The data is the test set of BANKING77, and
+128 training queries for calibration (see `ATTRIBUTION.md`). This module has the paths of the shipped files; `walkthrough` runs the demo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CALIBRATION_SET = FOLDER / "banking77" / "calibration.csv"
 
 
 def read_test_set() -> tuple[list[str], list[str]]:
-    """The test queries and their intents."""
+    """Return the queries of the test set, and their intents."""
     with TEST_SET.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return [row["text"] for row in rows], [row["category"] for row in rows]

@@ -1,38 +1,42 @@
-"""The demo's job: every backend that exports here, its optimizer and quantizer, accuracy, latency beside PyTorch, a search."""
+"""Run the demo: export, optimize and quantize with every backend, measure accuracy and latency next to PyTorch, and run a search."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from .. import progress
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output
 from ..backends import registry
 from ..backends.plan import RunSettings, make_plan
+from ..backends.stage_plan import plan_stage
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import WEIGHTS, BackendSpec
+from ..measuring.accuracy.evaluation import Evaluation, evaluate
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.benchmark import pytorch_variant
-from ..measuring.latency.rounds import measure
-from ..measuring.latency.variants import Variant
+from ..measuring.latency.benchmark import Effort, measure_variants
+from ..measuring.latency.variants import Traffic, Variant
+from ..measuring.latency.workloads import Load
+from ..measuring.report import printed
 from ..measuring.statistics import Ratio
 from ..models.base import ORTModel
-from ..models.pipelines.pipeline import pipeline
-from ..stages.export import export, weights_of
+from ..stages.adoption import weights_of
+from ..stages.export import export
 from ..stages.optimize import optimize
 from ..stages.resolution import resolve
 from ..tuning.accuracy_budget import quantize
 from ..tuning.tune import tune
-from . import CALIBRATION_SET, MODEL, TEST_SET, read_test_set
+from . import CALIBRATION_SET, MODEL, TEST_SET
 
 _SHAPE = (1, 16)
+_LOAD = Load(batch=_SHAPE[:1], sequence=_SHAPE[1:])
+_EFFORT = Effort(rounds=8, calls=25, processes=1)
 _MAX_DROP = 0.3
 _SEARCH_S = 300.0
 _TASK = "text-classification"
@@ -41,17 +45,17 @@ _PYTORCH = "PyTorch eager, float32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoRow:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
-        name: Of the variant.
-        accuracy: On the whole test set, one query a call, as latency is measured.
-        agreement: Share of the answers that are PyTorch's.
-        median_ms, p5_ms, p95_ms: Of all calls.
-        speedup: Times PyTorch; see `accel.measuring.statistics.speedup`.
-        speedup_low, speedup_high: Its 95 % interval.
-        megabytes: Of weights and graphs.
-        compute_dtype: What its kernels compute in.
+        name: Name of the variant.
+        accuracy: Accuracy on the whole test set, with one query per call, as in the latency measurement.
+        agreement: Fraction of predictions that are equal to PyTorch's.
+        median_ms, p5_ms, p95_ms: Median and percentiles of the latencies of all calls, in milliseconds.
+        speedup: Speed-up over PyTorch; see `accel.measuring.statistics.speedup`.
+        speedup_low, speedup_high: Ends of its 95 % interval.
+        megabytes: Total size of weights and graphs, in 10^6 bytes.
+        compute_dtype: Data type used for computation.
     """
 
     name: str
@@ -69,16 +73,16 @@ class DemoRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSearch:
-    """What `accel tune` found for the same model and data.
+    """Result of `accel tune` for the demo's model and data.
 
     Attributes:
-        winner: What it keeps.
-        speed: Times PyTorch float32.
-        speed_low, speed_high: Its 95 % interval.
-        drop: Points lost on the whole test set.
-        max_drop: Points that might be lost.
-        candidates: How many it tried or rejected.
-        seconds: For the search.
+        winner: Name of the winner.
+        speed: Speed-up over PyTorch float32.
+        speed_low, speed_high: Ends of its 95 % interval.
+        drop: Points of accuracy lost on the whole test set.
+        max_drop: Maximum points of accuracy that could be lost.
+        candidates: Number of candidates that were tried or rejected.
+        seconds: Duration of the search, in seconds.
     """
 
     winner: str
@@ -93,18 +97,18 @@ class DemoSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
-    """What the demo measured.
+    """Result of the demo.
 
     Attributes:
-        rows: One a variant; PyTorch first.
-        max_abs_difference: Of the exported graphs from PyTorch.
-        queries: Rows of the test set; all are evaluated.
-        shape: Batch and sequence of the latency measurement.
-        threads: Of each variant.
-        seconds: For everything.
-        absent: Rows that this machine or environment cannot have, with the reason.
-        tuned: What a search found; `None` where none was made.
-        disturbed: What says that other programs used the machine meanwhile.
+        rows: One row for each variant; PyTorch first.
+        max_abs_difference: Largest difference of the exported graphs from PyTorch.
+        queries: Number of rows of the test set, all of which are evaluated.
+        shape: Batch size and sequence length of the latency measurement.
+        threads: Number of threads of each variant.
+        seconds: Duration of the demo, in seconds.
+        absent: Names of rows that cannot be measured on this machine or in this environment, with the reason.
+        tuned: Result of the search; `None` without a search.
+        disturbed: Signs that other programs used the machine during the measurement.
     """
 
     rows: tuple[DemoRow, ...]
@@ -120,7 +124,7 @@ class DemoReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """An artifact and how it is run."""
+    """An artifact and the way to run it."""
 
     name: str
     artifact: Artifact
@@ -129,17 +133,25 @@ class _Case:
 
     @property
     def variant(self) -> Variant:
-        """As what is timed."""
+        """The variant to time."""
         return Variant(name=self.name, path=self.artifact.path, task=_TASK, backend=self.backend, options=self.options)
+
+    def evaluate(self) -> Evaluation:
+        """Measure accuracy on the whole test set, with one query per call, as in the latency measurement."""
+        return evaluate(
+            self.artifact, TEST_SET, batch_size=_SHAPE[0], backend=self.backend, session_options=self.options
+        )
 
 
 def run(out: Path | None = None) -> DemoReport:
-    """Export the demo model, optimize and quantize it, evaluate each on the whole test set and time them against PyTorch;
-    then let `accel.tune` find the fastest one by itself.
+    """Run the demo, and return its results.
+
+    Export the demo model, optimize and quantize it, evaluate every artifact on the whole test set, time the artifacts next to PyTorch, and
+    let `accel.tune` search for the fastest one.
 
     Args:
-        out: Where to keep the first float artifact; the others go beside it, with the backend and what was done (`-o2`,
-            `-int8`, `-tuned`) behind its name. A temporary folder when `None`.
+        out: Folder for the first float artifact. The other artifacts are written next to it; the backend and the step (`-o2`,
+            `-int8`, `-tuned`) are appended to the name. `None` for a temporary folder.
     """
     started = time.perf_counter()
     watch = MachineWatch()
@@ -148,69 +160,60 @@ def run(out: Path | None = None) -> DemoReport:
         exporters, absent = _exporters()
         for first, spec in enumerate(exporters):
             for word in ("", "o2", "int8", "tuned"):
-                check_output(_beside(folder, spec.name if first else "", word))
-        cases: list[_Case] = []
-        for first, spec in enumerate(exporters):
-            found, missing = _made(spec, _beside(folder, spec.name if first else ""))
-            cases += found
-            absent |= missing
-        texts, labels = read_test_set()
-        variants = [case.variant for case in cases]
-        models = [
-            ORTModel.from_plan(make_plan(case.artifact, RunSettings(backend=case.backend, options=case.options)))
-            for case in cases
-        ]
-        sizes = [case.artifact.bytes for case in cases]
+                check_output(_next_to(folder, spec.name if first else "", word))
         weights = weights_of(resolve(MODEL))
-        models.insert(0, ORTModel.from_plan(make_plan(weights)))
-        variants.insert(0, replace(pytorch_variant(resolve(MODEL)), name=_PYTORCH))
-        # The shipped weights are float16, PyTorch holds them in float32.
-        sizes.insert(0, 2 * weights.bytes)
-        predictions = [_predict(f"{v.name}: evaluating", m, texts) for v, m in zip(variants, models, strict=True)]
-        dtypes = [model.compute_dtype for model in models]
-        feeds = _feeds(models[-1])
-        for model in models:
-            model.close()
-        timings = measure(variants, feeds)
-        disturbed = watch.judge({timings[0].name: timings[0].round_ms}).signs
-        gains = [timing.speedup(timings[0]) for timing in timings]
-        rows = [
-            DemoRow(
-                name=timing.name,
-                accuracy=_share(predicted, labels),
-                agreement=_share(predicted, predictions[0]),
-                median_ms=timing.median,
-                p5_ms=timing.spread[0],
-                p95_ms=timing.spread[1],
-                speedup=gain.value,
-                speedup_low=gain.low,
-                speedup_high=gain.high,
-                megabytes=size / 1e6,
-                compute_dtype=dtype,
+        cases = [_Case(name=_PYTORCH, artifact=weights, backend=plan_stage("export", WEIGHTS).backend.name)]
+        for first, spec in enumerate(exporters):
+            artifacts, missing = _artifacts(spec, _next_to(folder, spec.name if first else ""))
+            cases += artifacts
+            absent |= missing
+        evaluations = [case.evaluate() for case in cases]
+        # Accept any finite difference of outputs, because the table shows the accuracy.
+        timed = measure_variants([case.variant for case in cases], _LOAD, _EFFORT, Traffic(), math.inf, watch)
+        rows = []
+        for case, evaluation, variant in zip(cases, evaluations, timed.variants, strict=True):
+            if variant.error is not None:
+                absent[case.name] = variant.error
+                continue
+            (cell,) = variant.cells
+            gain = cell.ratio or Ratio(value=1.0, low=1.0, high=1.0)
+            same = sum(a == b for a, b in zip(evaluation.predictions, evaluations[0].predictions, strict=True))
+            # The shipped weights are float16, but PyTorch loads them as float32: double the size.
+            size = case.artifact.bytes * (2 if case.artifact is weights else 1)
+            rows.append(
+                DemoRow(
+                    name=case.name,
+                    accuracy=evaluation.value,
+                    agreement=same / evaluation.rows,
+                    median_ms=cell.latency.median,
+                    p5_ms=cell.p5,
+                    p95_ms=cell.latency.p95,
+                    speedup=gain.value,
+                    speedup_low=gain.low,
+                    speedup_high=gain.high,
+                    megabytes=size / 1e6,
+                    compute_dtype=evaluation.compute_dtype,
+                )
             )
-            for timing, gain, predicted, size, dtype in zip(timings, gains, predictions, sizes, dtypes, strict=True)
-        ]
         return DemoReport(
             rows=tuple(rows),
             absent=absent,
-            disturbed=disturbed,
-            tuned=_search(_beside(folder, "", "tuned")),
-            max_abs_difference=max(_differences(cases)),
-            queries=len(texts),
+            disturbed=timed.disturbance.signs,
+            tuned=_search(_next_to(folder, "", "tuned")),
+            max_abs_difference=max(_differences(cases[1:])),
+            queries=evaluations[0].rows,
             shape=_SHAPE,
             threads=available_processors(),
             seconds=time.perf_counter() - started,
         )
 
 
-def _beside(folder: Path, *words: str) -> Path:
+def _next_to(folder: Path, *words: str) -> Path:
     return folder.with_name("-".join((folder.name, *(word for word in words if word))))
 
 
 def _exporters() -> tuple[list[BackendSpec], dict[str, str]]:
-    """Backends that export here and run what they export on the host, the one that is chosen first first; and those that
-    would, with the reason why they do not.
-    """
+    """Return the backends that export here and run their exports on the host, by priority; and the unavailable ones with the reason."""
     able, absent = [], {}
     for spec in sorted(registry.describe_all()[0], key=lambda spec: -spec.priority):
         capability = spec.capability("export")
@@ -221,16 +224,16 @@ def _exporters() -> tuple[list[BackendSpec], dict[str, str]]:
             or "cpu" not in capability.devices
         ):
             continue
-        found = registry.probe(spec)
-        if found.available:
+        probe = registry.probe(spec)
+        if probe.available:
             able.append(spec)
         else:
-            absent[spec.summary] = "; ".join(str(reason) for reason in found.reasons)
+            absent[spec.summary] = "; ".join(str(reason) for reason in probe.reasons)
     return able, absent
 
 
-def _made(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, str]]:
-    """A backend's artifacts, and the rows that cannot be had here with the reason."""
+def _artifacts(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, str]]:
+    """Return the artifacts of a backend, and the rows that are not available on this machine with the reason."""
     word = spec.name
     artifact = export(MODEL, folder, backend=spec.name)
     cases = [_Case(name=f"{word}, float32", artifact=artifact, backend=spec.name)]
@@ -249,20 +252,20 @@ def _made(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, str]]
     best = artifact
     level = spec.capability("optimize", artifact.format)
     if level is not None and level.produces == artifact.format and "O2" in level.schemes:
-        best = optimize(artifact, _beside(folder, "o2"), backend=spec.name, level="O2")
+        best = optimize(artifact, _next_to(folder, "o2"), backend=spec.name, level="O2")
         cases.append(_Case(name=f"{word}, O2", artifact=best, backend=spec.name))
     schemes = spec.capability("quantize", artifact.format)
     if schemes is not None and schemes.schemes:
         scheme = schemes.schemes[0]
         calibration = CALIBRATION_SET if scheme.startswith("static") else None
-        made = quantize(best, _beside(folder, "int8"), backend=spec.name, scheme=scheme, calibration=calibration)
-        cases.append(_Case(name=f"{word}, {scheme}", artifact=made, backend=spec.name))
+        int8 = quantize(best, _next_to(folder, "int8"), backend=spec.name, scheme=scheme, calibration=calibration)
+        cases.append(_Case(name=f"{word}, {scheme}", artifact=int8, backend=spec.name))
     return cases, absent
 
 
 def _search(out: Path) -> DemoSearch:
-    """The search over every backend and recipe here."""
-    found = tune(
+    """Search all backends and recipes that are available here."""
+    tuning = tune(
         MODEL,
         out,
         data=TEST_SET,
@@ -271,49 +274,27 @@ def _search(out: Path) -> DemoSearch:
         sequence=[_SHAPE[1]],
         time_limit_s=_SEARCH_S,
     )
-    gain = found.winner.speedup
+    gain = tuning.winner.speedup
     assert gain is not None
     return DemoSearch(
-        winner=found.winner.name,
+        winner=tuning.winner.name,
         speed=gain.value,
         speed_low=gain.low,
         speed_high=gain.high,
-        drop=found.winner.drop or 0.0,
+        drop=tuning.winner.drop or 0.0,
         max_drop=_MAX_DROP,
-        candidates=len(found.trials),
-        seconds=found.seconds,
+        candidates=len(tuning.trials),
+        seconds=tuning.seconds,
     )
 
 
 def _differences(cases: Sequence[_Case]) -> list[float]:
-    """Of the exported graphs from PyTorch, as their exports measured them."""
+    """Return the differences of the exported graphs from PyTorch, as recorded by their exports."""
     return [float(case.artifact.manifest.steps[0].validation["max_abs_difference"]) for case in cases]
 
 
-def _predict(what: str, model: ORTModel, texts: list[str]) -> list[str]:
-    """The predicted intent of every text, one text a call, as latency is measured."""
-    classify = pipeline(_TASK, model=model)
-    results = classify((text for text in texts), batch_size=_SHAPE[0])
-    return [result["label"] for result in progress.track(results, what, total=len(texts))]
-
-
-def _feeds(model: ORTModel) -> dict[str, Any]:
-    import torch
-
-    ids = torch.randint(5, model.config.vocab_size, _SHAPE, generator=torch.Generator().manual_seed(0))
-    values = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
-    return {spec.name: values[spec.name] for spec in model.sessions["model"].inputs}
-
-
-def _share(found: Sequence[str], wanted: Sequence[str]) -> float:
-    return sum(a == b for a, b in zip(found, wanted, strict=True)) / len(wanted)
-
-
 def render(report: DemoReport) -> str:
-    """The table."""
-    from io import StringIO
-
-    from rich.console import Console
+    """Return the table of the demo as text."""
     from rich.table import Table
 
     table = Table(title=f"BANKING77 intents, {report.queries} test queries")
@@ -329,8 +310,6 @@ def render(report: DemoReport) -> str:
             str(Ratio(value=row.speedup, low=row.speedup_low, high=row.speedup_high)),
             f"{row.megabytes:.1f} MB",
         )
-    stream = StringIO()
-    Console(file=stream, width=110, markup=False).print(table)
     batch, sequence = report.shape
     missing = "".join(
         f"No row for {'; '.join(name for name in report.absent if report.absent[name] == why)}: {why.rstrip('.')}.\n"
@@ -346,7 +325,7 @@ def render(report: DemoReport) -> str:
         else ""
     )
     return (
-        f"{stream.getvalue()}{disturbed}{missing}{search}"
+        f"{printed(table, 110)}{disturbed}{missing}{search}"
         f"Exported graphs differ from PyTorch by {report.max_abs_difference:.2g} at most.\n"
         "Accuracy: one query a call. "
         f"Latency: batch {batch} x {sequence} tokens, {report.threads} threads, one process per variant taking turns.\n"

@@ -1,5 +1,5 @@
-"""What runs models elsewhere: files that another server reads.
+"""Deploy models to other inference servers: write the files that a server reads.
 
-In: an artifact and where it is to run. Out: a folder that the server loads, and findings about such folders. The next target is
-a package here, named after its server.
+In: an artifact and the target (server, device and settings). Out: a folder that the server loads, and findings about such folders. Each
+target server has its own package here, named after the server.
 """

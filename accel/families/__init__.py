@@ -1,6 +1,9 @@
-"""Architecture families: what is particular to the models of one family, one module each, where the general way is wrong.
+"""Special handling of model families: one module for each family whose models the general code exports incorrectly.
 
-In: a model, and what capture made for it. Out: the same, changed for the family.
+In: a model, its config or the sample inputs of its trace. Out: replacements of them for the family.
+
+Families replace or call private functions in the transformers module of their architecture, because there is no public way.
+`tests/unit/test_upstream_capture.py` lists these functions. Seen in transformers 5.23 and 5.24.
 """
 
 MODULES = {
@@ -16,6 +19,7 @@ MODULES = {
     **dict.fromkeys(("idefics3", "smolvlm"), "idefics3"),
     **dict.fromkeys(("sam", "sam_hq"), "sam"),
     **dict.fromkeys(("siglip", "siglip2"), "siglip"),
+    "bros": "bros",
     "deberta": "deberta",
     "dpr": "dpr",
     "focalnet": "focalnet",
@@ -34,4 +38,4 @@ MODULES = {
     "whisper": "whisper",
     "xmod": "xmod",
 }
-"""Module of this package by model type, transformers' word in `config.json`."""
+"""Module name in this package by the model type in `config.json`."""

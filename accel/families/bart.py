@@ -1,4 +1,4 @@
-"""BART and its kind: classifiers that pool at the end token."""
+"""BART and related models: classifiers that pool at the end token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..interfaces.family import Family
 
-# Of configs that leave the token out (transformers 5.24).
+# End tokens of classifiers whose config does not contain one (transformers 5.24).
 _END = {"BigBirdPegasusForSequenceClassification": 1}
 
 
@@ -15,7 +15,7 @@ class Bart(Family):
     """BART, BigBird-Pegasus, mBART, MVP and PLBART."""
 
     def row_token(self, architecture: str, config: Mapping[str, Any]) -> int | None:
-        """The end token, for classifiers."""
+        """Return the end token of classifiers, which each row must contain."""
         if not architecture.endswith("ForSequenceClassification"):
             return None
         token = config.get("eos_token_id")

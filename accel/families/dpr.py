@@ -1,4 +1,4 @@
-"""DPR: a call without a mask attends to the tokens that are not padding."""
+"""DPR: without an attention mask, the model masks padding tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class DPR(Family):
-    """DPR's encoders and reader."""
+    """Family of DPR's encoders and reader."""
 
     def default_mask(self, ids: torch.Tensor, config: Any) -> torch.Tensor:
-        """The tokens that are not padding."""
+        """Return a mask with 1 for tokens that are not padding."""
         return ids.ne(config.pad_token_id).long()
 
 

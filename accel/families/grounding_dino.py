@@ -1,4 +1,4 @@
-"""Grounding DINO: one text holds all phrases that are looked for, with a separator after each."""
+"""Grounding DINO: one text contains all phrases to detect, with a separator after each phrase."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from ..interfaces.family import Family, Tensors
 
-# BERT's [CLS], [SEP], "." and "?", which attention does not look beyond.
+# BERT's [CLS], [SEP], "." and "?". Attention does not cross these tokens.
 _ENDS_OF_PHRASES = (101, 102, 1012, 1029)
 
 
 class GroundingDino(Family):
-    """Grounding DINO and MM Grounding DINO."""
+    """Family of Grounding DINO and MM Grounding DINO."""
 
     def fill(self, feeds: Tensors, config: Any) -> None:
-        """An end of a phrase at every third token that is not padding."""
+        """Write an end of a phrase at every third token that is not padding."""
         ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
         known = [token for token in _ENDS_OF_PHRASES if token < config.text_config.vocab_size]
         if ids is None or mask is None or not known:

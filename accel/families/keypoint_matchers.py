@@ -1,8 +1,8 @@
-"""Matchers of the keypoints of SuperPoint in a form that a trace can follow: as many points as an image has.
+"""Models that match SuperPoint keypoints, in a form that can be traced.
 
-SuperPoint keeps the points of an image whose score is above a threshold, another number for each image, and transformers collects
-them image by image. In a trace the points of all images are chosen at once, as many as the image with most of them has. The answers
-are the same.
+SuperPoint keeps the points of an image whose score is above a threshold. Their number differs between images, and
+transformers collects them in a loop over images. In a trace, the points of all images are selected at once, and padded to
+the image with the most points. The results are the same.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ..interfaces.wrapper import Wrapper, unwrapped
 
 
 class KeypointMatcher(Wrapper):
-    """A model that matches the keypoints of two images. Outside of a trace it is the model itself.
+    """A model that matches the keypoints of two images. Outside of a trace, the original model runs.
 
-    Returns `matches`, `matching_scores` and `mask: (batch, 2, points)`, and `keypoints: (batch, 2, points, 2)`. Where no image has a
-    point, a trace has one, and the mask says that it is padding.
+    Returns `matches`, `matching_scores` and `mask: (batch, 2, points)`, and `keypoints: (batch, 2, points, 2)`. If no image has a
+    point, a traced model returns one point, which is padding according to the mask.
     """
 
     @property
     def returns_layers(self) -> bool:
-        """No: in a trace, the layers' results are not returned."""
+        """False, because the outputs of single layers are not returned in a trace."""
         return False
 
     def forward(self, pixel_values: torch.Tensor) -> Any:
-        """Match `(batch, 2, channels, height, width)`."""
+        """Match the keypoints of image pairs `(batch, 2, channels, height, width)`."""
         if not torch.compiler.is_exporting():
             return self.answers(pixel_values)
         inner: Any = unwrapped(self)
@@ -51,23 +51,26 @@ class KeypointMatcher(Wrapper):
         width: int,
         mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Matches and their scores, `(batch, 2, points)`.
+        """Return the matches and their scores, `(batch, 2, points)` each.
 
         Args:
-            keypoints: In pixels, `(batch, 2, points, 2)`.
-            descriptors: `(batch, 2, points, channels)`.
-            scores, mask: `(batch, 2, points)`.
-            height, width: Of the images.
+            keypoints: Keypoints in pixels, `(batch, 2, points, 2)`.
+            descriptors: Descriptors of the keypoints, `(batch, 2, points, channels)`.
+            scores, mask: Scores and padding mask of the keypoints, `(batch, 2, points)`.
+            height, width: Size of the images in pixels.
         """
         matches, sure, *_ = unwrapped(self)._match_image_pair(keypoints, descriptors, scores, height, width, mask=mask)
         return matches, sure
 
 
 def detect(detector: Any, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Find the keypoints of images: points `(images, points, 2)` as shares of the image, their scores `(images, points)`, descriptors
-    `(images, points, channels)` and a mask `(images, points)`.
+    """Detect the keypoints of images.
 
-    An image's points stand in the order of its rows where it has no more than it may keep, and else by their scores.
+    Keypoints are in row order, or sorted by score if an image has more than the allowed number.
+
+    Returns:
+        Keypoints `(images, points, 2)` as fractions of the image, scores `(images, points)`, descriptors
+        `(images, points, channels)` and a mask `(images, points)`.
     """
     decoder, described = detector.keypoint_decoder, detector.descriptor_decoder
     height, width = pixel_values.shape[-2:]
@@ -77,7 +80,7 @@ def detect(detector: Any, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...
     row = torch.arange(rows, device=scores.device)[:, None]
     column = torch.arange(columns, device=scores.device)[None]
     border = decoder.border_removal_distance
-    # transformers (5.23) multiplies the sizes of this map by 8, though they are the image's: the lower and right borders stay.
+    # transformers (5.23) multiplies this map's sizes by 8, but they are already the image's. So points at the bottom and right border stay.
     inside = (row >= border) & (row < 8 * rows - border) & (column >= border) & (column < 8 * columns - border)
     kept = ((scores > decoder.keypoint_threshold) & inside).flatten(1)
     scores = scores.flatten(1)

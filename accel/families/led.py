@@ -1,4 +1,4 @@
-"""LED: windows of attention in the encoder, and tokens that see all."""
+"""LED: windowed attention in the encoder, and tokens with global attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .windowed_attention import replacements
 
 
 class LED(Family):
-    """LED."""
+    """Family of LED."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Attention that a trace can follow."""
+        """Return windowed attention that can be traced."""
         from transformers.models.led import modeling_led as own
 
         return replacements(own.LEDEncoderSelfAttention, own.LEDEncoder)

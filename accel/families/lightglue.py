@@ -1,7 +1,7 @@
-"""LightGlue: matches of the keypoints of two images, by as many layers as a pair needs.
+"""LightGlue: matches of the keypoints of two images, with an adaptive number of layers.
 
-LightGlue decides from the values of a pair at which layer it stops and which points it drops. In a trace, all layers compute all points,
-and the points that LightGlue would drop are masked. The answers are the same.
+LightGlue decides from the data of a pair after which layer it stops and which points it drops. In a trace, all layers compute
+all points, and the points that LightGlue would drop are masked. The results are the same.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from .keypoint_matchers import KeypointMatcher
 
 
 class LightGlueMatcher(KeypointMatcher):
-    """Matches each pair of a batch by itself. In transformers (5.23), a batch whose pairs stop at different layers fails or returns its
-    pairs in another order, and points that one pair drops move those of others. The score of a point without a match is 0.
+    """A LightGlue model that computes each pair of the batch independently.
+
+    In transformers (5.23), a batch whose pairs stop at different layers fails or returns its pairs in another order, and points
+    that one pair drops shift points of other pairs. Here, the score of a point without a match is 0.
     """
 
     def answers(self, pixel_values: torch.Tensor) -> Any:
@@ -34,22 +36,22 @@ class LightGlueMatcher(KeypointMatcher):
         width: int,
         mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Match with all layers."""
-        # Attention written out does not ask whether there is more than one point.
+        """Match the keypoints with all layers."""
+        # Other attention implementations branch on whether there is more than one point.
         with attention_of(unwrapped(self), "eager"):
             return _match(unwrapped(self), keypoints, descriptors, height, width, mask)
 
 
 class LightGlue(Family):
-    """LightGlue."""
+    """Family of LightGlue."""
 
     def traced_module(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The matcher, for all pairs of a batch at once."""
+        """Wrap the model so that a trace computes all pairs of a batch at once."""
         return LightGlueMatcher(model) if hasattr(model, "_keypoint_processing") else model
 
 
 def _cleared(found: Any) -> Tensors:
-    """The answer for one pair in its documented shapes, without matches of padding."""
+    """Return the outputs for one pair in their documented shapes, without matches of padding points."""
     mask = found.mask
     matches = found.matches.reshape(mask.shape).masked_fill(mask == 0, -1)
     scores = found.matching_scores.reshape(mask.shape).masked_fill(matches < 0, 0.0)
@@ -57,7 +59,7 @@ def _cleared(found: Any) -> Tensors:
 
 
 def _together(pairs: list[Tensors]) -> Tensors:
-    """Join the answers of pairs; padded to the pair with most points."""
+    """Join the outputs of pairs into a batch, padded to the pair with the most points."""
     points = max(pair["mask"].shape[2] for pair in pairs)
 
     def filled(name: str, value: float) -> torch.Tensor:
@@ -73,8 +75,10 @@ def _together(pairs: list[Tensors]) -> Tensors:
 def _match(
     matcher: Any, keypoints: torch.Tensor, descriptors: torch.Tensor, height: int, width: int, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A LightGlue's matches and their scores, `(batch, 2, points)`, of points in pixels `(batch, 2, points, 2)`, their descriptors
-    `(batch, 2, points, channels)` and mask `(batch, 2, points)`.
+    """Return LightGlue's matches and their scores, `(batch, 2, points)` each.
+
+    The arguments are keypoints in pixels `(batch, 2, points, 2)`, their descriptors `(batch, 2, points, channels)`, and their
+    mask `(batch, 2, points)`.
     """
     from transformers.masking_utils import create_bidirectional_mask
     from transformers.models.lightglue.modeling_lightglue import normalize_keypoints
@@ -109,8 +113,8 @@ def _match(
         )
         left = alive.reshape(pairs, 2, points)
         if adaptive and index:
-            # Where an image has no points left, the other's seem to match what fills it up. transformers (5.23) numbers that -1, and
-            # writes it over the last point of all.
+            # If one image has no points left, points of the other image seem to match padding. transformers (5.23) gives padding the
+            # index -1 and writes its match over the last point.
             numbers = left.sum(-1, keepdim=True)
             left = left & left.flip(1).gather(2, found.clamp(min=0)) & ~(last & (numbers < numbers.flip(1)))
         found = torch.where(left, found, -1)

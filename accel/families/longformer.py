@@ -1,4 +1,4 @@
-"""Longformer: windows of attention, and tokens that see all."""
+"""Longformer: windowed attention, and tokens with global attention."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .windowed_attention import replacements
 
 
 def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:
-    """Count the tokens of each question, up to the first separator: `(batch,)`.
+    """Return the number of question tokens of each row, before the first separator: `(batch,)`.
 
-    transformers raises unless a text has three separators, which a graph cannot.
+    transformers raises if a row does not have three separators, but a graph cannot raise.
     """
     return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
 
 
 class SeparatedQuestion(Wrapper):
-    """The head for questions: the tokens before the first separator of each row attend to all others.
+    """The question-answering head, with global attention for the tokens before the first separator of each row.
 
-    transformers takes every third separator of the whole batch for the first one of a row.
+    transformers takes every third separator of the whole batch as the first separator of a row.
     """
 
     @property
     def required_token(self) -> int:
-        """The separator."""
+        """The separator token's id, which every row must contain."""
         config: Any = self.config
         return int(config.sep_token_id)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any) -> Any:
-        """Run the model."""
+        """Run the model with a global attention mask computed from the separators, unless the caller passes one."""
         if inputs.get("global_attention_mask") is None:
             separators = input_ids == self.required_token
             if attention_mask is not None:
@@ -44,19 +44,19 @@ class SeparatedQuestion(Wrapper):
 
 
 class Longformer(Roberta):
-    """Longformer, whose table of positions is RoBERTa's."""
+    """Family of Longformer, whose position embeddings work as RoBERTa's."""
 
     def row_token(self, architecture: str, config: Mapping[str, Any]) -> int | None:
-        """The separator, for the head for questions; 2 where a config leaves it out (transformers 5.24)."""
+        """Return the separator for the question-answering head; 2 if the config does not contain it (transformers 5.24)."""
         token = config.get("sep_token_id")
         return (token if isinstance(token, int) else 2) if architecture.endswith("ForQuestionAnswering") else None
 
     def traced_module(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the head for questions."""
+        """Wrap a model with the question-answering head."""
         return SeparatedQuestion(model) if hasattr(model, "qa_outputs") else model
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Attention that a trace can follow."""
+        """Return windowed attention that can be traced."""
         from transformers.models.longformer import modeling_longformer as own
 
         return [
@@ -65,7 +65,7 @@ class Longformer(Roberta):
         ]
 
     def fill(self, feeds: Tensors, config: Any) -> None:
-        """Write separators after the question, before the context and at the end: the head for questions needs three."""
+        """Write separators after the question, before the context and at the end: the question-answering head needs three."""
         ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
         if ids is None or mask is None or ids.shape != mask.shape:
             return

@@ -1,4 +1,4 @@
-"""GLPN, ZoeDepth and Depth Pro: depths in metres, although the config does not say so."""
+"""GLPN, ZoeDepth and Depth Pro: the depth is in metres, although the config does not contain this."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..interfaces.family import Family
 
 
 class MetricDepth(Family):
-    """Models that estimate metres."""
+    """Family of models that estimate the depth in metres."""
 
     metric_depth = True
 

@@ -1,4 +1,4 @@
-"""Moonshine: speech to text, from samples of any length."""
+"""Moonshine: speech to text from waveforms of any length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from ..interfaces.family import Family, Replacement
 
-# Kernels and strides of its three convolutions, which its config does not say.
+# Kernel sizes and strides of its three convolutions. Its config does not contain them.
 _CONVOLUTIONS = ((127, 64), (7, 3), (3, 2))
 
 
@@ -17,12 +17,12 @@ def _lengths(samples: Any) -> Any:
 
 
 class Moonshine(Family):
-    """Moonshine."""
+    """Family of Moonshine."""
 
     sounds_of_any_length = True
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Compute lengths with integers. The original divides floats, which are not sizes in a trace."""
+        """Compute lengths with integers. transformers divides floats, which a trace cannot use as sizes."""
         return [(model.get_encoder(), "_get_feat_extract_output_lengths", _lengths)]
 
 

@@ -1,4 +1,4 @@
-"""MPNet: its table of positions is RoBERTa's."""
+"""MPNet: position embeddings as in RoBERTa."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .roberta import Roberta
 
 
 class MPNet(Roberta):
-    """MPNet, which is no decoder."""
+    """Family of MPNet, which has no decoder."""
 
 
 FAMILY = MPNet()

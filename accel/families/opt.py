@@ -1,4 +1,4 @@
-"""OPT: positions count what the mask shows."""
+"""OPT: position ids count the tokens with 1 in the attention mask."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..interfaces.family import Family
 
 
 class OPT(Family):
-    """OPT."""
+    """Family of OPT."""
 
     positions = "mask"
 

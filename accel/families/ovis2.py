@@ -1,4 +1,4 @@
-"""Ovis2: tokens around an image that are looked up in its table of images."""
+"""Ovis2: the tokens around an image are embedded by the table of visual embeddings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..interfaces.family import Family
 
 
 class Ovis2(Family):
-    """Ovis2."""
+    """Family of Ovis2."""
 
     def tokens_around_images(self, config: Any) -> list[int]:
-        """The tokens that mark the beginning and the end of an image."""
+        """Return the tokens that mark the start and the end of an image."""
         return list(config.visual_indicator_token_ids or ())
 
     def embeddings(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Tokens around images from the last rows of the table of images, as in every call with one."""
+        """Embed tokens. Tokens around images use the last rows of the visual embeddings, as in a call with images."""
         found = super().embeddings(model, ids)
         rows = model.model.visual_embeddings_table.weight[-model.config.vision_config.num_visual_indicator_tokens :]
         for token, row in zip(self.tokens_around_images(model.config), rows, strict=False):

@@ -1,4 +1,4 @@
-"""Phi-3 and its kind: angles that change with the length of a text."""
+"""Phi-3 and related models: rotary angles depend on the length of the text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..interfaces.family import Family
 
 
 class Phi3(Family):
-    """Phi-3, Phi-4-multimodal and PhiMoE."""
+    """Family of Phi-3, Phi-4-multimodal and PhiMoE."""
 
     recomputes_long_texts = True
 

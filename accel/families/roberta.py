@@ -1,4 +1,4 @@
-"""RoBERTa and its kind: positions count tokens that are not padding, starting after `padding_idx`; the mask is ignored."""
+"""RoBERTa and related models: position ids count non-padding tokens, starting after `padding_idx`; the mask is ignored."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..interfaces.family import Family
 
 
 class Roberta(Family):
-    """CamemBERT, Data2Vec's texts, RoBERTa, RoBERTa-PreLayerNorm, XLM-RoBERTa and XLM-RoBERTa-XL."""
+    """Family of CamemBERT, Data2Vec's text models, RoBERTa, RoBERTa-PreLayerNorm, XLM-RoBERTa and XLM-RoBERTa-XL."""
 
     positions = "tokens"
 
     def first_position(self, config: Mapping[str, Any]) -> int:
-        """The row after `padding_idx`."""
+        """Return the row of the position table after `padding_idx`."""
         padding = config.get("pad_token_id")
         return (padding if isinstance(padding, int) else 1) + 1
 

@@ -1,4 +1,4 @@
-"""SAM: masks for points in images, as two graphs: embeddings of an image, computed once, and masks for any points in it."""
+"""SAM: masks for points in images, as two graphs: an image encoder (run once for each image) and a mask decoder."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..interfaces.family import Axes, Family, ModelPart
 from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..interfaces.wrapper import Tensors, Wrapper
 
-_POINTS, _EACH = 5, 4  # masks that are asked for in an image, and points for each
-# In front, behind, around the object, and padding.
+_POINTS, _EACH = 5, 4  # Masks per image and points per mask in the sample.
+# Labels of foreground, background, exclusion and padding points.
 _LABELS = (1, 0, -1, -10)
 
 
 class _ImageEncoder(Wrapper):
-    """`pixel_values` to `image_embeddings: (batch, channels, height / patch, width / patch)`.
+    """Encoder of `pixel_values` to `image_embeddings: (batch, channels, height / patch, width / patch)`.
 
-    SAM-HQ's mask decoder also reads what its first layer of global attention answers: `intermediate_embeddings: (batch, height /
-    patch, width / patch, hidden)`.
+    SAM-HQ's mask decoder also reads the output of the encoder's first layer with global attention:
+    `intermediate_embeddings: (batch, height / patch, width / patch, hidden)`.
     """
 
     def forward(self, pixel_values: torch.Tensor) -> Tensors:
-        """Embed images."""
+        """Compute the embeddings of images."""
         found = self.model.get_image_embeddings(pixel_values)  # type: ignore[operator]
         if isinstance(found, torch.Tensor):
             return {EMBEDDINGS: found}
@@ -31,10 +31,13 @@ class _ImageEncoder(Wrapper):
 
 
 class _MaskDecoder(Wrapper):
-    """Embeddings and points to `pred_masks: (batch, points, masks, height, width)` and `iou_scores: (batch, points, masks)`."""
+    """Decoder of embeddings and points to `pred_masks: (batch, points, masks, height, width)` and `iou_scores`.
+
+    `iou_scores` is `(batch, points, masks)`.
+    """
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Make three masks of several sizes for each group of points, and say how good each of them is."""
+        """Predict three masks of different sizes for each group of points, and the quality of each mask."""
         given: dict[str, Any] = dict(inputs)
         if INTERMEDIATE in given:
             given[INTERMEDIATE] = [given[INTERMEDIATE]]
@@ -43,11 +46,13 @@ class _MaskDecoder(Wrapper):
 
 
 class Sam(Family):
-    """SAM and SAM-HQ."""
+    """Family of SAM and SAM-HQ."""
 
     def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[ModelPart, ...]:
-        """An encoder of `pixel_values: (batch, channels, height, width)`, and a decoder of its embeddings, of `input_points: (batch,
-        points, each, 2)` and `input_labels: (batch, points, each)`.
+        """Return the image encoder and the mask decoder.
+
+        The encoder reads `pixel_values: (batch, channels, height, width)`. The decoder reads the embeddings,
+        `input_points: (batch, points, each, 2)` and `input_labels: (batch, points, each)`.
         """
         pixels = example["pixel_values"]
         batch, _, height, width = pixels.shape
@@ -59,7 +64,7 @@ class Sam(Family):
         with torch.inference_mode():
             dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
             embedded = encoder(pixel_values=pixels.to(dtype))
-        # Of the values that embeddings have; in float32, as all samples.
+        # The sample contains real embeddings, in float32 like all samples.
         embedded = {name: value.float().clone() for name, value in embedded.items()}
         named: Axes = {name: {0: "batch"} for name in embedded} | {
             name: {0: "batch", 1: "points", 2: "each"} for name in points

@@ -1,4 +1,4 @@
-"""SigLIP: texts of one length, as it was trained."""
+"""SigLIP: texts padded to one fixed length, as in training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..interfaces.family import Family
 
 
 class Siglip(Family):
-    """SigLIP and SigLIP 2."""
+    """Family of SigLIP and SigLIP 2."""
 
     fixed_text_length = 64
 

@@ -1,4 +1,4 @@
-"""Speech2Text: speech to text, from frames of any length."""
+"""Speech2Text: speech to text from frames of any length."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ..interfaces.family import Axes, Family, Replacement
 
 
 def _mask(convolutions: int, length: Any, mask: torch.Tensor) -> torch.Tensor:
-    """The padding mask `(batch, length)` of the encoder's output, from the mask of frames `(batch, frames)`."""
+    """Compute the padding mask `(batch, length)` of the encoder's output from the mask of frames `(batch, frames)`."""
     frames = mask.sum(-1, keepdim=True)
-    # Each convolution halves and rounds up: a position is real where its first frame is.
+    # Each convolution halves the length and rounds up. An output position is not padding if its first frame is not padding.
     first = torch.arange(length, device=mask.device) * 2**convolutions
-    # A row without any frame counts as whole, as in the model's own code.
+    # A row without any frame counts as unpadded, as in transformers.
     real: torch.Tensor = (first < frames) | (frames < 1)
     return real.to(mask.dtype)
 
 
 class SpeechToText(Family):
-    """Speech2Text."""
+    """Family of Speech2Text."""
 
     sounds_of_any_length = True
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Compute the mask without division. OpenVINO (2026.3) computes a wrong mask from the original's integer division."""
+        """Compute the mask without division. OpenVINO (2026.3) computes a wrong mask from transformers' integer division."""
         masked = partial(_mask, int(model.config.num_conv_layers))
         return [(model.get_encoder(), "_get_feature_vector_attention_mask", masked)]
 
     def max_sizes(self, model: Any, axes: Axes) -> dict[str, int]:
-        """Limit frames to the encoder's positions. The PyTorch model extends its table if needed, which a graph cannot."""
+        """Limit the frames to the encoder's positions. The PyTorch model extends its table if needed, but a graph cannot."""
         if not any("frames" in named.values() for named in axes.values()):
             return {}
         table = model.get_encoder().embed_positions

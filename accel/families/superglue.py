@@ -1,4 +1,4 @@
-"""SuperGlue: matches of the keypoints of two images."""
+"""SuperGlue: matches the keypoints of two images."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .keypoint_matchers import KeypointMatcher
 
 
 class SuperGlue(Family):
-    """SuperGlue."""
+    """Family of SuperGlue."""
 
     def traced_module(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The matcher, for all images of a batch at once."""
+        """Wrap the model so that a trace computes all images of a batch at once."""
         return KeypointMatcher(model) if hasattr(model, "_match_image_pair") else model
 
 

@@ -1,4 +1,4 @@
-"""VisualBERT: a text, and features of the regions that a detector found in an image."""
+"""VisualBERT: a text, and features of image regions that an object detector found."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from ..interfaces.family import Axes, Family, Sample, Tensors
 
 
 class VisualBert(Family):
-    """VisualBERT."""
+    """Family of VisualBERT."""
 
     def sample(self, model: Any, sample: Sample) -> Sample:
-        """Features of regions `(batch, regions, features)`, their mask (floating-point, as its documentation has it) and their types,
-        which are all 1.
+        """Add features of image regions `(batch, regions, features)` to the sample, with their mask and types.
+
+        The mask is floating-point, as in transformers' documentation. All types are 1.
         """
         tensors, axes, unused = sample
         ids = tensors["input_ids"]

@@ -1,7 +1,7 @@
-"""VITS: speech made of texts in one go, as two graphs: what is said of each token and how long, and the sound of all frames.
+"""VITS: text to speech, as two graphs: a text encoder that also predicts durations, and a waveform decoder for all frames.
 
-Noise is drawn, and frames are laid out, between the two: a graph that did it would answer differently each time, with sizes that it
-learns while it runs.
+The caller draws noise and expands tokens to frames between the two graphs. A single graph would return a different result in
+each call, with sizes that depend on data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..interfaces.family import Axes, Family, ModelPart, Replacement
 from ..interfaces.part_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
 from ..interfaces.wrapper import Tensors, Wrapper
 
-_FRAMES = 17  # of the example that is traced
+_FRAMES = 17  # Frames of the trace's sample.
 
 
 def _spline(
@@ -32,12 +32,13 @@ def _spline(
     min_bin_height: float = 1e-3,
     min_derivative: float = 1e-3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Evaluate the spline at every value and keep values outside of its range as they are. The original selects the values inside, whose
-    number depends on the data.
+    """Evaluate the spline at every value, and keep values outside of its range unchanged.
+
+    transformers selects the values inside the range, so the number of selected values depends on data.
     """
     from transformers.models.vits import modeling_vits
 
-    # So that the slope is 1 at both ends.
+    # This derivative gives a slope of 1 at both ends.
     end = torch.full_like(derivatives[..., :1], math.log(math.exp(1 - min_derivative) - 1))
     found, determinant = modeling_vits._rational_quadratic_spline(
         inputs=inputs.clamp(-tail_bound, tail_bound), unnormalized_widths=widths, unnormalized_heights=heights,
@@ -49,7 +50,7 @@ def _spline(
 
 
 class _GivenNoise(TorchFunctionMode):
-    """Return given noise wherever the model draws normal noise."""
+    """Replace calls of `torch.randn` by the given noise."""
 
     def __init__(self, noise: torch.Tensor) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ def _noise(noise: torch.Tensor | None) -> Iterator[None]:
 
 class _Speaking(Wrapper):
     def speaker(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The speaker's embedding `(batch, size, 1)`; `None` for a model with one voice."""
+        """Return the speaker's embedding `(batch, size, 1)`, or `None` for a model with one voice."""
         if SPEAKER not in inputs:
             return None
         embed: Callable[..., torch.Tensor] = self.model.embed_speaker  # type: ignore[assignment]
@@ -79,10 +80,13 @@ class _Speaking(Wrapper):
 
 
 class _TextEncoder(_Speaking):
-    """Tokens to `prior_means` and `prior_log_variances: (batch, sequence, channels)` and `log_durations: (batch, sequence)`."""
+    """Text encoder: tokens to `prior_means` and `prior_log_variances: (batch, sequence, channels)`, and `log_durations`.
+
+    `log_durations` is `(batch, sequence)`.
+    """
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Encode texts. The caller scales the noise `(batch, 2, sequence)`."""
+        """Encode texts. The caller passes scaled noise `(batch, 2, sequence)`."""
         model: Any = self.model
         ids, mask, noise = inputs["input_ids"], inputs["attention_mask"], inputs.get(NOISE)
         real = mask.unsqueeze(-1).to(model.text_encoder.embed_tokens.weight.dtype)
@@ -99,10 +103,13 @@ class _TextEncoder(_Speaking):
 
 
 class _Waveforms(_Speaking):
-    """Frames `(batch, channels, frames)` to `waveform: (batch, samples)` and `spectrogram: (batch, channels, frames)`."""
+    """Waveform decoder: frames `(batch, channels, frames)` to `waveform: (batch, samples)` and `spectrogram`.
+
+    `spectrogram` is `(batch, channels, frames)`.
+    """
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Decode frames."""
+        """Decode frames to waveforms."""
         model: Any = self.model
         speaker = self.speaker(inputs)
         mask = inputs[FRAMES].unsqueeze(1).to(inputs[LATENTS].dtype)
@@ -111,20 +118,20 @@ class _Waveforms(_Speaking):
 
 
 class Vits(Family):
-    """VITS."""
+    """Family of VITS."""
 
     def tokens_at_once(self, config: Any) -> int:
-        """The window of relative positions, which shorter texts are padded to and longer ones are cut to."""
+        """Return the window of relative positions. Shorter texts are padded to the window, and longer texts are cut."""
         return int(config.window_size or 0)
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Evaluate splines in a way that a trace can follow."""
+        """Evaluate splines in a form that can be traced."""
         from transformers.models.vits import modeling_vits
 
         return [(modeling_vits, "_unconstrained_rational_quadratic_spline", _spline)]
 
     def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[ModelPart, ...]:
-        """An encoder of texts, and a decoder of frames."""
+        """Return the text encoder and the waveform decoder."""
         config: Any = model.config
         batch, length = example["input_ids"].shape
         text: Tensors = dict(example)

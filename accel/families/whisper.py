@@ -1,4 +1,4 @@
-"""Whisper: windows of one length, long recordings and timestamps."""
+"""Whisper: a fixed window of audio, long recordings and timestamps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..interfaces.family import Family
 
 
 class Whisper(Family):
-    """Whisper."""
+    """Family of Whisper."""
 
     long_recordings = True
 

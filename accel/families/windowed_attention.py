@@ -1,7 +1,7 @@
-"""Longformer's and LED's attention in a trace: tokens that see their neighbours, and some that see all and are seen by all.
+"""Longformer's and LED's attention in a trace: windowed attention, and some tokens with global attention.
 
-transformers cuts texts into overlapping windows by strides in memory, and asks the values of a mask whether any token sees all.
-While a model is traced, its layers compute the same from blocks of tokens, for whichever tokens the mask says.
+transformers creates overlapping windows with strided views, and branches on whether a mask contains global tokens. During a
+trace, the layers compute the same from blocks of tokens, for any global tokens in the mask.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def _attend(
     """Compute a layer's output `(batch, length, hidden)`, for any length.
 
     Args:
-        self: The layer.
+        self: The attention layer.
         hidden_states: `(batch, length, hidden)`.
-        attention_mask: `(batch, length)`: below 0 for padding, 0 for tokens that see their neighbours, above 0 for those that see all.
-        is_index_masked, is_index_global_attn: `(batch, length) bool`: the first and the last of these.
-        is_global_attn: Whether there are any that see all. It is not read: a trace cannot know.
-        output_attentions: Whether the probabilities are returned, too.
+        attention_mask: `(batch, length)`: negative for padding, 0 for windowed attention, positive for global attention.
+        is_index_masked, is_index_global_attn: `(batch, length) bool`: True for padding, and for global attention.
+        is_global_attn: Whether there are tokens with global attention. Ignored, because its value is unknown in a trace.
+        output_attentions: Whether to return the attention probabilities, which is not supported.
 
     Raises:
-        ExportError: The probabilities are wanted.
+        ExportError: `output_attentions` is True.
     """
     if output_attentions:
         raise ExportError(
@@ -51,9 +51,9 @@ def _attend(
 
 
 def _chosen(is_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the columns in which any row has a global token, and for each column its place among them.
+    """Return the indices of columns in which any row has a global token, and each column's index in this list.
 
-    The first is always one of them: not every runtime computes with none.
+    The first column is always included, because some runtimes fail on an empty list.
     """
     first = torch.arange(is_global.shape[1], device=is_global.device) == 0
     anywhere = is_global.any(dim=0) | first
@@ -63,7 +63,7 @@ def _chosen(is_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _near(
     layer: Any, hidden: torch.Tensor, mask: torch.Tensor, is_global: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of tokens to their neighbours and to global tokens."""
+    """Compute windowed attention, which also includes the global tokens."""
     size, length = layer.one_sided_attn_window_size, hidden.shape[1]
     query, key, value = _heads(layer, _query(layer, layer.query, hidden), layer.key(hidden), layer.value(hidden))
     offsets = torch.arange(3 * size, device=mask.device) - size - torch.arange(size, device=mask.device)[:, None]
@@ -79,7 +79,7 @@ def _near(
 
 
 def _far(layer: Any, hidden: torch.Tensor, is_masked: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Attention of the chosen tokens to all others, `(batch, chosen, hidden)`, with separate projections."""
+    """Compute attention of the global tokens to all tokens, `(batch, chosen, hidden)`, with separate projections."""
     query = _query(layer, layer.query_global, hidden.index_select(1, chosen))
     query, key, value = _heads(layer, query, layer.key_global(hidden), layer.value_global(hidden))
     scores = (query @ key.transpose(2, 3)).masked_fill(is_masked[:, None, None], torch.finfo(query.dtype).min)
@@ -92,7 +92,7 @@ def _query(layer: Any, project: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(layer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """`(batch, heads, tokens, head_size)`."""
+    """Split tensors into heads: `(batch, heads, tokens, head_size)`."""
     return [torch.unflatten(tensor, 2, (layer.num_heads, layer.head_dim)).transpose(1, 2) for tensor in tensors]
 
 
@@ -101,13 +101,13 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(tensor: torch.Tensor, size: int, *, before: int = 0, after: int = 0, padding: float = 0.0) -> torch.Tensor:
-    """`(batch, heads, length, n)` as `(batch, heads, blocks, size, n)`, of which the last may be filled up.
+    """Split `(batch, heads, length, n)` into blocks: `(batch, heads, blocks, size, n)`. The last block may be padded.
 
     Args:
-        tensor: What is cut.
-        size: Of a block, in tokens.
-        before, after: How much is put around it first, in tokens.
-        padding: What is put there.
+        tensor: Tensor to split.
+        size: Tokens in a block.
+        before, after: Tokens of padding before and after the tensor.
+        padding: Value of the padding.
     """
     length = tensor.shape[2]
     filled = size * ((length + size - 1) // size)
@@ -116,19 +116,19 @@ def _blocks(tensor: torch.Tensor, size: int, *, before: int = 0, after: int = 0,
 
 
 def _around(tensor: torch.Tensor, size: int, padding: float = 0.0) -> torch.Tensor:
-    """Each block with the one before and the one after it: `(batch, heads, blocks, 3 * size, n)`."""
+    """Return each block with the block before and the block after it: `(batch, heads, blocks, 3 * size, n)`."""
     blocks = _blocks(tensor, size, before=size, after=size, padding=padding)
     return torch.cat([blocks[:, :, :-2], blocks[:, :, 1:-1], blocks[:, :, 2:]], dim=3)
 
 
 def _unpadded(_model: Any, *, pad_token_id: int, **inputs: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    """Return no padding, and the inputs as they are."""
+    """Return a padding length of 0 and the unchanged inputs."""
     return 0, *inputs.values()
 
 
 def replacements(attention: type, encoder: type) -> list[Replacement]:
-    """Replacements for the class of the layers and the class that pads to windows."""
-    # Whether any token sees all, which the attention here does not read.
+    """Return replacements for the class of the attention layers and the class that pads to whole windows."""
+    # transformers calls `.item()` to ask whether there are global tokens. `_attend` ignores the answer.
     item = torch.Tensor.item
 
     def answer(tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""XLM and FlauBERT: a call without a mask counts the tokens that are not padding, and attends to as many from the left."""
+"""XLM and FlauBERT: without a mask, attention covers the first n tokens, where n is the number of non-padding tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..interfaces.family import Family
 
 
 class XLM(Family):
-    """XLM and FlauBERT."""
+    """Family of XLM and FlauBERT."""
 
     def default_mask(self, ids: torch.Tensor, config: Any) -> torch.Tensor:
-        """As many tokens from the left as are not padding."""
+        """Return a mask with 1 for the first n tokens, where n is the number of non-padding tokens."""
         count: torch.Tensor = (ids != config.pad_index).sum(dim=-1, keepdim=True)
         return torch.arange(ids.shape[-1], device=ids.device).lt(count).long()
 

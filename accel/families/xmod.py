@@ -1,4 +1,4 @@
-"""X-MOD: an adapter for each language in every layer."""
+"""X-MOD: every layer has an adapter for each language."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from .roberta import Roberta
 
 
 class Xmod(Roberta):
-    """X-MOD, which counts positions as RoBERTa does."""
+    """Family of X-MOD, which counts positions as RoBERTa does."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Keep the adapters of the default language, which calls without `lang_ids` use. A graph with all adapters would search for rows of
-        each language in every call.
+        """Keep only the adapters of the default language, which calls without `lang_ids` use.
+
+        A graph with all adapters would search for the rows of each language in every call.
         """
         language = model.config.default_language
         return [

@@ -1,4 +1,5 @@
-"""What an author of a backend, a task or a family imports: protocols, specs, and the session contract as functions.
+"""Interfaces for authors of backends, tasks and families: protocols, data classes, and the checks that all sessions share.
 
-In: what a part declares. Out: the part of a name, and the same checks and errors for all of them.
+In: the declarations of installed plugins. Out: tasks and families, found by name in registries. All sessions make the
+same checks and raise the same errors.
 """

@@ -1,4 +1,4 @@
-"""Calls of one new token a row, whose inputs differ from those of the call before in known ways: a runtime binds them once."""
+"""Decoding steps with one new token for each row. A runtime binds their inputs once, because only tokens, positions and the mask change."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from .state import State
 
 _POSITIONS = "position_ids"
-# Calls whose masks and positions are made together: a run goes through all weights, and after it the code of the next call is in no
-# cache of the processor any more. A call of torch takes 40 microseconds there, and 2 after another one.
+# Masks and positions of this many calls are prepared together. A run reads all weights, so afterwards the code of the next call is
+# no longer in the CPU cache. A torch call then takes 40 microseconds, but only 2 directly after another torch call.
 _AHEAD = 64
 _AHEAD_BYTES = 2**20
 
 
 class BoundSteps(ABC):
-    """A `accel.interfaces.protocols.TokenStep`: inputs are written to the memory of the first of these calls. A subclass runs them.
+    """Base class of `accel.interfaces.protocols.TokenStep`s that reuse the input memory of the first step. Subclasses run them.
 
     Args:
-        session: Whose errors a failed run raises.
-        state: Continued in place.
-        feeds: The inputs of the last call, checked, contiguous, on the host, for which `fits` says yes.
-        calls: How many calls come, at most.
+        session: The session whose errors a failed run raises.
+        state: The state that the steps continue, changed in place.
+        feeds: Inputs of the last call, checked, contiguous and in host memory; `fits` must be True for them.
+        calls: Largest number of steps.
 
     Attributes:
-        feeds: The inputs by name, with the mask of the last call; each of the others stays the same memory.
-        mask_name: The mask's name, or `None` where the graph takes none.
+        feeds: Inputs by name. The mask is that of the last call; all other inputs keep the same memory.
+        mask_name: Name of the mask input, or `None` if the graph has none.
     """
 
     def __init__(self, session: BaseSession[Any], state: State, feeds: Feeds, calls: int) -> None:
@@ -41,7 +41,7 @@ class BoundSteps(ABC):
         check = state.check_step
         self._session = session
         self.mask_name = check.mask
-        # What is written to is not the caller's.
+        # Inputs that the steps write to are copies, because the originals belong to the caller.
         written = (check.tokens, _POSITIONS)
         self.feeds = {name: tensor.clone() if name in written else tensor for name, tensor in feeds.items()}
         self._tokens: Any = self.feeds[check.tokens].numpy()[:, 0]
@@ -53,19 +53,18 @@ class BoundSteps(ABC):
             mask = feeds[check.mask]
             self._columns = mask.shape[1]
             self._longest = torch.cat([mask, mask.new_ones((len(mask), calls))], dim=1)
-        # Prepared for the next calls: positions, the memory of the mask, and its binding; replaced together.
+        # Prepared for the next calls: positions, the mask buffer and its binding; replaced together.
         self._coming: list[tuple[Any, torch.Tensor | None, Any]] = []
         self._next = 0
 
     @staticmethod
     def fits(state: State, feeds: Feeds, calls: int) -> bool:
-        """Whether tokens, positions and the mask alone change in so many calls, and all of them are of the model's vocabulary and
-        positions.
+        """Return whether the next calls change only tokens, positions and the mask, all within the model's limits.
 
         Args:
-            state: What is continued.
-            feeds: The inputs of the last call.
-            calls: How many calls come, at most.
+            state: The state that the calls continue.
+            feeds: Inputs of the last call.
+            calls: Largest number of calls.
         """
         check, component = state.check_step, state.component
         specs = {spec.name: spec for spec in component.inputs if spec.pair is None}
@@ -90,18 +89,18 @@ class BoundSteps(ABC):
 
     @abstractmethod
     def bound(self, mask: torch.Tensor) -> Any:
-        """The runtime's binding of a mask `(batch, total)`, whose memory stays until masks of later calls are made."""
+        """Return the runtime's binding of a mask `(batch, total)`. The mask's memory is kept until masks of later calls are made."""
 
     @abstractmethod
     def compute(self, mask: Any) -> np.ndarray:
-        """Run the call whose inputs are written; returns the logits `(batch, vocabulary)`, which the next call may write over.
+        """Run the call with the inputs in memory. Return logits `(batch, vocabulary)`, which the next call may overwrite.
 
         Args:
-            mask: What `bound` made of the mask, which has one column more than in the call before; `None` without a mask.
+            mask: Result of `bound` for the mask, which has one column more than in the previous call. `None` without a mask.
         """
 
     def __call__(self, tokens: Sequence[int]) -> np.ndarray:
-        """The logits `(batch, vocabulary)` after each row's next token."""
+        """Return the logits `(batch, vocabulary)` after the given next token of each row."""
         if self._next == len(self._coming):
             self._prepare()
         positions, _, mask = self._coming[self._next]
@@ -115,7 +114,7 @@ class BoundSteps(ABC):
             raise self._session.failed(error, self.feeds) from error
 
     def _prepare(self) -> None:
-        """Make the masks and positions of the next calls."""
+        """Prepare the masks and positions of the next calls."""
         count = min(_AHEAD, self._left)
         if self._longest is not None and len(self._longest) > 1:
             count = max(min(count, _AHEAD_BYTES // self._longest.nbytes), 1)

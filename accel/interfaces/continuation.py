@@ -1,7 +1,7 @@
-"""Decoders whose graphs cannot take several new tokens after a past, behind the same interface as graphs that can.
+"""Wrappers of decoder sessions whose graphs cannot take several new tokens after a past.
 
-`open_plan` puts these around a backend's sessions, by what the manifest says (`Component.continues`): callers give any
-number of tokens to any state.
+`open_plan` wraps a backend's sessions if the manifest requires it (`Component.continues`). Callers can then pass any number of
+tokens to any state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def continued(sessions: Mapping[str, Session], components: tuple[Component, ...]) -> Mapping[str, Session]:
-    """The sessions of an artifact, those of decoders that need it wrapped."""
+    """Return the sessions of an artifact. Sessions of decoders that need it are wrapped."""
     wrapped = {
         component.name: kind(sessions[component.name], component)
         for component in components
@@ -30,7 +30,7 @@ def continued(sessions: Mapping[str, Session], components: tuple[Component, ...]
 
 
 class _Wrapped:
-    """A session around another; what is not particular to it is the other's."""
+    """A wrapper of a session. It forwards attributes that it does not define to the session."""
 
     def __init__(self, session: Any, component: Component) -> None:
         self._session, self._component = session, component
@@ -42,12 +42,12 @@ class _Wrapped:
 
 
 class OneByOne(_Wrapped):
-    """A decoder whose graph takes a prompt, and after it one token a call; several are given one after another."""
+    """A decoder whose graph takes one token per call after the prompt. Several tokens are run one after another."""
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`."""
+        """Compute the outputs, as `accel.interfaces.protocols.Session.run`."""
 
         def run(part: Feeds) -> dict[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = self._session.run(part, outputs=outputs, out=out, state=state)
@@ -61,17 +61,21 @@ class OneByOne(_Wrapped):
 
 
 class Recomputed(_Wrapped):
-    """A decoder whose graph keeps nothing: the state holds the tokens, and each call computes all of them again."""
+    """A decoder whose graph has no cache. The state contains the tokens, and each call computes all of them again."""
 
     def __init__(self, session: Any, component: Component) -> None:
-        # The graph's mask covers the tokens of one call, which are all tokens here.
+        # The graph's mask covers the tokens of one call. Here, one call has all tokens of the text.
         inputs = [replace(spec, shape=("batch", "total")) if spec.role == "mask" else spec for spec in component.inputs]
         super().__init__(session, replace(component, inputs=tuple(inputs)))
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`."""
+        """Compute the outputs, as `accel.interfaces.protocols.Session.run`."""
+        if state is None:
+            # Without a state, one call has the whole text. Comparisons with the PyTorch model do this.
+            results: dict[str, torch.Tensor] = self._session.run(feeds, outputs=outputs, out=out)
+            return results
         check_state(state, self, stateful=True, out=out)
         assert isinstance(state, TokenState)
         whole, new = state.extended(feeds)
@@ -81,30 +85,30 @@ class Recomputed(_Wrapped):
         return {name: tensor[:, -new:] for name, tensor in found.items()}
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """No shorter way."""
+        """Return `None`, because there is no faster way than `run`."""
         return None
 
     def new_state(self, batch: int) -> State:
-        """No tokens yet."""
+        """Return a state without tokens."""
         return TokenState(self, self._component, batch)
 
 
 class TokenState(State):
-    """The tokens of one batch of sequences: each input that has a row a token."""
+    """A state that contains the tokens of a batch: each input that has a column for each token."""
 
     readable = False
 
     def growing_axis(self, name: str) -> int | None:
-        """The axis of the new tokens of an input."""
+        """Return the axis of the new tokens in an input, or `None` if it has none."""
         return next(
             (1 for spec in self.component.inputs if spec.name == name and spec.shape[1:2] == ("sequence",)), None
         )
 
     def extended(self, feeds: Feeds) -> tuple[dict[str, torch.Tensor], int]:
-        """The inputs with the tokens held before the new ones, and how many are new.
+        """Return the inputs with the earlier tokens before the new ones, and the number of new tokens.
 
         Raises:
-            InputError: Names that the graph does not take, another number of rows, or a mask that does not cover all tokens.
+            InputError: The names differ from the graph's inputs, the number of rows differs, or the mask does not cover all tokens.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Instruction sets of this processor that decide which kernels run, and how backends quantize for them."""
+"""CPU instruction sets that decide which kernels run and how backends quantize."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-# In rising order of what they give to matrix products.
+# Ordered by their benefit for matrix products, lowest first.
 RELEVANT = (
     "avx2",
     "avx_vnni",
@@ -25,7 +25,7 @@ RELEVANT = (
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """The relevant flags that this CPU has; the architecture's name where the system does not tell flags."""
+    """Return the flags in `RELEVANT` that this CPU has. Return the architecture's name if the system lists no flags."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -40,7 +40,8 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def adds_in_16_bits(flags: Sequence[str]) -> bool:
-    """Whether 8-bit products are added in pairs in 16 bits, which saturates at the full range of signed weights: x86
-    without VNNI or AMX.
+    """Return whether kernels add pairs of 8-bit products in 16 bits: on x86 without VNNI or AMX.
+
+    Such additions saturate if signed weights use their full range.
     """
     return "avx2" in flags and not {"avx_vnni", "avx512_vnni", "amx_int8"} & set(flags)

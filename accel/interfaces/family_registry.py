@@ -1,4 +1,4 @@
-"""The family of a model type, from the entry points of the group `accel.families`; only its module is imported."""
+"""Family of a model type, from the entry point group `accel.families`. Imports only the module of that family."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from .entry_points import FAMILIES, entry_points
+from .entry_points import entry_points
 from .family import Family
 
 
 def family_of(config: Any) -> Family:
-    """The family of a transformers config or the content of a `config.json`; the general one for any other."""
+    """Return the family of a transformers config or of a `config.json`'s content. Return the default family for other types."""
     kind = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
     return _family(kind) if isinstance(kind, str) else _GENERAL
 
@@ -22,7 +22,7 @@ _GENERAL = Family()
 
 @functools.cache
 def _family(model_type: str) -> Family:
-    for entry in entry_points(FAMILIES):
+    for entry in entry_points("families"):
         if module := entry.load().get(model_type):
             family: Family = pkgutil.resolve_name(f"{entry.module}.{module}:FAMILY")
             return family
@@ -30,7 +30,7 @@ def _family(model_type: str) -> Family:
 
 
 def max_text_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The length limit of models with learned absolute positions, from the content of a `config.json`."""
+    """Return the longest sequence of a model with learned absolute positions, from the content of a `config.json`."""
     limit = config.get("max_position_embeddings")
     rotary = "rope_theta" in config or "rope_parameters" in config or config.get("position_biased_input") is False
     if not isinstance(limit, int) or rotary:

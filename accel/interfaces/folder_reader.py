@@ -1,4 +1,4 @@
-"""The interface of a reader of folders that other tools wrote, in a format that a backend runs."""
+"""Interface of readers of model folders that other tools wrote, in a format that a backend can run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Literal, Protocol, runtime_checkable
 from ..artifact.manifest import Artifact
 
 Part = Literal["encoder", "merged", "first", "following", "model"]
-"""What a graph of a generating model holds: the encoder; both decoders; the decoder that reads the prompt; the one that reads a KV
-cache; or the whole model.
+"""Content of a graph of a generating model: the encoder; both decoders merged; the first decoder, which reads the prompt; the
+following decoder, which reads a KV cache; or the whole model.
 """
 
 
 @runtime_checkable
 class FolderReader(Protocol):
-    """Reads folders without our manifest. `BackendSpec.folder_reader` names the class; it is made without arguments.
+    """Reader of folders without accel's manifest. `BackendSpec.folder_reader` names the class, which has no arguments.
 
-    Reading needs neither a device nor what `BackendSpec.requires` lists, unless the reader imports it.
+    Reading needs no device. It does not need the packages in `BackendSpec.requires`, unless the reader imports them.
     """
 
     def choose(
@@ -27,28 +27,28 @@ class FolderReader(Protocol):
         """Return the graphs of a repository that `adopt` will read, so that only these are downloaded.
 
         Args:
-            name: The repository, for errors.
+            name: Name of the repository, for error messages.
             files: All files of the model's folder.
-            file_name: The graph that the user named.
-            variant: The ending of the names that the user asked for: `quantized`, `q4`, `fp16`, ...
+            file_name: File name of the graph that the user requested.
+            variant: Ending of the file names that the user requested: `quantized`, `q4`, `fp16`, ...
 
         Raises:
-            ArtifactNotFoundError: There is no such file or variant; lists the files that exist.
+            ArtifactNotFoundError: There is no such file or variant. The message lists the existing files.
         """
 
     def parts(
         self, folder: Path, *, file_name: str | None = None, variant: str | None = None, encoder: bool = False
     ) -> Mapping[Part, str]:
-        """Return the graphs of a generating model by the part that each holds.
+        """Return the graphs of a generating model by their content.
 
         Args:
-            folder: The folder.
-            file_name: One of them, which says the subfolder and the variant.
-            variant: The ending of their names.
+            folder: Folder of the model.
+            file_name: File name of one of the graphs, which determines the subfolder and the variant.
+            variant: Ending of the file names.
             encoder: Whether the model has an encoder.
 
         Raises:
-            ArtifactNotFoundError: A graph is missing, or several could be meant.
+            ArtifactNotFoundError: A graph is missing, or several graphs match.
         """
 
     def adopt(
@@ -63,14 +63,14 @@ class FolderReader(Protocol):
         """Return an artifact for the graphs of a folder. The folder is not changed.
 
         Args:
-            folder: The folder with the model's config.
-            task: The name of its task; inferred from the config when `None`.
-            subfolder: The subfolder with the graphs, where one is meant.
-            file_name: The graph to take, relative to the folder and subfolder; of several that belong together, any of them.
-            variant: The ending of the graphs' names.
+            folder: Folder with the model's config.
+            task: Name of the task; inferred from the config if `None`.
+            subfolder: Subfolder with the graphs. Empty if the graphs are in any folder.
+            file_name: Graph to use, relative to the folder and subfolder. If several graphs belong together, any of them.
+            variant: Ending of the graphs' file names.
 
         Raises:
-            ArtifactNotFoundError: There is no such graph, or several could be meant; lists the graphs that exist.
-            IntegrityError: A graph cannot be read, or does not fit its config.
-            TaskError: The graphs are not those of a model for the task.
+            ArtifactNotFoundError: There is no such graph, or several graphs match. The message lists the existing graphs.
+            IntegrityError: A graph cannot be read, or does not match its config.
+            TaskError: The graphs do not belong to a model for the task.
         """

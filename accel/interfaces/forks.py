@@ -1,8 +1,8 @@
-"""Processes that are forked: a child has the objects of a runtime that its parent had, but not their threads.
+"""Handling of forked processes. A child process inherits its parent's runtime objects, but not their threads.
 
-What was inherited is never torn down there, and torch's own threads are let go before. Destructors would wait for threads that are
-none for ever, or end the process, whether the last name goes or the collector finds the object. ONNX Runtime 1.31 also hangs where
-a child ends with `sys.exit`, if only it was imported before: `multiprocessing` ends its children without exit handlers.
+A child never destroys inherited objects, and torch's threads are released before a fork. Otherwise destructors would wait
+forever for threads that do not exist in the child, or end the process. ONNX Runtime 1.31 also hangs if it was imported before
+the fork and the child ends with `sys.exit`. `multiprocessing` ends its children without exit handlers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None) -> None:
-    """Register functions that run at every later fork; systems without fork, such as Windows, never call them.
+    """Register functions that run at every later fork. They never run on systems without fork, such as Windows.
 
     Args:
-        before: Called in the parent.
-        after_in_child: Called in the child.
+        before: Function that runs in the parent before the fork.
+        after_in_child: Function that runs in the child after the fork.
     """
     if not hasattr(os, "register_at_fork"):
         return
@@ -35,29 +35,29 @@ def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Calla
 
 
 def kept_in_children(runtime_object: Object) -> Object:
-    """The same object, which no process forked from this one will destroy.
+    """Return the same object. No process forked from this one will destroy it.
 
     Args:
-        runtime_object: What has threads of its own, a session or a compiled model; weak references to it must be possible.
+        runtime_object: Object with its own threads, such as a session or a compiled model. It must support weak references.
     """
     _live[id(runtime_object)] = runtime_object
     return runtime_object
 
 
 def never_destroyed(inherited: object) -> None:
-    """Keep an object until the process has ended, and not only until its modules are taken down."""
+    """Keep an object until the process ends, even while the interpreter shuts down."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
 def _before() -> None:
-    # GNU's OpenMP keeps the threads of torch's last product for the next one, and waits for them in a child. Now both start new ones.
+    # GNU OpenMP keeps torch's worker threads, and a child would wait for them. After this call, parent and child start new ones.
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
     if pause is not None:
         pause(_OMP_PAUSE_SOFT)
 
 
 def _in_child() -> None:
-    # Of those that only the collector has still to find, too.
+    # The list includes objects that only the garbage collector would find.
     for inherited in list(_live.values()):
         never_destroyed(inherited)
     _live.clear()

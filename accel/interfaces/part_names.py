@@ -1,14 +1,14 @@
-"""Names of the graphs of models that have several and do not generate, and of the tensors between them.
+"""Names of the graphs of models with several graphs that do not generate, and of the tensors between the graphs.
 
-A family makes these graphs, a task's model class runs them.
+A family creates these graphs, and the model class of a task runs them.
 """
 
 from __future__ import annotations
 
-# Masks for points
+# Mask generation
 IMAGE_ENCODER, MASK_DECODER = "image_encoder", "mask_decoder"
 EMBEDDINGS, INTERMEDIATE = "image_embeddings", "intermediate_embeddings"
 
-# Speech made in one go
+# Text to speech
 TEXT_ENCODER, WAVEFORM_DECODER = "text_encoder", "waveform_decoder"
 SPEAKER, NOISE, LATENTS, FRAMES = "speaker_id", "duration_noise", "latents", "frame_mask"

@@ -1,7 +1,7 @@
-"""What a plugin implements. Protocols: a plugin need not inherit from them.
+"""Protocols that plugins implement. A plugin does not have to inherit from them.
 
-A `Backend` opens an `Artifact` as named `Session`s and may offer an `Exporter`, an `Optimizer`, a `Quantizer` and a `Preparer`. The
-conformance suite (`accel.testing.conformance`) checks the contract that the docstrings here state.
+A `Backend` opens an `Artifact` as named `Session`s. It may offer an `Exporter`, an `Optimizer`, a `Quantizer` and a `Preparer`.
+The conformance suite (`accel.testing.conformance`) checks the contract in these docstrings.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..artifact.manifest import Artifact
 from ..artifact.tensors import TensorSpec
 from ..config import ExportConfig, OptimizeConfig, PrepareConfig, QuantizeConfig, SessionOptions
-from . import forks  # noqa: F401  # lets go of torch's threads before a process forks, for whoever implements a session
+from . import forks  # noqa: F401  # releases torch's threads before a process forks, for all sessions
 from .specs import DeviceSpec, Probe
 from .state import State
 
@@ -22,28 +22,26 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..capture import Source
-
 Feeds = Mapping[str, "torch.Tensor"]
 Batches = Iterable[Feeds]
 Names = Sequence[str]
-Evaluate = Callable[[Artifact], float]
 Shapes = Mapping[str, int]
 TokenStep = Callable[[Sequence[int]], "np.ndarray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
-    """How an artifact is to be opened.
+    """Device and options for opening an artifact.
 
     Attributes:
-        device: One of the probed devices.
-        options: The vendor's own device or provider options.
-        session: How to run.
-        shapes: Fixed sizes for named axes (`{"batch": 1, "sequence": 128}`), for runtimes that are faster with
-            static shapes; the core pads up to them.
-        trust_remote_code: Run code that comes with a PyTorch model.
-        few_calls: The session is for a handful of calls, as a comparison makes: what costs memory to make calls faster may be left out.
+        device: One of the devices that `Backend.probe` returned.
+        options: Device or provider options of the vendor.
+        session: Options of the session, such as threads.
+        shapes: Fixed sizes of named axes (`{"batch": 1, "sequence": 128}`), for runtimes that are faster with static shapes.
+            The core pads inputs up to them.
+        trust_remote_code: Whether custom code of a PyTorch model may run.
+        few_calls: Whether the session is opened for a few calls, as in a comparison. It may then skip optimizations that cost
+            memory.
     """
 
     device: DeviceSpec
@@ -56,23 +54,23 @@ class OpenRequest:
 
 @runtime_checkable
 class Session(Protocol):
-    """A graph opened on a device."""
+    """An opened graph on a device."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What `run` takes, in the graph's order."""
+        """Specs of the inputs of `run`, in the graph's order."""
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What `run` returns, in the graph's order."""
+        """Specs of the outputs of `run`, in the graph's order."""
 
     @property
     def device(self) -> DeviceSpec:
-        """Where it runs, read from the opened runtime and not from what was asked for."""
+        """Device of the opened runtime, which may differ from the requested one."""
 
     @property
     def compute_dtype(self) -> str:
-        """What the kernels really compute in: `float32`, `bfloat16`, `int8`, ..."""
+        """Data type in which the kernels actually compute: `float32`, `bfloat16`, `int8`, ..."""
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
@@ -80,57 +78,63 @@ class Session(Protocol):
         """Compute the outputs.
 
         Args:
-            feeds: Exactly the declared inputs, each of the shape that its `TensorSpec` has. Any device, stride or integer
-                width; converted once where needed.
-            outputs: Names of the outputs wanted; all when `None`.
-            out: Buffers that receive outputs of these names, each of its output's shape.
-            state: From `new_state`; read and advanced.
+            feeds: Exactly the declared inputs, in the shapes of their `TensorSpec`s. Any device, stride or integer width is
+                accepted and converted if needed.
+            outputs: Names of the requested outputs; all if `None`.
+            out: Buffers for outputs by name, each in its output's shape.
+            state: State from `new_state`. It is read and advanced.
 
         Returns:
-            Output by name, of the shape that its `TensorSpec` has for these inputs, in the declared dtype, on the session's
-            device. It does not alias the next call's
-            (except what was written into `out`).
+            Outputs by name, in the shape and dtype of their `TensorSpec`s, on the session's device. The next call does not
+            overwrite them, except for buffers from `out`.
 
         Raises:
-            InputError: Missing or extra names, a wrong rank or a fixed axis with another size.
-            SessionClosedError: After `close`.
+            InputError: Missing or extra names, a wrong rank, or a wrong size of a fixed axis.
+            SessionClosedError: The session was closed.
             SessionError: The runtime failed.
         """
 
     def new_state(self, batch: int) -> State:
-        """An empty state for `batch` rows.
+        """Return an empty state for `batch` rows.
 
         Raises:
-            SessionError: The graph keeps no state.
+            SessionError: The graph has no state.
         """
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """A shorter way than `run` for the calls after the last one, for greedy and sampled decoding: each brings one new token a row, a
-        column of ones more in the mask, and positions greater by one.
+        """Return a faster function than `run` for decoding steps after the last call, for greedy and sampled decoding.
+
+        Each step adds one new token for each row and one column of ones to the mask, and increases positions by one.
 
         Args:
-            feeds: Inputs of the last call of `run` with this state, with one token a row.
-            state: Continued in place.
-            calls: How many calls come, at most.
+            feeds: Inputs of the last call of `run` with this state, with one token for each row.
+            state: The state, which the steps continue in place.
+            calls: Largest number of steps.
 
         Returns:
-            A function of each row's new token that returns the logits after it, `(batch, vocabulary) float32`, which the next call
-            may write over; `None` where `run` has to be called.
+            A function from each row's new token to the logits after it, `(batch, vocabulary) float32`, which the next step may
+            overwrite. `None` if `run` has to be used.
         """
 
     def close(self) -> None:
-        """Give the runtime's memory back. A second call does nothing."""
+        """Release the runtime's memory. A second call does nothing."""
 
 
 @runtime_checkable
 class Exporter(Protocol):
-    """Turns a PyTorch model into an artifact of the backend's format."""
+    """Converts a PyTorch model to an artifact in the backend's format."""
 
-    def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Write the graph and its manifest into the existing, empty folder `out`.
+    def export(self, source: Any, *, task: str, config: ExportConfig, out: Path) -> Artifact:
+        """Write the graph and its manifest.
 
-        The core calls this with a temporary folder, compares the result with the PyTorch model, and moves the folder
-        into place only then.
+        The core calls this with a temporary folder, and compares the result with the PyTorch model. Only then it moves the folder
+        to its final path.
+
+        Args:
+            source: The model, an `accel.capture.Source`.
+            task: Name of the task.
+            config: Export settings.
+            out: An existing, empty folder.
 
         Raises:
             ExportError: The model could not be captured.
@@ -139,7 +143,7 @@ class Exporter(Protocol):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """Rewrites a graph into a faster one that computes the same."""
+    """Rewrites a graph into a faster one with the same outputs."""
 
     def optimize(
         self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
@@ -147,21 +151,21 @@ class Optimizer(Protocol):
         """Write the optimized graph into the existing, empty folder `out`.
 
         Args:
-            artifact: What to optimize.
-            config: How.
-            calibration: Batches of what a processor makes for the first graph (text: `(batch, sequence)`), which can be
-                iterated more than once, for changes that depend on values: half precision.
-            out: Where to write.
+            artifact: The artifact to optimize.
+            config: Optimization settings.
+            calibration: Batches of processor outputs for the first graph (text: `(batch, sequence)`), which can be iterated
+                more than once. Used by optimizations that depend on values, such as half precision.
+            out: Output folder.
 
         Raises:
-            ConfigError: A setting that does not exist, or calibration data that nothing reads.
+            ConfigError: A setting does not exist, or no step reads the calibration data.
             OptimizeError: The graph could not be optimized.
         """
 
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Rewrites a graph into one with fewer bits."""
+    """Rewrites a graph into one with fewer bits for each value."""
 
     def quantize(
         self,
@@ -169,21 +173,19 @@ class Quantizer(Protocol):
         *,
         config: QuantizeConfig,
         calibration: Batches | None,
-        evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
         """Write the quantized graph into the existing, empty folder `out`.
 
-        The report of its step lists what was quantized as `layers`, by names that `QuantizeConfig.exclude` takes: the
-        search inside an accuracy budget puts some of them back to float.
+        The report of this step lists the quantized layers as `layers`, by names that `QuantizeConfig.exclude` accepts. A search
+        within an accuracy budget uses these names to exclude layers from quantization.
 
         Args:
-            artifact: What to quantize.
-            config: How.
-            calibration: Batches of inputs, which can be iterated more than once; needed by static schemes. Of a model of several
-                graphs its `parts`, where it has some, are the batches of each by component.
-            evaluate: A measure of an artifact, higher is better, for backends that search with it.
-            out: Where to write.
+            artifact: The artifact to quantize.
+            config: Quantization settings.
+            calibration: Batches of inputs, which can be iterated more than once. Required by static schemes. For a model with
+                several graphs, its attribute `parts` (if present) contains the batches of each component.
+            out: Output folder.
 
         Raises:
             QuantizeError: The graph could not be quantized.
@@ -192,79 +194,80 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class Preparer(Protocol):
-    """Changes a PyTorch model that its user keeps: to run faster where it is, or to be trained for another precision."""
+    """Changes a PyTorch model for its user: to run faster, or for quantization-aware training."""
 
     def prepare(
         self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
     ) -> torch.nn.Module:
-        """The prepared model: the given one, or another that shares its parameters, as the scheme says. It takes the same
-        inputs and returns the same outputs by name. Where the call fails, the given model is as it was.
+        """Return the prepared model: the given model, or another one that shares its parameters, depending on the scheme.
+
+        It has the same inputs and outputs by name. If preparation fails, the given model is unchanged.
 
         Args:
-            model: The model, where it runs.
-            config: Which of the capability's `schemes`, and its settings: of the class that belongs to the scheme.
+            model: The model, on the device where it runs.
+            config: Scheme (one of the capability's `schemes`) and its settings, in the settings class of the scheme.
             calibration: Batches of inputs, which can be iterated more than once, for schemes that need activation ranges.
 
         Raises:
-            ConfigError: A scheme or a setting that does not exist or does not fit the model, or calibration data that nothing
-                reads.
-            PrepareError: The model could not be prepared; with the reason.
+            ConfigError: A scheme or setting does not exist or does not fit the model, or no step reads the calibration data.
+            PrepareError: The model could not be prepared. The message contains the reason.
         """
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A plugin's one class; made without arguments."""
+    """The class of a plugin, created without arguments."""
 
     def probe(self) -> Probe:
-        """Devices that can be used here, and reasons for those that cannot. Imports the vendor library, touches no
-        device, never raises.
+        """Return the usable devices, and the reasons why others are not usable.
+
+        Imports the vendor's library, does not use any device, and never raises.
         """
 
     def exporter(self) -> Exporter | None:
-        """The exporter, or `None`."""
+        """Return the exporter, or `None` if the backend has none."""
 
     def optimizer(self) -> Optimizer | None:
-        """The optimizer, or `None`."""
+        """Return the optimizer, or `None` if the backend has none."""
 
     def quantizer(self) -> Quantizer | None:
-        """The quantizer, or `None`."""
+        """Return the quantizer, or `None` if the backend has none."""
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open every component of the artifact; components that share weights share them in memory.
+        """Open every component of the artifact. Components with shared weights share them in memory.
 
         Args:
-            artifact: A format that the spec says it runs.
-            request: Where, and how.
+            artifact: An artifact in a format that the backend can run.
+            request: Device and options.
 
         Raises:
-            ConfigError: An option that does not exist.
-            SessionError: The runtime refused the graph.
+            ConfigError: An option does not exist.
+            SessionError: The runtime rejected the graph.
         """
 
 
 @runtime_checkable
 class PreparingBackend(Backend, Protocol):
-    """A backend that prepares PyTorch models; one without a capability for it need not have the method."""
+    """A backend that prepares PyTorch models. Backends without this capability need no `preparer`."""
 
     def preparer(self) -> Preparer | None:
-        """The preparer, or `None`."""
+        """Return the preparer, or `None` if the backend has none."""
 
 
 @runtime_checkable
 class WeightsBackend(Backend, Protocol):
-    """A backend that opens PyTorch weights as they are; the one that exports `WEIGHTS` has the method."""
+    """A backend that opens PyTorch weights without conversion. The backend that exports `WEIGHTS` has this method."""
 
     def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
-        """Return an artifact for a transformers folder; nothing is written.
+        """Return an artifact for a transformers folder. Nothing is written.
 
         Args:
-            folder: The folder.
-            task: Its task.
-            config: In which dtype, with which pooling.
-            trust_remote_code: Run code that comes with the model.
+            folder: Folder of the model.
+            task: Name of the task.
+            config: Export settings, for the dtype and the pooling.
+            trust_remote_code: Whether custom code of the model may run.
 
         Raises:
-            ArtifactNotFoundError: There are no weights.
-            IntegrityError: They cannot be read.
+            ArtifactNotFoundError: The folder has no weights.
+            IntegrityError: The weights cannot be read.
         """

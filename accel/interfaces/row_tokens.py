@@ -1,4 +1,4 @@
-"""Graphs whose head selects tokens by a mask over the whole batch: those of other tools, and of earlier versions of this library."""
+"""Requirements on tokens of each row, for graphs (of other tools or old versions of accel) with a head that selects by a batch mask."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .task_registry import read_config
 
 
 def with_row_tokens(artifact: Artifact) -> Artifact:
-    """The artifact, whose `input_ids` must hold the token of such a head equally often in each row of a batch.
+    """Require in an artifact's specs that each row of `input_ids` contains the head's token equally often.
 
-    Artifacts of other architectures, and graphs that answer each row by itself, stay as they are.
+    Artifacts of other architectures are returned unchanged, and so are graphs that compute each row independently.
     """
     config = read_config(artifact.path)
     token = family_of(config).row_token(artifact.manifest.architecture, config)

@@ -1,4 +1,4 @@
-"""Bases for sessions: what a session says about itself, the order of the checks in a call, and its errors. No session need have them."""
+"""Base class of sessions: their properties, the order of checks in a call, and errors. Sessions do not have to inherit from it."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 Runtime = TypeVar("Runtime")
 _NUMPY_DTYPES = frozenset(("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"))
-"""Types of tensors that NumPy has."""
+"""Tensor dtypes that NumPy also has."""
 
 
 class BaseSession(Generic[Runtime]):
-    """A `accel.interfaces.protocols.Session`: a subclass says how to compute (`_compute`).
+    """Base class of `accel.interfaces.protocols.Session`s. A subclass implements the computation (`_compute`).
 
     Args:
-        runtime: The runtime's own object, which `close` lets go.
-        component: What the artifact says about the graph.
-        device: Where it runs, as the opened runtime says.
-        compute_dtype: What the kernels really compute in.
-        shapes: Sizes that it was opened with for named axes.
+        runtime: The runtime's own object, which `close` releases.
+        component: The graph's component in the artifact's manifest.
+        device: The device of the opened runtime.
+        compute_dtype: Data type in which the kernels actually compute.
+        shapes: Fixed sizes of named axes with which the session was opened.
 
     Attributes:
-        runtime_name: The runtime in error messages.
-        run_errors: What the runtime raises when a run fails.
-        advice: What to do when a run fails.
-        state_is_optional: Whether a graph that keeps a state also runs without one.
+        runtime_name: Name of the runtime in error messages.
+        run_errors: Exceptions that the runtime raises when a run fails.
+        advice: Advice in the error message when a run fails.
+        state_is_optional: Whether a stateful graph can also run without a state.
     """
 
     runtime_name: ClassVar[str] = "The runtime"
@@ -69,6 +69,7 @@ class BaseSession(Generic[Runtime]):
         *,
         shapes: Mapping[str, int] | None = None,
     ) -> None:
+        import numpy as np
         import torch
 
         self._runtime: Runtime | None = runtime
@@ -81,30 +82,33 @@ class BaseSession(Generic[Runtime]):
         self._output_names = list(self._output_dtypes)
         self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
         self._check_values = ValueCheck(component.inputs)
+        # NumPy has no bfloat16 or float8.
+        self._numpy_only = all(spec.dtype in _NUMPY_DTYPES for spec in (*component.inputs, *component.outputs))
+        self._numpy_dtypes = [np.dtype(s.dtype if s.dtype in _NUMPY_DTYPES else np.void) for s in component.inputs]
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
+        """Specs of the inputs, as in the artifact."""
         return self._component.inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """As declared by the artifact."""
+        """Specs of the outputs, as in the artifact."""
         return self._component.outputs
 
     @property
     def device(self) -> DeviceSpec:
-        """Where it runs, read from the opened runtime."""
+        """Device of the opened runtime."""
         return self._device
 
     @property
     def compute_dtype(self) -> str:
-        """What the kernels really compute in."""
+        """Data type in which the kernels actually compute."""
         return self._compute_dtype
 
     @property
     def stateful(self) -> bool:
-        """Whether it keeps something between calls."""
+        """Whether the session keeps a state between calls."""
         return self._component.stateful
 
     @property
@@ -112,7 +116,7 @@ class BaseSession(Generic[Runtime]):
         """The runtime's own object.
 
         Raises:
-            SessionClosedError: After `close`.
+            SessionClosedError: The session was closed.
         """
         if self._runtime is None:
             raise session_closed()
@@ -121,7 +125,7 @@ class BaseSession(Generic[Runtime]):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`."""
+        """Check the inputs and compute the outputs, as `accel.interfaces.protocols.Session.run`."""
         _ = self.runtime
         if state is not None or not self.state_is_optional:
             check_state(state, self, stateful=self.stateful, out=out)
@@ -133,7 +137,7 @@ class BaseSession(Generic[Runtime]):
         try:
             results = self._compute(tensors, names, buffers, state)
         except AccelError:
-            # Some are `RuntimeError`s as well.
+            # Checked first, because some subclasses of AccelError are also `RuntimeError`s.
             raise
         except self.run_errors as error:
             raise self.failed(error, tensors) from error
@@ -146,21 +150,21 @@ class BaseSession(Generic[Runtime]):
     def _compute(
         self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """The outputs `names` of checked inputs.
+        """Compute the outputs `names` from checked inputs.
 
         Args:
-            tensors: The inputs in the graph's order, as `_read` returns them.
-            names: Names of the outputs wanted.
-            out: Buffers that may be written to and returned as results; other results are copied into them.
+            tensors: Inputs in the graph's order, as `_read` returns them.
+            names: Names of the requested outputs.
+            out: Buffers that may be written to and returned as results. Results that are not in them are copied into them.
             state: A state of this session.
         """
         raise NotImplementedError
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
-        """A call's inputs in the graph's order, of the declared types, where the session reads them.
+        """Return the inputs of a call in the graph's order, in the declared dtypes, on the session's device.
 
         Raises:
-            InputError: Names, types, shapes or values that the graph does not take.
+            InputError: Names, dtypes, shapes or values do not match the graph.
         """
         tensors = read_feeds(feeds, self._dtypes if state is None else self._stateless_dtypes)
         if state is None:
@@ -169,63 +173,43 @@ class BaseSession(Generic[Runtime]):
         return {name: self._placed(tensor) for name, tensor in tensors.items()}
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as the runtime reads it: contiguous, where the session runs."""
+        """Return a tensor in contiguous memory on the session's device."""
         if tensor.device == self._where and tensor.is_contiguous() and not tensor.requires_grad:
             return tensor
         return tensor.detach().to(self._where).contiguous()
 
     def failed(self, error: Exception, tensors: Feeds) -> SessionError:
-        """The error of a run that failed on these inputs."""
+        """Return the error for a run that failed on these inputs."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return SessionError(f"{self.runtime_name} failed on inputs {shapes}: {self._reason(error)}", fix=self.advice)
 
     def _reason(self, error: Exception) -> str:
-        """The runtime's error on one line."""
+        """Return the runtime's error message on one line."""
         return " ".join(str(error).split())[:600]
 
     def new_state(self, batch: int) -> State:
-        """An empty state for `batch` rows.
+        """Return an empty state for `batch` rows.
 
         Raises:
-            SessionError: The graph keeps no state.
+            SessionError: The graph has no state.
         """
         raise no_state()
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """No shorter way than `run`; see `accel.interfaces.protocols.Session.steps`."""
+        """Return `None`: there is no faster function than `run` for decoding steps (see `Session.steps`)."""
         return None
 
     def close(self) -> None:
-        """Let the runtime's object go."""
+        """Release the runtime's object."""
         self._runtime = None
 
-
-class HostSession(BaseSession[Runtime]):
-    """A session that reads NumPy arrays over the host's memory, where it can."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        component: Component,
-        device: DeviceSpec,
-        compute_dtype: str,
-        *,
-        shapes: Mapping[str, int] | None = None,
-    ) -> None:
-        import numpy as np
-
-        super().__init__(runtime, component, device, compute_dtype, shapes=shapes)
-        self._numpy_dtypes = [np.dtype(s.dtype if s.dtype in _NUMPY_DTYPES else np.void) for s in component.inputs]
-        # NumPy has no bfloat16 and no float8.
-        self._plain = all(spec.dtype in _NUMPY_DTYPES for spec in (*component.inputs, *component.outputs))
-
     def _arrays(self, feeds: Feeds) -> list[Array]:
-        """The inputs as arrays in the graph's order, over the callers' memory where they are of the declared types on the host.
+        """Return the inputs as NumPy arrays in the graph's order, for sessions on the host. Inputs of the declared dtypes are not copied.
 
-        Written for cold caches: after a few milliseconds of matrix products every attribute looked up comes from main memory.
+        The code avoids attribute lookups: after a few milliseconds of matrix products, each one reads from main memory.
 
         Raises:
-            InputError: Names, types, shapes or values that the graph does not take.
+            InputError: Names, dtypes, shapes or values do not match the graph.
         """
         try:
             arrays = [feeds[name].numpy() for name in self._dtypes]

@@ -1,4 +1,4 @@
-"""Profiles: the smallest, the usual and the largest size of each named axis, for runtimes that compile for ranges of sizes."""
+"""Shape profiles: the smallest, the usual and the largest size of each named axis, for runtimes that compile for size ranges."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import ConfigError
 
 _ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")
 LONGEST = 512
-"""Largest size of a sequence where nothing limits it."""
+"""Largest sequence length in a profile if the model has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of one axis: `least <= usual <= most`. Kernels are chosen by their speed at `usual`."""
+    """Sizes of one axis: `least <= usual <= most`. The runtime selects the kernels that are fastest at `usual`."""
 
     least: int
     usual: int
@@ -38,10 +38,10 @@ Shape = tuple[int, ...]
 
 
 def read_profile(text: str) -> dict[str, Sizes]:
-    """`"batch=1:8:32,sequence=128"` as a profile; one number is a fixed size.
+    """Parse a profile such as `"batch=1:8:32,sequence=128"`. A single number is a fixed size.
 
     Raises:
-        ConfigError: It is written otherwise.
+        ConfigError: The text has another format.
     """
     found: dict[str, Sizes] = {}
     for entry in text.split(",") if text.strip() else ():
@@ -56,12 +56,12 @@ def read_profile(text: str) -> dict[str, Sizes]:
 
 
 def axes_of(component: Component) -> tuple[str, ...]:
-    """The axes whose sizes vary, as the inputs name them; those of caches are among them."""
+    """Return the names of the axes that vary, in the order of the inputs. Axes of cache inputs are included."""
     return tuple(dict.fromkeys(axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)))
 
 
 def shapes_of(spec: TensorSpec, profile: Profile) -> tuple[Shape, Shape, Shape]:
-    """Smallest, usual and largest shape of one input."""
+    """Return the smallest, usual and largest shape of one input."""
 
     def at(name: str) -> Shape:
         return tuple(d if isinstance(d, int) else getattr(profile[d], name) for d in spec.shape)
@@ -70,6 +70,6 @@ def shapes_of(spec: TensorSpec, profile: Profile) -> tuple[Shape, Shape, Shape]:
 
 
 def shapes_text(inputs: Iterable[TensorSpec], profile: Profile, word: str) -> str:
-    """A profile's `min`, `opt` or `max` in the words of ONNX Runtime's provider: `input_ids:1x1,attention_mask:1x1`."""
+    """Format a profile's `min`, `opt` or `max` shapes for ONNX Runtime's TensorRT provider: `input_ids:1x1,attention_mask:1x1`."""
     position = ("min", "opt", "max").index(word)
     return ",".join(f"{spec.name}:{'x'.join(map(str, shapes_of(spec, profile)[position]))}" for spec in inputs)

@@ -1,4 +1,4 @@
-"""Plain data that crosses the border between the core and its plugins. Standard library only."""
+"""Data classes that the core and its plugins exchange. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ API_VERSION = (3, 0)
 """Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
 
 WEIGHTS = "torch"
-"""The format of artifacts that are PyTorch models: weights, config, tokenizer."""
+"""Format of artifacts that are PyTorch models: weights, config and tokenizer."""
 
 GENERATES = "generates"
-"""In place of a task's name: every task whose models answer token by token, over something that is kept between calls."""
+"""Used in place of a task name: all tasks whose models generate token by token and keep a state between calls."""
 
 
 def among(task: str, words: Collection[str]) -> bool:
-    """Whether words name a task, by itself or by what it does (`GENERATES`)."""
+    """Return whether a list contains a task, by its name or as `GENERATES`."""
     from .task_registry import task_spec
 
     return task in words or (GENERATES in words and task_spec(task).generates)
@@ -33,14 +33,14 @@ _DEVICE = re.compile(r"(?P<type>[a-z][a-z_]*)(?::(?P<index>\d+))?\Z")
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A device, in `torch.device` words.
+    """A device, with the names of `torch.device`.
 
     Attributes:
         type: `cpu`, `cuda`, ...
-        index: Ordinal among the devices of that type.
-        name: What the vendor calls it.
-        arch: What a kernel can use: `sm_90`, or `avx512_vnni+amx_int8`.
-        memory_bytes: Its memory, where known.
+        index: Index among the devices of that type.
+        name: The vendor's name of the device.
+        arch: Architecture that decides which kernels can run: `sm_90`, or `avx512_vnni+amx_int8`.
+        memory_bytes: Size of its memory in bytes, if known.
     """
 
     type: str
@@ -55,7 +55,7 @@ class DeviceSpec:
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
-        """`"cuda:1"` as a spec.
+        """Parse a device string such as `"cuda:1"`.
 
         Raises:
             ConfigError: `text` is not a device string.
@@ -70,15 +70,17 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptionTrial:
-    """A value that a search measures in addition to the default: it may be faster, smaller or more accurate, and answers differ.
+    """A value of an option or setting that searches measure in addition to the default.
+
+    It may be faster, smaller or more accurate. It changes the outputs.
 
     Attributes:
-        name: Of a provider option (`Capability.trials`), which must be among the backend's `recorded_options` so that the result
-            runs as it was measured; or of a setting of a scheme (`SchemeSettings.trials`).
-        value: What is tried.
-        devices: Of an option: device types on which it is worth a try.
-        tasks: Tasks for which it is worth a try; `("*",)` for any, `(GENERATES,)` for those that generate.
-        same_speed: Whether it changes accuracy alone; then only searches inside an accuracy budget of `quantize` try it.
+        name: Name of a provider option (`Capability.trials`) or of a scheme's setting (`SchemeSettings.trials`). A provider
+            option must be in the backend's `recorded_options`, so that the result later runs as it was measured.
+        value: Value to measure.
+        devices: For a provider option: device types on which searches measure it.
+        tasks: Tasks for which searches measure it; `("*",)` for all, `(GENERATES,)` for generating tasks.
+        same_speed: Whether it changes only accuracy. Then only `quantize` searches within an accuracy budget measure it.
     """
 
     name: str
@@ -90,12 +92,12 @@ class OptionTrial:
 
 @dataclass(frozen=True, slots=True)
 class SchemeSettings:
-    """Which settings a scheme has a use for.
+    """Settings of a scheme.
 
     Attributes:
-        scheme: Of `Capability.schemes`.
-        names: Fields of `QuantizeConfig`, or of the preparation's own settings.
-        trials: Values of these settings that searches try in addition to the defaults.
+        scheme: Name of the scheme, from `Capability.schemes`.
+        names: Fields of `QuantizeConfig`, or of the settings class of a preparation, that the scheme accepts.
+        trials: Values of these settings that searches measure in addition to the defaults.
     """
 
     scheme: str
@@ -105,32 +107,32 @@ class SchemeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One thing a backend can do: turn `consumes` into `produces` at a `stage`, or run `consumes`.
+    """One ability of a backend: to convert the format `consumes` to `produces` at a `stage`, or to run the format `consumes`.
 
     Attributes:
         stage: `prepare`, `export`, `optimize`, `quantize` or `run`.
-        consumes: Artifact format read (`None` for `prepare` and `export`, which read a PyTorch model).
-        produces: Artifact format written (`None` for `prepare`, which gives a PyTorch model, and for `run`).
+        consumes: Artifact format that is read (`None` for `prepare` and `export`, which read a PyTorch model).
+        produces: Artifact format that is written (`None` for `prepare`, which returns a PyTorch model, and for `run`).
         devices: Device types.
-        dtypes: Artifact dtypes it accepts or makes.
-        schemes: Optimization levels, preparations (`accelerate`, ...), or quantization schemes in the order of expected speed,
+        dtypes: Artifact dtypes that the backend reads or writes.
+        schemes: Optimization levels, preparations (`accelerate`, ...), or quantization schemes, ordered by expected speed,
             fastest first.
-        settings: What each scheme can be told; the core refuses everything else by name.
-        options: Of `export`: options that only this exporter has (`ExportConfig.options`). Of `run`: the vendor's device or
-            provider options, where the backend leaves checking their names to `ortkit`.
-        tasks: Tasks it is limited to; `("*",)` for any, `(GENERATES,)` for those that generate.
-        excludes: Tasks that it does not do.
-        domains: Domains of the operators that it has, of those that a graph of `consumes` may use: `("",)` for the
-            standard's alone, `None` for whatever comes. A graph with others is refused before anything is opened.
+        settings: Settings of each scheme. The core rejects all other settings by name.
+        options: For `export`: options that only this exporter has (`ExportConfig.options`). For `run`: the vendor's device or
+            provider options, if the backend lets `ortkit` check their names.
+        tasks: Tasks to which the capability is limited; `("*",)` for all, `(GENERATES,)` for generating tasks.
+        excludes: Tasks that the capability does not support.
+        domains: Operator domains that the backend supports in graphs of the format `consumes`; `("",)` for the standard domain
+            only, `None` for all. The core rejects graphs with other domains before it opens anything.
         dynamic_shapes: Whether named axes may vary from call to call.
-        device_io: Whether inputs and outputs may live on the device.
-        thread_safe: Whether one session may be called from several threads at once.
-        preferred_multiple: Of `run`: where lengths vary from call to call, what they are best padded to multiples of, because
-            each new length is compiled, or because kernels are faster there. 1: they are best left alone.
-        fixed_shapes: Of `run`: whether kernels of a graph with fixed shapes are faster than those of the same graph called with one
-            shape again and again. Then `accel tune` tries buckets even where all calls have one length.
-        trials: Of `run`: options that `accel tune` tries in addition to the defaults, one at a time.
-        searched: Of `export`: whether `accel tune` tries it. What packs the same kernels that another candidate runs need not be.
+        device_io: Whether inputs and outputs may be in device memory.
+        thread_safe: Whether several threads may call one session at the same time.
+        preferred_multiple: For `run`: multiple to which varying lengths are best padded, because each new length is compiled,
+            or because kernels are faster there. 1 means no padding.
+        fixed_shapes: For `run`: whether kernels of a graph with fixed shapes are faster than those of a dynamic graph that is
+            always called with one shape. Then `accel tune` tries buckets even if all calls have the same length.
+        trials: For `run`: options that `accel tune` tries in addition to the defaults, one at a time.
+        searched: For `export`: whether `accel tune` tries it. Use False if another candidate runs the same kernels.
     """
 
     stage: Stage
@@ -153,20 +155,20 @@ class Capability:
     searched: bool = True
 
     def takes(self, scheme: str) -> tuple[str, ...]:
-        """The settings that a scheme has a use for."""
+        """Return the names of a scheme's settings."""
         return next((one.names for one in self.settings if one.scheme == scheme), ())
 
     def scheme_trials(self, scheme: str, task: str) -> tuple[OptionTrial, ...]:
-        """The values of a scheme's settings that are worth a try for a task."""
+        """Return the values of a scheme's settings that searches measure for a task."""
         trials = next((one.trials for one in self.settings if one.scheme == scheme), ())
         return tuple(trial for trial in trials if "*" in trial.tasks or among(task, trial.tasks))
 
     def does(self, task: str) -> bool:
-        """Whether it is for a task."""
+        """Return whether the capability supports a task."""
         return not among(task, self.excludes) and ("*" in self.tasks or among(task, self.tasks))
 
     def foreign(self, domains: Iterable[str] | None) -> tuple[str, ...]:
-        """Of the operator domains of a graph, those that it does not have; none, where either side is unknown."""
+        """Return the operator domains of a graph that the backend lacks. Empty if the domains of either are unknown."""
         if self.domains is None or domains is None:
             return ()
         return tuple(sorted(set(domains) - set(self.domains)))
@@ -174,7 +176,7 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something cannot be used, and what to do about it."""
+    """Reason why something cannot be used, and what the user can do."""
 
     code: str
     message: str
@@ -186,7 +188,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a backend found on this machine. Probing never raises."""
+    """Devices of a backend on this machine. Probing never raises."""
 
     devices: tuple[DeviceSpec, ...] = ()
     reasons: tuple[Reason, ...] = ()
@@ -200,27 +202,27 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """What a plugin says about itself before anything of it is imported.
+    """Description of a plugin. The core reads it before it imports any other part of the plugin.
 
     Attributes:
-        name: The word users pass as `backend=`.
+        name: Name that users pass as `backend=`.
         summary: One line for `accel doctor`.
-        extra: The extra of `accel-transformers` (or the distribution) that installs what it needs.
-        impl: `package.module:Class` of the `Backend`; imported at the first probe.
-        api: Version of the plugin interface it was written for.
-        priority: Among backends that could be chosen automatically, the highest wins.
-        auto: Whether it may be chosen automatically; a backend that changes numerics must not be.
-        requires: Import names that must be installed.
-        capabilities: What it can do.
-        aliases: Other words for it, such as ONNX Runtime's provider names.
+        extra: Extra of `accel-transformers` (or the distribution) that installs the requirements.
+        impl: `package.module:Class` of the `Backend`, imported at the first probe.
+        api: Version of the plugin interface that the plugin was written for.
+        priority: Priority among backends that can be chosen automatically; the highest is chosen.
+        auto: Whether the backend may be chosen automatically. Must be False if the backend changes numerics.
+        requires: Import names of required packages.
+        capabilities: Capabilities of the backend.
+        aliases: Other names of the backend, such as ONNX Runtime's provider names.
         layouts: Patterns of files that its `folder_reader` reads, relative to the folder: `openvino_*.xml`, `onnx/*.onnx`.
         folder_reader: `package.module:Class` of the `FolderReader` for folders of other tools.
-        distributions: Those whose versions decide what it makes, for manifests and `accel doctor`.
-        tested: Distributions with the oldest and the newest release line that was tested; another installed version warns once.
+        distributions: Distributions whose versions affect the artifacts, for manifests and `accel doctor`.
+        tested: Distributions with the oldest and the newest tested release line. Other installed versions cause one warning.
         conflicts: Pairs of distributions that cannot be installed together.
-        native_options: The runtime's own class of session options, which users may pass instead of ours: `library.Class`.
-        recorded_options: Provider options that an artifact may bring in its manifest: they name no file, load no library and
-            take no memory. Others a manifest cannot set.
+        native_options: The runtime's own class of session options, which users may pass instead of accel's: `library.Class`.
+        recorded_options: Provider options that a manifest may set, because they name no file, load no library and allocate no
+            memory. A manifest cannot set other options.
     """
 
     name: str
@@ -244,9 +246,9 @@ class BackendSpec:
     def capability(
         self, stage: Stage, format: str | None = None, *, produces: str | None = None, task: str | None = None
     ) -> Capability | None:
-        """The first capability for `stage` that reads `format` (any, when `None`) and writes `produces` (likewise).
+        """Return the first capability for `stage` that reads `format` and writes `produces`. `None` matches any format.
 
-        With a `task`, one that is limited to tasks with this one among them comes before the others.
+        With a `task`, capabilities that are limited to certain tasks including this one are preferred.
         """
         fitting = [
             capability

@@ -1,8 +1,8 @@
-"""A decoder's state between calls: named tensors of a batch of rows, most of which grow by a column for each token.
+"""A decoder's state between calls: named tensors for a batch of rows. Most tensors grow by one column for each token.
 
-`State` counts, checks and computes; a runtime's subclass stores. Where new tensors are good enough, `tensors` and `store` are all that it
-says; where the runtime can do better (buffers written in place, rows chosen at the next call), it says how by `select_rows`,
-`keep_columns` and `append_rows`.
+`State` counts tokens, checks inputs and computes; a runtime's subclass stores the tensors. If new tensors are fast enough, the
+subclass only overrides `tensors` and `store`. A runtime with in-place buffers, or with row selection at the next call, also
+overrides `select_rows`, `keep_columns` and `append_rows`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _KEYS_OR_VALUES = re.compile(r"(\d+)[._](key|value)\Z")
 
 
 def kept_name(name: str) -> str:
-    """The public name of a state's tensor: `0.key` or `0.value` for a layer's keys or values, or the tensor's own name."""
+    """Return the public name of a state's tensor: `0.key` or `0.value` for keys or values of a layer, else its own name."""
     match = _KEYS_OR_VALUES.search(name)
     return f"{match[1]}.{match[2]}" if match else name
 
 
 def growing_axes(component: Component) -> dict[str, int]:
-    """The axis of tokens of each cache input that has one. The other cache inputs have one size, whatever the length of the text."""
+    """Return the token axis of each cache input that has one. Other cache inputs have a fixed size for any text length."""
     presents = {spec.name: spec for spec in component.outputs}
     return {
         spec.name: _growing_axis(spec, presents[spec.pair])
@@ -42,13 +42,13 @@ def growing_axes(component: Component) -> dict[str, int]:
 
 
 def _growing_axis(past: TensorSpec, present: TensorSpec) -> int:
-    """Where past and present differ; the third axis of buffers with room for more tokens, where they do not."""
+    """Return the axis in which past and present differ. Buffers with room for more tokens do not differ; return their third axis."""
     pairs = enumerate(zip(past.shape, present.shape, strict=True))
     return next((axis for axis, (before, after) in pairs if before != after), 2)
 
 
 def moved_right(tensor: torch.Tensor, axis: int, length: int) -> torch.Tensor:
-    """Tokens along an axis, with zeros in front so that they are `length`; the tensor itself where they are."""
+    """Pad a tensor with zeros at the start of an axis up to `length`. Return the tensor itself if it has that length."""
     import torch
 
     sizes = list(tensor.shape)
@@ -57,27 +57,27 @@ def moved_right(tensor: torch.Tensor, axis: int, length: int) -> torch.Tensor:
 
 
 class StateOwner(Protocol):
-    """The session that a state belongs to."""
+    """The session that creates and owns a state."""
 
     def new_state(self, batch: int) -> State:
-        """An empty state for `batch` rows."""
+        """Return an empty state for `batch` rows."""
 
 
 class State:
-    """What a session keeps between calls: a KV cache, recurrent states, or the tokens themselves. Used by one thread at a time.
+    """A session's state between calls: a KV cache, recurrent states, or the tokens themselves. Used by one thread at a time.
 
-    The last token of each row is in the last column. A row that joined with fewer tokens begins with columns that hold none: the masks of
-    later calls have to hide them.
+    The last column contains the last token of each row. A row that joined with fewer tokens begins with empty columns, which the
+    masks of later calls have to hide.
 
     Args:
-        session: Made it; rows join from states of the same session.
+        session: The session that created the state. Only rows of states of the same session can join.
         component: The decoder's graph.
-        batch: Rows.
-        waits: Also check which logits are asked for where that tensor is on a device, which waits for it.
+        batch: Number of rows.
+        waits: Whether to check the requested logits even if their indices are on another device. This waits for the device.
 
     Attributes:
-        joinable: Whether rows can come and go while others stay (continuous batching): `join` and `drop` work.
-        readable: Whether the tensors can be read and loaded: `read` and `load` work.
+        joinable: Whether rows can be added and leading columns removed (continuous batching), by `join` and `drop`.
+        readable: Whether the tensors can be read and loaded, by `read` and `load`.
     """
 
     joinable: bool = True
@@ -87,7 +87,7 @@ class State:
         if batch < 1:
             raise InputError(f"A state for {batch} rows cannot be made.", fix="use at least 1.")
         self.session, self.component = session, component
-        # A GPU's kernels do not check the places whose logits are asked for.
+        # GPU kernels do not check the indices of the requested logits.
         self.check_step = StepCheck(component, waits=waits)
         self._batch, self._length = batch, 0
         self._axes = growing_axes(component)
@@ -95,46 +95,46 @@ class State:
 
     @property
     def batch(self) -> int:
-        """Rows held."""
+        """Number of rows."""
         return self._batch
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Number of tokens of each row."""
         return self._length
 
     def advance(self, new: int) -> None:
-        """Count tokens that the runtime has stored."""
+        """Add the number of tokens that the runtime has stored to the length."""
         self._length += new
 
-    # Storage, which a runtime may have in another form
+    # Storage, which a runtime may implement differently
 
     def growing_axis(self, name: str) -> int | None:
-        """The axis of tokens of a tensor; `None` for a tensor of one size."""
+        """Return the token axis of a tensor, or `None` for a tensor of fixed size."""
         return self._axes.get(name)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors held, with `length` tokens along their growing axes; may share memory with the runtime."""
+        """Return the tensors, with `length` tokens along their token axes. They may share memory with the runtime."""
         return dict(self._tensors)
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold these tensors, in the place of all."""
+        """Replace all tensors by the given ones."""
         self._tensors = dict(tensors)
 
     def copy_from(self, other: Self) -> None:
-        """Hold copies of the tensors of another state."""
+        """Replace all tensors by copies of another state's tensors."""
         self.store({name: tensor.clone() for name, tensor in other.tensors().items()})
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Remove all tensors."""
         self._tensors = {}
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let row `i` become what row `rows[i]` was."""
+        """Replace row `i` by the previous row `rows[i]`."""
         self.store({name: tensor[list(rows)] for name, tensor in self.tensors().items()})
 
     def keep_columns(self, start: int, stop: int) -> None:
-        """Forget all tokens but those of the columns from `start` to `stop`."""
+        """Remove all tokens outside the columns from `start` to `stop`."""
         tensors = self.tensors()
         for name in tensors:
             if (axis := self.growing_axis(name)) is not None:
@@ -142,7 +142,7 @@ class State:
         self.store(tensors)
 
     def append_rows(self, other: Self, length: int) -> None:
-        """Put the rows of another state after these, both moved right to `length` columns."""
+        """Append the rows of another state. Rows of both are padded on the left to `length` columns."""
         import torch
 
         theirs = other.tensors()
@@ -152,13 +152,13 @@ class State:
             joined[name] = torch.cat(parts if axis is None else [moved_right(part, axis, length) for part in parts])
         self.store(joined)
 
-    # What callers ask for
+    # Operations for callers
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row `i` become what row `index[i]` was (`index: (rows,)` of integers); fewer or more rows than before are fine.
+        """Replace row `i` by the previous row `index[i]` (`index: (rows,)`, integers). The number of rows may change.
 
         Raises:
-            InputError: No rows, or a row that is not there.
+            InputError: `index` is empty, or contains a row that does not exist.
         """
         rows = [int(row) for row in index.reshape(-1).tolist()]
         if index.ndim != 1 or not rows or min(rows) < 0 or max(rows) >= self._batch:
@@ -170,10 +170,10 @@ class State:
             self._batch = len(rows)
 
     def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on.
+        """Remove all tokens from position `length` on.
 
         Raises:
-            InputError: A negative length, more than is held, or a graph whose state no token can be taken out of.
+            InputError: `length` is negative or larger than the state's length, or no tokens can be removed from the state.
         """
         if not 0 <= length <= self._length:
             raise InputError(f"A state of {self._length} tokens cannot be cropped to {length}.")
@@ -190,11 +190,12 @@ class State:
         self._length = length
 
     def join(self, other: State) -> None:
-        """Put the rows of another state of the same session after these; that one is not used any more. Both hold tokens. The rows of
-        the state with fewer columns get some in front.
+        """Append the rows of another state of the same session, which must not be used afterwards. Both states contain tokens.
+
+        Rows of the shorter state get empty columns at the start.
 
         Raises:
-            InputError: It is this state, a state of another session, one of the two holds nothing, or the runtime's states cannot join.
+            InputError: It is this state or a state of another session, one of them is empty, or the runtime's states cannot join.
         """
         if not self.joinable:
             raise self._not_joinable()
@@ -210,10 +211,10 @@ class State:
         self._batch, self._length = self._batch + other.batch, length
 
     def drop(self, columns: int) -> None:
-        """Forget the first columns of every row, which all masks hid.
+        """Remove the first columns of every row. All masks must have hidden them.
 
         Raises:
-            InputError: A negative number, no column would be left, or the runtime's states cannot.
+            InputError: A negative number, no column would remain, or the runtime's states cannot drop columns.
         """
         if not self.joinable:
             raise self._not_joinable()
@@ -232,7 +233,7 @@ class State:
         )
 
     def clone(self) -> State:
-        """An independent copy."""
+        """Return an independent copy."""
         copy = self.session.new_state(self._batch)
         copy.advance(self._length)
         if self._length:
@@ -240,10 +241,10 @@ class State:
         return copy
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Copies of the tensors by `kept_name`: keys and values are `(batch, heads, tokens, size)`.
+        """Return copies of the tensors by `kept_name`. Keys and values are `(batch, heads, tokens, size)`.
 
         Raises:
-            InputError: This runtime keeps them in a form of its own.
+            InputError: The runtime stores the tensors in its own format.
         """
         if not self.readable:
             raise InputError(
@@ -253,11 +254,11 @@ class State:
         return {kept_name(name): tensor.clone() for name, tensor in self.tensors().items()} if self._length else {}
 
     def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
-        """Hold these tensors, as `read` returns them, for `length` tokens.
+        """Replace all tensors by the given ones, in the form that `read` returns, with `length` tokens.
 
         Raises:
-            InputError: Other names or sizes than the graph has, a graph that keeps more than keys and values, or a runtime that keeps
-                them in a form of its own.
+            InputError: Names or shapes differ from the graph's, the graph has states other than keys and values, or the runtime
+                stores the tensors in its own format.
         """
         if not self.readable:
             raise InputError(
@@ -286,10 +287,10 @@ class State:
         self.store({names[name]: tensor.detach().clone() for name, tensor in values.items()})
 
     def loaded_names(self) -> Sequence[str]:
-        """The tensors that `load` fills.
+        """Return the names of the tensors that `load` needs.
 
         Raises:
-            InputError: Some are not keys or values.
+            InputError: The state contains tensors other than keys and values.
         """
         caches = [spec.name for spec in self.component.inputs if spec.pair is not None]
         if len(caches) != len(self._axes):
@@ -300,12 +301,12 @@ class State:
         return caches
 
     def one_by_one(self, feeds: Feeds, new: int, run: Callable[[Feeds], Results]) -> Results:
-        """Run several new tokens as calls of one token each, for graphs that take one at a time after a past.
+        """Run several new tokens in calls of one token each, for graphs that take one token at a time after a past.
 
         Args:
-            feeds: The graph's inputs, checked.
-            new: How many tokens are new.
-            run: One call, which stores its token.
+            feeds: Checked inputs of the graph with all new tokens.
+            new: Number of new tokens.
+            run: Function that runs one call and stores its token.
         """
         import torch
 

@@ -1,11 +1,11 @@
-"""What a task does: the base class of the classes that `TaskSpec.impl` names. Everything has a default.
+"""Base class of tasks, which `TaskSpec.impl` names. Every method has a default.
 
-A method that answers `None` leaves the work to the engine, which does it for any model: one text a row, one graph, a trace on texts.
+A method that returns `None` selects the default of the core: one text for each row, one graph, a trace on texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """Base of the tasks.
+    """Base class of the tasks.
 
     Attributes:
-        spec: The task as data.
-        model: Our class that runs its models; `accel.ORTModel` when `None`.
+        spec: Description of the task.
+        model: Model class of accel that runs the task's models; `accel.ORTModel` if `None`.
     """
 
     model: ClassVar[type[Any] | None] = None
@@ -29,96 +29,110 @@ class Task:
     def __init__(self, spec: TaskSpec) -> None:
         self.spec = spec
 
-    # PyTorch model to graph
+    # From a PyTorch model to a graph
 
     def load(self, folder: Path, **options: Any) -> torch.nn.Module | None:
         """Load the PyTorch model of a folder.
 
         Args:
-            folder: Holds `config.json` and weights.
-            **options: `dtype`, `trust_remote_code` and `local_files_only`, as `from_pretrained` of transformers takes them.
+            folder: Folder with `config.json` and weights.
+            **options: `dtype`, `trust_remote_code` and `local_files_only`, as in transformers' `from_pretrained`.
 
         Returns:
-            The module; `None` to load it with the class that the spec or the config names.
+            The module. `None` loads it with the class that the spec or the config names.
         """
         return None
 
     def sample(self, module: torch.nn.Module, folder: Path | None) -> Sample | None:
-        """Make the inputs for a trace.
+        """Make the sample inputs of a trace.
 
         Args:
-            module: What is traced.
-            folder: Holds its tokenizer or processor, where there is one.
+            module: The module to trace.
+            folder: Folder with the tokenizer or processor; `None` for a model in memory.
 
         Returns:
-            The inputs, at least two rows of unequal length; `None` for those of a model of its modalities.
+            Inputs with at least two rows of different lengths. `None` uses the default inputs for the task's modalities.
         """
         return None
 
     def traced(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace the model in a trace, where its own code cannot be followed: where it goes through the rows one by one, say."""
+        """Return the module to trace instead of the model, if its own code cannot be traced (such as a loop over rows)."""
         return module
 
     def parts(self, source: Any, fusion: Any) -> Sequence[Any] | None:
-        """Take a model apart that becomes several graphs.
+        """Split a model that becomes several graphs.
 
         Args:
-            source: An `accel.capture.Source`.
-            fusion: The backend's attention operators, or `None`.
+            source: The model, an `accel.capture.Source`.
+            fusion: The backend's fused attention operators, or `None`.
 
         Returns:
-            A source for each graph; `None` for one graph, or for those of a decoder with a cache where the task generates.
+            A source for each graph. `None` means one graph, or the usual graphs with a cache if the task generates.
         """
         return None
 
     @property
     def traced_as_is(self) -> bool:
-        """Whether the model's own `forward` is the one graph."""
+        """Whether the model's own `forward` becomes the only graph."""
         kind = type(self)
         return kind.traced is Task.traced and kind.parts is Task.parts
 
-    # Rows to answers
+    # From rows of the data to predictions
 
     def encode(self, rows: Any, processor: Any, max_length: int | None) -> Any | None:
-        """Turn rows into inputs.
+        """Convert rows of the data to model inputs.
 
         Args:
-            rows: `accel.data.rows.Rows` whose columns are mapped.
+            rows: `accel.data.rows.Rows` with mapped columns.
             processor: The model's tokenizer, image processor, ...
-            max_length: Tokens that longer rows are cut to.
+            max_length: Largest number of tokens; longer rows are truncated.
 
         Returns:
-            `accel.data.batches.Encoded`; `None` for one text a row.
+            `accel.data.encoded_rows.Encoded`. `None` uses the default encoding of one text for each row.
         """
         return None
 
     def predictor(self, config: Any) -> type[Any] | None:
-        """Return the subclass of `accel.measuring.accuracy.predictors.Predictor` that measures a model, if any.
+        """Return the subclass of `accel.measuring.accuracy.predictors.Predictor` that measures a model, if there is one.
 
         Args:
-            config: The model's; `None` asks for the usual one.
+            config: Config of the model. `None` selects the task's usual predictor.
         """
         return None
 
     @property
     def measured(self) -> bool:
-        """Whether its models can be measured."""
+        """Whether the accuracy of the task's models can be measured."""
         return type(self).predictor is not Task.predictor
 
     def pipeline(self, name: str) -> type[Any] | None:
-        """Return the pipeline class of one of `TaskSpec.own_pipelines`."""
+        """Return the pipeline class for a name in `TaskSpec.own_pipelines`."""
         return None
 
     def can_serve(self, pipeline: str, config: Any) -> bool:
-        """Whether a model with this config has what one of the task's pipelines looks for, such as a label of a certain name."""
+        """Return whether a model with this config meets the needs of a pipeline, such as a label with a certain name."""
         return True
+
+    def tiny_batch(
+        self, config: Any, rows: int, draw: torch.Generator, texts: Callable[..., dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Draw a small random batch, on which tests compare a graph with PyTorch. Override it for inputs other than one text for each row.
+
+        Args:
+            config: Config of the tiny model.
+            rows: Number of rows.
+            draw: Random generator.
+            texts: Function that draws the given number of texts with ten tokens as `input_ids` and `attention_mask`. With
+                `padded=False`, all texts have the same length.
+        """
+        return texts(rows)
 
     # Serving
 
     def operations(self) -> Sequence[Any]:
-        """Return what a server and `accel batch` offer for its models in addition to its pipelines."""
+        """Return the operations that a server and `accel batch` offer for the task's models in addition to its pipelines."""
         return ()
 
     def fronts(self) -> Mapping[str, Any]:
-        """Return by pipeline task what serves it as text in Triton: texts in, answers out."""
+        """Return the classes that serve pipeline tasks with text inputs and outputs in Triton, by pipeline task."""
         return {}

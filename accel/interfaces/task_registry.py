@@ -1,4 +1,4 @@
-"""All tasks, the one that a word stands for, and the one that a model's config names."""
+"""Registry of the installed tasks: lookup by name, synonym, or a model's config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_kind
 from ..errors import ArtifactNotFoundError, IntegrityError, PluginError, TaskError, did_you_mean
-from .entry_points import TASKS, entry_points
+from .entry_points import entry_points
 from .task import Task
 from .task_spec import TaskSpec
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 _MOST_LABELS = 1_000_000
 _LANGUAGES = re.compile(r"_\w+_to_\w+\Z")
-"""Behind a task's name, the languages of a translation: `translation_en_to_de`."""
+"""Matches the languages after the name of a translation task: `translation_en_to_de`."""
 
 
 def task_spec(name: str) -> TaskSpec:
-    """The task of that name, synonym or pipeline.
+    """Return the spec of a task by its name, synonym or pipeline.
 
     Raises:
-        TaskError: There is none.
-        PluginError: Its entry point holds no `TaskSpec` of its name, or two distributions claim the name.
+        TaskError: No such task is installed.
+        PluginError: The entry point does not contain a `TaskSpec` of its name, or two distributions define the name.
     """
     if not isinstance(name, str):
         raise TaskError(
@@ -44,37 +44,37 @@ def task_spec(name: str) -> TaskSpec:
         names = [spec.name for spec in all_tasks()]
         raise TaskError(
             f"{name!r} is not a task that accel knows.{did_you_mean(name, known)}",
-            fix=f"use one of {', '.join(names)}.",
+            fix=f"use one of {', '.join(names)}; a task of another package is known once that package is installed.",
         )
     return found
 
 
 def without_languages(word: str) -> str:
-    """The word for a task without the languages that it may name."""
+    """Return a task's name without translation languages."""
     return _LANGUAGES.sub("", word)
 
 
 def any_graph_task() -> str:
-    """The task of graphs that nothing is known about."""
+    """Return the name of the task for arbitrary graphs."""
     return next(spec.name for spec in all_tasks() if spec.any_graph)
 
 
 def text_decoder_task() -> str:
-    """The task of decoders that read texts alone."""
+    """Return the name of the task for decoders that read only text."""
     return next(s.name for s in all_tasks() if s.generates and s.encoder_decoder is False and s.modalities == ("text",))
 
 
 def features_task() -> str:
-    """The task of hidden states alone."""
+    """Return the name of the task whose models return only hidden states."""
     return next(spec.name for spec in all_tasks() if spec.embeds and not spec.pooling)
 
 
 def load_task(name: str) -> Task:
-    """The task of that name, synonym or pipeline at work; imports its module at the first call.
+    """Return the implementation of a task by its name, synonym or pipeline. Imports its module at the first call.
 
     Raises:
-        TaskError: There is none.
-        PluginError: Its `TaskSpec.impl` holds no `Task`.
+        TaskError: No such task is installed.
+        PluginError: `TaskSpec.impl` is not a `Task`.
     """
     return _implemented(task_spec(name))
 
@@ -83,49 +83,59 @@ def load_task(name: str) -> Task:
 def _implemented(spec: TaskSpec) -> Task:
     if not spec.impl:
         return Task(spec)
-    try:
-        impl = pkgutil.resolve_name(spec.impl)
-    # Foreign code, whose import may raise anything.
-    except Exception as error:
-        raise PluginError(f"The task {spec.name!r} cannot be loaded from {spec.impl!r}: {error}") from error
+    impl = _resolved(spec.name, spec.impl)
     if not (isinstance(impl, type) and issubclass(impl, Task)):
         raise PluginError(f"The task {spec.name!r} has the class {spec.impl!r}, which is no subclass of Task.")
     return impl(spec)
 
 
+def _resolved(task: str, path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    # Plugin code may raise any exception at import.
+    except Exception as error:
+        raise PluginError(
+            f"The task {task!r} cannot be loaded from {path!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def measured_tasks() -> list[str]:
-    """Names of the tasks whose models can be measured."""
+    """Return the names of the tasks whose models can be measured."""
     return [task.spec.name for task in working_tasks() if task.measured]
 
 
 def specs_for(word: str) -> tuple[TaskSpec, ...]:
-    """Every task that a name, synonym or pipeline stands for, the one of that name first: speech recognition is one pipeline of two
-    kinds of models.
+    """Return all tasks with a name, synonym or pipeline; the task with that name comes first.
+
+    For example, two kinds of models serve the speech recognition pipeline.
 
     Raises:
-        TaskError: There is none.
+        TaskError: There is no such task.
     """
     first = task_spec(word)
     return (first, *(spec for spec in all_tasks() if spec is not first and word in (*spec.serves, *spec.synonyms)))
 
 
 def fitting_task(word: str, config: Mapping[str, Any]) -> str:
-    """The task that a word stands for with a model of this config: the one of that name, or where that one's architectures are others,
-    one that this is among.
+    """Return the name of the task for a name, synonym or pipeline and a model with this config.
+
+    The task of that name is preferred. If its architectures do not include the model's, another task with this synonym or pipeline is
+    returned, whose architectures do.
 
     Raises:
-        TaskError: There is none.
+        TaskError: There is no such task.
     """
     first, *others = specs_for(word)
-    # Embeddings are told from features by their task's name alone.
+    # Models for embeddings and for features have the same architectures, so the task's name decides.
     if _closeness(first, config) is not None or not (first.listed or first.suffixes or first.generates):
         return first.name
     return next((spec.name for spec in others if _closeness(spec, config) is not None), first.name)
 
 
 def _closeness(spec: TaskSpec, config: Mapping[str, Any]) -> tuple[bool, int, int] | None:
-    """How closely a task describes the architecture of a config; `None` for another architecture. Of several tasks the largest is meant:
-    transformers' table of architectures, then fields of the config, then the longest ending.
+    """Rank how well a task fits a config's architecture; `None` if it does not fit. The task with the highest rank is chosen.
+
+    A match in transformers' table of architectures ranks highest, then config fields, then the longest name suffix.
     """
     name = str((config.get("architectures") or [""])[0])
     has_encoder = bool(config.get("is_encoder_decoder", False))
@@ -141,12 +151,24 @@ def _closeness(spec: TaskSpec, config: Mapping[str, Any]) -> tuple[bool, int, in
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
-    """All installed tasks: those that come with `accel` first, each group in the order of names. A broken one is left out."""
+    """Return the specs of all installed tasks, accel's own first, both groups sorted by name. Invalid tasks are skipped."""
     return _loaded(_installed())[0]
 
 
+def broken_tasks() -> dict[str, PluginError]:
+    """Return the errors of installed tasks that cannot be loaded, by name. Imports all tasks that are not part of accel."""
+    broken = dict(_loaded(_installed())[1])
+    for spec in all_tasks():
+        if not spec.impl.startswith("accel."):
+            try:
+                _implemented(spec)
+            except PluginError as error:
+                broken[spec.name] = error
+    return broken
+
+
 def working_tasks() -> Iterator[Task]:
-    """All installed tasks at work; imports the module of each. A task whose module cannot be imported is left out with a warning."""
+    """Yield the implementations of all installed tasks. A task that cannot be imported is skipped with a warning."""
     for spec in all_tasks():
         try:
             yield _implemented(spec)
@@ -155,13 +177,16 @@ def working_tasks() -> Iterator[Task]:
 
 
 def _installed() -> tuple[tuple[str, str], ...]:
-    entries = {(entry.name, entry.value) for entry in entry_points(TASKS)}
+    entries = {(entry.name, entry.value) for entry in entry_points("tasks")}
     return tuple(sorted(entries, key=lambda entry: (not entry[1].startswith("accel."), entry)))
 
 
 @functools.lru_cache(maxsize=2)
 def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[tuple[TaskSpec, ...], Mapping[str, PluginError]]:
-    """The tasks of these entry points, and errors by the names of the others: one broken distribution disturbs no other."""
+    """Return the task specs of the entry points, and the errors of invalid ones by name.
+
+    An invalid distribution does not affect other distributions.
+    """
     specs: dict[str, TaskSpec] = {}
     broken: dict[str, PluginError] = {}
     for name, value in entries:
@@ -174,18 +199,12 @@ def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[tuple[TaskSpec, ...],
 
 
 def _spec_at(name: str, value: str, claims: list[str]) -> TaskSpec:
-    """The spec that an entry point names."""
+    """Return the spec that an entry point names."""
     if len(claims) > 1:
         raise PluginError(
             f"Several entry points claim the task {name!r}: {', '.join(claims)}.", fix="uninstall all but one of them."
         )
-    try:
-        spec = pkgutil.resolve_name(value)
-    # Foreign code, whose import may raise anything.
-    except Exception as error:
-        raise PluginError(
-            f"The task {name!r} cannot be loaded from {value!r}: {type(error).__name__}: {error}"
-        ) from error
+    spec = _resolved(name, value)
     if not isinstance(spec, TaskSpec) or spec.name != name:
         raise PluginError(f"The entry point {name!r} = {value!r} holds no TaskSpec of that name.")
     return spec
@@ -193,7 +212,7 @@ def _spec_at(name: str, value: str, claims: list[str]) -> TaskSpec:
 
 @functools.lru_cache(maxsize=2)
 def _words(entries: tuple[tuple[str, str], ...]) -> Mapping[str, TaskSpec]:
-    """Every word for a task: its name, else its pipelines and synonyms. If two tasks have one word, it means the first."""
+    """Map every name, pipeline and synonym to its task. Names have precedence; if two tasks share one, it means the first task."""
     specs, _ = _loaded(entries)
     words = {spec.name: spec for spec in specs}
     for spec in specs:
@@ -203,7 +222,7 @@ def _words(entries: tuple[tuple[str, str], ...]) -> Mapping[str, TaskSpec]:
 
 
 def missing_config(folder: Path) -> ArtifactNotFoundError:
-    """The error for a model whose folder holds no `config.json`."""
+    """Return the error for a model folder without `config.json`."""
     return ArtifactNotFoundError(
         f"{folder} holds no config.json, which names the model's architecture, labels and sizes.",
         fix="copy the config.json of the original model into it, or pass config=... to from_pretrained. A graph of another model "
@@ -212,11 +231,11 @@ def missing_config(folder: Path) -> ArtifactNotFoundError:
 
 
 def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
-    """The task of a model from its `config.json` (and `modules.json` of a sentence-transformers folder).
+    """Infer the task of a model from its `config.json`, or from `modules.json` of a sentence-transformers folder.
 
     Raises:
-        ArtifactNotFoundError: The folder holds no config.
-        TaskError: The config names no architecture, or one without a task here.
+        ArtifactNotFoundError: The folder has no config.
+        TaskError: The config names no architecture, or no task supports the architecture.
     """
     if folder is not None and (kind := sentence_kind(folder)):
         task = next((spec.name for spec in all_tasks() if spec.sentence_kind == kind), None)
@@ -234,7 +253,7 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     name = str(architectures[0])
     fits = [(closeness, spec.name) for spec in all_tasks() if (closeness := _closeness(spec, config)) is not None]
     best, task = max(fits, default=((False, 0, 0), ""))
-    # `GPT2LMHeadModel` also ends with `Model`, the suffix of an encoder without a head; its head would be dropped.
+    # `GPT2LMHeadModel` also ends with `Model`, the suffix of models without a head. Exporting it as one would drop its head.
     if not task or (best == (False, 0, len("Model")) and name.endswith(("HeadModel", "HeadsModel"))):
         raise TaskError(
             f"The task of a {name} cannot be inferred, or accel does not support it yet.",
@@ -244,16 +263,16 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder; empty when there is none.
+    """Return the content of a folder's `config.json`; empty if there is none.
 
     Raises:
-        IntegrityError: It is no regular file, not a JSON object, too large, or has more labels than any model.
+        IntegrityError: It is not a regular file, not a JSON object, too large, or has too many labels.
     """
     path = folder / "config.json"
     if not path.exists():
         return {}
     values = read_json(path)
-    # transformers makes a name for each label, of the configs inside of it as well.
+    # transformers creates a name for each label, also for labels in nested configs.
     labels = [one.get("num_labels") for one in (values, *values.values()) if isinstance(one, dict)]
     if any(isinstance(count, int) and count > _MOST_LABELS for count in labels):
         raise IntegrityError(
@@ -264,12 +283,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a PEFT adapter, and not a whole model."""
+    """Return whether a folder contains a PEFT adapter instead of a whole model."""
     return (folder / _ADAPTER).is_file()
 
 
 def infer_adapter_task(folder: Path) -> str:
-    """The task of a PEFT adapter from its `adapter_config.json`; features where it names none."""
+    """Return the task of a PEFT adapter from its `adapter_config.json`; the features task if it names none."""
     settings = read_json(folder / _ADAPTER)
     word = settings.get("task_type") or ""
     return next((spec.name for spec in all_tasks() if word and spec.adapter == word), features_task())

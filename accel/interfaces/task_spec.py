@@ -1,8 +1,8 @@
-"""One task as data; its `Task` class, which `impl` names, does the work and is imported when it is first used."""
+"""Description of a task. Its implementation, the `Task` class in `impl`, is imported at its first use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,20 +14,20 @@ Modality = Literal["text", "image", "audio", "video"]
 
 
 LABELS = "num_labels"
-"""The axis of a model's own labels, by the config's word for their number."""
+"""Name of the axis of the model's labels, equal to the config field with their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A use that a column of the data can have.
+    """Meaning that a column of the data can have.
 
     Attributes:
-        use: What it is for: `text`, `label`, ...
-        known: Names that such columns often have, the likeliest first.
-        holds: What its values must be.
-        needed: `always`; for `measuring` and not for calibration; where a column has a `known` name; or only where it is `named`
-            by the caller or by a known pair.
-        answer: Whether it is what a model should answer, which calibration never reads.
+        use: Purpose of the column: `text`, `label`, ...
+        known: Usual names of such columns, the likeliest first.
+        holds: Kind of values in the column.
+        needed: `always`: required. `measuring`: required to measure, but not for calibration. `known`: used if a column has a
+            known name. `named`: used only if the caller or a known pair of columns names it.
+        answer: Whether the column contains the expected output, which calibration never reads.
     """
 
     use: str
@@ -39,37 +39,37 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskSpec:
-    """One task.
+    """Description of a task.
 
     Attributes:
-        name: The word of transformers' pipelines, or one of its own where two kinds of models serve one pipeline.
-        impl: `package.module:Class` of its `Task`; empty for `Task` itself.
-        auto_model: The transformers class that loads a PyTorch model for it; empty where the config's architecture does.
-        more_auto_models: Others that do, where the architectures for it are spread over several.
-        output: The class of `transformers.modeling_outputs` that it returns; empty for a plain `ModelOutput`.
-        outputs: Its tensors by name with their axes, where every model for it returns them alike; a word that the model's
-            config knows (`num_labels`) is a size, any other an axis that varies.
-        keeps: What a graph returns of what a model returns, as far as it returns it; everything where this is empty. Models for
-            these tasks also return what their training reads.
-        suffixes: Endings of the names of architectures that do it.
-        fields: Fields of a config that such an architecture has, where others' names end alike.
-        marks: Fields of which such a config has at least one.
-        sentence_kind: The kind of sentence-transformers folders that hold models for it: `embedder`, `cross-encoder`; empty for none.
-        any_graph: Whether its models are graphs that nothing is known about.
-        listed: Whether all architectures that transformers lists for `auto_models` do it, whatever their names.
-        synonyms: Other words for it.
-        modalities: What a model for it reads.
-        generates: Whether a model for it makes tokens one after another, with a cache.
-        encoder_decoder: Whether such a model has an encoder and a decoder, or a decoder alone; `None` where both do it.
-        embeds: Whether it needs no head: hidden states and embeddings.
-        pooling: For embeddings, what is pooled by where neither the user nor the folder says it; empty for none.
-        pipelines: Pipeline tasks that a model for it serves, besides its own.
-        own_pipelines: Pipeline tasks in addition that transformers has no pipeline for; the `Task` has their classes.
-        usual_models: By such a pipeline, the Hub id and revision of the model that is taken where a caller names none.
-        columns: Uses of the columns of its data; none where rows cannot be read for it.
-        processor: The transformers class that loads what makes its inputs, where its modalities do not tell.
-        adapter: PEFT's word for it.
-        loss: Which of transformers' loss functions computes the loss where labels are given; empty for none.
+        name: Name of transformers' pipeline, or another name if two kinds of models serve one pipeline.
+        impl: `package.module:Class` of its `Task`; empty for the base class `Task`.
+        auto_model: transformers class that loads its PyTorch models; empty to use the architecture in the config.
+        more_auto_models: Further auto classes, if architectures for the task belong to several.
+        output: Class of `transformers.modeling_outputs` that models return; empty for a plain `ModelOutput`.
+        outputs: Output tensors by name with their axes, if all models of the task return the same. An axis name that is a
+            config field (`num_labels`) is a fixed size; any other axis varies.
+        keeps: Outputs that a graph returns, as far as the model has them; empty for all. Some models also return tensors that
+            only training needs.
+        suffixes: Suffixes of the names of architectures for the task.
+        fields: Config fields that such an architecture requires, to exclude others with the same suffix.
+        marks: Config fields of which such an architecture has at least one.
+        sentence_kind: Kind of sentence-transformers folders for the task: `embedder`, `cross-encoder`; empty for none.
+        any_graph: Whether the task is for arbitrary graphs.
+        listed: Whether all architectures that transformers lists for `auto_models` support the task, whatever their names.
+        synonyms: Other names of the task.
+        modalities: Modalities of the inputs.
+        generates: Whether its models generate tokens one after another, with a cache.
+        encoder_decoder: For generating models: True for an encoder and a decoder, False for only a decoder, `None` for both.
+        embeds: Whether its models need no head, because they return hidden states or embeddings.
+        pooling: Default pooling mode for embeddings if neither the user nor the folder gives one; empty for none.
+        pipelines: Pipeline tasks that its models serve in addition to the task's name.
+        own_pipelines: Further pipeline tasks, which transformers does not have. The `Task` provides their classes.
+        usual_models: Default model (Hub id and revision) of each pipeline in `own_pipelines`.
+        columns: Columns of its data; empty if rows of data cannot be read for the task.
+        processor: transformers class that loads the processor, if the modalities do not determine it.
+        adapter: PEFT's name of the task.
+        loss: Name of transformers' loss function for calls with labels; empty for none.
     """
 
     name: str
@@ -99,12 +99,27 @@ class TaskSpec:
     adapter: str = ""
     loss: str = ""
 
+    def difference(self, outputs: Mapping[str, Sequence[object]]) -> str:
+        """Describe the first difference between a model's outputs and the declared outputs, or return an empty string.
+
+        The text follows the model's name in an error message.
+
+        Args:
+            outputs: Shapes of the outputs by name. Additional outputs are ignored.
+        """
+        for name, axes in self.outputs.items():
+            shape = outputs.get(name)
+            if shape is None or len(shape) != len(axes):
+                returned = f"{sorted(outputs)} and no {name}" if shape is None else f"{name} with {len(shape)} axes"
+                return f"returns {returned}; a model for {self.name} returns {name} with {len(axes)}"
+        return ""
+
     @property
     def auto_models(self) -> tuple[str, ...]:
-        """Every transformers class that loads a PyTorch model for it."""
+        """All transformers classes that load PyTorch models for the task."""
         return (self.auto_model, *self.more_auto_models) if self.auto_model else ()
 
     @property
     def serves(self) -> tuple[str, ...]:
-        """Every pipeline task that a model for it serves."""
+        """All pipeline tasks that models for the task serve."""
         return (self.name, *self.pipelines, *self.own_pipelines)

@@ -1,5 +1,5 @@
-"""Measure accuracy on labelled rows, and latency of variants that take turns, each in a process of its own.
+"""Measure the accuracy of models on labelled rows, and the latency of variants that run in turns, each in its own process.
 
-In: models and data, or models and calls. Out: an `Evaluation` or a `Benchmark`, with intervals, as table, JSON or HTML. A
-new metric goes into `accuracy`, a new kind of load into `latency`.
+In: models and data, or models and calls. Out: an `Evaluation` or a `Benchmark` with confidence intervals, as table, JSON or HTML.
+New metrics belong in `accuracy`, new kinds of load in `latency`.
 """

@@ -1,7 +1,7 @@
-"""Signs that other programs used the machine while something was timed: load average, steal time, spread of the baseline's rounds.
+"""Detect that other programs used the machine during a timed measurement: load average, steal time, spread of the baseline's rounds.
 
-A paired interval widens when the machine is disturbed, but it cannot say why. These signs are printed with a table and written
-into its JSON form, so that a disturbed measurement is never quoted as a quiet one.
+A paired confidence interval gets wider on a busy machine, but does not show the reason. Tables and their JSON form therefore
+contain these signs, so that nobody quotes a disturbed measurement as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pathlib import Path
 import numpy as np
 
 LOAD = 0.5
-"""Runnable threads for each processor, in the minute before the measurement, from which on a machine counts as disturbed."""
+"""Threshold: runnable threads per processor, in the minute before the measurement. Above it the machine counts as disturbed."""
 STEAL = 0.05
-"""Share of the processor time that the hypervisor gave to other machines, from which on this one counts as disturbed."""
+"""Threshold: fraction of processor time that the hypervisor gave to other machines. Above it this machine counts as disturbed."""
 SPREAD = 1.3
-"""How far apart the 10th and the 90th percentile of the baseline's rounds may be. The rounds time the same calls: on a quiet
+"""Threshold: ratio of the 90th to the 10th percentile of the baseline's rounds. All rounds time the same calls: on a quiet
 machine they differ by 1 to 5 %, most of it between processes."""
 
-_STEAL_FIELD = 7  # of the line `cpu` of /proc/stat: user nice system idle iowait irq softirq steal (proc(5))
+_STEAL_FIELD = 7  # column in the line `cpu` of /proc/stat: user nice system idle iowait irq softirq steal (proc(5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """Load of the machine while something was timed.
+    """Signs that other programs used the machine during a measurement.
 
     Attributes:
-        load_average: Runnable threads in the minute before the measurement; `None` where the system does not count them.
-        processors: Of the machine.
-        steal: Share of the processor time that the hypervisor gave to other machines; `None` where it is unknown.
-        spread: The 90th percentile of the baseline's rounds over the 10th, of the workload where it is largest; `None` without
-            a baseline of several rounds.
-        signs: In words, each thing that says that the machine was disturbed; empty on a quiet one.
+        load_average: Runnable threads in the minute before the measurement; `None` if the system does not count them.
+        processors: Number of processors of the machine.
+        steal: Fraction of processor time that the hypervisor gave to other machines; `None` if unknown.
+        spread: Ratio of the 90th to the 10th percentile of the baseline's rounds, for the workload with the largest ratio; `None`
+            without a baseline of several rounds.
+        signs: Descriptions of the signs; empty on a quiet machine.
     """
 
     load_average: float | None = None
@@ -45,7 +45,7 @@ class Disturbance:
 
     @property
     def disturbed(self) -> bool:
-        """Whether there is a sign."""
+        """Whether there is any sign that other programs used the machine."""
         return bool(self.signs)
 
 
@@ -56,13 +56,13 @@ def disturbance(
     processors: int = 1,
     steal: float | None = None,
 ) -> Disturbance:
-    """Judge a measurement by its conditions and by the baseline's rounds.
+    """Return the signs of other programs during a measurement, from the machine's load and the baseline's latencies.
 
     Args:
         rounds: By workload, the baseline's latency in each round, in milliseconds.
-        load_average: Runnable threads in the minute before.
-        processors: Of the machine.
-        steal: Share of the processor time that went to other machines.
+        load_average: Runnable threads in the minute before the measurement.
+        processors: Number of processors of the machine.
+        steal: Fraction of processor time that the hypervisor gave to other machines.
     """
     signs = []
     if load_average is not None and load_average > LOAD * processors:
@@ -84,14 +84,14 @@ def disturbance(
 
 
 class MachineWatch:
-    """Watch the machine from now on. Create it before our own work starts, which the load average would count."""
+    """Record the machine's load from now on. Create it before accel starts to work, because the load average would count that work."""
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         self._before = _processor_time()
 
     def judge(self, rounds: Mapping[str, Sequence[float]]) -> Disturbance:
-        """Judge the time since the watch began; see `disturbance`."""
+        """Return the signs of other programs since this object was created; see `disturbance`."""
         steal = None
         after = _processor_time()
         if self._before is not None and after is not None and after[1] > self._before[1]:
@@ -100,7 +100,7 @@ class MachineWatch:
 
 
 def _processor_time() -> tuple[int, int] | None:
-    """Stolen and all processor time since the start of the system, in ticks; only Linux has it."""
+    """Return stolen and total processor time since the system started, in ticks; `None` on systems other than Linux."""
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Import the libraries that every process needs, and no runtime; processes are forked from one that did this."""
+"""Import the libraries that every process needs, but no backend's runtime. The fork server runs this module once."""
 
 import importlib
 

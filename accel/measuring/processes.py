@@ -1,7 +1,7 @@
-"""Run slow, crashing or noisy work in processes of its own, and read the memory use of a process.
+"""Run functions in other processes, and read the memory use of a process.
 
-One process a variant: two spinning thread pools in one process slow each other by up to 190 microseconds a call, and a
-runtime that crashes takes nobody with it.
+Each variant runs in its own process. The thread pools of two runtimes in one process would slow each other down by up to 190
+microseconds per call, because their threads wait actively for work. The crash of one runtime would end all variants.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 600.0
-"""How long a process may take for one request; compiling a large model is the slowest."""
+"""Maximum duration of one request to a process; the slowest requests compile large models."""
 
 
 class WorkerLostError(SessionError):
-    """A process that died or did not answer in time; another try may go better.
+    """Error for a process that ended or did not answer in time; a second attempt may succeed.
 
     Attributes:
-        late: It did not answer in time.
+        late: Whether the process did not answer in time.
     """
 
     def __init__(self, message: str, *, fix: str | None = None, late: bool = False) -> None:
@@ -49,12 +49,12 @@ class WorkerLostError(SessionError):
 
 
 class Helper:
-    """A process that runs functions of modules, so that a library that crashes takes nobody with it.
+    """A separate process that runs functions, so that a crash of a library ends only that process.
 
-    It is started at the first call, and again after it died.
+    The process starts at the first call. If it has ended, the next call starts it again.
 
     Args:
-        name: Named in errors.
+        name: Name of the process in errors.
         imports: Modules that the process imports before its first call.
     """
 
@@ -66,22 +66,22 @@ class Helper:
         self._ended = False
 
     def start(self) -> None:
-        """Start the process now, so that several import at the same time."""
+        """Start the process now instead of at the first call, so that several processes import at the same time."""
         self._process, self._pipe = start_process(_help, self._imports)
         if self._ended:
             self.kill()
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
-        """`function(*args)` in the process.
+        """Call `function(*args)` in the process and return its result.
 
         Args:
-            function: Of a module.
-            args: Its arguments.
-            timeout_s: How long it may take; `None`: as long as it needs.
+            function: A module-level function, because it is sent to the process by name.
+            args: Arguments of the function.
+            timeout_s: Maximum duration in seconds; `None` for no limit.
 
         Raises:
-            AccelError: What the function raised; anything that is no `AccelError` comes as a `SessionError`.
-            WorkerLostError: The process died, or took too long and was ended.
+            AccelError: The error that the function raised; an exception of another type is raised as `SessionError`.
+            WorkerLostError: The process ended, or was killed after the timeout.
         """
         if self._process is None or not self._process.is_alive():
             self.close()
@@ -107,22 +107,22 @@ class Helper:
         return value
 
     def end(self) -> None:
-        """Kill the process from another thread, even while it is starting."""
+        """Kill the process from another thread, even while the process is starting."""
         self._ended = True
         self.kill()
 
     def kill(self) -> None:
-        """End the process in the middle of a call, which then raises `WorkerLostError`."""
+        """Kill the process. A call that is waiting for its result then raises `WorkerLostError`."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
 
     def hang_up(self) -> None:
-        """Let the process end by itself; `close` waits for it."""
+        """Close the connection, so that the process ends by itself; `close` waits for the end."""
         if self._pipe is not None:
             self._pipe.close()
 
     def close(self) -> None:
-        """End the process."""
+        """Ask the process to end, wait for it, and kill it if it does not end within 10 seconds."""
         self.hang_up()
         if self._process is not None:
             self._process.join(timeout=10)
@@ -131,18 +131,18 @@ class Helper:
             self._process = None
 
 
-_not_mapped = 0  # bytes of imported libraries that a process of its own would hold in memory
+_not_mapped = 0  # bytes of imported libraries that this forked process does not have in its resident memory
 _starting = threading.Lock()
-_SOCKET_FOLDER = 70  # characters: the path of a socket has at most 107, and 33 are multiprocessing's
+_SOCKET_FOLDER = 70  # characters; the path of a socket has at most 107, and multiprocessing adds 33
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
-    """A process that runs `target(pipe, *args)`, and the other end of its pipe.
+    """Start a process that runs `target(pipe, *args)`; return the process and the parent's end of the pipe.
 
-    On Linux it is forked from a server that has imported torch and transformers and done nothing else, so that a process
-    costs a tenth of a second and not five. Where that is not safe, each imports for itself: on other systems, and beside a GPU
-    driver, which a library may start while it is imported, and which no forked process can use.
+    On Linux the process is forked from a server that has imported torch and transformers and done nothing else. A process then
+    starts in a tenth of a second instead of five seconds. On other systems, and on machines with a GPU driver, each process
+    imports the libraries itself: an import may initialize the driver, and a forked process cannot use an initialized driver.
     """
     forked = sys.platform == "linux" and hasattr(os, "fork") and not any(Path(node).exists() for node in _GPU_DRIVERS)
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
@@ -159,7 +159,7 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
 
 @functools.cache
 def _own_socket_folder() -> None:
-    """Let `multiprocessing` put its sockets into a folder that the next run removes where this one is killed, once a process."""
+    """Make `multiprocessing` create its sockets in a scratch folder, which the next run removes if this process is killed."""
     stack = contextlib.ExitStack()
     folder = stack.enter_context(scratch())
     if len(str(folder)) > _SOCKET_FOLDER:
@@ -167,23 +167,23 @@ def _own_socket_folder() -> None:
         try:
             folder = stack.enter_context(scratch(Path("/tmp")))
         except OSError:
-            # Nobody writes there: multiprocessing's own folder stays where this process is killed.
+            # `/tmp` is not writable: keep multiprocessing's default folder, which remains if this process is killed.
             return
     usual, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = usual
-    # After multiprocessing has removed its own folder in there (priority -100), and in no child that was forked by others.
+    # Priority -200 runs after multiprocessing has removed its own folder inside (-100). Finalizers do not run in forked children.
     multiprocessing.util.Finalize(None, stack.close, exitpriority=-200)
 
 
 def _run(
     target: Callable[..., None], environment: Mapping[str, str], forked: bool, pipe: Connection, *args: Any
 ) -> None:
-    """Run `target` in the process, with the parent's environment of now; the server has that of its start."""
+    """Run `target` with the parent's current environment variables; the fork server was started with older ones."""
     global _not_mapped
-    # A forked process has the imported libraries, but not their pages until it touches them.
+    # A forked process shares the pages of imported libraries; they count as its memory only after it uses them.
     _not_mapped = max(0, _status("VmRSS", os.getppid()) - _status("VmRSS")) if forked else 0
     os.environ.clear()
     os.environ.update(environment)
@@ -192,9 +192,9 @@ def _run(
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the user's script from a process that starts: it would run the script again, up to the line that got here.
+    """Hide the user's script while a process starts. Without this, the new process would run the script again.
 
-    Everything that is sent to a process is found by the name of its module, so nothing there needs the script.
+    Everything sent to a process is imported by its module name, so the process does not need the script.
     """
     with _starting:
         main = sys.modules["__main__"]
@@ -207,11 +207,11 @@ def _without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Block Ctrl-C in this thread and in the processes that it starts; else each importing process prints a traceback."""
+    """Block Ctrl-C in this thread and in processes started by it. Without this, Ctrl-C during imports prints one traceback per process."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    # Where it has to be started first, it lets signals through again.
+    # Start the resource tracker first, because starting it unblocks signals.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -221,7 +221,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def exit_reason(code: int | None) -> str:
-    """A process's exit code in words."""
+    """Return a description of a process's exit code."""
     if code is None:
         return "it is still running"
     if code < 0:
@@ -230,21 +230,21 @@ def exit_reason(code: int | None) -> str:
     return f"exit code {code}"
 
 
-# In the process
+# The code below runs in the separate process.
 
 
 def quiet_child() -> None:
-    """Set a child process up: ignore Ctrl-C, which the parent handles, and send stdout to stderr."""
+    """Set up a child process: ignore Ctrl-C, which the parent handles, and redirect stdout to stderr."""
     import tqdm  # type: ignore[import-untyped]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
-    # tqdm's own lock is a semaphore, which a process that is ended from outside leaves behind.
+    # Replace tqdm's lock: it is a semaphore, which a killed process would never release.
     tqdm.tqdm.set_lock(threading.RLock())
 
 
 def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
-    """A helper: run functions until the pipe closes."""
+    """Receive functions, run them and send their results, until the pipe closes."""
     quiet_child()
     for name in imports:
         importlib.import_module(name)
@@ -257,7 +257,7 @@ def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
             answer = (True, function(*args))
         except AccelError as error:
             answer = (False, error)
-        # Foreign code: whatever it raises is a report about this one step.
+        # Catch all exceptions: third-party code may raise anything, and the caller gets it as the error of this call.
         except Exception as error:  # noqa: BLE001
             answer = (False, SessionError(f"{type(error).__name__}: {error}"))
         try:
@@ -267,10 +267,10 @@ def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
 
 
 def peak_memory() -> int:
-    """Largest resident memory of this process in bytes.
+    """Return the largest resident memory of this process so far, in bytes.
 
-    From `/proc`, because `getrusage` hands the parent's peak down to a process that it starts; with the pages of libraries
-    that a process started alone would have mapped. 0 where the system has neither, as Windows.
+    The value is read from `/proc`, because `getrusage` includes the parent's peak. For a forked process, add the library pages that
+    it has not used, so that forked and other processes are comparable. 0 on systems without `/proc` and `getrusage`, such as Windows.
     """
     if peak := _status("VmHWM"):
         return peak + _not_mapped
@@ -284,7 +284,7 @@ def peak_memory() -> int:
 
 
 def _status(name: str, pid: int | str = "self") -> int:
-    """Read a number of bytes from `/proc/PID/status`; 0 on other systems."""
+    """Return a field of `/proc/PID/status` in bytes; 0 on systems without `/proc`."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""One page about measurements: self-contained HTML that needs no network, and a PNG.
+"""Reports of measurements: a self-contained HTML page, a PNG, and a table for the terminal.
 
-Both read the JSON form of a benchmark (`Benchmark.to_dict()`) or of a search (`Tuning.to_dict()`), so that a page can be
-made again from a file.
+All reports are made from the JSON form of a benchmark (`Benchmark.to_dict()`) or a search (`Tuning.to_dict()`), so that they can
+be created again from a file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from .latency.results import ratio_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#667;--line:#d5d9e0;--bar:#2f6fb3;--mark:#c2571a;--page:#fff}
@@ -33,11 +38,11 @@ svg .whisker{stroke:var(--mark);stroke-width:1.5}
 
 
 def html_page(values: Mapping[str, Any], *, title: str = "accel benchmark") -> str:
-    """The page.
+    """Return the report as an HTML page that needs no other file.
 
     Args:
-        values: JSON form of a benchmark. Where its variants have an `accuracy`, latency is drawn against it.
-        title: Heading.
+        values: JSON form of a benchmark or a search. If its variants have an `accuracy`, the page plots latency against accuracy.
+        title: Heading of the page.
     """
     variants = [v for v in values["variants"] if not v.get("error")]
     failed = [v for v in values["variants"] if v.get("error")]
@@ -57,29 +62,19 @@ def html_page(values: Mapping[str, Any], *, title: str = "accel benchmark") -> s
             f"<tr><td>{_text(r['name'])}</td><td class=text>{_text(r['reason'])}</td></tr>" for r in rejected
         )
         parts.append(f"<h2>Rejected candidates</h2><div class=scroll><table>{items}</table></div>")
-    return document(title, "".join(parts))
-
-
-def document(title: str, body: str) -> str:
-    """A page that needs nothing from elsewhere.
-
-    Args:
-        title: Of the window.
-        body: HTML.
-    """
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
 
 
 def write_html(values: Mapping[str, Any], path: str | os.PathLike[str], *, title: str = "accel benchmark") -> None:
-    """Write the page."""
+    """Write the HTML report to a file."""
     Path(path).write_text(html_page(values, title=title), encoding="utf-8")
 
 
 def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title: str = "accel benchmark") -> None:
-    """Draw median and 95th percentile of every variant and workload.
+    """Write a PNG with the median and the 95th percentile of the latency of every variant and workload.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -101,10 +96,10 @@ def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title:
 
 
 def check_pages(report: Path | None, png: Path | None) -> None:
-    """Refuse a page that cannot be written, before minutes are spent on measuring.
+    """Raise if a report cannot be written; called before the measurement, which takes minutes.
 
     Raises:
-        ConfigError: Its folder does not exist, or a PNG needs matplotlib, which is not installed.
+        ConfigError: The report's folder does not exist, or a PNG was requested and matplotlib is not installed.
     """
     for path in (report, png):
         if path is not None and not path.absolute().parent.is_dir():
@@ -124,14 +119,11 @@ def _figure() -> Any:
 
 
 def text_table(values: Mapping[str, Any]) -> str:
-    """A benchmark for the terminal.
+    """Return the table of a benchmark for the terminal.
 
     Args:
-        values: Its JSON form.
+        values: JSON form of the benchmark.
     """
-    from io import StringIO
-
-    from rich.console import Console
     from rich.table import Table
 
     settings = values["settings"]
@@ -155,30 +147,38 @@ def text_table(values: Mapping[str, Any]) -> str:
                     f"{variant['name']} answered {cell['throughput'] / cell['batch']:.0f} of {settings['rate']:g} calls a "
                     f"second ({cell['workload']}): it falls behind, and its latency grows with the length of the measurement."
                 )
-    stream = StringIO()
-    # Names of variants hold brackets, which are no markup.
-    Console(file=stream, width=140, markup=False).print(table)
-    return "\n".join([stream.getvalue().rstrip(), *notes, *disturbed(values)])
+    return "\n".join([printed(table, 140).rstrip(), *notes, *disturbed(values)])
+
+
+def printed(table: Table, width: int) -> str:
+    """Return a rich table as text."""
+    from rich.console import Console
+
+    stream = StringIO()  # a text without the colors of a terminal
+    Console(file=stream, width=width, markup=False).print(
+        table
+    )  # variant names may contain brackets, which are not markup
+    return stream.getvalue()
 
 
 def disturbed(values: Mapping[str, Any]) -> list[str]:
-    """Return a line that says that other programs disturbed a benchmark or a search; none on a quiet machine.
+    """Return a warning line if other programs used the machine during a benchmark or a search; an empty list on a quiet machine.
 
     Args:
-        values: Its JSON form.
+        values: JSON form of the benchmark or search.
     """
     signs = (values.get("disturbance") or {}).get("signs") or ()
     return [f"Other programs disturbed these measurements: {'; '.join(signs)}."] if signs else []
 
 
 def saturated(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether calls arrived faster than they were answered. Arrivals are random, so a quarter less is accepted."""
+    """Return whether calls arrived faster than they were answered: fewer than 75 % of the rate, because arrivals are random."""
     rate = settings.get("rate")
     return rate is not None and float(cell["throughput"]) / float(cell["batch"]) < 0.75 * float(rate)
 
 
 def _traffic(settings: Mapping[str, Any]) -> str:
-    """Threads and callers in words."""
+    """Describe the number of threads and callers, or the arrival rate."""
     callers, rate = settings.get("callers", 1), settings.get("rate")
     parts = [f"{settings['threads']} threads"]
     if rate is not None:
@@ -195,26 +195,26 @@ def _text(value: object) -> str:
 def _facts(values: Mapping[str, Any]) -> str:
     machine, settings = values.get("machine", {}), values.get("settings", {})
     libraries = ", ".join(f"{k} {v}" for k, v in machine.get("libraries", {}).items())
-    given = {k: v for k, v in settings.items() if v is not None and v not in ({}, [], "")}
-    told = "; ".join(f"{k} {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in given.items())
+    shown = {k: v for k, v in settings.items() if v is not None and v not in ({}, [], "")}
+    words = "; ".join(f"{k} {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in shown.items())
     return (
         f"<p class=note>{_text(machine.get('platform', ''))}; {_text(machine.get('processors', '?'))} processors; "
         f"{_text(libraries)}<br>Task {_text(values.get('task', ''))}. Baseline: {_text(values.get('baseline', ''))}.<br>"
-        f"{_text(told)}</p>" + "".join(f"<p><b>{_text(line)}</b></p>" for line in disturbed(values))
+        f"{_text(words)}</p>" + "".join(f"<p><b>{_text(line)}</b></p>" for line in disturbed(values))
     )
 
 
-_ROW = 44  # pixels of a name and what is drawn below it
+_ROW = 44  # height in pixels of a variant's name and the bar or histogram below it
 _Rows = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def _bars(rows: _Rows) -> str:
-    """Median with the 95th percentile as a mark."""
+    """Return an SVG with the median latency of each variant as a bar, and the 95th percentile as a mark."""
     limit = max(cell["latency"]["p95"] for _, cell in rows)
     height = _ROW * len(rows) + 8
     made = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Median latency of each variant'>"]
     for i, (variant, cell) in enumerate(rows):
-        # A candidate's name is as long as its recipe, so it stands above its bar.
+        # Draw the name above its bar, because names may be long.
         y, latency = _ROW * i + 20, cell["latency"]
         width, mark = 700 * latency["median"] / limit, 700 * latency["p95"] / limit
         made.append(
@@ -231,15 +231,14 @@ def _table(rows: _Rows) -> str:
             "threads", "peak memory", "load", "files", "difference", "accuracy")  # fmt: skip
     lines = []
     for variant, cell in rows:
-        latency, found = cell["latency"], cell.get("ratio")
-        told = str(ratio_of(found)) if found else ""
+        latency, ratio = cell["latency"], cell.get("ratio")
         accuracy = variant.get("accuracy")
         lines.append(
             [
                 variant["name"] + (f" ({'; '.join(variant['notes'])})" if variant.get("notes") else ""),
                 *(f"{latency[k]:.2f}" for k in ("mean", "sd", "min", "median", "p95", "p99", "max")),
                 f"{cell['throughput']:.1f}",
-                told,
+                str(ratio_of(ratio)) if ratio else "",
                 variant["compute_dtype"],
                 variant["threads"],
                 _megabytes(variant.get("peak_memory_bytes")),
@@ -262,7 +261,7 @@ def _megabytes(value: int | None) -> str:
 
 
 def _distributions(rows: _Rows) -> str:
-    """A line of ticks for each variant: every call, on a logarithmic axis."""
+    """Return an SVG with a latency histogram of all calls of each variant, on a logarithmic axis."""
     samples = [[t for block in cell["milliseconds"] for t in block] for _, cell in rows]
     if not all(samples):
         return ""
@@ -290,9 +289,9 @@ def _distributions(rows: _Rows) -> str:
 
 
 def _scatter(variants: Sequence[Mapping[str, Any]]) -> str:
-    """Geometric mean of the medians against accuracy."""
+    """Return an SVG with each variant's accuracy and latency (geometric mean of the workloads' medians)."""
     points = [
-        (math.exp(sum(math.log(c["latency"]["median"]) for c in v["cells"]) / len(v["cells"])), v["accuracy"], v)
+        (geometric_mean([c["latency"]["median"] for c in v["cells"]]), v["accuracy"], v)
         for v in variants
         if v.get("accuracy") is not None and v["cells"]
     ]
@@ -313,6 +312,6 @@ def _scatter(variants: Sequence[Mapping[str, Any]]) -> str:
             f"<text x={px + 7:.1f} y={py - 5:.1f}>{number}</text>"
         )
     made.append("<text class=soft x=470 y=376 text-anchor=middle>milliseconds (median)</text></svg>")
-    # The best ones lie close together: names beside them would cover each other.
+    # Points lie close together, so the names are listed below the plot.
     names = "".join(f"<li>{_text(v['name'])}: {x:.2f} ms, {y:.4f}</li>" for x, y, v in points)
     return "".join([*made, f"<ol>{names}</ol>"])

@@ -1,6 +1,6 @@
-"""Statistics of measurements: the bootstrap, a summary of latencies, and the speed-up with its interval.
+"""Statistics of measurements: the bootstrap, a summary of latencies, and the speed-up with its confidence interval.
 
-Every speed-up that accel prints or writes is a `Ratio` made by `speedup`, so that two tables never show two statistics of one
+Every speed-up that accel prints or writes is a `Ratio` computed by `speedup`, so that all tables show the same statistic of a
 measurement.
 """
 
@@ -14,21 +14,21 @@ import numpy as np
 
 RESAMPLES = 2000
 UNSTEADY = 2.0
-"""A ratio whose interval ends are further apart than this factor is printed as `unsteady: LOW to HIGH`."""
+"""Limit of the ratio of the upper to the lower interval end. Speed-ups above it are printed as `unsteady: LOW to HIGH`."""
 NOISE = 0.02
-"""Two things whose speeds differ by less than this share are equally fast: two copies of one variant differ by 1.5 % (median of 20
-benchmarks, `benchmarks/tune.json`)."""
+"""Relative difference below which two speeds count as equal: two copies of one variant differ by 1.5 % (median of 20 benchmarks,
+`benchmarks/tune.json`)."""
 _CHUNK = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Latencies in milliseconds.
+    """Summary of latencies, in milliseconds.
 
     Attributes:
-        calls: How many.
-        mean, sd, min, max, median: Of them; `sd` is the sample's.
-        p95, p99: Percentiles, linear between neighbours.
+        calls: Number of calls.
+        mean, sd, min, max, median: `sd` is the sample standard deviation.
+        p95, p99: Percentiles, with linear interpolation.
     """
 
     calls: int
@@ -43,12 +43,12 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times faster than the baseline, with the interval of that estimate.
+    """Speed-up compared with the baseline, with its confidence interval.
 
     Attributes:
-        value: The estimate; see `speedup`.
+        value: The estimated speed-up; see `speedup`.
         low, high: Ends of the interval.
-        confidence: Of the interval.
+        confidence: Confidence level of the interval.
     """
 
     value: float
@@ -58,14 +58,14 @@ class Ratio:
 
     @property
     def steady(self) -> bool:
-        """Whether the interval is narrow enough (`UNSTEADY`) for the estimate to be quoted as one number."""
+        """Whether the interval is narrow enough (`UNSTEADY`) to print the estimate as one number."""
         return self.high <= UNSTEADY * self.low
 
     @property
     def equal(self) -> bool:
-        """Whether neither side is shown to be faster: the interval includes 1, or the estimate is within `NOISE` of it.
+        """Whether the measurement shows no difference in speed: the interval includes 1, or the estimate is within `NOISE` of 1.
 
-        Estimates further from 1 than `UNSTEADY` are never equal, however wide the interval is.
+        Estimates further from 1 than the factor `UNSTEADY` are never equal, however wide the interval is.
         """
         distance = abs(math.log(self.value))
         if distance > math.log(UNSTEADY):
@@ -89,18 +89,19 @@ def bootstrap_interval(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The percentile interval of a statistic of `size` observations that are drawn again with replacement.
+    """Return the percentile interval of a statistic, by resampling `size` observations with replacement.
 
     Args:
-        statistic: From which were drawn, `(samples, size) int64`, to its values `(samples,)`; those that are NaN do not count.
+        statistic: Function from indices of resampled observations, `(samples, size) int64`, to values `(samples,)`; NaN values are
+            ignored.
         size: Number of observations.
-        confidence: Of the interval.
-        resamples: How often all are drawn.
-        seed: Of the drawing.
+        confidence: Confidence level of the interval.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the resampling.
     """
     generator = np.random.default_rng(seed)
     values = np.empty(resamples)
-    # In parts: all the drawings of thousands of rows at once would take gigabytes.
+    # Work in chunks: the indices of thousands of rows would need gigabytes at once.
     for start in range(0, resamples, _CHUNK):
         part = values[start : start + _CHUNK]
         part[:] = statistic(generator.integers(0, size, (len(part), size)))
@@ -110,7 +111,7 @@ def bootstrap_interval(
 
 
 def summarize(milliseconds: Sequence[float]) -> Summary:
-    """The summary of at least one latency."""
+    """Return the summary of one or more latencies."""
     values = np.asarray(milliseconds, dtype=np.float64)
     p50, p95, p99 = np.percentile(values, [50, 95, 99])
     return Summary(
@@ -132,37 +133,32 @@ def speedup(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Ratio:
-    """Return how many times faster than the baseline something is, with the 95 % interval, from costs in the same rounds.
+    """Return the speed-up of a variant over the baseline with its 95 % interval, from costs measured in the same rounds.
 
-    The estimate of one workload is the median over rounds of `baseline / other`; several workloads count alike (geometric mean).
-    Calls of one round share what else the machine was doing then, so rounds are resampled and not calls, and both sides keep the
-    same rounds. There are few of them, so the interval is the expanded one.
+    The estimate for one workload is the median over rounds of `baseline / other`; the estimate for several workloads is the geometric
+    mean. All calls of a round share the same load of the machine. Therefore rounds are resampled, not calls, and both variants keep the
+    same rounds. The number of rounds is small, so the interval is the expanded percentile interval.
 
     Args:
-        baseline: Costs of the baseline: for each workload one number a round, such as the median latency of its calls.
-        other: The same of the other one.
-        resamples: Bootstrap samples.
-        seed: Of the resampling.
+        baseline: Costs of the baseline: for each workload one number per round, such as the median latency of its calls.
+        other: Costs of the variant, in the same form.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the resampling.
     """
-    if not baseline or len(baseline) != len(other):
-        raise ValueError(f"{len(baseline)} workloads against {len(other)}")
-    for a, b in zip(baseline, other, strict=True):
-        if len(a) != len(b) or not a:
-            raise ValueError(f"{len(a)} rounds against {len(b)}")
-    # The median over rounds, which a round that another program disturbed does not move. On simulated rounds, one in ten of
-    # them disturbed, such intervals cover in 96 of 100 cases; around the pooled medians it was 67, with means 91.
+    # Use the median over rounds, because a single disturbed round does not change it. In simulations with one disturbed round in ten,
+    # these intervals contain the true value in 96 of 100 cases; intervals around pooled medians in 67, with means in 91.
     logs = [np.log(np.asarray(a, float) / np.asarray(b, float)) for a, b in zip(baseline, other, strict=True)]
-    value = math.exp(float(np.mean([np.median(one) for one in logs])))
-    rounds = min(len(one) for one in logs)
+    value = math.exp(float(np.mean([np.median(ratios) for ratios in logs])))
+    rounds = min(len(ratios) for ratios in logs)
     if rounds == 1:
         return Ratio(value=value, low=0.0, high=math.inf)
-    from scipy.special import ndtr, stdtrit  # half a second to import
+    from scipy.special import ndtr, stdtrit  # the import takes half a second
 
     generator = np.random.default_rng(seed)
-    # Workloads are measured one after the other: their rounds are resampled independently.
-    medians = [np.median(one[generator.integers(0, len(one), (resamples, len(one)))], axis=1) for one in logs]
-    # Percentiles of a bootstrap of few observations are too narrow. This share outside widens them: the expanded percentile
-    # interval (Hesterberg, What Teachers Should Know About the Bootstrap, 2015, section 5.3).
+    # Workloads are measured one after the other, so their rounds are resampled independently.
+    medians = [np.median(r[generator.integers(0, len(r), (resamples, len(r)))], axis=1) for r in logs]
+    # Percentile intervals of few observations are too narrow. Widen them with the quantile of the expanded percentile interval
+    # (Hesterberg, What Teachers Should Know About the Bootstrap, 2015, section 5.3).
     quantile = stdtrit(rounds - 1, 0.975)
     outside = ndtr(-math.sqrt(rounds / (rounds - 1)) * quantile)
     low, high = (float(end) for end in np.quantile(np.mean(medians, axis=0), [outside, 1 - outside]))
@@ -171,23 +167,3 @@ def speedup(
         low=min(value, math.exp(low)),
         high=max(value, math.exp(high)),
     )
-
-
-def ratio(
-    baseline: Sequence[Sequence[float]],
-    other: Sequence[Sequence[float]],
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Ratio:
-    """The speed-up by the latencies of one workload, a list of calls for each round; see `speedup`."""
-    if len(baseline) != len(other) or not baseline:
-        raise ValueError(f"{len(baseline)} rounds against {len(other)}")
-    costs = ([float(np.median(calls)) for calls in side] for side in (baseline, other))
-    first, second = ([side] for side in costs)
-    return speedup(first, second, resamples=resamples, seed=seed)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The mean of ratios or of latencies of different sizes."""
-    return math.exp(sum(math.log(v) for v in values) / len(values))

@@ -1,5 +1,5 @@
-"""The transformers face: `ORTModelFor…` classes and pipelines over open sessions.
+"""Models with the transformers interface: the `ORTModelFor...` classes and pipelines, built on open sessions.
 
-In: a resolved model. Out: an object with the interface of a transformers model, `generate` included. Models of one graph
-are a few lines in `encoders`; those that generate have their own modules, and pipelines that transformers lacks theirs.
+In: a resolved model. Out: an object with the interface of a transformers model, including `generate`. This package holds base
+classes and shared code; the class of each task is in `accel.tasks`.
 """

@@ -1,4 +1,4 @@
-"""The arguments of `from_pretrained` in transformers', Optimum's and ONNX Runtime's words, as ours."""
+"""Arguments of `from_pretrained`, including their names in transformers, Optimum and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..artifact.hub import HubOptions
 from ..artifact.resolved_model import Resolved
 from ..backends import registry
 from ..backends.plan import RunSettings
-from ..config import ExportConfig, SessionOptions
+from ..config import ExportConfig, SessionOptions, check_names
 from ..errors import ConfigError, did_you_mean
 from ..stages.resolution import resolve
 
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingArguments:
-    """The arguments of `from_pretrained`, as the stages and the backends take them.
+    """Arguments of `from_pretrained`, grouped for the stages and the backends.
 
     Attributes:
-        task: The task that was asked for.
-        hub: How the model is reached.
-        settings: How it is run.
-        export_config: How it is exported.
-        file_name, variant, export: As in `from_pretrained`.
-        config, use_cache: Likewise, for the model that is opened.
+        task: The requested task.
+        hub: Options of the Hub download, such as revision and token.
+        settings: Backend, device and session options.
+        export_config: Export settings.
+        file_name, variant, export: Same as in `from_pretrained`.
+        config, use_cache: Same as in `from_pretrained`.
     """
 
     task: str | None
@@ -68,11 +68,11 @@ def read_arguments(
     use_cache: bool | None = None,
     **others: Any,
 ) -> LoadingArguments:
-    """Read the arguments of `from_pretrained`; `others` are those about the Hub, and export settings.
+    """Read the arguments of `from_pretrained`; `others` contains Hub options and export settings.
 
     Raises:
-        ConfigError: An argument that does not exist, or two that disagree.
-        UnknownBackendError: A backend that does not exist.
+        ConfigError: An argument is unknown, or two arguments contradict each other.
+        UnknownBackendError: The backend does not exist.
     """
     hub = HubOptions(**{option.name: others.pop(option.name) for option in fields(HubOptions) if option.name in others})
     settings, device = without_other_arguments(others, device)
@@ -95,15 +95,15 @@ def read_arguments(
 
 
 def backend_name(backend: str | None, provider: str | None, providers: Sequence[Any] | None = None) -> str | None:
-    """One name from `backend=`, `provider=` and `providers=`; unknown ones fail here, before any work.
+    """Return the backend named by `backend=`, `provider=` or `providers=`; unknown names raise here, before any work.
 
     Args:
-        backend: Ours.
-        provider: ONNX Runtime's.
-        providers: Likewise several, of which the first is meant: what it has no kernels for goes to the others by itself.
+        backend: Name of a backend.
+        provider: ONNX Runtime's name of an execution provider.
+        providers: ONNX Runtime's names. The first one is used; operators that it does not support run on another provider.
 
     Raises:
-        ConfigError: They are given and disagree.
+        ConfigError: The arguments name different backends.
         UnknownBackendError: No plugin has that name.
     """
     if providers:
@@ -117,20 +117,21 @@ def backend_name(backend: str | None, provider: str | None, providers: Sequence[
     return names.pop() if names else None
 
 
+EXPORT_SETTINGS = tuple(field.name for field in fields(ExportConfig))
 ARGUMENTS = (
     *(name for name, one in inspect.signature(read_arguments).parameters.items() if one.kind is one.KEYWORD_ONLY),
     *(option.name for option in fields(HubOptions)),
 )
-"""The arguments of `from_pretrained`, export settings excepted."""
+"""Names of the arguments of `from_pretrained`, without export settings."""
 
 
 def provider_options_of(
     options: Mapping[str, object] | Sequence[Mapping[str, object]] | None,
 ) -> Mapping[str, object] | None:
-    """The options of the one provider; a list of one, as ONNX Runtime has it, works as well.
+    """Return the options of the single provider. A list with one mapping, as in ONNX Runtime, is accepted.
 
     Raises:
-        ConfigError: A list of another length, or not a mapping.
+        ConfigError: The list has another length, or the value is not a mapping.
     """
     if options is None or isinstance(options, Mapping):
         return options
@@ -143,10 +144,10 @@ def provider_options_of(
 
 
 def session_options_of(options: Any) -> SessionOptions | None:
-    """Ours as they are; a runtime's own object, of a class that its backend names, is carried along untouched.
+    """Return `SessionOptions` unchanged, convert a mapping, and wrap a runtime's own options object if a backend declares its class.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: `options` is neither a `SessionOptions`, a mapping, nor a session options class of a known runtime.
     """
     if options is None or isinstance(options, SessionOptions):
         return options
@@ -162,27 +163,27 @@ def session_options_of(options: Any) -> SessionOptions | None:
     return SessionOptions(native={word: options})
 
 
-# Of Optimum's `from_pretrained`: how its sessions are fed, which of its graphs are taken, and where its library is looked up.
+# Arguments of Optimum's `from_pretrained` that have no effect here.
 _WITHOUT_EFFECT = ("use_io_binding", "use_merged", "library_name", "low_cpu_mem_usage")
 _QUANTIZED_ON_LOADING = ("load_in_8bit", "load_in_4bit", "quantization_config")
 OTHER_ARGUMENTS = (
     *_WITHOUT_EFFECT, *_QUANTIZED_ON_LOADING, "force_download", "device_map", "dtype", "torch_dtype", "attn_implementation",
 )  # fmt: skip
-"""Arguments of transformers' and Optimum's `from_pretrained` that ours has no parameter for, and answers."""
+"""Arguments of transformers' and Optimum's `from_pretrained` that have no parameter here: accepted, or rejected with a reason."""
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def without_other_arguments(
     settings: Mapping[str, Any], device: str | int | torch.device | None
 ) -> tuple[dict[str, Any], str | int | torch.device | None]:
-    """Arguments that transformers' and Optimum's `from_pretrained` have, as ours: the rest of them, and the device.
+    """Convert arguments of transformers' and Optimum's `from_pretrained`; return the remaining settings and the device.
 
-    `device_map` names a device, or leaves the choice; `dtype="auto"` is what there is; `attn_implementation` chooses among
-    ways to compute the same, which a graph does in its own. What changes nothing here is left out, with a line for who debugs.
+    `device_map` names a device or leaves the choice to accel. `dtype="auto"` and `attn_implementation` do not change a graph.
+    Arguments without effect are removed and logged at debug level.
 
     Raises:
-        ConfigError: A model spread over several devices, an attention that does not exist, a download that is forced, or
-            weights that are quantized while they are loaded.
+        ConfigError: The arguments ask for several devices, an unknown attention implementation, a forced download, or
+            quantization during loading.
     """
     left = dict(settings)
     for name in _WITHOUT_EFFECT:
@@ -222,28 +223,23 @@ def without_other_arguments(
 
 
 def export_config_of(settings: Mapping[str, Any]) -> ExportConfig:
-    """The export settings among the arguments of `from_pretrained`, with transformers' ways of naming a dtype.
+    """Return the export settings among the arguments of `from_pretrained`; `dtype` may be named as in transformers.
 
     Raises:
-        ConfigError: An argument that is neither.
+        ConfigError: An argument is neither an argument of `from_pretrained` nor an export setting.
     """
     values = dict(settings)
     if "torch_dtype" in values:
         values.setdefault("dtype", values.pop("torch_dtype"))
     if isinstance(values.get("dtype"), torch.dtype):
         values["dtype"] = str(values["dtype"]).removeprefix("torch.")
-    known = [field.name for field in fields(ExportConfig)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(
-                f"from_pretrained has no argument {name!r}.{did_you_mean(name, [*ARGUMENTS, *known])}",
-                fix=f"use one of {', '.join(ARGUMENTS)}, or an export setting: {', '.join(known)}.",
-            )
+    if unknown := [name for name in values if name not in EXPORT_SETTINGS]:
+        check_names("from_pretrained", "argument", unknown, (*ARGUMENTS, *EXPORT_SETTINGS))
     return ExportConfig.from_dict(values)
 
 
 def device_name(device: str | int | torch.device | None) -> str | None:
-    """A device in our words; a number as transformers' pipelines have it, -1 for the CPU."""
+    """Return the name of a device. Integers are GPU indices as in transformers' pipelines; -1 is the CPU."""
     if isinstance(device, int):
         return "cpu" if device < 0 else f"cuda:{device}"
     return None if device is None else str(device)

@@ -1,7 +1,7 @@
-"""`ORTModelFor…`: an artifact behind the interface of a transformers model, on any backend.
+"""Base class of the `ORTModelFor...` classes: an artifact with the interface of a transformers model, on any backend.
 
-A model holds sessions; it inherits from no runtime and from no `torch.nn.Module`. What it offers is what transformers'
-pipelines and its users read from a model: `config`, `device`, `dtype`, `forward`, `to`, `save_pretrained`.
+A model holds sessions and does not inherit from a runtime class or `torch.nn.Module`. It has the attributes and methods that
+transformers' pipelines and users need: `config`, `device`, `dtype`, `forward`, `to`, `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .persistence import Saveable
 
 logger = logging.getLogger(__name__)
 
-# How often an export is made that others remove.
+# Number of attempts to export a model if another process removes the exported folder.
 _TRIES = 3
 _forks = 0
 
@@ -58,11 +58,11 @@ _TENSOR = {torch.Tensor}
 
 
 class ORTModel(ModuleInterface, Saveable):
-    """Base of the task classes; made by `from_pretrained`.
+    """Base of the task classes; created with `from_pretrained`.
 
-    The prefix is the one the field knows; the runtime is an argument (`backend="openvino"`). A model may be pickled: it
-    stores the artifact's folder and how it was opened, and opens it again. After a fork, the child opens its own session at
-    the first call.
+    The prefix `ORT` is kept because users know it from Optimum; the runtime is an argument (`backend="openvino"`). A model can be
+    pickled: the pickle stores the artifact's folder and settings, and loading it opens the artifact again. After a fork, the child
+    process opens its own session at the first call.
     """
 
     task: ClassVar[str] = ""
@@ -70,9 +70,9 @@ class ORTModel(ModuleInterface, Saveable):
     base_model_prefix = "model"
     generation_config: Any = None
     output_class: ClassVar[type[Any] | None] = None
-    """What `forward` returns, where transformers has no class for the task."""
+    """Class of the outputs, for tasks without an output class in transformers."""
     _after: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
-    """What a task's class makes of the graph's outputs."""
+    """Postprocessing of the graph's outputs, for tasks that need it."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class ORTModel(ModuleInterface, Saveable):
                 fix=f"use {type(self).__name__}.from_pretrained({artifact!r}).",
             )
         plan = artifact if isinstance(artifact, Plan) else None
-        made = artifact if isinstance(artifact, Artifact) else artifact.artifact
-        assert made is not None, "the plan's artifact is to be exported first"
-        self._check_task(made)
-        self.artifact = made
+        opened_artifact = artifact if isinstance(artifact, Artifact) else artifact.artifact
+        assert opened_artifact is not None, "the plan's artifact is to be exported first"
+        self._check_task(opened_artifact)
+        self.artifact = opened_artifact
         self._trust_remote_code = plan.model.hub.trust_remote_code if plan is not None else trust_remote_code
         self._plan = plan or self._planned(
             RunSettings(backend=backend, device=device, provider_options=provider_options, options=session_options)
@@ -139,28 +139,29 @@ class ORTModel(ModuleInterface, Saveable):
         provider are checked before anything is exported.
 
         Args:
-            model_id: Hub id, folder, or an artifact at hand.
-            export: `None` exports when there is no graph; `True` always; `False` never.
+            model_id: Hub id, folder, or a loaded artifact.
+            export: `None` exports only if there is no graph; `True` always; `False` never.
             backend: Name of a backend; chosen automatically when `None`.
-            device: `"cpu"`, `"cuda:0"`, ...; the backend's first when `None`.
-            provider: ONNX Runtime's word for the backend (`"CPUExecutionProvider"`).
-            providers: Likewise; of several the first one is meant.
-            provider_options: The vendor's own options for the device.
+            device: `"cpu"`, `"cuda:0"`, ...; the backend's first device when `None`.
+            provider: ONNX Runtime's name of the backend (`"CPUExecutionProvider"`).
+            providers: ONNX Runtime's names of execution providers; the first one is used.
+            provider_options: The runtime's own options for the device.
             session_options: `SessionOptions`, or ONNX Runtime's own object.
-            task: For classes that serve several tasks.
-            config: A transformers config that replaces the folder's.
+            task: The task, for classes that support several tasks.
+            config: A transformers config that replaces the config in the folder.
             subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
-            file_name: The graph to take from a plain ONNX folder; of several that belong together, one of them.
-            variant: The ending of their names, as in transformers.js' folders: `quantized`, `q4`, `fp16`, ...
-            use_cache: Of generating models: what `generate` does where it is not said; keys and values are kept by default.
-            **export_settings: Fields of `ExportConfig`, for a folder that is exported. transformers' `device_map`, `dtype="auto"`
-                and `attn_implementation` are taken where they ask for nothing that a graph has not.
+            file_name: File name of the graph in a plain ONNX folder; any one of its files if a model has several graphs.
+            variant: Suffix of the graph file names, as in transformers.js folders: `quantized`, `q4`, `fp16`, ...
+            use_cache: Default of `generate`'s `use_cache`, for generating models; by default, the KV cache is used.
+            **export_settings: Fields of `ExportConfig`, for a model that is exported. transformers' `device_map`, `dtype="auto"`
+                and `attn_implementation` are accepted if the graph can satisfy them.
 
         Raises:
-            ArtifactNotFoundError: No model, or no graph and `export=False`.
-            TaskError: The model does another task.
-            UnknownBackendError, BackendUnavailableError: With what exists, or every reason.
-            ConfigError: An option that does not exist.
+            ArtifactNotFoundError: There is no model, or no graph and `export=False`.
+            TaskError: The model was made for another task.
+            UnknownBackendError, BackendUnavailableError: The backend does not exist or cannot run; the message lists the
+                available backends or all reasons.
+            ConfigError: An option does not exist.
         """
         arguments = read_arguments(
             export=export, backend=backend, device=device, provider=provider, providers=providers,
@@ -172,7 +173,7 @@ class ORTModel(ModuleInterface, Saveable):
 
     @classmethod
     def plan(cls, model_id: str | os.PathLike[str] | Artifact | Resolved, arguments: LoadingArguments) -> Plan:
-        """How `from_pretrained` would open a model with these arguments; see there for what it raises."""
+        """Return the plan (backend, device and settings) with which `from_pretrained` opens a model; raises the same errors."""
         task = arguments.task
         meant = specs_for(task) if task is not None else ()
         if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in meant):
@@ -190,10 +191,10 @@ class ORTModel(ModuleInterface, Saveable):
 
     @classmethod
     def from_plan(cls, plan: Plan, *, config: Any = None, use_cache: bool | None = None) -> Self:
-        """Open a plan; a model that is no artifact yet is exported first. `config` and `use_cache` are those of `from_pretrained`.
+        """Open a planned model; export it first if it is not an artifact. `config` and `use_cache` are as in `from_pretrained`.
 
         Raises:
-            BackendUnavailableError: Nothing here runs it.
+            BackendUnavailableError: No available backend can run the model.
         """
         kind: type[Any] = cls._for_task(plan.task) if cls._any_task else cls
         for tries_left in reversed(range(_TRIES)):
@@ -201,16 +202,16 @@ class ORTModel(ModuleInterface, Saveable):
             assert ready.artifact is not None
             before = folder_identity(ready.artifact)
             try:
-                made: Self = kind(ready, config=config)
+                model: Self = kind(ready, config=config)
                 break
             except (AccelError, OSError):
                 if not tries_left or not was_removed(ready.artifact, before):
                     raise
                 logger.info("%s was removed while it was opened", ready.artifact.path)
                 plan = replace(plan, artifact=plan.model.artifact)
-        if use_cache is not None and made.generation_config is not None:
-            made.generation_config.use_cache = use_cache
-        return made
+        if use_cache is not None and model.generation_config is not None:
+            model.generation_config.use_cache = use_cache
+        return model
 
     @classmethod
     def _is_for(cls, spec: TaskSpec) -> bool:
@@ -218,20 +219,20 @@ class ORTModel(ModuleInterface, Saveable):
 
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
-        """The class of a task, for a class that opens any."""
+        """Return the class for a task; called on classes that open models of any task."""
         return model_class(task)
 
     @classmethod
     def opens_any_graph(cls) -> bool:
-        """Whether it opens models of every task."""
+        """Return whether this class opens models of every task."""
         return not cls.task or task_spec(cls.task).any_graph
 
     def _check_task(self, artifact: Artifact) -> None:
-        wanted = task_spec(artifact.task)
-        if not self.opens_any_graph() and not self._is_for(wanted):
+        spec = task_spec(artifact.task)
+        if not self.opens_any_graph() and not self._is_for(spec):
             raise TaskError(
                 f"{artifact.path} holds a model for {artifact.task}, which {type(self).__name__} does not do.",
-                fix=f"use {model_class(wanted.name).__name__}, or export the model again with another task.",
+                fix=f"use {model_class(spec.name).__name__}, or export the model again with another task.",
             )
 
     def _load_config(self) -> Any:
@@ -245,13 +246,13 @@ class ORTModel(ModuleInterface, Saveable):
             and values.get("model_type") not in transformers.CONFIG_MAPPING
             and "auto_map" not in values
         ):
-            # Another library's, of a model that transformers does not have.
+            # The config.json belongs to a model of another library.
             return None
         try:
             return transformers.AutoConfig.from_pretrained(
                 self.artifact.path, local_files_only=True, trust_remote_code=self._trust_remote_code
             )
-        # Whatever transformers makes of a config that is none.
+        # transformers raises errors of any type for an invalid config.
         except Exception as error:
             fix = "make the artifact again."
             if "model_type" not in values:
@@ -259,7 +260,7 @@ class ORTModel(ModuleInterface, Saveable):
             raise IntegrityError(f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix=fix) from error
 
     def _planned(self, settings: RunSettings) -> Plan:
-        """How the model's artifact is opened with other settings."""
+        """Return a plan to open the model's artifact with other settings."""
         hub = HubOptions(trust_remote_code=self._trust_remote_code)
         return make_plan(Resolved.of_artifact(self.artifact, hub), settings)
 
@@ -275,7 +276,7 @@ class ORTModel(ModuleInterface, Saveable):
         self._output_class = self._choose_output(names)
         self._output_groups = indexed(names)
         self._limit = component.max_sizes.get("sequence", 0)
-        # The sequence is the last axis of token ids, also behind `choices`.
+        # The sequence is the last axis of token ids, also for multiple choice inputs `(batch, choices, sequence)`.
         first = self._session.inputs[0]
         self._limited = first.name if self._limit and first.shape and first.shape[-1] == "sequence" else None
         self._loss = task_spec(self.artifact.task).loss
@@ -290,25 +291,20 @@ class ORTModel(ModuleInterface, Saveable):
         return self.output_class or (getattr(modeling_outputs, spec.output) if spec.output else ModelOutput)
 
     def _check_outputs(self, spec: TaskSpec, returned: Mapping[str, tuple[int | str, ...]]) -> None:
-        """Hold a graph's outputs against its task and its labels.
+        """Compare the graph's outputs with its task, and its number of labels with the config.
 
-        A folder of another tool's does not say its task: the class does, and may be wrong; and a config may be another model's.
+        Folders of other tools do not record the task: it follows from the model class, which may be wrong. The config may belong to
+        another model.
 
         Raises:
-            TaskError: It returns something else than models for the task do.
-            IntegrityError: It has more or fewer labels than the config names.
+            TaskError: The graph's outputs differ from the task's outputs.
+            IntegrityError: The number of labels differs from the config.
         """
+        if difference := spec.difference(returned):
+            raise TaskError(
+                f"The graph in {self.artifact.path} {difference}.", fix="use the class that the model was exported for."
+            )
         for name, axes in spec.outputs.items():
-            if name not in returned or len(returned[name]) != len(axes):
-                found = (
-                    f"{name} with {len(returned[name])} axes"
-                    if name in returned
-                    else f"{sorted(returned)} and no {name}"
-                )
-                raise TaskError(
-                    f"The graph in {self.artifact.path} returns {found}; a model for {spec.name} returns {name} with {len(axes)}.",
-                    fix="use the class that the model was exported for.",
-                )
             size, labels = dict(zip(axes, returned[name], strict=True)).get(LABELS), getattr(self.config, LABELS, None)
             if isinstance(size, int) and isinstance(labels, int) and size != labels:
                 raise IntegrityError(
@@ -316,11 +312,11 @@ class ORTModel(ModuleInterface, Saveable):
                     fix="copy the config.json of the model that was exported beside it, or pass config=...",
                 )
 
-    # What pipelines and users read
+    # Attributes that pipelines and users read
 
     @property
     def device(self) -> torch.device:
-        """Where outputs live."""
+        """Device of the outputs."""
         spec = self._session.device
         capability = self._opened.backend.capability("run", self.artifact.format)
         if spec.type == "cpu" or capability is None or not capability.device_io:
@@ -329,64 +325,65 @@ class ORTModel(ModuleInterface, Saveable):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the artifact's floating-point values."""
+        """Data type of the artifact's floating-point values."""
         dtype: torch.dtype = getattr(torch, self.artifact.dtype)
         return dtype if dtype.is_floating_point else torch.float32
 
     @property
     def compute_dtype(self) -> str:
-        """What the kernels really compute in."""
+        """Data type in which the kernels compute."""
         return self._session.compute_dtype
 
     @property
     def backend(self) -> str:
-        """Name of the backend that runs it."""
+        """Name of the backend that runs the model."""
         return self._opened.backend.name
 
     @property
     def session_options(self) -> SessionOptions:
-        """How its sessions were opened."""
+        """Options with which the sessions were opened."""
         return self._opened.options
 
     @property
     def sessions(self) -> Mapping[str, Session]:
-        """The open session of each component."""
+        """The open sessions, by component name."""
         return self._opened.sessions
 
     @property
     def main_input_name(self) -> str:
-        """The input that carries the data."""
+        """Name of the main input, such as `input_ids` or `pixel_values`."""
         return self._session.inputs[0].name
 
     @property
     def input_modalities(self) -> tuple[str, ...]:
-        """What it reads: `text`, `image` or `audio`."""
+        """Modality of the main input: `text`, `image` or `audio`."""
         images, sounds = ("pixel_values", "flattened_patches"), ("input_values", "input_features")
         others = dict.fromkeys(images, "image") | dict.fromkeys(sounds, "audio")
         return (others.get(self.main_input_name, "text"),)
 
     @property
     def output_modalities(self) -> tuple[str, ...]:
-        """What it makes, in transformers' words."""
+        """Modality of the outputs, named as in transformers."""
         return ("text",)
 
     def can_generate(self) -> bool:
-        """Whether `generate` works."""
+        """Return whether `generate` is supported."""
         return False
 
     def to(self, device: str | int | torch.device | torch.dtype) -> Self:
-        """Move to a device: nothing when it is there, opens the session again where the backend has that device.
+        """Move the model to another device of its backend by opening the session again.
 
-        Anything else warns once and stays: another device needs another backend.
+        On the same device this does nothing. If the backend lacks the device, the model stays and a warning is logged, because another
+        device needs another backend.
         """
         if isinstance(device, torch.dtype):
             if device != self.dtype:
                 logger.warning("%s stays in %s: a graph's dtype is fixed when it is exported.", self, self.dtype)
             return self
-        wanted = torch.device("cuda", device) if isinstance(device, int) and device >= 0 else torch.device(device)
-        if wanted.type == self.device.type and wanted.index in (None, self.device.index):
+        target = torch.device("cuda", device) if isinstance(device, int) and device >= 0 else torch.device(device)
+        if target.type == self.device.type and target.index in (None, self.device.index):
             return self
-        spec = DeviceSpec.parse(str(wanted))
+        spec = DeviceSpec.parse(str(target))
         have = registry.probe(self._opened.backend).devices
         if any((d.type, d.index) == (spec.type, spec.index) for d in have):
             self._plan = self._planned(replace(self._plan.settings, device=str(spec)))
@@ -395,7 +392,7 @@ class ORTModel(ModuleInterface, Saveable):
         else:
             logger.warning(
                 "%s stays on %s: backend %r has no %s. Load it with from_pretrained(..., device=%r).",
-                type(self).__name__, self.device, self.backend, wanted, str(wanted),
+                type(self).__name__, self.device, self.backend, target, str(target),
             )  # fmt: skip
         return self
 
@@ -410,34 +407,34 @@ class ORTModel(ModuleInterface, Saveable):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._any_task = cls.__dict__.get("_any_task", False)
-        # Calling a model is calling its `forward`, without a frame in between.
+        # `model(...)` calls `forward` directly; a separate `__call__` would add a Python frame.
         cls.__call__ = cls.forward  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Same as `forward`."""
+        """Call `forward`."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        """Run the graph; inputs by name, or in the graph's order."""
+        """Run the graph. Inputs are passed by name, or by position in the graph's order."""
         if args:
             inputs.update(zip((spec.name for spec in self._session.inputs), args, strict=False))
         return self._run(inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
-        """Check, run and wrap. `torch` in gives `torch` out, NumPy in gives NumPy out.
+        """Check the inputs, run the graph and wrap the outputs. Torch inputs give torch outputs; NumPy inputs give NumPy outputs.
 
-        Like `OrtSession.run` written for cold caches: what a tokenizer gives goes straight through, and the rest is
-        sorted out in `Inputs.read`.
+        The fast path is written for cold processor caches, like `OrtSession.run`: a tokenizer's tensors are passed on unchanged, other
+        inputs go through `Inputs.read`.
         """
         numpy = wants_tuple = False
         targets: dict[str, Any] = {}
         if {*map(type, inputs.values())} != _TENSOR or inputs.keys() != self._input_names:
             if self._loss:
                 inputs = dict(inputs)
-                found = {name: inputs.pop(name, None) for name in TARGETS if name not in self._input_names}
-                targets = {name: value for name, value in found.items() if value is not None}
+                labels = {name: inputs.pop(name, None) for name in TARGETS if name not in self._input_names}
+                targets = {name: value for name, value in labels.items() if value is not None}
             inputs, numpy, wants_tuple = self._inputs.read(inputs)
-        # A single number has no size, as the session will say.
+        # Scalars have an empty shape; the session raises the error for them.
         if self._limited is not None and (shape := inputs[self._limited].shape) and shape[-1] > self._limit:
             raise too_long(self._limited, shape[-1], self._limit, self.config)
         if self._forks != _forks:
@@ -456,17 +453,17 @@ class ORTModel(ModuleInterface, Saveable):
         return fast_output(self._output_class, values)
 
     def read_inputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Tensors as the graph takes them, defaults filled in.
+        """Convert inputs to the tensors that the graph takes, with defaults filled in.
 
         Raises:
-            InputError: One that it does not take, or one that is missing.
+            InputError: An input is unknown or missing.
         """
         return self._inputs.read(inputs)[0]
 
     # Lifetime
 
     def _check_fork(self) -> None:
-        """Open sessions of its own in a child process, before anything else there."""
+        """Open the sessions again if this process is a fork, before any other work."""
         if self._forks != _forks:
             self._reopen_after_fork()
 
@@ -477,16 +474,16 @@ class ORTModel(ModuleInterface, Saveable):
                 self._open()
 
     def close(self) -> None:
-        """Give the runtime's memory back. Calls afterwards raise `SessionClosedError`; closing twice does nothing."""
+        """Close the sessions and release their memory. Later calls raise `SessionClosedError`; closing twice does nothing."""
         self._closed = True
         self._opened.close()
 
     def __enter__(self) -> Self:
-        """For `with`, which closes the model at its end."""
+        """Return the model; `with` closes it at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the model."""
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -500,15 +497,15 @@ class ORTModel(ModuleInterface, Saveable):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        path, held = state["path"], state["artifact"]
+        path, pickled = state["path"], state["artifact"]
         if not path.is_dir():
             raise ArtifactNotFoundError(
                 f"The pickled model's folder {path} is not there.", fix="copy the folder there."
             )
-        there = Artifact.load(path) if (path / MANIFEST).is_file() else held
-        # A graph that was named may lie beside an artifact.
-        same = [one.file for one in there.components] == [one.file for one in held.components]
-        self.artifact = there if same else held
+        there = Artifact.load(path) if (path / MANIFEST).is_file() else pickled
+        # A graph selected by `file_name` may be stored next to an artifact with other graphs.
+        same = [one.file for one in there.components] == [one.file for one in pickled.components]
+        self.artifact = there if same else pickled
         self._trust_remote_code = state["trust_remote_code"]
         self.config, self.generation_config = state["config"], state["generation_config"]
         self._plan = self._planned(state["settings"])
@@ -516,5 +513,5 @@ class ORTModel(ModuleInterface, Saveable):
 
 
 def model_class(task: str) -> type[ORTModel]:
-    """The class that runs the models of a task."""
+    """Return the class that runs models of a task."""
     return load_task(task).model or ORTModel

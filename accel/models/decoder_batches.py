@@ -1,4 +1,4 @@
-"""What each graph of a model with an encoder is fed while it generates: data to calibrate its decoder with."""
+"""Inputs of each graph of an encoder-decoder, recorded during generation to calibrate the decoder."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..interfaces.protocols import Feeds, Session
 from .base import ORTModel
 from .encoder_decoder import EncoderDecoder
 
-# Enough for ranges: what a decoder computes does not grow with its position.
+# Enough tokens to calibrate value ranges: a decoder's values do not grow with the position.
 _NEW_TOKENS = 32
 _NEW_AXIS = "sequence"
 
 
 class PartBatches:
-    """Batches of a model's inputs, and of those of each of its graphs: the artifact generates from them, once.
+    """Batches of a model's inputs, and recorded inputs of each of its graphs, from one run of `generate` over all batches.
 
     Args:
-        artifact: A model with an encoder.
-        batches: Inputs of the encoder, which can be iterated more than once.
-        new_tokens: Tokens that each row is continued by, at most.
+        artifact: An encoder-decoder model.
+        batches: Inputs of the encoder; they can be iterated several times.
+        new_tokens: Maximum number of tokens generated per row.
 
     Attributes:
-        record: Which rows these are, for the manifest.
+        record: Description of the data rows, for the manifest.
     """
 
     def __init__(self, artifact: Artifact, batches: Iterable[Feeds], new_tokens: int = _NEW_TOKENS) -> None:
@@ -41,7 +41,7 @@ class PartBatches:
 
     @cached_property
     def parts(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Batches by component, each with all tokens that the decoder read behind an empty cache."""
+        """Batches by component name. A decoder batch contains all tokens that continued one initially empty cache."""
         model = ORTModel.from_plan(make_plan(self._artifact))
         assert isinstance(model, EncoderDecoder), "asked for models with an encoder alone"
         try:
@@ -53,16 +53,16 @@ class PartBatches:
 def inputs_by_part(
     model: EncoderDecoder, batches: Iterable[Feeds], new_tokens: int
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """Let a model generate, and keep what its graphs were fed.
+    """Generate from the batches and record the inputs of each graph, by component name.
 
     Raises:
-        QuantizeError: It does not generate from these inputs.
+        QuantizeError: The model cannot generate from these inputs.
     """
     recorders: dict[str, _Recorder] = {}
 
     def around(name: str, session: Session) -> Session:
         recorders[name] = _Recorder(session)
-        return recorders[name]  # what it lacks it gets from the session
+        return recorders[name]  # the recorder forwards all other attributes to the session
 
     model.watch(around)
     room = model.artifact.component("decoder").max_sizes.get("total", new_tokens + 1) - 1
@@ -78,7 +78,7 @@ def inputs_by_part(
 
 
 class _Recorder:
-    """A session that remembers what it was fed."""
+    """Wrapper of a session that records the inputs of every call."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -88,25 +88,25 @@ class _Recorder:
         return getattr(self._session, name)
 
     def run(self, feeds: Feeds, *, state: Any = None, **settings: Any) -> dict[str, torch.Tensor]:
-        """Run the session."""
-        # The state is kept, so that no other one gets its identity.
+        """Record the inputs and run the session."""
+        # Keep a reference to the state, so that its `id` is not reused by a later state.
         self._calls.append((state, {name: tensor.clone() for name, tensor in feeds.items()}))
         return self._session.run(feeds, state=state, **settings)
 
     def steps(self, feeds: Feeds, state: Any, *, calls: int) -> None:
-        """None: every call is to be remembered."""
+        """Return `None`, which turns off the faster steps: every call must be recorded."""
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
-        """One a call; calls that continued one state are one, with their new tokens side by side."""
-        found: list[list[dict[str, torch.Tensor]]] = []
+        """Return one batch per call. Calls that continue the same state are concatenated along the token axis."""
+        groups: list[list[dict[str, torch.Tensor]]] = []
         last: object = None
         for state, feeds in self._calls:
             if state is None or state is not last:
-                found.append([])
-            found[-1].append(feeds)
+                groups.append([])
+            groups[-1].append(feeds)
             last = state
         axes = {spec.name: spec.shape.index(_NEW_AXIS) for spec in self._session.inputs if _NEW_AXIS in spec.shape}
-        return [_joined(calls, axes) for calls in found]
+        return [_joined(calls, axes) for calls in groups]
 
 
 def _joined(calls: list[dict[str, torch.Tensor]], axes: Mapping[str, int]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Models with an encoder: text, speech or images in, text out."""
+"""Encoder-decoder models, which generate text from text, speech or images."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _PATCHES = "flattened_patches"
 
 @dataclass
 class EncoderOutput(BaseModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """An encoder's answer.
+    """Output of an encoder.
 
     Attributes:
-        attention_mask: `(batch, encoder_sequence)`, from encoders with fewer positions than their inputs.
+        attention_mask: Mask `(batch, encoder_sequence)` of the output positions, for encoders that shorten their inputs.
     """
 
     attention_mask: torch.Tensor | None = None
 
 
 class EncoderOf:
-    """A model's encoder as `generate` calls it."""
+    """A model's encoder with the interface that `generate` expects."""
 
     def __init__(self, session: Session, main_input_name: str) -> None:
         self._session = session
         self.main_input_name = main_input_name
         self.names = tuple(spec.name for spec in session.inputs)
         self.shortens = _ENCODER_MASK in {spec.name for spec in session.outputs}
-        # Greatest number of frames; 0 for any number.
+        # Maximum number of spectrogram frames; 0 means no limit.
         self.longest = 0
-        # Number of rows and columns of patches with embeddings.
+        # Number of rows, and of columns, of patches that have position embeddings; 0 means no check.
         self.rows = 0
 
     def forward(
@@ -58,18 +58,18 @@ class EncoderOf:
         flattened_patches: Any = None,
         **_: Any,
     ) -> EncoderOutput:
-        """Run the encoder: `last_hidden_state: (batch, encoder_sequence, hidden)`.
+        """Run the encoder; the output has `last_hidden_state: (batch, encoder_sequence, hidden)`.
 
         Raises:
-            InputError: Token types other than zero, which the graph does not take; more frames than positions; or patches in rows
-                or columns without embeddings.
+            InputError: Token types are not zero, which the graph does not support; there are more frames than positions; or patches have
+                row or column numbers without embeddings.
         """
         if token_type_ids is not None and torch.as_tensor(token_type_ids).any():
             raise InputError(
                 "The encoder's graph takes every token for one of type 0.",
                 fix="leave token_type_ids out, or pass zeros.",
             )
-        given = {
+        inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "input_features": input_features,
@@ -77,7 +77,7 @@ class EncoderOf:
             "input_values": input_values,
             _PATCHES: flattened_patches,
         }
-        feeds = {name: given[name] for name in self.names if given.get(name) is not None}
+        feeds = {name: inputs[name] for name in self.names if inputs.get(name) is not None}
         if self.rows and _PATCHES in feeds:
             _check_places(feeds[_PATCHES], self.rows)
         if "attention_mask" in self.names and self.main_input_name in feeds:
@@ -87,21 +87,21 @@ class EncoderOf:
                 f"A sound of {feeds[self.main_input_name].shape[1]} frames came; the model has positions for {self.longest}.",
                 fix="cut the sound into shorter ones.",
             )
-        found = self._session.run(feeds)
-        return EncoderOutput(last_hidden_state=found["last_hidden_state"], attention_mask=found.get(_ENCODER_MASK))
+        outputs = self._session.run(feeds)
+        return EncoderOutput(last_hidden_state=outputs["last_hidden_state"], attention_mask=outputs.get(_ENCODER_MASK))
 
     __call__ = forward
 
 
 class EncoderDecoder(Generator):
-    """An encoder, its keys and values for the decoder, and the decoder."""
+    """Encoder-decoder model with up to three graphs: encoder, cross-attention (keys and values for the decoder), and decoder."""
 
     _decoder = "decoder"
 
     def _open(self) -> None:
         super()._open()
         self._encoder = self._bounded(self._opened.sessions["encoder"])
-        # Decoders of other tools may read the encoder's output themselves.
+        # In graphs exported by other tools, the decoder may read the encoder's output itself.
         self._cross_session = self._opened.sessions.get("cross_attention")
 
     def _bounded(self, session: Session) -> EncoderOf:
@@ -115,7 +115,7 @@ class EncoderDecoder(Generator):
         return EncoderOf(session, main_input_name)
 
     def watch(self, around: Callable[[str, Session], Session]) -> None:
-        """Wrap the session of each component, until the model is opened again."""
+        """Wrap the session of each component with `around(name, session)`, until the model is opened again."""
         self._encoder = self._bounded(around("encoder", self._opened.sessions["encoder"]))
         self._open_decoder(around("decoder", self.decoder_step.session))
         if self._cross_session is not None:
@@ -123,16 +123,16 @@ class EncoderDecoder(Generator):
 
     @property
     def main_input_name(self) -> str:
-        """The encoder's input."""
+        """Name of the encoder's main input."""
         return self.artifact.component("encoder").inputs[0].name
 
     @property
     def encoder(self) -> Any:
-        """The encoder; `generate` accepts its arguments."""
+        """The encoder; `generate` calls it with the encoder's arguments."""
         return self._encoder
 
     def get_encoder(self, modality: str | None = None) -> Any:  # transformers' signature
-        """Return the encoder."""
+        """Return the encoder; the modality is ignored."""
         self._check_fork()
         return self._encoder
 
@@ -158,27 +158,27 @@ class EncoderDecoder(Generator):
         cache: StateCache | None = None,
         **rest: Any,
     ) -> Any:
-        """Run the encoder where `encoder_outputs` are not given, then the decoder once.
+        """Run the encoder unless `encoder_outputs` is given, then run the decoder once.
 
         Args:
-            input_ids: `(batch, encoder_sequence)`; `pixel_values`, `flattened_patches` or `input_features` for other encoders, by name
-                or first.
-            attention_mask: `(batch, encoder_sequence)`.
-            decoder_input_ids: `(batch, new)` tokens behind those in the cache.
-            decoder_attention_mask: `(batch, cached + new)`.
-            decoder_position_ids: `(batch, new)`, for models that have them.
-            encoder_outputs: What the encoder returned.
-            past_key_values: What an earlier call returned; continued in place.
+            input_ids: Token ids `(batch, encoder_sequence)`. Other encoders take `pixel_values`, `flattened_patches` or `input_features`,
+                by name or as the first argument.
+            attention_mask: Mask of the encoder's input, `(batch, encoder_sequence)`.
+            decoder_input_ids: New decoder tokens `(batch, new)`, which follow the cached tokens.
+            decoder_attention_mask: Mask of the decoder's tokens, `(batch, cached + new)`.
+            decoder_position_ids: Position ids `(batch, new)`, for models that take them.
+            encoder_outputs: Output of the encoder from an earlier call.
+            past_key_values: Cache returned by an earlier call; it is changed in place.
             use_cache: Whether to return the cache (default).
-            cache: `past_key_values` by its name in transformers 5.24.
-            **rest: The encoder's other inputs.
+            cache: Same as `past_key_values`, under its name in transformers 5.24.
+            **rest: Other inputs of the encoder.
 
         Raises:
-            InputError: Sizes that do not agree, a foreign cache, encoder outputs without their mask.
+            InputError: Sizes do not agree, the cache is of another type, or the encoder outputs lack their mask.
         """
         self._check_fork()
         if isinstance(input_ids, torch.Tensor) and input_ids.is_floating_point():
-            # Sounds and pixels are the first argument of their models.
+            # The first positional argument of a speech or image model.
             rest, input_ids = {self.main_input_name: input_ids, **rest}, None
         inputs = {"input_ids": input_ids, **rest}
         encoder_inputs = {n: tensor_of(n, v) for n, v in inputs.items() if n in self._encoder.names and v is not None}
@@ -196,7 +196,7 @@ class EncoderDecoder(Generator):
                     encoder_inputs["attention_mask"] = attention_mask
                 encoder_outputs = self._encoder(**encoder_inputs)
             if attention_mask is None:
-                # Left out, the encoder attended to everything, whoever ran it.
+                # Without a mask, the encoder attends to all positions.
                 hidden = encoder_outputs[0]
                 attention_mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
             if self._encoder.shortens:
@@ -206,7 +206,7 @@ class EncoderDecoder(Generator):
             if _HIDDEN in self.decoder_step.inputs:
                 cache.constants.update(hidden)
         elif self._encoder.shortens:
-            # `generate` passes the mask of the sounds on.
+            # `generate` passes the mask of the encoder's input, which is longer than the encoder's output.
             attention_mask = None
         if _ENCODER_MASK in self.decoder_step.inputs:
             if attention_mask is None:
@@ -225,49 +225,50 @@ class EncoderDecoder(Generator):
 
 
 def _mask_for(feeds: Mapping[str, Any], main: str) -> Any:
-    """An encoder's mask `(batch, encoder_sequence) int64`; its model's default where there is none."""
+    """Return the encoder's mask `(batch, encoder_sequence) int64`, or the model's default if the caller passed none."""
     if "attention_mask" in feeds:
         return _whole(feeds["attention_mask"])
     read = feeds[main]
     if main == _PATCHES:
-        # Patches of zeros are padding; in transformers, also patches whose sum is zero.
+        # All-zero patches are padding. transformers treats every patch with a zero sum as padding.
         return (read.sum(dim=-1) != 0).to(torch.int64)
     return torch.ones(read.shape[:2], dtype=torch.int64, device=read.device)
 
 
 def _whole(mask: Any) -> Any:
-    """A mask of integers, from one of floating-point numbers such as the processor of Pix2Struct makes."""
+    """Convert a floating-point mask to integers; Pix2Struct's processor returns floating-point masks."""
     return (mask != 0).to(torch.int64) if isinstance(mask, torch.Tensor) and mask.is_floating_point() else mask
 
 
 def _check_places(patches: torch.Tensor, rows: int) -> None:
-    """Check the rows and columns of patches `(batch, patches, 2 + values of a patch)`: runtimes differ in how they look up places outside
-    the table.
+    """Check the row and column numbers in patches `(batch, patches, 2 + values per patch)`.
+
+    Runtimes differ in how they handle numbers outside the embedding table.
 
     Raises:
-        InputError: A row or column without an embedding, or no tensor.
+        InputError: A row or column number has no embedding, or `patches` is not a tensor.
     """
     check_readable(_PATCHES, patches)
-    # The session refuses other shapes. NaN compares as false.
+    # Other shapes raise in the session. NaN fails the check, because comparisons with NaN are false.
     places = patches[..., :2] if patches.ndim else patches
     if not bool(((places > -1) & (places < rows)).all()):
         raise InputError(
-            f"The patches stand in rows and columns from {float(places.min()):g} to {float(places.max()):g}; the model has 0 to "
+            f"The patches are in rows and columns from {float(places.min()):g} to {float(places.max()):g}; the model has 0 to "
             f"{rows - 1}.",
             fix="pass what the model's processor returns, of at most so many patches: processor(images, max_patches=...).",
         )
 
 
 def _mask_of(encoded: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask of an encoder's answer, which is shorter than the mask of its sounds.
+    """Return the mask of the encoder's output, which has fewer positions than the mask of its input.
 
     Raises:
-        InputError: The answer has no mask, and the mask of the sounds has another length.
+        InputError: The encoder's output has no mask, and the input's mask has another length.
     """
-    found: torch.Tensor | None = getattr(encoded, "attention_mask", None)
-    if found is None and mask is not None and mask.shape[1] != encoded[0].shape[1]:
+    own_mask: torch.Tensor | None = getattr(encoded, "attention_mask", None)
+    if own_mask is None and mask is not None and mask.shape[1] != encoded[0].shape[1]:
         raise InputError(
             f"The encoder outputs have {encoded[0].shape[1]} positions and no mask; attention_mask has {mask.shape[1]}.",
             fix="pass what this model's encoder returned, or leave attention_mask out where no row is padded.",
         )
-    return mask if found is None else found
+    return mask if own_mask is None else own_mask

@@ -1,7 +1,7 @@
-"""What all generating models share: transformers' `generate` over `accel.decoding`.
+"""Base of all generating models: transformers' `generate` on top of `accel.decoding`.
 
-A call of `forward` is one step of the decoder (`DecoderStep`), whose state holds the KV cache where the runtime keeps it. Greedy
-and sampled decoding run our own loop; everything else above one step, from beam search to assistants, is transformers'.
+One call of `forward` is one decoder step (`DecoderStep`). The session's state keeps the KV cache in the runtime's memory. Greedy
+decoding and sampling use accel's own loop; everything else, such as beam search and assisted generation, uses transformers' code.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 _IDS, _MASKS = ("input_ids", "decoder_input_ids"), ("attention_mask", "decoder_attention_mask")
 _SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches")
-# The mask of the longest text is made at its start.
+# Longer texts use transformers' loop, because accel's loop allocates the mask of the longest text at the start.
 _LONGEST = 1 << 20
-# Arguments that `generate` may pass and that change nothing for a graph.
+# Arguments that `generate` may pass and that do not change the graph's result.
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
 
 
 class Generator(ORTModel, GenerateHooks):
-    """What all generating models share."""
+    """Base class of all generating models; `forward` is one decoder step, `generate` is transformers' method."""
 
     _decoder: ClassVar[str]
 
@@ -67,7 +67,7 @@ class Generator(ORTModel, GenerateHooks):
         self._open_decoder(self._opened.sessions[self._decoder])
 
     def _open_decoder(self, session: Session) -> None:
-        """Run the decoder's steps with a session."""
+        """Use a session for the decoder's steps."""
         self.decoder_step = DecoderStep(
             session,
             self.artifact.component(self._decoder),
@@ -77,37 +77,37 @@ class Generator(ORTModel, GenerateHooks):
         )
 
     def _embed(self, ids: torch.Tensor) -> Feeds:
-        """The decoder's input for tokens `(batch, new)`."""
+        """Return the decoder's input for token ids `(batch, new)`."""
         return {"input_ids": ids}
 
-    # What `generate` asks a model
+    # Methods that `generate` calls
 
     def can_generate(self) -> bool:
-        """Whether `generate` works: yes."""
+        """Return whether `generate` is supported: always."""
         return True
 
     def is_remote_code(self) -> bool:
-        """Whether the model's code came with its weights: none is left in a graph."""
+        """Return whether the model's code was downloaded with its weights: never, because a graph needs no code."""
         return False
 
     def get_experts_implementation(self) -> dict[str, str]:
-        """Implementations of experts that can be switched: none, a graph runs as it was traced."""
+        """Return the experts implementations that can be selected: none, because the graph is fixed."""
         return {}
 
     def new_cache(self) -> StateCache:
-        """An empty cache to pass as `past_key_values`, for a conversation of several calls."""
+        """Return an empty cache to pass as `past_key_values`, for example for a conversation over several calls."""
         self._check_fork()
         return self.decoder_step.new_cache()
 
     def prepare_cache(self, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        """Put a cache over the session's state into the arguments of `generate`.
+        """Add a cache backed by the session's state to the arguments of `generate`.
 
         Raises:
-            ConfigError: The call asks for a cache of PyTorch's.
+            ConfigError: The call asks for a cache implementation of PyTorch.
         """
         if self.config.is_encoder_decoder:
-            # Parts of a prompt save memory, which prompts of a decoder with an encoder are too short for; transformers cuts the
-            # encoder's mask with them.
+            # Processing the prompt in parts saves memory, but decoder prompts of encoder-decoders are too short for it; transformers would
+            # also split the encoder's mask.
             config.prefill_chunk_size = None
         in_parts = getattr(config, "prefill_chunk_size", None) is not None
         of_checkpoint = config.cache_implementation == self.generation_config.cache_implementation
@@ -117,7 +117,7 @@ class Generator(ORTModel, GenerateHooks):
                 " the cache.",
                 fix="leave it out.",
             )
-        # A checkpoint says where PyTorch keeps its cache, which changes no token. (A quantized one does: see `__init__`.)
+        # The checkpoint's setting only chooses where PyTorch stores its cache and changes no token. (`__init__` warns for "quantized".)
         config.cache_implementation = None
         if kwargs.get(CACHE_NAME) is not None:
             kwargs[CACHE_NAME] = self._own(kwargs[CACHE_NAME])
@@ -128,35 +128,36 @@ class Generator(ORTModel, GenerateHooks):
 
     @numpy_too
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """transformers' `generate`, with every argument it has.
+        """Generate tokens with transformers' `generate`; all of its arguments are supported.
 
-        A `DynamicCache` as `past_key_values` is read first and written to at the end; a cache of this model is continued where
-        it is. `cache` is the same argument by its name in transformers 5.24; both are taken with every version. NumPy in gives NumPy out.
+        A `DynamicCache` passed as `past_key_values` is copied in first and updated at the end. A cache of this model is continued in
+        place. `cache` is the same argument under its name in transformers 5.24; both names work with every version. NumPy inputs give
+        NumPy outputs.
 
         Raises:
-            InputError: Nothing to generate, a prompt that is none or longer than the positions, a cache that does not fit or came twice.
+            InputError: There is nothing to generate, the prompt is invalid or too long, or the cache does not match or is passed twice.
         """
         self._check_prompt(inputs, kwargs)
         asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
         if asked is not None and asked < 1:
             raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
-        # Before anything reads the encoder or the cache.
+        # Must come before the encoder or the cache is accessed.
         self._check_fork()
         kwargs = renamed(kwargs)
         theirs = kwargs.get(CACHE_NAME)
         if not is_theirs(theirs):
             return super().generate(inputs, generation_config, **kwargs)
         kwargs[CACHE_NAME] = cache = self._own(theirs)
-        made = super().generate(inputs, generation_config, **kwargs)
+        tokens = super().generate(inputs, generation_config, **kwargs)
         cache.write_to(theirs)
-        return made
+        return tokens
 
     def changes_angles(self, most: int) -> bool:
-        """Whether a text that grows to so many tokens passes the length at which its keys are computed again."""
+        """Return whether a text of `most` tokens exceeds the length at which LongRoPE changes its angles and keys must be recomputed."""
         return self._short is not None and most > self._short
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """transformers' own; where a text has just become so long that all angles change (LongRoPE), without what was kept."""
+        """Prepare inputs as transformers does, with an empty cache when the text has just passed LongRoPE's original length."""
         cache = kwargs.get(CACHE_NAME)
         if (
             self.changes_angles(input_ids.shape[1])
@@ -165,14 +166,14 @@ class Generator(ORTModel, GenerateHooks):
             and not self.changes_angles(cache.get_seq_length())
         ):
             kwargs |= {CACHE_NAME: self.new_cache(), "next_sequence_length": None}
-        made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        return made
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        return prepared
 
     def _check_prompt(self, inputs: Any, given: Mapping[str, Any]) -> None:
-        """Refuse prompts that transformers' code would stumble over, each for a reason of its own."""
-        found = {self.main_input_name: inputs} if inputs is not None else {}
-        found |= {name: given[name] for name in (*_IDS, *_MASKS, *_SENSED) if given.get(name) is not None}
-        for name, value in found.items():
+        """Raise for prompts that would fail inside transformers' code, with the reason."""
+        prompts = {self.main_input_name: inputs} if inputs is not None else {}
+        prompts |= {name: given[name] for name in (*_IDS, *_MASKS, *_SENSED) if given.get(name) is not None}
+        for name, value in prompts.items():
             check_readable(name, value)
             if name in _SENSED:
                 if not value.numel() or not value.is_floating_point():
@@ -192,7 +193,7 @@ class Generator(ORTModel, GenerateHooks):
                 check_filled(value.numpy(), name)
 
     def decode(self, call: SampleCall) -> torch.Tensor | None:
-        """Greedy and sampled decoding by `accel.decoding`, where its tokens are those of transformers' loop."""
+        """Decode with accel's greedy or sampling loop if it gives the same tokens as transformers' loop; else return `None`."""
         cache, longest = call.kwargs.get(CACHE_NAME), call.criteria.max_length
         if (
             not isinstance(cache, StateCache)
@@ -200,7 +201,7 @@ class Generator(ORTModel, GenerateHooks):
             or not call.returns_tokens
             or longest > _LONGEST
             or self.changes_angles(longest)
-            # A subclass may prepare inputs in its own way.
+            # A subclass may prepare its inputs in another way.
             or not type(self).prepare_inputs_for_generation.__module__.startswith("accel.")
         ):
             return None
@@ -216,7 +217,7 @@ class Generator(ORTModel, GenerateHooks):
     # Running
 
     def _own(self, cache: Any) -> StateCache:
-        """A cache of this model, or one with what a `DynamicCache` holds."""
+        """Return the cache itself if it belongs to this model, or a new cache filled from a `DynamicCache`."""
         if is_theirs(cache) and cache.layers and isinstance(cache.layers[0], HeldLayer):
             cache = cache.layers[0].cache
         elif is_theirs(cache):
@@ -236,7 +237,7 @@ class Generator(ORTModel, GenerateHooks):
         return cache
 
     def _ids(self, input_ids: Any, rest: Mapping[str, Any]) -> torch.Tensor:
-        """The tokens of a call, checked with what else it was given."""
+        """Return the token ids of a call after checking them and the remaining arguments."""
         self._check_fork()
         if rest:
             self._check_rest(rest)
@@ -254,14 +255,14 @@ class Generator(ORTModel, GenerateHooks):
         use_cache: bool | None,
         logits_to_keep: int | torch.Tensor,
     ) -> Any:
-        """What a decoder-only model returns: the logits, and the cache behind these tokens."""
+        """Run a decoder-only model and return the logits and the updated cache."""
         cache = self.new_cache() if past is None else self._own(past)
         logits = self.decoder_step(
             tokens, cache, mask=attention_mask, position_ids=position_ids, logits_to_keep=logits_to_keep
         )
         values: dict[str, Any] = {"logits": logits}
         if is_theirs(past):
-            # Whoever filled it continues with it.
+            # The caller continues with its own cache object.
             cache.write_to(past)
             cache = past
         if use_cache is not False:
@@ -269,7 +270,7 @@ class Generator(ORTModel, GenerateHooks):
         return fast_output(CausalLMOutputWithPast, values)
 
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
-        """Refuse what the graph cannot follow."""
+        """Raise for arguments that would change a transformers model's result but that the graph does not support."""
         for name, value in rest.items():
             if value is None or value is False or name in _IGNORED or name in self._unused:
                 if name in ("output_attentions", "output_hidden_states") and value:
@@ -279,21 +280,21 @@ class Generator(ORTModel, GenerateHooks):
                     )
                 continue
             if name in ("token_type_ids", "mm_token_type_ids") and not torch.as_tensor(value).any():
-                # What models that know types take for no types.
+                # Zeros are the same as no token types.
                 continue
             if name == "labels":
                 raise InputError("No loss is computed here.", fix="leave labels out, and compute it from the logits.")
-            # Not the graph's inputs: the embeddings of images and texts are made here.
+            # List the parameters of `forward`: the graph's inputs include embeddings, which this model computes itself.
             parameters = inspect.signature(self.forward).parameters.values()
             known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
             raise InputError(f"The model takes {', '.join(known)}, not {name!r}.", fix=f"leave {name!r} out.")
 
 
 def tensor_of(name: str, value: Any) -> torch.Tensor:
-    """The value, which is a tensor.
+    """Return the value if it is a tensor.
 
     Raises:
-        InputError: It is none.
+        InputError: The value is not a tensor.
     """
     if not isinstance(value, torch.Tensor):
         raise InputError(
@@ -304,8 +305,8 @@ def tensor_of(name: str, value: Any) -> torch.Tensor:
 
 
 def length_of_short_texts(config: Any) -> int | None:
-    """The length up to which a config with LongRoPE has its first angles; `None` for others."""
+    """Return the text length up to which a LongRoPE config uses its short-text angles; `None` for other configs."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
-    own = getattr(config, "original_max_position_embeddings", None)
-    return min((int(n) for one in each if (n := one.get("original_max_position_embeddings", own))), default=None)
+    usual = getattr(config, "original_max_position_embeddings", None)
+    return min((int(n) for one in each if (n := one.get("original_max_position_embeddings", usual))), default=None)

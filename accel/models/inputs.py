@@ -1,4 +1,4 @@
-"""What a caller passes to a model, as what its graph takes: names, types, what may be left out and what is refused."""
+"""Conversion of a call's inputs to the inputs of a graph: names, types, default values and errors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from ..data.defaults import with_defaults
 from ..errors import InputError, did_you_mean
 from ..interfaces.family_registry import family_of
 from .losses import TARGETS
+from .outputs import as_tensor
 
-# Arguments of a transformers model that choose what it returns; a graph cannot change that.
+# Arguments of a transformers model that select its outputs; a graph's outputs are fixed.
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Reads the inputs of a graph.
+    """Converts the inputs of a call to the inputs of a graph.
 
     Attributes:
-        names: What the graph takes.
-        ignored: What the model takes and its result does not depend on.
-        own_defaults: Whose default the model computes itself.
+        names: Names of the graph's inputs.
+        ignored: Names of model inputs that do not change the result.
+        own_defaults: Names of inputs whose default only the PyTorch model can compute.
         config: The model's transformers config.
-        returned: Tuples among its outputs, such as `hidden_states`.
+        returned: Names of outputs that are tuples, such as `hidden_states`.
     """
 
     names: frozenset[str]
@@ -37,7 +38,7 @@ class Inputs:
     returned: frozenset[str] = frozenset()
 
     def read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool, bool]:
-        """Inputs as tensors by the graph's names and of the shapes given, whether NumPy is wanted back, and whether a tuple is."""
+        """Return the inputs as tensors by name, whether the caller passed NumPy arrays, and whether the caller wants a tuple."""
         feeds: dict[str, torch.Tensor] = {}
         numpy = False
         for name, value in given.items():
@@ -47,15 +48,15 @@ class Inputs:
                 self._refuse(name, value, given)
                 continue
             numpy = numpy or isinstance(value, np.ndarray)
-            feeds[name] = _as_tensor(name, value)
+            feeds[name] = as_tensor(name, value)
             if name == "bbox":
-                _check_boxes(feeds[name], self.config)
+                _check_boxes(feeds[name], family_of(self.config).largest_box(self.config) or 1023)
         if len(feeds) != len(self.names):
             feeds = self._with_defaults(feeds)
         return feeds, numpy, given.get("return_dict") is False
 
     def _refuse(self, name: str, value: Any, given: Mapping[str, Any]) -> None:
-        """An input that the graph does not take: dropped where that changes nothing, else an error."""
+        """Ignore an input that the graph does not have if its value changes nothing; raise if it would change the result."""
         if name == "token_type_ids" and self._has_one_type() and torch.as_tensor(value).any():
             raise InputError(
                 "The model has one type of tokens, 0, and token_type_ids hold others.",
@@ -73,7 +74,7 @@ class Inputs:
             )
         if name == "token_type_ids" and not torch.as_tensor(value).any():
             return
-        # Graphs of other tools for models of sounds often take none, and the stock pipeline always gives one.
+        # Speech graphs exported by other tools often have no mask input, but transformers' pipelines always pass a mask.
         if name == "attention_mask" and bool(torch.as_tensor(value).all()):
             return
         if name in _OUTPUT_FLAGS:
@@ -93,25 +94,24 @@ class Inputs:
         return getattr(text, "type_vocab_size", None) == 1
 
     def _with_defaults(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """With what a transformers model assumes when it is left out; names what is missing otherwise."""
+        """Add a transformers model's defaults for missing inputs; raise if an input has no default."""
         kind = getattr(self.config, "model_type", "")
-        own = set(self.own_defaults)
-        # Of a model of images and texts, the texts' config says it.
+        own_defaults = set(self.own_defaults)
+        # In models of images and texts, `type_vocab_size` is in the text config.
         text = self.config.get_text_config() if kind else None
         if kind and not hasattr(text, "type_vocab_size"):
-            # Known by this alone where there is no manifest, or one from before it said so.
-            own.add("token_type_ids")
-        if not hasattr(text, "max_2d_position_embeddings"):
-            # BROS, which has no such table, refuses texts without places.
-            own.add("bbox")
+            # For folders without a manifest, and manifests that do not record `own_defaults`.
+            own_defaults.add("token_type_ids")
+        required = family_of(self.config).required_inputs
+        own_defaults.update(required)
         if "attention_mask" in self.names - feeds.keys() and "input_ids" in feeds:
             mask = family_of(self.config).default_mask(feeds["input_ids"], self.config)
             feeds = feeds if mask is None else {**feeds, "attention_mask": mask}
         if "position_ids" in self.names - feeds.keys() and "input_ids" in feeds and _rotates_by_distance(text):
             ids = feeds["input_ids"]
             feeds = {**feeds, "position_ids": torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)}
-        made = with_defaults(feeds, self.names, own)
-        missing = [name for name in self.names if name not in made]
+        complete = with_defaults(feeds, self.names, own_defaults)
+        missing = [name for name in self.names if name not in complete]
         if missing == ["token_type_ids"] and "input_ids" in feeds:
             raise InputError(
                 f"token_type_ids are missing, and a {kind} model that is not given them does not take zeros.",
@@ -120,23 +120,25 @@ class Inputs:
         if missing:
             raise InputError(
                 f"The graph takes {sorted(self.names)} and was given {sorted(feeds)}; missing: {missing}.",
-                fix="pass the tokenizer's or processor's whole output: model(**inputs).",
+                fix=required.get(missing[0], "pass the tokenizer's or processor's whole output: model(**inputs)."),
             )
-        return made
+        return complete
 
 
 def _rotates_by_distance(config: Any) -> bool:
-    """Whether attention reads the distance of tokens alone (RoPE): positions are then counted from the left, padding or not.
+    """Return whether attention depends only on token distances (RoPE); position ids can then count from the left, including padding.
 
-    Optimum's graphs of such decoders take positions, even for embeddings and classification.
+    Optimum's graphs of such decoders have position ids as an input, even for embeddings and classification.
     """
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     return bool(rope) and "mrope_section" not in rope
 
 
 def too_long(name: str, tokens: int, limit: int, config: Any) -> InputError:
-    """The error for more tokens than the graph reads, and why it does not."""
-    from ..capture.position_limits import longest_at_once  # a process that only runs graphs traces none
+    """Return the error for a text with more tokens than the graph accepts; the message explains the limit."""
+    from ..capture.position_limits import (
+        longest_at_once,
+    )  # imported late: a process that only runs graphs does not need tracing code
 
     truncate = f"truncate: tokenizer(..., truncation=True, max_length={limit})"
     if longest_at_once(config) == limit:
@@ -148,27 +150,12 @@ def too_long(name: str, tokens: int, limit: int, config: Any) -> InputError:
     return InputError(f"{name!r} has {tokens} tokens; the model has {limit} positions.", fix=f"{truncate}.")
 
 
-def _as_tensor(name: str, value: Any) -> torch.Tensor:
-    try:
-        # torch reads no negative strides.
-        return (
-            torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else torch.as_tensor(value)
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-        raise InputError(
-            f"Input {name!r} is {what}, not a tensor.",
-            fix="pass what the tokenizer or processor returns, by name: model(**inputs).",
-        ) from error
-
-
-def _check_boxes(boxes: torch.Tensor, config: Any) -> None:
-    """Runtimes look up what PyTorch refuses: numbers below 0, such as a negative width, count from a table's end."""
-    most = int(getattr(config, "max_2d_position_embeddings", 1024)) - 1
+def _check_boxes(boxes: torch.Tensor, most: float) -> None:
+    """Raise for invalid bounding boxes. PyTorch raises for them, but runtimes read negative numbers from the end of the table."""
     if boxes.shape[-1:] != (4,) or not boxes.numel():
-        return  # the session says what shape it takes
+        return  # the session raises an error about the shape
     if bool((boxes < 0).any()) or bool((boxes > most).any()) or bool((boxes[..., 2:] < boxes[..., :2]).any()):
         raise InputError(
-            f"Boxes with corners from {int(boxes.min())} to {int(boxes.max())} came, or some that end before they begin.",
-            fix=f"give [left, top, right, bottom] in shares of the page from 0 to 1000; the model has {most + 1} places.",
+            f"Boxes have corners from {boxes.min():g} to {boxes.max():g}, or end before they begin; the model has 0 to {most:g}.",
+            fix=f"give [left, top, right, bottom] in shares of the page, from 0 to {min(most, 1000):g}.",
         )

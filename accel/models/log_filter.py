@@ -1,4 +1,4 @@
-"""Keeps transformers from logging, for a page, that our classes are not its own."""
+"""Logging filter for transformers' long message that `ORTModelFor...` classes are not supported."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from ..interfaces.task_registry import load_task, specs_for
 
 
 class NotSupportedFilter(logging.Filter):
-    """Drops the page-long "not supported" error that stock pipelines log for any class outside transformers, where the
-    class does serve the pipeline's task.
+    """Drop the error "The model ... is not supported" that transformers' pipelines log for our model classes.
+
+    Transformers logs it for each class outside transformers. It is dropped only if the class supports the pipeline's task.
     """
 
     _MESSAGE = re.compile(r"The model '(?:ORT|OV)(ModelFor\w+)' is not supported for ([\w-]+)\.")
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is logged."""
+        """Return whether a record is logged."""
         match = self._MESSAGE.match(str(record.msg))
         if match is None:
             return True
-        # Such a line comes from transformers' pipelines, which are imported then.
+        # Only transformers' pipelines log this message, so they are imported already.
         from transformers.pipelines import PIPELINE_REGISTRY
 
         task = PIPELINE_REGISTRY.task_aliases.get(match[2], match[2])

@@ -1,4 +1,4 @@
-"""The loss of a call that brings labels, by transformers' own functions: for evaluation loops, as nothing is trained here."""
+"""Loss of a call with labels, computed by transformers' loss functions; for evaluation only, because graphs are not trained."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ import torch
 
 from ..errors import InputError
 from ..interfaces.session_contract import check_readable
+from .outputs import as_tensor
 
 TARGETS = ("labels", "start_positions", "end_positions")
-"""Arguments that a loss is computed from."""
+"""Names of the arguments from which a loss is computed."""
 _SPANS = ("start_positions", "end_positions")
+_OF_SPANS = "ForQuestionAnswering"
 _OF_TOKENS = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM")
 _PASSED_OVER = -100
 
 
 def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str, Any], config: Any) -> torch.Tensor:
-    """The loss that transformers computes for these outputs, a scalar on their device.
+    """Return the loss that transformers computes for these outputs, as a scalar on their device.
 
     Args:
-        kind: `TaskSpec.loss`.
-        outputs: What the graph returned.
-        targets: `labels: (batch,)`, `(batch, sequence)` or whatever the task has; tensors or arrays.
+        kind: Name of the loss (`TaskSpec.loss`).
+        outputs: The graph's outputs.
+        targets: `labels`, `(batch,)` or `(batch, sequence)`, or the other targets of the task; tensors or arrays.
         config: The model's transformers config.
 
     Raises:
-        InputError: Targets of another task, or of a shape, type or class that the outputs do not have.
+        InputError: The targets belong to another task, or their shape, type or classes do not match the outputs.
     """
-    # transformers' functions view them in other shapes: those of a bucket are a part of what was computed.
+    # transformers' functions call `view`, which needs contiguous tensors: padded sizes make outputs slices of larger tensors.
     outputs = {name: tensor.contiguous() for name, tensor in outputs.items()}
     logits = next(iter(outputs.values()))
-    wanted = _SPANS if kind == "ForQuestionAnswering" else ("labels",)
-    if set(targets) != set(wanted):
+    names = _SPANS if kind == _OF_SPANS else ("labels",)
+    if set(targets) != set(names):
         raise InputError(
-            f"The loss of this task is computed from {' and '.join(wanted)}; {' and '.join(sorted(targets))} came.",
-            fix=f"pass {' and '.join(wanted)}, or none of them.",
+            f"The loss of this task is computed from {' and '.join(names)}; {' and '.join(sorted(targets))} came.",
+            fix=f"pass {' and '.join(names)}, or none of them.",
         )
-    given = {name: _as_tensor(name, value).to(logits.device).contiguous() for name, value in targets.items()}
-    for name, tensor in given.items():
+    tensors = {name: _target(name, value).to(logits.device).contiguous() for name, value in targets.items()}
+    for name, tensor in tensors.items():
         _check(kind, name, tensor, logits, config)
-    # Imports SciPy's optimization, for losses of detectors: most of the time that loading a small model would take.
+    # Imported late: the module imports SciPy's optimization for detection losses, which takes longer than loading a small model.
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     function = LOSS_MAPPING[kind]
     known = {
-        # transformers notes in the config which kind of labels came first, and holds later calls to it.
-        **outputs, **given, "pooled_logits": logits, "config": copy.copy(config), "vocab_size": logits.shape[-1],
+        # A copy, because transformers writes `problem_type` of the first labels into the config and applies it to later calls.
+        **outputs, **tensors, "pooled_logits": logits, "config": copy.copy(config), "vocab_size": logits.shape[-1],
     }  # fmt: skip
     taken = [name for name in inspect.signature(function).parameters if name in known]
     loss: torch.Tensor = function(**{name: known[name] for name in taken})
@@ -58,8 +60,8 @@ def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str
 
 
 def computes_next_tokens_loss(config: Any) -> bool:
-    """Whether transformers' decoder of this config computes the loss of each token from the logits in front of it, as most do; XLNet's,
-    XLM's and those of encoder-decoders have other ideas.
+    """Return whether transformers' decoder for this config shifts labels for the loss, so that each token is predicted from the logits
+    before it. XLNet, XLM and encoder-decoders do not.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -67,65 +69,54 @@ def computes_next_tokens_loss(config: Any) -> bool:
     return model is not None and "loss_function" in inspect.unwrap(model.forward).__code__.co_names
 
 
-def _as_tensor(name: str, value: Any) -> torch.Tensor:
-    """Targets as a tensor, integers of any width as those that PyTorch's losses take."""
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{name} is a {type(value).__name__}, not a tensor.", fix="pass a tensor of numbers."
-        ) from error
+def _target(name: str, value: Any) -> torch.Tensor:
+    """Convert targets to a tensor, and integers of any width to int64 as PyTorch's losses require."""
+    tensor = as_tensor(name, value)
     check_readable(name, tensor)
     if tensor.is_complex() or tensor.dtype is torch.bool:
         raise InputError(f"{name} is {tensor.dtype}.", fix="pass integers, or floating-point values.")
     return tensor if tensor.is_floating_point() else tensor.long()
 
 
-def _check(kind: str, name: str, given: torch.Tensor, logits: torch.Tensor, config: Any) -> None:
-    """Check targets against the outputs that they are for.
+def _check(kind: str, name: str, target: torch.Tensor, logits: torch.Tensor, config: Any) -> None:
+    """Check that targets match the model's outputs; `-100` marks ignored targets.
 
     Raises:
-        InputError: Another shape or type, or a class that is not there; `-100` is one that is passed over.
+        InputError: The shape or data type is wrong, or the model does not have a class.
     """
     classes = logits.shape[-1]
-    shape: tuple[int, ...] = tuple(logits.shape[:1])
-    if kind in _OF_TOKENS:
-        shape = tuple(logits.shape[:-1])
-    elif kind != "ForQuestionAnswering":
-        problem = getattr(config, "problem_type", None)
-        if problem == "regression" or (problem is None and classes == 1):
-            shape = tuple(logits.shape[:1] if classes == 1 else logits.shape)
-            _check_shape(name, given, shape)
-            return
-        if problem == "multi_label_classification" or (problem is None and given.is_floating_point()):
-            _check_shape(name, given, tuple(logits.shape), exactly=True)
-            if not given.is_floating_point():
-                raise InputError(
-                    f"{name} is {given.dtype}; the labels of several classes at once are floating-point values.",
-                    fix=f"pass {name}.float().",
-                )
-            return
-    _check_shape(name, given, shape)
-    if given.is_floating_point():
-        raise InputError(
-            f"{name} is {given.dtype}; they are numbers of classes or tokens.", fix="pass integers (int64)."
-        )
-    if kind == "ForQuestionAnswering":
-        # Those outside of the text are passed over.
+    problem = "single_label_classification"
+    if kind not in (*_OF_TOKENS, _OF_SPANS):
+        guess = "multi_label_classification" if target.is_floating_point() else problem
+        problem = getattr(config, "problem_type", None) or ("regression" if classes == 1 else guess)
+    if problem == "regression":
+        _check_shape(name, target, tuple(logits.shape[:1] if classes == 1 else logits.shape))
         return
-    counted = given[given != _PASSED_OVER]
-    if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= classes):
-        wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+    several = problem == "multi_label_classification"
+    shape = tuple(logits.shape if several else logits.shape[:-1] if kind in _OF_TOKENS else logits.shape[:1])
+    _check_shape(name, target, shape, exactly=several)
+    if target.is_floating_point() != several:
+        expected = "floating-point labels of several classes" if several else "numbers of classes or tokens"
         raise InputError(
-            f"{name} holds {wrong}; the model has the classes 0 to {classes - 1}.",
+            f"{name} is {target.dtype}; {expected} were expected.",
+            fix=f"pass {name}.float()." if several else "pass integers (int64).",
+        )
+    counted = target[target != _PASSED_OVER]
+    # transformers ignores spans outside the text.
+    if several or kind == _OF_SPANS or not counted.numel():
+        return
+    least, most = int(counted.min()), int(counted.max())
+    if least < 0 or most >= classes:
+        raise InputError(
+            f"{name} holds {least if least < 0 else most}; the model has the classes 0 to {classes - 1}.",
             fix=f"use the model's own (config.id2label), and {_PASSED_OVER} for what does not count.",
         )
 
 
-def _check_shape(name: str, given: torch.Tensor, shape: tuple[int, ...], *, exactly: bool = False) -> None:
-    """Check a shape; transformers' losses take the same values in one row or column, too."""
-    flat = given.ndim <= 1 or tuple(given.shape) == (*shape, 1)
-    if tuple(given.shape) != shape and (exactly or not flat or given.numel() != math.prod(shape)):
+def _check_shape(name: str, target: torch.Tensor, shape: tuple[int, ...], *, exactly: bool = False) -> None:
+    """Check the shape of targets. transformers' losses also accept the same values as one row or column."""
+    flat = target.ndim <= 1 or tuple(target.shape) == (*shape, 1)
+    if tuple(target.shape) != shape and (exactly or not flat or target.numel() != math.prod(shape)):
         raise InputError(
-            f"{name} has shape {tuple(given.shape)}; {shape} belongs to these inputs.", fix="pass one for each."
+            f"{name} has shape {tuple(target.shape)}; {shape} belongs to these inputs.", fix="pass one for each."
         )

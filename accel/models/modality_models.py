@@ -1,4 +1,4 @@
-"""Bases of the classes of single-graph tasks, by what their models read: the signature of `forward` that pipelines look at."""
+"""Base classes of models by modality; each defines the signature of `forward`, which pipelines inspect."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .base import ORTModel
 
 
 class TextModel(ORTModel):
-    """A model of texts."""
+    """A model with text inputs."""
 
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **inputs: Any
     ) -> Any:
-        """Run the graph on `(batch, sequence)` integer inputs."""
+        """Run the graph on integer inputs `(batch, sequence)`."""
         if token_type_ids is None:
-            # `None` among the inputs would take the slow path of `_run`: 1.3 microseconds with warm caches.
+            # A `None` input would take the slow path of `_run`: 1.3 microseconds with warm caches.
             return self._run({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
         return self._run(
             {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids, **inputs}
@@ -27,17 +27,25 @@ class TextModel(ORTModel):
 
 
 class ImageModel(ORTModel):
-    """A model of images."""
+    """A model with image inputs."""
 
     def forward(self, pixel_values: Any = None, **inputs: Any) -> Any:
-        """Run the graph on floating-point images, `(batch, channels, height, width)` unless the task says otherwise."""
+        """Run the graph on floating-point images, `(batch, channels, height, width)` unless the task defines another shape."""
         return self._run({"pixel_values": pixel_values, **inputs})
+
+
+class ImageTextModel(ORTModel):
+    """A model that compares images with texts."""
+
+    def forward(self, input_ids: Any = None, pixel_values: Any = None, **inputs: Any) -> Any:
+        """Run the graph on `input_ids: (texts, sequence)` and `pixel_values: (batch, channels, height, width)`."""
+        return self._run({"input_ids": input_ids, "pixel_values": pixel_values, **inputs})
 
 
 class SoundModel(ORTModel):
     """A model of sounds: waveforms as `input_values: (batch, samples)`, or spectrograms as `input_features`.
 
-    Without `attention_mask: (batch, samples)` or `(batch, frames)` no row is padded, as in transformers.
+    Without `attention_mask` (`(batch, samples)` or `(batch, frames)`), no row counts as padded, as in transformers.
     """
 
     def _open(self) -> None:
@@ -47,10 +55,10 @@ class SoundModel(ORTModel):
     def forward(
         self, input_values: Any = None, attention_mask: Any = None, input_features: Any = None, **inputs: Any
     ) -> Any:
-        """Run the graph on whichever of the two it takes; the first argument is either, by position.
+        """Run the graph on waveforms or spectrograms, whichever it takes; the first positional argument can be either.
 
         Raises:
-            InputError: Inputs that are no sounds, or waveforms of fewer samples than the model's convolutions read.
+            InputError: The inputs are not sounds, or the waveforms are too short for the model's convolutions.
         """
         sounds = input_values if input_features is None else input_features
         shape = sounds.shape if hasattr(sounds, "shape") else ()
@@ -60,17 +68,17 @@ class SoundModel(ORTModel):
                 fix="leave it out, or pad with zeros: "
                 f"feature_extractor(..., padding='max_length', max_length={max(self._least, 1)}).",
             )
-        given = {self.main_input_name: sounds, "attention_mask": attention_mask, **inputs}
+        feeds = {self.main_input_name: sounds, "attention_mask": attention_mask, **inputs}
         if input_values is not None and input_features is not None:
-            given["input_values"] = input_values
-        return self._run({name: value for name, value in given.items() if value is not None})
+            feeds["input_values"] = input_values
+        return self._run({name: value for name, value in feeds.items() if value is not None})
 
 
 class TwoGraphModel(ORTModel):
-    """A model of two graphs, of which the second reads what the first makes.
+    """A model with two graphs; the second graph reads the outputs of the first.
 
     Attributes:
-        components: The names of the graphs.
+        components: Component names of the two graphs.
     """
 
     components: ClassVar[tuple[str, str]]
@@ -80,7 +88,7 @@ class TwoGraphModel(ORTModel):
         self._decoder = self._opened.sessions[self.components[1]]
 
     def watch(self, around: Callable[[str, Session], Session]) -> None:
-        """Put something around the session of each graph, by component, until the model is opened again."""
+        """Wrap the session of each component with `around(name, session)`, until the model is opened again."""
         first, second = self.components
         self._session = around(first, self._session)
         self._decoder = around(second, self._decoder)

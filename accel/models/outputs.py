@@ -1,4 +1,4 @@
-"""What a call returns: transformers' output classes, filled without their checks."""
+"""Outputs of a call as transformers' output classes, created without their field checks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transformers.utils import ModelOutput
 from ..errors import InputError
 
 _INDEXED = re.compile(r"(?P<field>\w+)\.(?P<index>\d+)\Z")
-# A `ModelOutput` is filled without its constructor and its item assignment, which check every field on every call:
-# 20 microseconds instead of 80 with cold caches. Fields that are not set read as `None`, their class default.
+# `fast_output` bypasses the constructor and item assignment of `ModelOutput`, which check every field on every call:
+# 20 microseconds instead of 80 with cold caches. Unset fields keep their class default, `None`.
 _set_item = OrderedDict.__setitem__
 
 
 def fast_output(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A `ModelOutput` of a class with these fields, none checked."""
+    """Create an output object of class `kind` with these fields, without checks."""
     output = kind.__new__(kind)
     for name, value in values.items():
         _set_item(output, name, value)
@@ -34,14 +34,15 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def numpy_too(method: _Method) -> _Method:
-    """A method of tensors that also takes NumPy arrays, and then returns such."""
+    """Decorate a method that takes tensors so that it also accepts NumPy arrays; it then returns arrays."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if np.ndarray not in map(type, args) and np.ndarray not in map(type, kwargs.values()):
             return method(self, *args, **kwargs)
-        given = {name: _as_tensor(value, name) for name, value in kwargs.items()}
-        values = method(self, *map(_as_tensor, args), **given)
+        arrays = {name: as_tensor(name, value) for name, value in kwargs.items() if isinstance(value, np.ndarray)}
+        first = (as_tensor("input", value) if isinstance(value, np.ndarray) else value for value in args)
+        values = method(self, *first, **{**kwargs, **arrays})
         if isinstance(values, ModelOutput):
             return fast_output(type(values), {name: _as_array(value) for name, value in values.items()})
         return _as_array(values)
@@ -49,16 +50,22 @@ def numpy_too(method: _Method) -> _Method:
     return wrapper  # type: ignore[return-value]
 
 
-def _as_tensor(value: Any, name: str = "input") -> Any:
-    if not isinstance(value, np.ndarray):
-        return value
+def as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Convert an input to a tensor, sharing its memory if possible.
+
+    Raises:
+        InputError: The value does not contain numbers, or has rows of different length.
+    """
     try:
-        # torch reads no negative strides.
-        return torch.from_numpy(np.asarray(value, order="C"))
-    except TypeError as error:
+        # torch does not support negative strides.
+        return (
+            torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else torch.as_tensor(value)
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise InputError(
-            f"{name} is an array of {value.dtype}, not of numbers.",
-            fix="pass the tokenizer's output, padded to one length.",
+            f"{name} is {what}, not a tensor.",
+            fix="pass what the tokenizer or processor returns, by name: model(**inputs).",
         ) from error
 
 
@@ -70,11 +77,11 @@ def _as_array(value: Any) -> Any:
 
 @dataclass
 class SentenceEmbeddingOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """What a model with pooling in its graph returns.
+    """Output of a model whose graph includes pooling.
 
     Attributes:
-        sentence_embedding: `(batch, hidden)`
-        last_hidden_state: `(batch, sequence, hidden)`
+        sentence_embedding: Embeddings `(batch, hidden)`.
+        last_hidden_state: Hidden states `(batch, sequence, hidden)`.
     """
 
     sentence_embedding: torch.Tensor | None = None
@@ -82,7 +89,7 @@ class SentenceEmbeddingOutput(ModelOutput):  # type: ignore[misc]  # transformer
 
 
 def indexed(names: Sequence[str]) -> dict[str, list[str]]:
-    """Outputs called `hidden_states.0`, `hidden_states.1`, ... by field; empty when there are none."""
+    """Group output names such as `hidden_states.0`, `hidden_states.1` by field name; empty if there are none."""
     groups: dict[str, list[str]] = {}
     for name in names:
         if match := _INDEXED.match(name):
@@ -91,7 +98,7 @@ def indexed(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def grouped(values: Mapping[str, Any], groups: Mapping[str, list[str]]) -> dict[str, Any]:
-    """The outputs with each group as one tuple."""
+    """Return the outputs with each group of indexed outputs merged into one tuple."""
     members = {name for names in groups.values() for name in names}
     result = {name: value for name, value in values.items() if name not in members}
     return result | {field: tuple(values[name] for name in names) for field, names in groups.items()}

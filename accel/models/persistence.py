@@ -1,4 +1,4 @@
-"""Writing a model as a folder that loads without its source, and uploading it."""
+"""Saving a model to a folder that loads without its source model, and uploading it to the Hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..interfaces.task_registry import task_spec
 
 
 class Saveable:
-    """What a model offers to write it down."""
+    """Methods that save a model to a folder and upload it to the Hub."""
 
     artifact: Artifact
     config: Any
@@ -30,15 +30,15 @@ class Saveable:
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, overwrite: bool = False, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write a folder that loads without the source: graph, manifest, config, tokenizer or processor.
+        """Save the model to a folder that loads without the source model: graph, manifest, config, tokenizer or processor.
 
         Args:
-            folder: May hold other files, which stay: a tokenizer or processor that was saved there is kept, as the model's.
-            overwrite: Replace an artifact that the folder holds, and files of the same names.
-            push_to_hub: Upload it as well; `repo_id` and so on as in `push_to_hub`.
+            folder: The target folder. Other files in it are kept; a tokenizer or processor saved there is used for the model.
+            overwrite: Replace an existing artifact in the folder, and files of the same names.
+            push_to_hub: Also upload the model, with the arguments of `push_to_hub`.
 
         Raises:
-            OutputFolderError: The folder is the model's own, or holds a checkpoint, or something in it would be replaced.
+            OutputFolderError: The folder is the model's own folder or holds a checkpoint; or files would be replaced without `overwrite`.
         """
         generation = self.generation_config
         target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
@@ -54,7 +54,7 @@ class Saveable:
         revision: str | None = None,
         commit_message: str = "Upload an accelerated model",
     ) -> str:
-        """Upload what `save_pretrained` writes, with a model card that says how it was made. Returns the URL."""
+        """Upload the files of `save_pretrained` and a model card that describes how the model was made. Return the URL."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HFValidationError
 
@@ -70,12 +70,12 @@ class Saveable:
                     repo_id=repo.repo_id, folder_path=folder, revision=revision, commit_message=commit_message
                 )
         except http_errors(HFValidationError) as error:
-            said, fix = hub_reason(error, name=repo_id, revision=revision)
-            raise ArtifactError(f"Uploading to {repo_id!r} failed. {said}", fix=fix) from error
+            reason, fix = hub_reason(error, name=repo_id, revision=revision)
+            raise ArtifactError(f"Uploading to {repo_id!r} failed. {reason}", fix=fix) from error
         return str(info)
 
     def model_card(self, repo_id: str) -> str:
-        """A model card in Markdown: what it was made from, each step, the measured difference, how to load it."""
+        """Return a model card in Markdown: the source model, each step, its measured difference, and how to load the model."""
         from huggingface_hub import ModelCardData
 
         manifest, class_name = self.artifact.manifest, type(self).__name__
@@ -112,22 +112,22 @@ def write_model(
     public: bool = False,
     companions: bool = True,
 ) -> None:
-    """Write everything that a model needs into a folder.
+    """Write all files of a model into a folder.
 
     Args:
-        artifact: Its graphs, and what travels with them.
-        config: Its transformers config, as it is now; `None` for a custom graph.
-        folder: A folder; companions that are in it are kept.
-        generation_config: Likewise, for a model that generates.
-        public: Leave this machine's paths out.
-        companions: Whether configs and tokenizer files are recorded: whoever writes them again then has to say so.
+        artifact: The artifact with graphs and companion files.
+        config: The model's current transformers config; `None` for a custom graph.
+        folder: The target folder; its existing companion files are kept.
+        generation_config: The current generation config, for generating models.
+        public: Whether to remove local paths from the manifest.
+        companions: Whether the manifest records configs and tokenizer files, so that later changes are detected.
     """
     manifest = artifact.manifest
     if public and manifest.source is not None:
         manifest = replace(manifest, source=replace(manifest.source, id=_public_name(manifest.source.id)))
     names = [[record.name for record in component.files] for component in artifact.components]
     places = {Path(name).parent for of_one in names for name in of_one}
-    # Graphs of one subfolder, such as `onnx`, are written next to the config.
+    # If all graphs are in one subfolder, such as `onnx`, write them next to the config instead.
     inside = next(iter(places)) if len(places) == 1 else Path()
     for name in {name for of_one in names for name in of_one}:
         target = folder / Path(name).relative_to(inside)
@@ -145,7 +145,7 @@ def write_model(
     if config is not None:
         config.save_pretrained(folder)
     if generation_config is not None:
-        # Not `save_pretrained`: it refuses what many published models have.
+        # `save_pretrained` rejects settings that many published models have.
         generation_config.to_json_file(folder / "generation_config.json")
     Artifact.create(folder, replace(manifest, components=components), companions=companions)
 
@@ -159,13 +159,13 @@ def save_model(
     overwrite: bool,
     companions: bool = True,
 ) -> Path:
-    """Write what `write_model` writes into a folder that may hold other files, and return it.
+    """Write all files of a model into a folder that may contain other files; return the folder.
 
-    A tokenizer or processor that is there already is kept, and becomes the model's.
+    An existing tokenizer or processor in the folder is kept and used for the model.
 
     Raises:
-        OutputFolderError: It is the model's own folder, or holds a checkpoint; or it holds an artifact or files of the same names, and
-            `overwrite` is false.
+        OutputFolderError: The folder is the model's own folder or holds a checkpoint; or it holds an artifact or files of the same
+            names and `overwrite` is false.
     """
     target = Path(folder).expanduser().absolute()
     if not target.is_dir() or not any(target.iterdir()) or target.resolve() == artifact.path.resolve():
@@ -188,7 +188,7 @@ def save_model(
         beside = [path.name for path in checkpoint_weights(target) if path.name not in old.union(map(str, names))]
         if beside:
             raise OutputFolderError(
-                f"{target} holds a checkpoint ({', '.join(beside)}): an artifact beside it would be opened in its place, and answer "
+                f"{target} holds a checkpoint ({', '.join(beside)}): an artifact next to it would be opened in its place, and answer "
                 "as before when it is trained again.",
                 fix="name another folder, or one inside it.",
             )
@@ -198,7 +198,7 @@ def save_model(
 
 
 def _graphs_of(folder: Path) -> set[str]:
-    """Names of the graph files of the artifact in a folder, if there is a whole one."""
+    """Return the names of the graph files of the artifact in a folder; empty if it has no complete artifact."""
     try:
         artifact = Artifact.load(folder)
     except ArtifactError:
@@ -215,7 +215,7 @@ def _differs(new: Path, old: Path) -> bool:
 
 
 def _check_reached(api: Any, repo_id: str) -> None:
-    """Ask the Hub once, because uploads are tried again for a minute. A repository that is not there yet is fine."""
+    """Raise if the Hub is unreachable, because uploads retry for a minute. The repository may not exist yet."""
     try:
         api.model_info(repo_id, timeout=hub_timeout_s())
     except http_errors() as error:
@@ -224,5 +224,5 @@ def _check_reached(api: Any, repo_id: str) -> None:
 
 
 def _public_name(source: str) -> str:
-    """A Hub id as it is, the last part of a path."""
+    """Return a Hub id unchanged, or the last part of an absolute path."""
     return Path(source).name if Path(source).is_absolute() else source

@@ -1,4 +1,4 @@
-"""Tokenizers, processors and generation configs next to our models, and those that a caller names."""
+"""Loading of tokenizers and processors from a model's folder or from a source that the caller names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOADERS = {
 
 
 class _Kept(threading.local):
-    """What one thread has opened, for as long as the models live."""
+    """Processors that a thread has loaded; each is kept as long as its model exists."""
 
     def __init__(self) -> None:
         self.by_model: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -30,20 +30,19 @@ _KEPT = _Kept()
 
 
 def companion_of(model: Any, loader: str) -> Any:
-    """What transformers' class of that name opens of a model's folder; code in it runs where the model's own may.
+    """Load a processor from a model's folder with a transformers class. Code in the folder runs only if the model trusts remote code.
 
     Args:
-        model: One of our models.
-        loader: As in `open_companion`, whose errors it has.
+        model: An `ORTModel`.
+        loader: Name of the transformers class, as in `open_companion`, which defines the errors.
     """
     trusted = bool(getattr(model, "_trust_remote_code", False))
     return open_companion(loader, model.artifact.path, trust_remote_code=trusted)
 
 
 def kept_companion_of(model: Any, loader: str) -> Any:
-    """The same, opened once for a model and a thread: a fast tokenizer keeps settings between calls, so that no two threads share one.
-
-    For calls that a user makes over and over, where opening takes longer than the answer.
+    """Load a processor like `companion_of`, but only once per model and thread. Threads cannot share a fast tokenizer, because it
+    stores settings between calls. For repeated short calls, where loading takes longer than the computation.
     """
     kept = _KEPT.by_model.setdefault(model, {})
     if loader not in kept:
@@ -52,27 +51,27 @@ def kept_companion_of(model: Any, loader: str) -> Any:
 
 
 def opened_processors(given: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
-    """Open the tokenizers and processors that are named by folder or Hub id; others are returned as they are, `None` is left out.
+    """Load tokenizers and processors that are given as folder or Hub id. Loaded ones are returned unchanged; `None` is left out.
 
     Args:
-        given: By name of the argument.
-        **arguments: More arguments of transformers' `from_pretrained`.
+        given: Processors, folders or Hub ids by argument name.
+        **arguments: Further arguments of transformers' `from_pretrained`.
 
     Raises:
-        ConfigError: One that is none.
-        ArtifactNotFoundError: No such folder or id.
-        IntegrityError: A damaged one.
+        ConfigError: A value is not a processor.
+        ArtifactNotFoundError: A folder or Hub id does not exist.
+        IntegrityError: A processor is damaged.
     """
-    found = {}
+    processors = {}
     for name, value in given.items():
         if isinstance(value, str | os.PathLike):
-            found[name] = open_companion(_LOADERS[name], value, local_files_only=False, **arguments)
-        # transformers also takes an id with its options.
+            processors[name] = open_companion(_LOADERS[name], value, local_files_only=False, **arguments)
+        # transformers also accepts a tuple of an id and options.
         elif callable(value) or isinstance(value, tuple):
-            found[name] = value
+            processors[name] = value
         elif value is not None:
             raise ConfigError(
                 f"{value!r:.100} is no {name.replace('_', ' ')}.",
                 fix=f"pass one that transformers.{_LOADERS[name]}.from_pretrained(...) returned, its folder or Hub id.",
             )
-    return found
+    return processors

@@ -1,4 +1,4 @@
-"""One prompt and its answer, printed and measured while it is generated: `accel generate`."""
+"""Generation for a single prompt with streamed output and speed measurement, for `accel generate`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..artifact.hub import HubOptions
 from ..backends.plan import RunSettings, make_plan
+from ..data.sound_rows import wave_of
 from ..decoding.stop_text import TextPieces, byte_tokens
 from ..errors import AccelError, ConfigError, InputError, TaskError
 from ..interfaces.task_registry import task_spec
@@ -25,14 +26,14 @@ from .processors import companion_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a model generated, and how fast.
+    """Generated text with its token counts and speed.
 
     Attributes:
-        text: The answer, without the prompt.
-        prompt_tokens: Tokens read.
-        new_tokens: Tokens generated.
+        text: The generated text, without the prompt.
+        prompt_tokens: Number of prompt tokens.
+        new_tokens: Number of generated tokens.
         first_token_s: Seconds until the first token (prefill).
-        tokens_per_s: Tokens a second after the first; 0 for a single token.
+        tokens_per_s: Tokens per second after the first token; 0 for a single token.
     """
 
     text: str
@@ -43,12 +44,12 @@ class Answer:
 
 
 class _TimedText(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
-    """Passes final pieces of text on and notes when tokens came.
+    """Streamer that forwards final pieces of text and records the time of each token.
 
     Args:
-        tokenizer: The model's.
-        on_text: Gets the pieces.
-        skip_prompt: Whether the first tokens are the prompt; else they begin the answer.
+        tokenizer: The model's tokenizer.
+        on_text: Function that receives the pieces of text.
+        skip_prompt: Whether the first tokens are the prompt; if not, they are the start of the generated text.
     """
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, skip_prompt: bool) -> None:
@@ -57,7 +58,7 @@ class _TimedText(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
         self._on_text, self._skip, self._first = on_text, skip_prompt, True
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt first, then each new token."""
+        """Receive the prompt in the first call, then each new token."""
         first, self._first = self._first, False
         if not first:
             self.times.append(time.perf_counter())
@@ -67,7 +68,7 @@ class _TimedText(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
             self._on_text(self._pieces.push(token))
 
     def end(self) -> None:
-        """Pass the rest of the text on."""
+        """Forward the remaining text."""
         self._on_text(self._pieces.finish())
 
 
@@ -80,10 +81,10 @@ def open_generator(
     revision: str | None,
     trust_remote_code: bool,
 ) -> ORTModel:
-    """A generating model by id or folder.
+    """Open a generating model from a Hub id or folder.
 
     Raises:
-        TaskError: The model does not generate.
+        TaskError: The model's task does not generate.
     """
     resolved = resolve(model, task=task, hub=HubOptions(revision=revision, trust_remote_code=trust_remote_code))
     if not task_spec(resolved.task).generates:
@@ -103,20 +104,20 @@ def prompt_inputs(
     image: Path | None = None,
     audio: Path | None = None,
 ) -> Mapping[str, torch.Tensor]:
-    """A prompt as the model's inputs: a batch of one row, `(1, tokens)`, with the pixels or features beside it.
+    """Convert a prompt to the model's inputs: a batch of one row, `(1, tokens)`, and pixels or audio features.
 
     Args:
         model: A generating model.
-        tokenizer: Its tokenizer.
-        prompt: What to continue, answer or transform.
-        system: A system message, for chat models.
-        chat: Whether to wrap the prompt in the tokenizer's chat template; `None` where it has one.
-        image: A picture, for models that read one.
-        audio: A recording, for speech models: WAV, FLAC and what else soundfile reads.
+        tokenizer: The model's tokenizer.
+        prompt: Text to continue, answer or transform.
+        system: System message, for chat models.
+        chat: Whether to apply the tokenizer's chat template; `None` applies it if the tokenizer has one.
+        image: Image file, for models that read an image.
+        audio: Audio file, for speech models: WAV, FLAC or another format that soundfile supports.
 
     Raises:
-        ConfigError: A chat was asked for and the tokenizer has no template, or a file is missing.
-        InputError: An empty prompt.
+        ConfigError: A chat was requested but there is no chat template, or a required file is missing.
+        InputError: The prompt is empty.
     """
     if model.main_input_name in ("pixel_values", "flattened_patches"):
         if image is None:
@@ -128,32 +129,44 @@ def prompt_inputs(
         if audio is None:
             raise ConfigError("This model transcribes a recording and was given none.", fix="pass --audio FILE.")
         extractor = companion_of(model, "AutoFeatureExtractor")
-        samples = transformers.audio_utils.load_audio(str(audio), sampling_rate=extractor.sampling_rate)
+        samples = wave_of(audio, extractor.sampling_rate)
         return dict(extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
     decoder_only = not model.config.is_encoder_decoder
     reads_images = decoder_only and "pixel_values" in inspect.signature(model.forward).parameters
-    if reads_images and image is not None:
-        return _image_prompt(model, prompt, image, system=system, chat=chat)
-    if not prompt.strip():
+    picture = transformers.image_utils.load_image(str(image)) if reads_images and image is not None else None
+    if picture is None and not prompt.strip():
         raise InputError("The prompt is empty.", fix="pass --prompt TEXT, or text on standard input.")
-    has_template = bool(getattr(tokenizer, "chat_template", None))
+    reader = tokenizer if picture is None else companion_of(model, "AutoProcessor")
+    has_template = bool(getattr(reader, "chat_template", None))
     if (chat or system) and not has_template:
-        raise ConfigError("The tokenizer has no chat template.", fix="leave --chat and --system out.")
-    if has_template and chat is not False and decoder_only and not reads_images:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        return dict(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        raise ConfigError(
+            f"The {'tokenizer' if picture is None else 'processor'} has no chat template.",
+            fix="leave --chat and --system out.",
         )
-    encoded = tokenizer(prompt, return_tensors="pt")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+    if has_template and chat is not False and decoder_only and (picture is not None or not reads_images):
+        turns = [("system", system)] if system else []
+        messages: list[Any] = [{"role": role, "content": text} for role, text in (*turns, ("user", prompt))]
+        if picture is not None:
+            for message in messages:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            messages[-1]["content"].insert(0, {"type": "image", "image": picture})
+        encoded = reader.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+    elif picture is not None:
+        text = prompt if reader.image_token in prompt else f"{reader.image_token}\n{prompt}"
+        encoded = reader(images=picture, text=text, return_tensors="pt")
+    else:
+        encoded = reader(prompt, return_tensors="pt")
+    read = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
+    return {name: encoded[name] for name in read if name in encoded}
 
 
 def asked_of(processor: Any, question: str | None) -> dict[str, str]:
-    """What an image processor is given besides an image: a question for those that write it above, as some of Pix2Struct's do.
+    """Return the image processor's arguments for a question; some Pix2Struct processors draw the question above the image.
 
     Raises:
-        ConfigError: A question for one that does not, or none for one that does.
+        ConfigError: A question was given but the processor takes none, or a required question is missing.
     """
     if getattr(processor, "is_vqa", False):
         if not question:
@@ -167,30 +180,6 @@ def asked_of(processor: Any, question: str | None) -> dict[str, str]:
     return {}
 
 
-def _image_prompt(
-    model: ORTModel, prompt: str, image: Path, *, system: str | None, chat: bool | None
-) -> Mapping[str, torch.Tensor]:
-    """A prompt with a picture before the text, as the model's processor makes it."""
-    processor = companion_of(model, "AutoProcessor")
-    picture = transformers.image_utils.load_image(str(image))
-    template = bool(getattr(processor, "chat_template", None))
-    if (chat or system) and not template:
-        raise ConfigError("The processor has no chat template.", fix="leave --chat and --system out.")
-    if template and chat is not False:
-        messages = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]
-        messages.append({"role": "user", "content": content})
-        made = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
-    else:
-        marker = processor.image_token
-        text = prompt if marker in prompt else f"{marker}\n{prompt}"
-        made = processor(images=picture, text=text, return_tensors="pt")
-    read = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
-    return {name: made[name] for name in read if name in made}
-
-
 def answer(
     model: Any,
     tokenizer: Any,
@@ -199,17 +188,17 @@ def answer(
     on_text: Callable[[str], None],
     **generate: Any,
 ) -> Answer:
-    """Generate from one prompt.
+    """Generate text from one prompt.
 
     Args:
         model: A generating model.
-        tokenizer: Its tokenizer.
-        inputs: From `prompt_inputs`, one row: `(1, tokens)`.
-        on_text: Called with each piece of text as soon as it is final; not with beams, which change their minds.
+        tokenizer: The model's tokenizer.
+        inputs: Result of `prompt_inputs`, one row: `(1, tokens)`.
+        on_text: Called with each piece of text as soon as it is final; with beam search only once, at the end.
         **generate: Arguments of `generate`.
 
     Raises:
-        ConfigError: Settings that transformers refuses.
+        ConfigError: transformers rejects the settings.
     """
     decoder_only = not model.config.is_encoder_decoder
     streams = generate.get("num_beams", 1) in (None, 1)
@@ -218,7 +207,7 @@ def answer(
     with torch.inference_mode():
         try:
             tokens = model.generate(**inputs, streamer=streamer, **generate)
-        # What transformers raises for settings; the model's own errors are AccelError.
+        # Errors that transformers raises for invalid settings; the model's own errors are AccelError.
         except (ValueError, ZeroDivisionError) as error:
             if isinstance(error, AccelError):
                 raise

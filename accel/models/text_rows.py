@@ -1,4 +1,4 @@
-"""Texts as rows of tokens, rows as batches, and what embedding models and cross-encoders make of them."""
+"""Tokenized texts, their batching, and results of embedding models and cross-encoders."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ import torch
 
 from ..artifact.sentence_settings import SentenceSettings, sentence_settings
 from ..capture.sentence_embeddings import SentenceLayers, activation_function, sentence_layers
+from ..config import check_number
 from ..data.batches import longest
+from ..data.encoded_rows import padded
 from ..errors import InputError, TaskError
 from .processors import kept_companion_of
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-"""What turns the outputs of a cross-encoder into scores."""
+"""Function that maps outputs of a cross-encoder to scores."""
 TokenRow = Mapping[str, Sequence[int]]
-"""Token ids, mask and so on of one text."""
+"""Token ids, attention mask and other inputs of one text."""
 COUNTED = "counted"
-"""The mask of the tokens that are pooled, in rows of a model that leaves its prompt out."""
+"""Key of the pooling mask in rows, for models that exclude the prompt from pooling."""
 
 
 class TextRows:
-    """Makes rows of texts, and batches of rows. Not for several threads at once: a fast tokenizer keeps settings between calls.
+    """Tokenizes texts and batches them. Not thread-safe, because a fast tokenizer stores settings between calls.
 
     Args:
-        tokenizer: Of the model.
-        max_length: Tokens that longer texts are cut to; `None` cuts none.
+        tokenizer: The model's tokenizer.
+        max_length: Number of tokens to which longer texts are truncated; `None` means no truncation.
     """
 
     def __init__(self, tokenizer: Any, max_length: int | None) -> None:
@@ -37,73 +39,61 @@ class TextRows:
 
     @property
     def pads(self) -> bool:
-        """Whether rows of unequal length can share a batch."""
+        """Whether rows of different length can be in one batch."""
         return "input_ids" in self._padding
 
     def rows(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[TokenRow]:
-        """One row a text, or a pair of texts."""
-        found = self.tokenizer(
+        """Return one tokenized row per text, or per pair of texts."""
+        encoding = self.tokenizer(
             list(texts),
             None if pairs is None else list(pairs),
             truncation=self.max_length is not None,
             max_length=self.max_length,
         )
-        names = [name for name in self.tokenizer.model_input_names if name in found]
-        return [{name: found[name][i] for name in names} for i in range(len(texts))]
+        names = [name for name in self.tokenizer.model_input_names if name in encoding]
+        return [{name: encoding[name][i] for name in names} for i in range(len(texts))]
 
     def batch(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
-        """Rows as `(rows, longest) int64`, padded on the tokenizer's side.
+        """Return rows as tensors `(rows, longest) int64`, padded on the tokenizer's padding side.
 
         Raises:
-            InputError: They have unequal lengths, and the tokenizer has no padding token.
+            InputError: The rows differ in length and the tokenizer has no padding token.
         """
-        lengths = [len(row["input_ids"]) for row in rows]
-        width = max(lengths)
-        if min(lengths) == width:
-            return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-        if not self.pads:
+        if not self.pads and len({len(row["input_ids"]) for row in rows}) > 1:
             raise InputError(
                 "The tokenizer has no padding token, and the texts have unequal lengths.",
                 fix="set tokenizer.pad_token, or pass them one by one.",
             )
         left = self.tokenizer.padding_side == "left"
-        feeds = {}
-        for name in rows[0]:
-            fill = self._padding.get(name, 0)
-            padded = []
-            for row, length in zip(rows, lengths, strict=True):
-                rest = [fill] * (width - length)
-                padded.append([*rest, *row[name]] if left else [*row[name], *rest])
-            feeds[name] = torch.tensor(padded)
-        return feeds
+        return {name: padded([row[name] for row in rows], self._padding.get(name, 0), left=left) for name in rows[0]}
 
 
 class SentenceRows(TextRows):
-    """Makes rows of texts as sentence-transformers' files next to a model say: prompts, lower case, longest length.
+    """Tokenizes texts with the prompt, lowercasing and maximum length from a model's sentence-transformers files.
 
     Args:
-        tokenizer: Of the model.
-        settings: What the files say.
-        max_length: Tokens that the model reads at most; `None` where it does not say it.
+        tokenizer: The model's tokenizer.
+        settings: Settings from the sentence-transformers files.
+        max_length: Maximum number of tokens of the model; `None` if it has no limit.
     """
 
     def __init__(self, tokenizer: Any, settings: SentenceSettings, max_length: int | None) -> None:
-        own = tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None
-        limits = [max_length, own, settings.max_length]
+        own_limit = tokenizer.model_max_length if tokenizer.model_max_length < 1 << 30 else None
+        limits = [max_length, own_limit, settings.max_length]
         super().__init__(tokenizer, min((n for n in limits if n), default=None))
         self.settings = settings
 
     def rows(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, prompt: str | None = None
     ) -> list[TokenRow]:
-        """One row a text.
+        """Return one tokenized row per text.
 
-        Where the tokens of the prompt are not pooled, each row also has `counted`, a mask of the tokens that are.
+        If the model excludes the prompt from pooling, each row also has `counted`, a mask of the pooled tokens.
 
         Args:
             texts: The texts.
-            pairs: Second texts.
-            prompt: What is put before each of them; the default prompt when `None`.
+            pairs: Second texts of pairs.
+            prompt: Text to put before each text; the model's default prompt when `None`.
 
         Raises:
             InputError: A text is not a string.
@@ -121,8 +111,22 @@ class SentenceRows(TextRows):
         return text.lower() if self.settings.lower else text
 
 
+def in_batches(
+    rows: Sequence[Any], length: Callable[[Any], int], batch_size: int, compute: Callable[[list[Any]], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Compute results in batches of rows of similar length; return them in the order of the rows."""
+    check_number("batch_size", batch_size, 1)
+    order = sorted(range(len(rows)), key=lambda i: length(rows[i]))
+    results: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        for i, result in zip(part, compute([rows[i] for i in part]), strict=True):
+            results[i] = result
+    return results
+
+
 def prompt_length(tokenizer: Any, prompt: str) -> int:
-    """Tokens that a prompt takes before a text: without the special token that ends it."""
+    """Return the number of tokens that a prompt occupies before a text, without a trailing special token."""
     if not prompt:
         return 0
     ids = tokenizer(prompt)["input_ids"]
@@ -130,12 +134,12 @@ def prompt_length(tokenizer: Any, prompt: str) -> int:
 
 
 class SentenceVectors:
-    """Makes sentence embeddings of what a model returned, in float32.
+    """Computes sentence embeddings in float32 from a model's outputs.
 
     Args:
-        settings: What sentence-transformers' files next to the model say.
-        pooling: What was put into the graph in place of the folder's own pooling.
-        normalize: Whether the graph scales vectors to length 1, in place of the folder's own setting.
+        settings: Settings from the model's sentence-transformers files.
+        pooling: Pooling that the graph was exported with; replaces the setting in the files.
+        normalize: Whether the graph normalizes embeddings to length 1; replaces the setting in the files.
     """
 
     def __init__(
@@ -148,12 +152,12 @@ class SentenceVectors:
         self._layers: SentenceLayers | None = None
 
     def __call__(self, output: Any, mask: torch.Tensor | None, counted: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `(batch, size)` float32.
+        """Return the embeddings, `(batch, size)` float32.
 
         Args:
-            output: `sentence_embedding`, or `last_hidden_state` to pool.
-            mask: The attention mask, `(batch, sequence)`.
-            counted: The tokens that are pooled, where these are others.
+            output: The model's outputs with `sentence_embedding`, or with `last_hidden_state` to pool.
+            mask: Attention mask, `(batch, sequence)`.
+            counted: Mask of pooled tokens, if it differs from `mask`.
         """
         if "sentence_embedding" in output and (counted is None or mask is None or bool((counted == mask).all())):
             vectors: torch.Tensor = output["sentence_embedding"].float()
@@ -169,25 +173,25 @@ class SentenceVectors:
         return vectors[:, : self.settings.truncate_dim]
 
     def pool(self, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-        """Pool `hidden: (batch, sequence, hidden)`, not truncated; see `SentenceLayers.forward`."""
+        """Pool hidden states `(batch, sequence, hidden)` to embeddings that are not truncated; see `SentenceLayers.forward`."""
         if self._layers is None:
             self._layers = sentence_layers(self.settings, pooling=self._pooling, normalize=self._normalize)
         layers = self._layers.to(hidden.device)
         counted = counted.to(hidden.device) if counted is not None else None
         with torch.inference_mode():
-            found: torch.Tensor = layers(hidden, mask.to(hidden.device), counted)
-        return found
+            vectors: torch.Tensor = layers(hidden, mask.to(hidden.device), counted)
+        return vectors
 
 
 class Embedder(SentenceRows):
-    """Embeddings of texts by a model of hidden states or sentence embeddings.
+    """Computes embeddings of texts with a model that returns hidden states or sentence embeddings.
 
-    Without pooling in the graph, hidden states are pooled as sentence-transformers' files next to it say, and averaged over the
-    tokens where there are none.
+    If the graph has no pooling, hidden states are pooled according to the model's sentence-transformers files; without such files, they
+    are averaged over the tokens.
 
     Args:
         model: An `ORTModelForFeatureExtraction`.
-        tokenizer: The artifact's own when `None`.
+        tokenizer: The tokenizer; the artifact's own when `None`.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
@@ -197,18 +201,18 @@ class Embedder(SentenceRows):
         super().__init__(tokenizer, self._vectors.settings, model.artifact.components[0].max_sizes.get("sequence"))
 
     def embed(self, rows: Sequence[TokenRow]) -> torch.Tensor:
-        """Embeddings of rows: `(rows, size)` float32."""
+        """Return the embeddings of rows: `(rows, size)` float32."""
         inputs = self.batch(rows)
         counted = inputs.pop(COUNTED, None)
         return self._vectors(self.model(**inputs), inputs.get("attention_mask"), counted)
 
 
 class PairScorer(TextRows):
-    """Scores of pairs of texts by a cross-encoder, before what turns outputs into scores.
+    """Computes logits of text pairs with a cross-encoder; the activation function is not applied.
 
     Args:
         model: An `ORTModelForSequenceClassification`.
-        tokenizer: The artifact's own when `None`.
+        tokenizer: The tokenizer; the artifact's own when `None`.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
@@ -221,7 +225,7 @@ class PairScorer(TextRows):
     def rows(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, prompt: str | None = None
     ) -> list[TokenRow]:
-        """One row a pair, the prompt before its first text; the default prompt when `None`."""
+        """Return one row per pair. The prompt is put before the first text; `None` means the model's default prompt."""
         before = self.settings.prompt() if prompt is None else prompt
         firsts, seconds = [before + text for text in texts], pairs
         if self.settings.lower:
@@ -230,21 +234,21 @@ class PairScorer(TextRows):
         return super().rows(firsts, seconds)
 
     def logits(self, rows: Sequence[TokenRow]) -> torch.Tensor:
-        """Outputs of rows: `(rows, num_labels)` float32 on the CPU."""
-        found: torch.Tensor = self.model(**self.batch(rows)).logits.float().cpu()
-        return found
+        """Return the logits of rows: `(rows, num_labels)` float32 on the CPU."""
+        logits: torch.Tensor = self.model(**self.batch(rows)).logits.float().cpu()
+        return logits
 
 
 def activation_of(model: Any) -> Activation:
-    """What turns a model's outputs into scores; see `activation_path`."""
+    """Return the function that maps a model's logits to scores; see `activation_path`."""
     return activation_function(activation_path(model.config, sentence_settings(model.artifact.path)))
 
 
 def activation_path(config: Any, settings: SentenceSettings) -> str:
-    """The class that turns outputs into scores: as Sentence Transformers wrote it into its own file (from version 6) or into the
-    model's config (before), else its default, a sigmoid for one output and nothing for several.
+    """Return the import path of the activation function: from the Sentence Transformers file (version 6 and later) or the model's
+    config (earlier versions). The default is a sigmoid for one label and the identity for several.
     """
     written = getattr(config, "sentence_transformers", None) or {}
     older = getattr(config, "sbert_ce_default_activation_function", None)
-    found = settings.activation or written.get("activation_fn") or older
-    return str(found or ("torch.nn.Sigmoid" if config.num_labels == 1 else "torch.nn.Identity"))
+    path = settings.activation or written.get("activation_fn") or older
+    return str(path or ("torch.nn.Sigmoid" if config.num_labels == 1 else "torch.nn.Identity"))

@@ -1,8 +1,7 @@
-"""Serving: many callers' inputs in few calls of the model, in this process or over HTTP.
+"""Serve models: batch the inputs of many callers into few model calls, in this process or over HTTP.
 
-In: opened models and inputs of many callers at once. Out: the answers that the stock pipelines give, sooner. `engine` is the
-public face; `model_queue` holds one model's queue and threads, `batching` decides what runs together, `operations` says what can be
-asked of a model (a task describes its own: `Task.operations`), and `pipeline_work` takes a pipeline's steps apart. `http` puts an engine
-behind a server: a new protocol is a module there with a table of endpoints. `ray` puts that server on a cluster, and `batch` answers
-whole tables.
+In: open models, and inputs of many concurrent callers. Out: the results that transformers' pipelines return. `engine` contains the public
+class. `model_queue` contains the queue and the threads of one model. `batching` chooses the rows of a batch. `operations` describes the
+kinds of requests (`Task.operations` returns those of a task). `pipeline_work` runs a pipeline in steps. `http` serves an engine over HTTP;
+each protocol is a module with a table of endpoints. `ray` runs this server on a Ray cluster. `batch` runs a model on all rows of a table.
 """

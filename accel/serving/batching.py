@@ -1,60 +1,30 @@
-"""Which of the waiting rows run together.
+"""Choose the waiting rows that run together in one model call.
 
-A batch is padded to its longest row, so rows of like length belong together; a call of the model costs something besides
-its tokens, so a batch should not be small either. What a call and a token cost is learnt from the calls themselves.
+A batch is padded to its longest row, so rows of similar length share a batch. A call also has a fixed cost, so many small batches are
+slow. The cost of a call and the cost of a token are measured while the server runs.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 from ..artifact.manifest import PADDING_DIFFERENCE
 from ..models.base import ORTModel
+from .job import Row
 
 WINDOW = 512
-"""Rows, the oldest first, that are sorted together."""
+"""Number of waiting rows, oldest first, that are sorted by length to form batches."""
 
 _MEMORY = 0.98
-"""What an earlier call still counts when another one was measured."""
-
-
-class Waiting(Protocol):
-    """A row that waits."""
-
-    @property
-    def length(self) -> int:
-        """Its tokens."""
-
-    @property
-    def count(self) -> int:
-        """How many rows of a batch it takes."""
-
-    @property
-    def group(self) -> Hashable:
-        """Rows of one group can share a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a call costs besides its tokens, and what a token costs; in seconds."""
-
-    call_s: float
-    token_s: float
-
-    @property
-    def call_tokens(self) -> float:
-        """How many tokens a call is worth."""
-        return self.call_s / self.token_s if self.token_s > 0 else float("inf")
+"""Factor by which the weight of all earlier calls is multiplied when a call is recorded."""
 
 
 class CostModel:
-    """Learns the cost of calls: a line through (padded tokens, seconds), recent calls counting most.
+    """Linear model of the duration of a call: duration in seconds against tokens including padding. Recent calls have more weight.
 
     Args:
-        call_tokens: How many tokens a call is worth before anything was measured.
+        call_tokens: Value that the property `call_tokens` returns until calls of different sizes are recorded.
     """
 
     def __init__(self, call_tokens: float = 32.0) -> None:
@@ -63,7 +33,7 @@ class CostModel:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A call of so many tokens, padding counted, took so long."""
+        """Record a model call: its number of tokens including padding, and its duration in seconds."""
         with self._lock:
             self._n = self._n * _MEMORY + 1
             self._x = self._x * _MEMORY + tokens
@@ -71,36 +41,36 @@ class CostModel:
             self._xx = self._xx * _MEMORY + tokens * tokens
             self._xy = self._xy * _MEMORY + tokens * seconds
 
-    def read(self) -> Cost:
-        """What is known so far; where all calls were alike, the first guess about what a call is worth."""
+    @property
+    def call_tokens(self) -> float:
+        """Fixed cost of a call, as the number of tokens that take the same time.
+
+        This is the initial value as long as all recorded calls have nearly the same size.
+        """
         with self._lock:
             n, x, y, xx, xy = self._n, self._x, self._y, self._xx, self._xy
-        if not x:
-            return Cost(self._first, 1.0)
         spread = n * xx - x * x
-        if spread > 0.01 * x * x:
-            token = (n * xy - x * y) / spread
-            call = (y - token * x) / n
-            if token > 0:
-                return Cost(max(call, 0.0), token)
-        token = y / (x + n * self._first)
-        return Cost(token * self._first, token)
+        if spread <= 0.01 * x * x:
+            return self._first
+        token_s = (n * xy - x * y) / spread
+        call_s = (y - token_s * x) / n
+        return max(call_s, 0.0) / token_s if token_s > 0 else self._first
 
 
 def choose(
-    waiting: Sequence[Waiting], *, max_rows: int, max_tokens: int, call_tokens: float, window: int = WINDOW
+    waiting: Sequence[Row], *, max_rows: int, max_tokens: int, call_tokens: float, window: int = WINDOW
 ) -> list[int]:
-    """Positions of the rows to run now: a batch with the oldest of them in it, of like lengths.
+    """Return the indices of the waiting rows to run now: rows of similar length, including the oldest row.
 
-    The window is sorted by length and cut into batches from the longest row down. A batch ends where it is full, or where
-    padding all shorter rows up to its longest would cost more than another call.
+    The oldest `window` rows are sorted by length and divided into batches, starting with the longest row. A batch ends when it is full, or
+    when padding all shorter rows to its longest row would take longer than another call.
 
     Args:
-        waiting: Rows, the oldest first; not empty.
-        max_rows: Of a batch.
-        max_tokens: Of a batch, padding counted; a row that has more runs alone.
-        call_tokens: How many tokens a call is worth.
-        window: How many rows are looked at.
+        waiting: Waiting rows, oldest first; not empty.
+        max_rows: Greatest number of rows in a batch.
+        max_tokens: Greatest number of tokens in a batch, including padding; a longer row runs alone.
+        call_tokens: Fixed cost of a call in tokens, from `CostModel.call_tokens`.
+        window: Number of the oldest rows to choose from.
     """
     group = waiting[0].group
     places = [i for i in range(min(len(waiting), window)) if waiting[i].group == group]
@@ -124,7 +94,7 @@ def choose(
 
 
 def can_pad(model: ORTModel) -> bool:
-    """Whether a row's answer is the same next to a longer one: the graph has a mask, and padding was found to change nothing."""
+    """Return whether padding does not change the outputs: the graph has an attention mask input and validation measured no difference."""
     changed = [float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in model.artifact.manifest.steps]
     masked = any(spec.role == "mask" for spec in model.artifact.components[0].inputs)
     return masked and not any(change > 0 for change in changed)

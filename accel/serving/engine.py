@@ -1,4 +1,4 @@
-"""`accel.Engine`: many callers, few calls of the model."""
+"""`accel.Engine`: batch the requests of many callers into few model calls."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self, SupportsIndex
 
-from ..config import SessionOptions
+from ..config import SessionOptions, check_number
 from ..errors import ConfigError, EngineClosedError, RequestTimeoutError, did_you_mean
 from ..models.base import ORTModel
 from .continuous_batching.generation_engine import GenerationEngine
 from .continuous_batching.scheduler import GenerationLimits
 from .job import Job
 from .model_queue import Limits, ModelQueue, Observer
-from .worker_models import Source, WorkerSettings, close_all, named, open_all
+from .worker_models import Source, named, open_all
 
 
 class Engine:
-    """Answers many callers at once with few calls of the model.
+    """Process requests of many concurrent callers with few model calls (dynamic batching).
 
-    What waits when the model is free runs together: rows of like lengths, within a budget of tokens. There is no delay to tune.
-    Answers look exactly like those of `accel.pipeline`. An engine may be called from any number of tasks and threads.
+    When the model is free, waiting rows of similar length run together, up to `max_batch_tokens`. There is no batching delay to tune.
+    Results are equal to those of `accel.pipeline`. Any number of asyncio tasks and threads may call an engine.
 
         async with accel.Engine("model-int8/") as engine:
             answers = await asyncio.gather(*(engine(text) for text in texts))
@@ -31,22 +32,22 @@ class Engine:
             answer = engine.run("I lost my card")
 
     Args:
-        models: Hub id, folder, artifact or `ORTModelFor...`; a list of them; or a mapping, names first.
-        workers: Sessions a model; they share the processors, and their threads do not spin between calls, unless `session_options` says
-            otherwise.
-        task: For folders that do not tell.
+        models: Hub id, folder, artifact or `ORTModelFor...`; a list of these; or a mapping from model name to one of these.
+        workers: Number of sessions per model. The sessions share the processors. Their threads do not spin between calls, unless
+            `session_options` is given.
+        task: The task for folders whose files do not contain the task.
         backend, device, session_options, revision, token, trust_remote_code: As in `from_pretrained`.
-        processors: That the models share; all that the process may use when `None`.
-        max_batch: Rows in one call of the model.
-        max_batch_tokens: Tokens in one call, padding counted.
-        max_queue: Inputs that may wait or be computed; when there are as many, the next request is refused.
-        max_wait_s: A request that would wait longer than this, as it looks when it comes, is refused.
-        timeout_s: A request that is not answered by then is dropped.
-        max_new_tokens: Tokens of a generated answer that a request may ask for; as many as the caches hold when `None`.
-        observer: Told of every call of a model and of every request.
+        processors: Number of processors that the models share; `None` means all that the process may use.
+        max_batch: Greatest number of rows in one model call.
+        max_batch_tokens: Greatest number of tokens in one model call, including padding.
+        max_queue: Greatest number of inputs that wait or run in a model's queue; further requests are refused.
+        max_wait_s: Longest expected wait in seconds; a request that would wait longer is refused on arrival.
+        timeout_s: Seconds after which a request without a result is dropped.
+        max_new_tokens: Greatest number of new tokens that a request may ask for; `None` means as many as the KV cache can hold.
+        observer: Object whose methods are called for every model call and every request.
 
     Raises:
-        ConfigError: A limit or a number of workers that cannot work.
+        ConfigError: A limit or the number of workers is invalid.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class Engine:
         observer: Observer | None = None,
     ) -> None:
         self._sources = named(models)
-        arguments = {
-            "task": task, "backend": backend, "device": device, "session_options": session_options, "revision": revision,
-            "token": token, "trust_remote_code": trust_remote_code,
-        }  # fmt: skip
-        self._worker_settings = WorkerSettings(workers=workers, processors=processors, arguments=arguments)
+        check_number("workers", workers, 1)
+        check_number("processors", processors, 1)
+        self._open = partial(
+            open_all, workers=workers, processors=processors, task=task, backend=backend, device=device,
+            session_options=session_options, revision=revision, token=token, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         self.limits = Limits(
             max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue, max_wait_s=max_wait_s,
             timeout_s=timeout_s, max_new_tokens=max_new_tokens,
@@ -93,26 +95,26 @@ class Engine:
             fix="pickle the model, and start accel.Engine(model) in the other process.",
         )
 
-    # Lifetime
+    # Start and close
 
     def start(self) -> Self:
-        """Open the models and start the threads: what `with` does."""
+        """Open the models and start the threads; `with` calls this method."""
         if self._closed:
             raise EngineClosedError("The engine was closed.", fix="make another one.")
         if not self._queues:
             try:
                 for name, source in self._sources.items():
-                    self._opened[name] = open_all(source, self._worker_settings)
+                    self._opened[name] = self._open(source)
                     self._queues[name] = ModelQueue(name, self._opened[name], self.limits, self._observer)
             except BaseException:
-                # Those before the one that fails are open, and nobody else closes them.
+                # Models that were opened before the failing one must be closed.
                 self._release(drain=False)
                 self._queues.clear()
                 raise
         return self
 
     def close(self, *, drain: bool = True) -> None:
-        """Answer what was accepted (or refuse it, without `drain`), and give the runtimes' memory back."""
+        """Finish the accepted requests (with `drain=False`: refuse them), then close the models."""
         with self._making:
             self._closed = True
             generators, self._generators = self._generators, {}
@@ -124,7 +126,10 @@ class Engine:
         for queue in self._queues.values():
             queue.close(drain=drain)
         for name, models in self._opened.items():
-            close_all(self._sources[name], models)
+            for model in models:
+                # Do not close a model that the caller opened.
+                if model is not self._sources[name]:
+                    model.close()
         self._opened.clear()
 
     def __enter__(self) -> Self:
@@ -140,10 +145,10 @@ class Engine:
         await asyncio.to_thread(self.close)
 
     def observe(self, observer: Observer) -> None:
-        """Tell this one of every call of a model and of every request from now on.
+        """Set the observer of the engine.
 
         Raises:
-            ConfigError: Another one is told.
+            ConfigError: The engine has a different observer already.
         """
         if self._observer not in (None, observer):
             raise ConfigError("The engine has an observer.", fix="make the engine without one.")
@@ -151,22 +156,22 @@ class Engine:
         for queue in self._queues.values():
             queue.observer = observer
 
-    # What there is
+    # Information about the models
 
     @property
     def models(self) -> Mapping[str, ORTModel]:
-        """The opened models by name."""
+        """The open models by name."""
         return {name: queue.model for name, queue in self._queues.items()}
 
     def operations(self, model: str | None = None) -> tuple[str, ...]:
-        """What can be asked of a model: pipeline tasks, and words such as `embed` and `tensors`; `generate` of its `generator`."""
+        """Return the operations of a model: pipeline tasks, and names such as `embed` and `tensors`. For `generate`, call `generator`."""
         return tuple(self._queue(model).operations)
 
     def generator(self, model: str | None = None) -> GenerationEngine:
-        """Continuous batching of a generating model: tokens of many callers, as they are made. Open as long as the engine.
+        """Return the engine that generates text for many callers at once; it is closed together with this engine.
 
         Raises:
-            InputError: The model does not continue text.
+            InputError: The model does not generate text.
         """
         queue = self._queue(model)
         with self._making:
@@ -182,12 +187,12 @@ class Engine:
             return self._generators[queue.name]
 
     def pending(self, model: str | None = None) -> int:
-        """Inputs that wait or are computed."""
+        """Return the number of inputs that wait or run."""
         return self._queue(model).pending
 
     @property
     def wait_s(self) -> float:
-        """How long a request that comes now waits at least, as it looks: in the shortest queue."""
+        """Expected waiting time in the shortest queue, in seconds."""
         return min((queue.wait_s for queue in self._queues.values()), default=0.0)
 
     def _queue(self, model: str | None) -> ModelQueue:
@@ -206,7 +211,7 @@ class Engine:
             )
         return self._queues[model]
 
-    # Asking
+    # Run requests
 
     async def __call__(
         self,
@@ -217,21 +222,21 @@ class Engine:
         timeout_s: float | None = None,
         **options: Any,
     ) -> Any:
-        """The answer to an input, or to a list of them, as the pipeline gives it.
+        """Return the result for an input or a list of inputs, as the pipeline returns it.
 
-        A caller that is cancelled frees its place: what was not computed yet is dropped.
+        If the caller is cancelled, its rows that have not run yet are dropped.
 
         Args:
-            inputs: What the pipeline takes; for `rank` a query and its documents, for `tensors` arrays by name.
-            model: Which one, of several.
-            operation: See `operations`; the model's own task when `None`.
-            timeout_s: Instead of the engine's.
-            **options: Of the pipeline.
+            inputs: Inputs of the pipeline; for `rank` a query and its documents, for `tensors` arrays by name.
+            model: Name of the model; required if the engine has several models.
+            operation: Name of an operation from `operations`; `None` means the model's own task.
+            timeout_s: Timeout in seconds, instead of the engine's `timeout_s`.
+            **options: Options of the pipeline.
 
         Raises:
-            QueueFullError: Too much is waiting.
-            RequestTimeoutError: Not in time.
-            TaskError: The model does not do the operation.
+            QueueFullError: The queue is full.
+            RequestTimeoutError: There is no result after `timeout_s`.
+            TaskError: The model does not support the operation.
         """
         job = self.submit(inputs, model=model, operation=operation, **options)
         return await self.answer(job, timeout_s)
@@ -245,7 +250,7 @@ class Engine:
         timeout_s: float | None = None,
         **options: Any,
     ) -> Any:
-        """The same for callers without an event loop; blocks."""
+        """Run a request and wait for its result; like `__call__`, but without an event loop."""
         job = self.submit(inputs, model=model, operation=operation, **options)
         seconds = timeout_s if timeout_s is not None else self.limits.timeout_s
         try:
@@ -255,20 +260,20 @@ class Engine:
                 raise
             raise _too_late(seconds) from error
         finally:
-            # Not in time, or interrupted: nobody waits for it.
+            # Drop the request after a timeout or an interrupt. This has no effect on a finished request.
             job.future.cancel()
 
     def submit(self, inputs: Any, *, model: str | None = None, operation: str | None = None, **options: Any) -> Job:
-        """Put a request into the queue: its `future` gets the answer, its `timing` tells how long what took.
+        """Put a request into the queue and return it: its `future` receives the result, and `timing` the seconds of each step.
 
         Raises:
-            QueueFullError: Too much is waiting.
-            TaskError: The model does not do the operation.
+            QueueFullError: The queue is full.
+            TaskError: The model does not support the operation.
         """
         return self._queue(model).submit(operation, inputs, options)
 
     async def answer(self, job: Job, timeout_s: float | None = None) -> Any:
-        """Wait for a request that was submitted."""
+        """Wait for the result of a submitted request and return it."""
         seconds = timeout_s if timeout_s is not None else self.limits.timeout_s
         try:
             async with asyncio.timeout(seconds):

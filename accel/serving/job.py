@@ -1,4 +1,4 @@
-"""A request while it is served: its inputs, the rows they became, how long each step took, and its answer."""
+"""A request while it is processed: its inputs, their rows, the duration of each step, and its result."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Options = Mapping[str, Any]
 
 
 class UnknownOptionError(InputError):
-    """Options that an operation does not have: the fault of whoever asks, whatever the inputs are."""
+    """Raised if a request has options that its operation does not support, regardless of the inputs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Timing:
-    """How long the steps of a request took, in seconds, and how large the calls were that it was part of.
+    """Durations of the steps of a request in seconds, and the sizes of its model calls.
 
     Attributes:
-        tokenization_s: Making the model's inputs.
-        queue_s: Waiting, for all steps together.
-        inference_s: The calls of the model that it was part of; those that ran side by side count once.
-        total_s: From its arrival to its answer.
-        tokens: Of its rows, padding not counted.
-        batch: Rows in the largest of those calls, other requests' included.
+        tokenization_s: Seconds spent to make the model's inputs.
+        queue_s: Seconds spent waiting, over all steps.
+        inference_s: Seconds spent in the model calls of the request; parallel calls are counted once.
+        total_s: Seconds from the arrival of the request to its result; 0 if it has none.
+        tokens: Number of tokens in the rows of the request, without padding.
+        batch: Number of rows in the largest batch of the request, including rows of other requests.
     """
 
     tokenization_s: float = 0.0
@@ -43,15 +43,15 @@ class Timing:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Row:
-    """A row of a batch.
+    """One row of a batch, or several rows of one request that must stay together.
 
     Attributes:
-        inputs: What the work made for the model.
-        length: Its tokens; 1 where there are none.
-        count: How many rows of a batch it takes.
-        group: Rows of one group can share a call.
-        job: Whose it is.
-        place: Which of its rows.
+        inputs: The model's inputs, as returned by `Work.prepare`.
+        length: Number of tokens; 1 for inputs without tokens.
+        count: Number of batch rows in this object.
+        group: Key of rows that can share a model call: only rows with equal keys run together.
+        job: The request that the row belongs to.
+        place: Index of the row among the rows of its request.
     """
 
     inputs: Any
@@ -64,11 +64,11 @@ class Row:
 
 @dataclass(slots=True)
 class Prepared:
-    """A request's inputs as rows.
+    """The inputs of a request, converted to rows.
 
     Attributes:
-        rows: Those of each input.
-        memo: Whatever the work needs again to make the answer.
+        rows: For each input, the list of its rows.
+        memo: Values that `Work.finish` needs to make the result.
     """
 
     rows: list[list[Row]]
@@ -77,22 +77,22 @@ class Prepared:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request.
+    """One request, from its arrival to its result.
 
     Attributes:
-        operation: What is done.
-        inputs: Of the operation.
-        options: Likewise.
-        arrived: When, by `time.perf_counter`.
-        size: How many inputs it holds.
-        future: Gets the answer.
-        timing: See `Timing`.
-        rows: Of all inputs, one after another.
-        ends: Where the rows of each input end.
-        memo: What the work needs again for the answer.
-        outputs: Of the model, a row each.
-        left: Rows that are not computed yet.
-        last_end: When the last step ended.
+        operation: The operation to run.
+        inputs: The inputs of the request.
+        options: The options of the request.
+        arrived: Time of arrival in seconds, from `time.perf_counter`.
+        size: Number of inputs.
+        future: Receives the result or the error.
+        timing: Durations of the steps, in seconds.
+        rows: Rows of all inputs.
+        ends: For each input, the index in `rows` after its last row.
+        memo: Values that `Work.finish` needs to make the result.
+        outputs: The model's output for each row.
+        left: Number of rows that have not run yet.
+        last_end: Time at which the last step ended, from `time.perf_counter`.
     """
 
     operation: Operation
@@ -109,32 +109,32 @@ class Job:
     left: int = 0
     last_end: float = 0.0
 
-    def take(self, made: Prepared) -> None:
-        """What became of its inputs."""
-        for rows in made.rows:
+    def take(self, prepared: Prepared) -> None:
+        """Add the rows of the request's inputs."""
+        for rows in prepared.rows:
             for row in rows:
                 row.job, row.place = self, len(self.rows)
                 self.rows.append(row)
             self.ends.append(len(self.rows))
-        self.memo = made.memo
+        self.memo = prepared.memo
         self.left = len(self.rows)
         self.outputs = [None] * self.left
         self.timing.tokens = sum(row.length * row.count for row in self.rows)
 
     def outputs_by_input(self) -> list[list[Any]]:
-        """The outputs of each input's rows."""
+        """Return the model's outputs, grouped by input: one list of row outputs for each input."""
         starts = [0, *self.ends][: len(self.ends)]
         return [self.outputs[start:end] for start, end in zip(starts, self.ends, strict=True)]
 
 
 class Work(Protocol):
-    """One operation of one model, for one thread: tokenizers keep settings between calls."""
+    """Implementation of one operation for one model. Each thread has its own object, because tokenizers keep state between calls."""
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
-        """The rows of a request."""
+        """Convert the inputs of a request to rows."""
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """Outputs of the model, one a row, in one call."""
+        """Run the rows in one model call and return one output for each row."""
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """The answer to a request, of the outputs of each input's rows."""
+        """Make the result of a request from the outputs of each input's rows."""

@@ -1,9 +1,9 @@
-"""One model's queue, and the threads that empty it.
+"""The request queue of one model, and the threads that process it.
 
-A request goes through three steps: its inputs become rows (tokenization), rows of like lengths run together, outputs become
-its answer. A worker has a session of its own. When it is free it takes what is there, and nothing waits for more to come; an
-idle worker does all three steps itself, which is quickest for a single caller. Helpers do the first and the last step while
-the workers run the model.
+A request has three steps. First, its inputs are converted to rows (tokenization). Second, rows of similar length run together. Third, the
+outputs are converted to the result. Each worker thread has its own session. A free worker runs the waiting rows immediately; it does not
+wait for more rows. An idle worker does all three steps of a new request, which is fastest for a single caller. While all workers run the
+model, helper threads do the first and the third step.
 """
 
 from __future__ import annotations
@@ -41,16 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much an engine takes at once, for each model.
-
-    Attributes:
-        max_batch: Rows in one call of the model.
-        max_batch_tokens: Tokens in one call, padding counted.
-        max_queue: Inputs that may wait or be computed; when there are as many, the next request is refused.
-        max_wait_s: A request that would wait longer than this, as it looks when it comes, is refused; `None`: `max_queue` alone decides.
-        timeout_s: A request that is not answered by then is dropped; `None`: never.
-        max_new_tokens: Tokens of an answer that a request may ask for; `None`: as many as the caches hold.
-    """
+    """Limits that apply to each model of an engine; the arguments of `Engine` with the same names describe them."""
 
     max_batch: int = 64
     max_batch_tokens: int = 16384
@@ -65,20 +56,20 @@ class Limits:
 
 
 class Observer(Protocol):
-    """What wants to know what an engine does; called from its threads."""
+    """Methods that an engine calls from its threads when a batch or a request ends."""
 
     def batch(self, model: str, rows: int, tokens: int, padded: int, seconds: float) -> None:
-        """A call of a model: its rows, their tokens, the same with padding, and how long it took."""
+        """Called after a model call, with its number of rows, tokens without padding, tokens with padding, and duration in seconds."""
 
     def done(self, model: str, job: Job) -> None:
-        """A request was answered, failed or dropped."""
+        """Called after a request succeeded, failed or was cancelled."""
 
     def refused(self, model: str) -> None:
-        """A request found too much waiting."""
+        """Called when a request is refused because the queue is full."""
 
 
 class _Bench:
-    """What one thread works with: the works of a model, with a tokenizer of its own."""
+    """The `Work` objects (implementations of operations) of one model in one thread. They share one tokenizer."""
 
     def __init__(self, model: ORTModel, first: Operation) -> None:
         self._model = model
@@ -89,23 +80,23 @@ class _Bench:
         self.work(first)
 
     def work(self, operation: Operation) -> Work:
-        """The work of an operation, made when it is first asked for."""
+        """Return the `Work` object that implements an operation; it is created at the first call."""
         if operation.name not in self._works:
             self._works[operation.name] = operation.work(self._model, self._tokenizer)
         return self._works[operation.name]
 
 
 class ModelQueue:
-    """A model's queue and threads.
+    """The request queue of one model, with its worker and helper threads.
 
     Args:
-        name: What callers name the model by.
-        models: It, once for each worker.
-        limits: How much is taken at once.
-        observer: Told of every call and every request.
+        name: Name of the model.
+        models: The model, opened once for each worker.
+        limits: Limits of the queue and of a batch.
+        observer: Called for every model call and every request.
 
     Attributes:
-        operations: What can be asked of the model by name, its own task first.
+        operations: Operations of the model by name; the model's own task comes first.
     """
 
     def __init__(self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None) -> None:
@@ -134,39 +125,39 @@ class ModelQueue:
         benches = [_Bench(model, first) for model in models]
         self._threads = [
             threading.Thread(target=target, args=(bench,), name=f"accel-{name}-{kind}", daemon=True)
-            for kind, target, made in (
+            for kind, target, its_benches in (
                 ("worker", self._worker, benches),
                 ("helper", self._helper, [_Bench(self.model, first)]),
             )
-            for bench in made
+            for bench in its_benches
         ]
         for thread in self._threads:
             thread.start()
 
-    # Callers
+    # Called by the threads of callers
 
     @property
     def pending(self) -> int:
-        """Requests' inputs that wait or are computed."""
+        """Number of inputs that wait or run."""
         return self._pending
 
     @property
     def wait_s(self) -> float:
-        """How long a request that comes now would wait, as it looks."""
+        """Expected waiting time of a new request, in seconds."""
         return self._pending * self._seconds_a_row / self._workers
 
     def submit(self, operation: str | None, inputs: Any, options: Mapping[str, Any]) -> Job:
-        """Put a request into the queue.
+        """Put a request into the queue and return it.
 
         Args:
-            operation: One of `operations`; the model's own task when `None`.
-            inputs: What the operation reads.
-            options: Its options.
+            operation: A name from `operations`; `None` means the model's own task.
+            inputs: Inputs of the request.
+            options: Options of the request.
 
         Raises:
-            QueueFullError: Too much is waiting.
-            TaskError: The model does not do the operation.
-            EngineClosedError: Nothing is taken any more.
+            QueueFullError: The queue is full.
+            TaskError: The model does not support the operation.
+            EngineClosedError: The queue was closed.
         """
         if os.getpid() != self._process:
             raise EngineClosedError("The engine's threads are in another process.", fix="start an engine in this one.")
@@ -182,7 +173,7 @@ class ModelQueue:
         job = Job(asked, inputs, options, time.perf_counter(), size)
         with self._lock:
             if not self._open:
-                raise EngineClosedError(f"{self.name!r} takes no more requests.", fix="start another engine.")
+                raise EngineClosedError(f"{self.name!r} accepts no more requests.", fix="start another engine.")
             wait, most = self.wait_s, self._limits.max_wait_s
             full = self._pending >= self._limits.max_queue or (most is not None and self._pending and wait > most)
             if not full:
@@ -205,8 +196,7 @@ class ModelQueue:
         return error
 
     def _settled(self, job: Job) -> None:
-        """A request was answered, or given up by its caller: its rows make room."""
-        job.timing.total_s = time.perf_counter() - job.arrived
+        """Remove a finished or cancelled request from the queue and tell the observer."""
         with self._lock:
             self._pending -= job.size
             if job.future.cancelled() and job in self._raw:
@@ -217,7 +207,7 @@ class ModelQueue:
             self.observer.done(self.name, job)
 
     def close(self, *, drain: bool = True) -> None:
-        """Take nothing more, answer what was accepted (or refuse it, without `drain`), and end the threads."""
+        """Accept no more requests, finish the accepted ones (with `drain=False`: refuse them), and end the threads."""
         with self._lock:
             self._open = False
             dropped = [] if drain else [*self._raw, *dict.fromkeys(row.job for row in self._ready)]
@@ -233,7 +223,7 @@ class ModelQueue:
         for thread in self._threads:
             thread.join()
 
-    # Threads
+    # Run in the worker and helper threads
 
     def _worker(self, bench: _Bench) -> None:
         while True:
@@ -258,7 +248,7 @@ class ModelQueue:
             if rows:
                 try:
                     self._run(bench, rows)
-                except Exception as error:  # noqa: BLE001  # of an observer, say: the thread has to go on
+                except Exception as error:  # noqa: BLE001  # for example an error of an observer: the thread must continue
                     for job in dict.fromkeys(row.job for row in rows):
                         _fail(job, error)
             else:
@@ -284,7 +274,7 @@ class ModelQueue:
                 self._prepare(bench, jobs)
 
     def _take_jobs(self) -> list[Job]:
-        """Requests for one tokenization: as many as fill a batch, not all that wait."""
+        """Take requests from the queue that are tokenized together: enough inputs for one batch."""
         taken: list[Job] = []
         size = 0
         while self._raw and size < self._limits.max_batch:
@@ -299,7 +289,7 @@ class ModelQueue:
             self._ready,
             max_rows=limits.max_batch,
             max_tokens=limits.max_batch_tokens,
-            call_tokens=self._cost.read().call_tokens,
+            call_tokens=self._cost.call_tokens,
         )
         rows = [self._ready[i] for i in chosen]
         gone = set(chosen)
@@ -307,8 +297,8 @@ class ModelQueue:
         return rows
 
     def _prepare(self, bench: _Bench, jobs: Sequence[Job]) -> None:
-        """Make rows of requests; what is wrong with one is its own error."""
-        made: list[Job] = []
+        """Convert requests to rows. If the inputs of a request are invalid, only that request fails."""
+        prepared: list[Job] = []
         for job in jobs:
             if job.future.cancelled():
                 continue
@@ -317,19 +307,19 @@ class ModelQueue:
                 job.take(bench.work(job.operation).prepare(job.inputs, job.options))
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # noqa: BLE001  # it belongs to this request, and tokenizers' panics are no `Exception`
+            except BaseException as error:  # noqa: BLE001  # the request fails with it; Rust panics of tokenizers are not `Exception`s
                 _fail(job, _unfit(job, error))
                 continue
             job.timing.queue_s += start - job.arrived
             job.last_end = time.perf_counter()
             job.timing.tokenization_s = job.last_end - start
             if job.left:
-                made.append(job)
+                prepared.append(job)
             else:
                 self._finish(bench, job)
         with self._lock:
             self._preparing -= 1
-            for job in made:
+            for job in prepared:
                 if not job.future.cancelled():
                     self._ready.extend(job.rows)
             if (self._ready and self._idle) or self._stopping:
@@ -340,22 +330,23 @@ class ModelQueue:
     def _run(self, bench: _Bench, rows: Sequence[Row]) -> None:
         jobs = list(dict.fromkeys(row.job for row in rows))
         start = time.perf_counter()
+        outputs: list[Any] = []
+        failure: Exception | None = None
         try:
-            outputs: list[Any] = bench.work(jobs[0].operation).run(rows)
-        except Exception as error:  # each request gets its own
-            if len(jobs) > 1:
-                # One that the runtime refuses must not fail its neighbours.
-                logger.debug("A batch of %d requests failed; running them one by one.", len(jobs), exc_info=error)
-                for job in jobs:
-                    self._run(bench, [row for row in rows if row.job is job])
-            else:
-                _fail(jobs[0], error)
-            return
-        if len(jobs) > 1 and any(find_nan(output) is not None for output in outputs):
-            # Scales of dynamic quantization are computed from all rows: NaN in one of them reaches the others.
-            logger.debug("A batch of %d requests has NaN among its outputs; running them one by one.", len(jobs))
+            outputs = bench.work(jobs[0].operation).run(rows)
+        except Exception as error:  # noqa: BLE001  # each request gets its own error below
+            failure = error
+        if len(jobs) > 1 and (failure is not None or any(find_nan(output) is not None for output in outputs)):
+            # An error in one request must not fail the other requests. Dynamic quantization computes its scales from all rows of the
+            # batch, so NaN in one row makes all outputs NaN.
+            logger.debug(
+                "A batch of %d requests failed or has NaN; running them one by one.", len(jobs), exc_info=failure
+            )
             for job in jobs:
                 self._run(bench, [row for row in rows if row.job is job])
+            return
+        if failure is not None:
+            _fail(jobs[0], failure)
             return
         end = time.perf_counter()
         count = sum(row.count for row in rows)
@@ -375,13 +366,13 @@ class ModelQueue:
             if self._warm:
                 taken = (end - start) / count
                 self._seconds_a_row += (taken - self._seconds_a_row) * (0.1 if self._seconds_a_row else 1.0)
-            # A runtime's first call does more than later ones.
+            # The first call of a session is slower than later calls, so its duration is not measured.
             self._warm = True
             for row in rows:
                 row.job.left -= 1
                 if not row.job.left:
                     complete.append(row.job)
-            # When it stops, helpers may be gone.
+            # While the queue stops, the helper threads may have ended already.
             busy = bool(self._ready or self._raw) and not self._stopping
             if busy and complete:
                 self._computed.extend(complete)
@@ -404,7 +395,7 @@ class ModelQueue:
                 answer = bench.work(job.operation).finish(job.inputs, job.options, job.memo, outputs)
             if job.operation.finite:
                 check_answer(job.operation.name, answer)
-        except Exception as error:  # noqa: BLE001  # it belongs to this request
+        except Exception as error:  # noqa: BLE001  # the request fails with this error
             _fail(job, _unfit(job, error))
             return
         job.timing.total_s = time.perf_counter() - job.arrived
@@ -412,27 +403,29 @@ class ModelQueue:
 
 
 def _unfit(job: Job, error: BaseException) -> AccelError:
-    """What a pipeline's own steps raise is about what they were given."""
+    """Return an error from a pipeline step as an error about the request's input."""
     if isinstance(error, AccelError):
         return error
-    # What a caller sent wrongly is no news for the log, and a traceback for each would fill it.
+    # Log at debug level: the tracebacks of invalid requests would fill the log.
     logger.debug("An input for %s was refused.", job.operation.name, exc_info=error)
-    made = InputError(f"{job.operation.name} cannot take this: {error}", fix="see what transformers' pipeline takes.")
-    made.__cause__ = error
-    return made
+    refusal = InputError(
+        f"{job.operation.name} cannot take this: {error}", fix="see what transformers' pipeline takes."
+    )
+    refusal.__cause__ = error
+    return refusal
 
 
 def _fail(job: Job, error: Exception) -> None:
     if not isinstance(error, AccelError):
         logger.error("A call of the model for %s failed.", job.operation.name, exc_info=error)
-        made = SessionError(f"The model could not compute {job.operation.name}: {error}", fix="see the log.")
-        made.__cause__ = error
-        error = made
+        failure_error = SessionError(f"The model could not compute {job.operation.name}: {error}", fix="see the log.")
+        failure_error.__cause__ = error
+        error = failure_error
     failure = error
     _settle(job, lambda: job.future.set_exception(failure))
 
 
 def _settle(job: Job, set_it: Callable[[], None]) -> None:
-    """Answer a request unless its caller gave it up."""
+    """Complete the future of a request, unless the request was cancelled."""
     if not job.future.done() and job.future.set_running_or_notify_cancel():
         set_it()

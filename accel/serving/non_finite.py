@@ -1,4 +1,4 @@
-"""NaN and infinity in outputs and answers. No answer holds them: JSON has no such numbers, and they mean nothing to a caller."""
+"""Find NaN and infinity in outputs and results. JSON cannot contain such numbers, so they are reported as errors of the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FIX = "run the model in float32, and look for NaN among its weights: float16 en
 
 
 def not_finite_error(what: str, place: str) -> NotFiniteError:
-    """An error that names what was computed, and where NaN or infinity is: `[0].score is nan`."""
+    """Return an error with the operation and the location of the NaN or infinity, such as `[0].score is nan`."""
     return NotFiniteError(f"The model computed no finite number for {what}: {place}.", fix=_FIX)
 
 
 def find_non_finite(value: Any, path: str = "") -> str | None:
-    """The place and value of the first NaN or infinity in nested lists, mappings, arrays and tensors; `None`: there is none."""
+    """Return the location and value of the first NaN or infinity in nested lists, mappings, arrays and tensors, or `None`."""
     if isinstance(value, float | np.floating):
         return None if math.isfinite(value) else f"{path or 'it'} is {float(value)}"
     if isinstance(value, torch.Tensor):
@@ -35,7 +35,7 @@ def find_non_finite(value: Any, path: str = "") -> str | None:
     if isinstance(value, Mapping):
         items = ((f"{path}.{name}" if path else str(name), item) for name, item in value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        # Adding up is many times as fast as looking at each; a sum that overflows is looked at.
+        # Computing a sum is many times faster than checking each number. If the sum overflows, each number is checked.
         if value and isinstance(value[0], float) and _adds_up(value):
             return None
         items = ((f"{path}[{i}]", item) for i, item in enumerate(value))
@@ -52,9 +52,9 @@ def _adds_up(values: Sequence[Any]) -> bool:
 
 
 def find_nan(output: Any) -> str | None:
-    """The name of the first output of a model that holds NaN.
+    """Return the name of the first output that contains NaN, or `None`.
 
-    Infinity is not searched for: some heads mark with it what cannot be chosen.
+    Infinity is allowed, because some heads use it to mask impossible choices.
     """
     named = output.items() if isinstance(output, Mapping) else [("its output", output)]
     for name, value in named:
@@ -66,14 +66,14 @@ def find_nan(output: Any) -> str | None:
 
 
 def check_outputs(operation: str, outputs: Sequence[Sequence[Any]]) -> None:
-    """Refuse outputs that hold NaN: an answer made from them can look right.
+    """Raise if a model output contains NaN, because a result computed from it can look valid.
 
     Args:
-        operation: Of the engine.
-        outputs: Of the model, a list for each input.
+        operation: Name of the engine's operation.
+        outputs: The model's outputs, one list for each input.
 
     Raises:
-        NotFiniteError: With the input and the output.
+        NotFiniteError: An output contains NaN; the error names the input and the output.
     """
     for number, rows in enumerate(outputs):
         for row in rows:
@@ -83,10 +83,10 @@ def check_outputs(operation: str, outputs: Sequence[Sequence[Any]]) -> None:
 
 
 def check_answer(operation: str, answer: Any) -> None:
-    """Refuse an answer that holds NaN or infinity.
+    """Raise if a result contains NaN or infinity.
 
     Raises:
-        NotFiniteError: With the place in the answer.
+        NotFiniteError: The result contains NaN or infinity; the error gives the location.
     """
     place = find_non_finite(answer)
     if place is not None:

@@ -1,5 +1,5 @@
-"""What can be asked of a model. An `Operation` describes one kind of request once; the engine, HTTP, `accel batch` and the text form of the
-Open Inference Protocol read it. A task returns its operations (`Task.operations`); those of every model are at the end of this module.
+"""The kinds of requests that models support. The engine, HTTP, `accel batch` and the text form of the Open Inference Protocol use
+`Operation` objects. `Task.operations` returns the operations of a task; the operations of every model are at the end of this module.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 READS_TEXT: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "content", "prompt", "input", "query", "question")
 }
-"""`Operation.reads` of one text, with the names that such columns often have, the likeliest first."""
+"""Value of `Operation.reads` for operations on one text: common names of text columns, the most likely first."""
 
 
 class Operation:
-    """One kind of request. The defaults are those of a pipeline that no table, path or text tensor stands for.
+    """One kind of request. The default methods describe a pipeline without an HTTP path, table columns or text tensors.
 
     Attributes:
-        name: Of a pipeline task, or a word of its own.
-        reads: What is read of a row of a table, with the names that such columns often have. Empty: no table is read. In upper case these
-            are also the text tensors that a request brings.
-        may_read: What is read in addition where the caller names a column for it.
-        lists: What of these is a list of texts.
-        needs: Options without which nothing is answered.
-        takes_lists: Whether a list of inputs is one request.
-        finite: Whether answers with NaN or infinity are errors of the model.
-        tensor_options: Options of a request of text tensors.
+        name: A pipeline task, or another name such as `embed`.
+        reads: Names of the inputs that can be read from a table, such as `text` or `query`, each with common names of its column. If empty,
+            the operation cannot run on tables. In upper case, they are also the names of the text tensors of a request.
+        may_read: Names of optional inputs, which are read from a table only if the caller names a column for them.
+        lists: Names of the inputs whose values are lists of texts.
+        needs: Options that every request must have.
+        takes_lists: Whether a request may contain a list of inputs.
+        finite: Whether NaN or infinity in a result is an error of the model.
+        tensor_options: Options that are used for a request with text tensors.
     """
 
     name: str = ""
@@ -48,142 +48,162 @@ class Operation:
     def __init__(self, name: str = "") -> None:
         self.name = name or self.name
 
-    # Engine
+    # Used by the engine
 
     def offered(self, model: ORTModel) -> bool:
-        """Return whether a model does it; models serve the pipelines of their task in addition."""
-        return False
+        """Return whether a model supports the operation.
+
+        By default, a model supports every operation that overrides `work`. Other operations need a model that supports the pipeline `name`.
+        """
+        return type(self).work is not Operation.work or self.name in _pipelines(model)
 
     def work(self, model: ORTModel, tokenizer: Any) -> Work:
-        """Make what turns inputs into rows, rows into outputs and outputs into answers, for one thread."""
+        """Create the `Work` object that implements the operation in one thread. By default, it runs the pipeline `name`."""
         from ..models.pipelines.pipeline import pipeline
         from .pipeline_work import PipelineWork
 
         return PipelineWork(pipeline(self.name, model=model, tokenizer=tokenizer))
 
     def count(self, inputs: Any) -> int:
-        """Count the inputs of a request."""
+        """Return the number of inputs in a request."""
         return max(len(inputs), 1) if self.takes_lists and isinstance(inputs, list | tuple) else 1
 
-    # Rows of a table
+    # Used by `accel batch`, for the rows of a table
 
     def inputs(self, values: Mapping[str, Any]) -> Any:
-        """Return the engine's inputs for the values of a row by use."""
+        """Return the engine's inputs for one row of a table.
+
+        Args:
+            values: Values of the row by input name, such as `text`.
+        """
         return values["text"]
 
     def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the columns of the answers: Arrow types by name.
+        """Return the Arrow types of the result columns by name.
 
         Raises:
-            InputError: An option changes the answers to something that has no column.
+            InputError: An option changes the results so that they do not fit into columns.
         """
-        raise TaskError(f"The answers of {self.name} have no columns.", fix="ask for another operation.")
+        raise TaskError(
+            f"The operation {self.name!r} has no columns for its results.",
+            fix="use another operation; the author of a task implements `Operation.columns`.",
+        )
 
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of an answer by column."""
+        """Return the values of a result by column name."""
         return dict(answer)
 
-    # Text tensors
+    # Used for text tensors of the Open Inference Protocol
 
     def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
-        """Return datatype and size (-1: any) of the text protocol's outputs by name; empty where there is no such form."""
+        """Return the output tensors by name, each as (datatype, size). Empty if the operation does not support text tensors.
+
+        The datatype is `BYTES`, `FP32` or `INT64`. The size is the number of values in a row; -1 means any number.
+        """
         return {}
 
     def tensor_values(self, answer: Any, model: ORTModel) -> Mapping[str, Any]:
-        """Return the values of a row by output."""
+        """Return the values of one result by output tensor name."""
         return {}
 
-    # HTTP
+    # Used by the HTTP server
 
     def endpoint(self) -> Endpoint | None:
-        """Make its endpoint, where it has a path of its own. HTTP's libraries are an extra: import them here."""
+        """Return the HTTP endpoint of the operation, or `None`.
+
+        Import HTTP libraries inside this method, because they are optional dependencies.
+        """
         return None
 
 
 class Tokenize(Operation):
-    """The tokens of texts, without a call of the model."""
+    """Return the tokens of texts, without a model call."""
 
     name = "tokenize"
     reads = READS_TEXT
 
     def offered(self, model: ORTModel) -> bool:
-        """See `Operation`."""
+        """Return whether the model reads token ids."""
         return "input_ids" in model.input_names
 
     def work(self, model: ORTModel, tokenizer: Any) -> Work:
-        """See `Operation`."""
+        """Create the `Work` object that tokenizes texts in one thread."""
         from .text_work import Tokenization
 
         return Tokenization(model, tokenizer)
 
     def inputs(self, values: Mapping[str, Any]) -> Any:
-        """See `Operation`."""
+        """Return the text of a table row as a list with one text."""
         return [values["text"]]
 
     def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation`."""
+        """Return the Arrow types of the result columns `ids` and `tokens`."""
         import pyarrow as pa
 
         return {"ids": pa.list_(pa.int64()), "tokens": pa.list_(pa.string())}
 
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation`."""
+        """Return the token ids and the token texts of a result by column name."""
         (tokens,) = answer
         return {"ids": [one["id"] for one in tokens], "tokens": [one["text"] for one in tokens]}
 
 
 class RunTensors(Operation):
-    """The graph's inputs in, its outputs out. They may hold infinity; the protocol that writes them checks those that were asked for."""
+    """Run the graph on tensors and return its outputs.
+
+    The outputs may contain infinity; the HTTP protocol checks the outputs that it returns.
+    """
 
     name = "tensors"
     takes_lists = False
     finite = False
 
-    def offered(self, model: ORTModel) -> bool:
-        """See `Operation`."""
-        return True
-
     def work(self, model: ORTModel, tokenizer: Any) -> Work:
-        """See `Operation`."""
+        """Create the `Work` object that runs the graph on tensors in one thread."""
         from .tensor_work import Tensors
 
         return Tensors(model, tokenizer)
 
 
-_EVERY_MODEL = (Tokenize(), RunTensors())
+_EVERY_MODEL = (RunTensors(), Tokenize())
+
+
+def _pipelines(model: ORTModel) -> tuple[str, ...]:
+    from ..models.pipelines.pipeline import pipeline_tasks
+
+    return pipeline_tasks(model)
 
 
 def operations_of(model: ORTModel) -> dict[str, Operation]:
-    """What can be asked of a model, by name: the pipelines that it serves, its own task first, and its other operations."""
-    from ..models.pipelines.pipeline import pipeline_tasks
-
+    """Return the operations of a model by name: first its own task, then its other pipelines, then other operations."""
     described = {one.name: one for one in (*load_task(model.artifact.task).operations(), *_EVERY_MODEL)}
-    found = {name: described.get(name) or Operation(name) for name in pipeline_tasks(model)}
-    return {**found, **{name: one for name, one in described.items() if name not in found and one.offered(model)}}
+    pipelines = _pipelines(model)
+    others = (name for name, one in described.items() if name not in pipelines and one.offered(model))
+    return {name: described.get(name) or Operation(name) for name in (*pipelines, *others)}
 
 
 def usual_operation(model: ORTModel) -> Operation:
-    """What a model is for: the first operation of its task that it does, else its own pipeline."""
+    """Return the main operation of a model: the first supported operation of its task, or its own pipeline, or `tensors`."""
     offered = operations_of(model)
-    own = load_task(model.artifact.task).operations()
-    return next((one for one in own if one.name in offered), next(iter(offered.values())))
+    names = (one.name for one in load_task(model.artifact.task).operations())
+    return next((offered[name] for name in names if name in offered), next(iter(offered.values())))
 
 
 def all_operations() -> dict[str, Operation]:
-    """Every operation that is described, by name; imports the module of each task."""
+    """Return the operations of all tasks and of every model, by name. This imports the module of each task."""
     tasks = (one for task in working_tasks() for one in task.operations())
     return {one.name: one for one in (*tasks, *_EVERY_MODEL)}
 
 
 def refuse_options(options: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
-    """Refuse options whose answers have no column.
+    """Raise if a request has options whose results do not fit into columns.
 
     Args:
-        options: Of the operation.
-        remedies: Why not, by option that is refused unless it is false or `None`.
+        options: Options of the request.
+        remedies: Error message for each refused option. An option with a false value or `None` is accepted.
 
     Raises:
-        InputError: There is one.
+        InputError: A refused option is set.
     """
     for name, reason in remedies.items():
         if options.get(name):

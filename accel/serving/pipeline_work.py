@@ -1,10 +1,10 @@
-"""The steps of a stock pipeline as work of the engine: its answers look exactly like the pipeline's."""
+"""Run a transformers pipeline in steps, as a `Work` of the engine. The results are equal to the pipeline's results."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.pipelines.base import ChunkPipeline, Pipeline, pad_collate_fn
@@ -16,51 +16,36 @@ from .batching import can_pad
 from .job import Options, Prepared, Row, UnknownOptionError
 
 
-class _Recorded(Exception):  # noqa: N818  # control flow
-    """What a pipeline's call was about to compute."""
-
-    def __init__(self, items: Sequence[Any], parameters: Sequence[Mapping[str, Any]]) -> None:
-        self.items = items
-        self.parameters = parameters
+class _Recorded(Exception):  # noqa: N818  # used for control flow, not an error
+    """Raised to stop a pipeline's call: contains the items to compute and the parameters of the pipeline's three steps."""
 
 
-class _Script:
-    """Stands in for a pipeline's own loop: the first time it says what is to be computed, the second time it gives the answers.
+class _Loop:
+    """Mixin that replaces a pipeline's loop over its items. Without `answers` it raises `_Recorded`; with `answers` it returns them.
 
-    What a pipeline's `__call__` does around the loop, to its inputs and to its answers, stays its own.
+    The pipeline's `__call__` still converts its inputs and its results.
     """
 
-    def __init__(self) -> None:
-        self._answers: Iterator[Any] | None = None
-
-    def play(self, pipe: Pipeline, answers: Sequence[Any] | None, inputs: Any, options: Options) -> Any:
-        """Call the pipeline: without answers it raises `_Recorded`."""
-        self._answers = None if answers is None else iter(answers)
-        return pipe(inputs, **options)
+    answers: Iterator[Any] | None = None
 
     def run_single(self, inputs: Any, *parameters: Mapping[str, Any]) -> Any:
-        """Of one input."""
-        return next(self._loop([inputs], *parameters))
+        """Replace the pipeline's method that processes one input."""
+        return next(self.get_iterator([inputs], 0, 1, *parameters))
 
     def get_iterator(self, inputs: Any, workers: int, batch_size: int, *parameters: Mapping[str, Any]) -> Iterator[Any]:
-        """Of several."""
-        return self._loop(list(inputs), *parameters)
-
-    def _loop(self, items: Sequence[Any], *parameters: Mapping[str, Any]) -> Iterator[Any]:
-        return self._answers if self._answers is not None else _record(items, parameters)
-
-
-def _record(items: Sequence[Any], parameters: Sequence[Mapping[str, Any]]) -> NoReturn:
-    raise _Recorded(items, parameters)
+        """Replace the pipeline's method that processes several inputs."""
+        if self.answers is None:
+            raise _Recorded(list(inputs), parameters)
+        return self.answers
 
 
 class PipelineWork:
-    """The steps of a stock pipeline, with rows of several callers in one call of the model."""
+    """Run the steps of a pipeline, with rows of several callers in one model call."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
-        self._script = _Script()
-        pipe.run_single, pipe.get_iterator = self._script.run_single, self._script.get_iterator
+        self._loop = _Loop()
+        pipe.run_single, pipe.get_iterator = self._loop.run_single, self._loop.get_iterator
         self._known = known_options(type(pipe))
         self._chunks = isinstance(pipe, ChunkPipeline)
         tokenizer = pipe.tokenizer
@@ -76,30 +61,33 @@ class PipelineWork:
         }
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
-        """See `Work`."""
+        """Convert the inputs of a request to rows with the pipeline's `preprocess`."""
         if isinstance(inputs, types.GeneratorType):
             raise InputError("A request cannot be a generator.", fix="pass a list.")
         self._check(options)
         try:
-            # Nothing to compute: an empty list.
-            return Prepared([], self._script.play(self._pipe, None, inputs, options))
-        except _Recorded as found:
-            items, (before, forward, after) = found.items, found.parameters
+            # If the pipeline returns here, the input is an empty list and there is nothing to compute.
+            self._loop.answers = None
+            return Prepared([], self._pipe(inputs, **options))
+        except _Recorded as recorded:
+            items, (before, forward, after) = recorded.args
         except TypeError as error:
             raise InputError(
                 f"{self._pipe.task} does not take this: {error}", fix="see transformers' pipeline."
             ) from error
         rows = []
         for item in items:
-            made = self._pipe.preprocess(item, **before)
-            rows.append([self._row(chunk, forward) for chunk in (made if self._chunks else (made,))])
+            inputs_of_item = self._pipe.preprocess(item, **before)
+            rows.append(
+                [self._row(chunk, forward) for chunk in (inputs_of_item if self._chunks else (inputs_of_item,))]
+            )
         return Prepared(rows, after)
 
     def _check(self, options: Options) -> None:
-        """Refuse options that the pipeline would pass over.
+        """Raise if a request has options that the pipeline would ignore.
 
         Raises:
-            InputError: There are some.
+            UnknownOptionError: The pipeline has no option of that name.
         """
         unknown = sorted(set(options) - self._known) if self._known is not None else []
         if unknown:
@@ -111,7 +99,7 @@ class PipelineWork:
     def _row(self, inputs: Mapping[str, Any], forward: Mapping[str, Any]) -> Row:
         ids = inputs.get("input_ids")
         length = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
-        # What padding does not make equal has to be.
+        # Rows of a batch must have equal sizes in all dimensions that are not padded.
         shapes = tuple(
             (name, tuple(value.shape[1:]))
             for name, value in inputs.items()
@@ -127,7 +115,7 @@ class PipelineWork:
         return Row(inputs=(inputs, forward), length=length or 1, group=(self._pipe.task, alone, shapes, options))
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """See `Work`."""
+        """Run the rows in one call of the pipeline's `forward` and return one output for each row."""
         forward = rows[0].inputs[1]
         if len(rows) == 1:
             return [self._pipe.forward(dict(rows[0].inputs[0]), **forward)]
@@ -135,32 +123,33 @@ class PipelineWork:
         batch = self._collate(items) if self._collate is not None else _stacked(items)
         split = PipelineIterator([batch], self._pipe.forward, forward, loader_batch_size=len(rows))
         width = max(row.length for row in rows)
-        return [self._unpadded(row, found, width) for row, found in zip(rows, split, strict=True)]
+        return [self._unpadded(row, output, width) for row, output in zip(rows, split, strict=True)]
 
-    def _unpadded(self, row: Row, found: Any, width: int) -> Any:
-        """A row of a batch as it would be alone."""
+    def _unpadded(self, row: Row, output: Any, width: int) -> Any:
+        """Return the output of a row without the padding positions."""
         if row.length == width:
-            return found
+            return output
         start = width - row.length if self._left else 0
         inputs = row.inputs[0]
-        for name, value in found.items():
+        for name, value in output.items():
             if isinstance(value, torch.Tensor):
                 if isinstance(inputs.get(name), torch.Tensor):
-                    found[name] = inputs[name]
+                    output[name] = inputs[name]
                 elif name in self._sequences and value.shape[self._sequences[name]] == width:
-                    found[name] = value.narrow(self._sequences[name], start, row.length)
-        return found
+                    output[name] = value.narrow(self._sequences[name], start, row.length)
+        return output
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """See `Work`."""
+        """Make the result of a request from the outputs with the pipeline's `postprocess`."""
         if not outputs:
             return memo
-        answers = [self._pipe.postprocess(found if self._chunks else found[0], **memo) for found in outputs]
-        return self._script.play(self._pipe, answers, inputs, options)
+        answers = [self._pipe.postprocess(output if self._chunks else output[0], **memo) for output in outputs]
+        self._loop.answers = iter(answers)
+        return self._pipe(inputs, **options)
 
 
 def _stacked(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Items of one length, without padding."""
+    """Concatenate the tensors of items with equal lengths along the batch dimension; collect other values in lists."""
     return {
         name: torch.cat([item[name] for item in items])
         if isinstance(items[0][name], torch.Tensor)

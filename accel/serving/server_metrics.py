@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""Prometheus metrics of a server: counters, histograms and gauges."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COUNTERS = (
 
 
 class Metrics:
-    """Counters and histograms of one server; an `Observer` of its engine."""
+    """Metrics of one server. The object is the `Observer` of the server's engine."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -62,36 +62,36 @@ class Metrics:
         self._labelled: dict[tuple[str, ...], Any] = {}
 
     def _of(self, name: str, *labels: str) -> Any:
-        """A collector of a model. Finding it by its labels takes as long as counting."""
+        """Return the collector of a metric for the given labels. Collectors are cached: a look-up by labels is as slow as counting."""
         key = (name, *labels)
         if key not in self._labelled:
             self._labelled[key] = self._collectors[name].labels(*labels)
         return self._labelled[key]
 
     def generated(self, model: str, usage: Mapping[str, int], first_token_s: float) -> None:
-        """An answer was completed: how many tokens were read and made for it, and when the first of them was there."""
+        """Count the tokens of a complete generation, and record the seconds to its first token."""
         self._of("accel_prompt_tokens", model).inc(usage["prompt_tokens"])
         self._of("accel_generated_tokens", model).inc(usage["completion_tokens"])
         self._of("accel_first_token_seconds", model).observe(first_token_s)
 
     def turned_away(self, model: str, error: Exception) -> None:
-        """A prompt was not taken."""
+        """Count a prompt that was refused because the queue is full."""
         if isinstance(error, QueueFullError):
             self.refused(model)
 
     def failed(self, model: str, error: BaseException | None) -> None:
-        """A request got no answer: count it where the model's numbers are the reason."""
+        """Count a failed request if the model computed NaN or infinity."""
         if isinstance(error, NotFiniteError):
             self._of("accel_not_finite", model).inc()
 
     def watch(self, engine: Engine) -> None:
-        """Report how much waits for each model of an engine."""
+        """Report the number of inputs that wait or run, for each model of an engine."""
         gauge = Gauge("accel_pending_inputs", "Inputs that wait or are computed.", ["model"], registry=self.registry)
         for name in engine.models:
             gauge.labels(name).set_function(functools.partial(engine.pending, name))
 
     def batch(self, model: str, rows: int, tokens: int, padded: int, seconds: float) -> None:
-        """See `Observer`."""
+        """Record the duration, rows and tokens of a model call."""
         self._of("accel_inference_seconds", model).observe(seconds)
         self._of("accel_batch_rows", model).observe(rows)
         self._of("accel_batch_tokens", model).observe(padded)
@@ -99,7 +99,7 @@ class Metrics:
         self._of("accel_padding_tokens", model).inc(padded - tokens)
 
     def done(self, model: str, job: Job) -> None:
-        """See `Observer`."""
+        """Count the inputs of a finished request by outcome, and record its waiting and tokenization times."""
         outcome = "answered"
         if job.future.cancelled():
             outcome = "cancelled"
@@ -112,9 +112,9 @@ class Metrics:
         self._of("accel_inputs", model, outcome).inc(job.size)
 
     def refused(self, model: str) -> None:
-        """See `Observer`."""
+        """Count a request that was refused because the queue is full."""
         self._of("accel_refused", model).inc()
 
     def page(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Work on plain tensors: the graph's inputs in, its outputs out, rows of several callers in one call."""
+"""Run a graph on tensors, with rows of several callers in one model call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SEQUENCE = "sequence"
 
 
 class Tensors:
-    """A request is the tensors of one call, by name; the answer is the graph's outputs.
+    """Run a graph on input tensors by name and return its outputs by name.
 
-    Requests share a call where all their axes but the batch agree. Where the graph has a mask and padding was found to change
-    nothing, shorter rows are padded up to the longest and cut again.
+    Requests can share a call if their tensors have the same sizes in all dimensions other than the batch. If padding does not change the
+    outputs (`can_pad`), shorter rows are also padded to the longest row, and the padding is removed from their outputs.
     """
 
     def __init__(self, model: ORTModel, tokenizer: Any) -> None:
@@ -34,9 +34,9 @@ class Tensors:
         self._limit = component.max_sizes.get(_SEQUENCE, 0)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
-        """See `Work`."""
+        """Check the tensors of a request and return them as one `Row`."""
         if not isinstance(inputs, Mapping):
-            raise InputError("Tensors have names.", fix="pass {name: array}.")
+            raise InputError("Expected tensors by name.", fix="pass {name: array}.")
         feeds = self._model.read_inputs(inputs)
         sizes = {name: tuple(tensor.shape) for name, tensor in feeds.items()}
         for name, spec in self._inputs.items():
@@ -59,7 +59,7 @@ class Tensors:
             raise InputError(
                 f"The inputs have {length} tokens; the model has {self._limit} positions.", fix="shorten them."
             )
-        # What may differ inside a batch does not stand in the group.
+        # Requests with the same `group` can share a call: it contains all sizes that must be equal within a batch.
         free = {"batch", _SEQUENCE} if self._pads else {"batch"}
         group = tuple(
             tuple(size for size, axis in zip(sizes[name], spec.shape, strict=True) if axis not in free)
@@ -69,19 +69,21 @@ class Tensors:
         return Prepared([[Row(inputs=feeds, length=length, count=count.pop(), group=("tensors", group, alone))]])
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """See `Work`."""
+        """Run the rows in one call of the graph and return the outputs of each row by name."""
         width = max(row.length for row in rows)
         if len(rows) == 1:
             return [self._session.run(rows[0].inputs)]
         feeds = {
             name: torch.cat([self._padded(name, row.inputs[name], width) for row in rows]) for name in self._inputs
         }
-        found = self._session.run(feeds)
-        made, start = [], 0
+        returned = self._session.run(feeds)
+        outputs, start = [], 0
         for row in rows:
-            made.append({name: self._cut(name, found[name][start : start + row.count], row.length) for name in found})
+            outputs.append(
+                {name: self._cut(name, returned[name][start : start + row.count], row.length) for name in returned}
+            )
             start += row.count
-        return made
+        return outputs
 
     def _padded(self, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
         spec = self._inputs[name]
@@ -98,5 +100,5 @@ class Tensors:
         return tensor.narrow(spec.shape.index(_SEQUENCE), 0, length)
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """See `Work`."""
+        """Return the outputs of the request's only row."""
         return outputs[0][0]

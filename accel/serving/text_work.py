@@ -1,4 +1,4 @@
-"""Work on texts that no pipeline does: what such works share, and the tokens of texts."""
+"""Tokenize texts, and helper functions for operations on texts that are not pipelines."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .job import Options, Prepared, Row, UnknownOptionError
 
 
 class Tokenization:
-    """The tokens of texts: `[{"id", "text", "start", "stop", "special"}, ...]` for each; needs no call of the model."""
+    """Return the tokens of each text as `[{"id", "text", "start", "stop", "special"}, ...]`, without a model call."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
-        """See `Work`."""
+        """Tokenize the texts of a request; there are no rows to run."""
         check_options(options, ("add_special_tokens", "prompt_name"))
         name = options.get("prompt_name")
-        # Prompts are for embeddings: without a name there is none.
+        # The model's default prompt is for embeddings, so it is not applied here.
         before = "" if name is None else find_prompt(sentence_settings(self._model.artifact.path).prompts, name)
         special = options.get("add_special_tokens", True)
         return Prepared([], [self._tokens(f"{before}{text}", special) for text in check_texts(inputs)])
 
     def _tokens(self, text: str, add_special_tokens: bool) -> list[dict[str, Any]]:
         fast = self._tokenizer.is_fast
-        found = self._tokenizer(
+        encoded = self._tokenizer(
             text,
             add_special_tokens=add_special_tokens,
             return_special_tokens_mask=True,
@@ -37,28 +37,32 @@ class Tokenization:
             truncation=False,
             verbose=False,
         )
-        ids = found["input_ids"]
-        places = found["offset_mapping"] if fast else [(None, None)] * len(ids)
+        ids = encoded["input_ids"]
+        places = encoded["offset_mapping"] if fast else [(None, None)] * len(ids)
         words = self._tokenizer.convert_ids_to_tokens(ids)
         return [
             {"id": i, "text": word, "start": start, "stop": stop, "special": bool(special)}
-            for i, word, (start, stop), special in zip(ids, words, places, found["special_tokens_mask"], strict=True)
+            for i, word, (start, stop), special in zip(ids, words, places, encoded["special_tokens_mask"], strict=True)
         ]
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """See `Work`; there are no rows."""
+        """Return nothing, because tokenization makes no rows."""
         return []
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """See `Work`."""
+        """Return the tokens that `prepare` computed."""
         return memo
 
 
 def find_prompt(prompts: Mapping[str, str], name: str | Sequence[str] | None) -> str | None:
-    """The prompt of a name, or of the first name that there is; `None`: the default one.
+    """Return the prompt with the given name.
+
+    Args:
+        prompts: Prompts by name.
+        name: A name, or several: the first name that exists is used, and `None` is returned if none exists. `None` returns `None`.
 
     Raises:
-        InputError: There is no prompt of that name.
+        InputError: There is no prompt of the given single name.
     """
     if not isinstance(name, str):
         return next((prompts[one] for one in name or () if one in prompts), None)
@@ -72,7 +76,7 @@ def find_prompt(prompts: Mapping[str, str], name: str | Sequence[str] | None) ->
 
 @contextmanager
 def cutting(rows: TextRows, options: Options) -> Iterator[None]:
-    """Cut texts at the side that is asked for, or not at all, while rows are made."""
+    """Apply the options `truncation` and `truncation_side` inside the `with` block."""
     tokenizer = rows.tokenizer
     side, longest = tokenizer.truncation_side, rows.max_length
     try:
@@ -85,10 +89,10 @@ def cutting(rows: TextRows, options: Options) -> Iterator[None]:
 
 
 def check_lengths(rows: Sequence[TokenRow], longest: int | None) -> None:
-    """Refuse rows that are longer than the model reads.
+    """Raise if a row has more tokens than the model accepts.
 
     Raises:
-        InputError: There is one.
+        InputError: A row is too long.
     """
     for number, row in enumerate(rows):
         length = len(row["input_ids"])
@@ -100,16 +104,16 @@ def check_lengths(rows: Sequence[TokenRow], longest: int | None) -> None:
 
 
 def text_row(kind: str, pads: bool, inputs: TokenRow) -> Row:
-    """Make a row of a batch; without `pads` it shares calls with rows of its length alone."""
+    """Return tokens as a row of a batch. With `pads=False`, the row shares a model call only with rows of the same length."""
     length = len(inputs["input_ids"])
     return Row(inputs=inputs, length=length, group=(kind,) if pads else (kind, length))
 
 
 def check_texts(inputs: Any) -> list[str]:
-    """Return texts as a list.
+    """Return the inputs as a list of texts.
 
     Raises:
-        InputError: The inputs are something else.
+        InputError: The inputs are not a list of texts.
     """
     if not isinstance(inputs, Sequence) or isinstance(inputs, str) or not all(isinstance(one, str) for one in inputs):
         raise InputError("Expected a list of texts.", fix="pass a list of strings.")
@@ -117,10 +121,10 @@ def check_texts(inputs: Any) -> list[str]:
 
 
 def check_options(options: Options, known: Sequence[str]) -> None:
-    """Refuse options that are unknown.
+    """Raise if a request has unknown options.
 
     Raises:
-        UnknownOptionError: There is one.
+        UnknownOptionError: An option is not in `known`.
     """
     unknown = sorted(set(options) - set(known))
     if unknown:

@@ -1,16 +1,16 @@
-"""What is to be served, opened: a session a worker, each with its share of the processors."""
+"""Open the models of an engine, once for each worker."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..artifact.manifest import Artifact
-from ..config import available_processors, check_number
+from ..config import available_processors
 from ..errors import ConfigError
 from ..models.arguments import read_arguments
 from ..models.base import ORTModel
@@ -19,27 +19,8 @@ from ..stages.export import with_artifact
 Source = str | os.PathLike[str] | Artifact | ORTModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """How models are opened, where they are named by folder or id.
-
-    Attributes:
-        workers: Sessions a model.
-        processors: That they share; all that the process may use when `None`.
-        arguments: Of `from_pretrained`.
-    """
-
-    workers: int = 1
-    processors: int | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_number("workers", self.workers, 1)
-        check_number("processors", self.processors, 1)
-
-
 def name_of(source: Source) -> str:
-    """What a model is called where nobody gave it a name: its folder or its id."""
+    """Return the default name of a model: the name of its folder, or its Hub id."""
     if isinstance(source, ORTModel):
         source = source.artifact
     if isinstance(source, Artifact):
@@ -49,41 +30,42 @@ def name_of(source: Source) -> str:
 
 
 def named(models: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str, Source]:
-    """Models by name.
+    """Return the models by name.
 
     Raises:
-        ConfigError: None, or two of one name.
+        ConfigError: There is no model, or two models have the same name.
     """
     if isinstance(models, Mapping):
-        found = dict(models)
+        sources = dict(models)
     else:
         several: list[Source] = list(models) if isinstance(models, list | tuple) else [cast(Source, models)]
-        found = {name_of(one): one for one in several}
-        if len(found) != len(several):
+        sources = {name_of(source): source for source in several}
+        if len(sources) != len(several):
             raise ConfigError("Two models have one name.", fix="pass {name: model, ...}.")
-    if not found:
+    if not sources:
         raise ConfigError("There is no model to serve.", fix="name at least one.")
-    return found
+    return sources
 
 
-def open_all(source: Source, settings: WorkerSettings) -> list[ORTModel]:
-    """A model once for each worker; one that was opened by the caller is the first of them."""
+def open_all(source: Source, *, workers: int, processors: int | None = None, **arguments: Any) -> list[ORTModel]:
+    """Open a model once for each worker. A model that the caller opened is used as the first one.
+
+    Args:
+        source: The model.
+        workers: Number of workers; each one gets its own session.
+        processors: Number of processors that the workers share; `None` means all that the process may use.
+        **arguments: Arguments of `from_pretrained`.
+    """
     if isinstance(source, ORTModel):
-        return [source, *(copy.copy(source) for _ in range(settings.workers - 1))]
-    arguments = read_arguments(**settings.arguments)
-    plan = with_artifact(ORTModel.plan(source, arguments))
-    if arguments.settings.options is None:
-        whole = settings.workers == 1 and settings.processors is None
-        share = None if whole else max(1, (settings.processors or available_processors()) // settings.workers)
-        # Threads that spin between calls take the processors that the tokenizer and the callers need (docs/adr/0025-serving.md);
-        # lengths vary from call to call, and a runtime may compile each of them (docs/adr/0034-lengths-in-steps.md).
+        return [source, *(copy.copy(source) for _ in range(workers - 1))]
+    asked = read_arguments(**arguments)
+    plan = with_artifact(ORTModel.plan(source, asked))
+    if asked.settings.options is None:
+        whole = workers == 1 and processors is None
+        share = None if whole else max(1, (processors or available_processors()) // workers)
+        # Threads that spin between calls occupy processors that the tokenizer and the callers need (docs/adr/0025-serving.md).
+        # Lengths vary from call to call and a runtime may compile each new length, so rows are padded to the multiple that the
+        # backend prefers (docs/adr/0034-lengths-in-steps.md).
         options = replace(plan.options, spinning=False, threads=plan.options.threads or share, pad_to_multiple_of=None)
         plan = plan.with_options(options)
-    return [ORTModel.from_plan(plan) for _ in range(settings.workers)]
-
-
-def close_all(source: Source, models: Sequence[Any]) -> None:
-    """Close what `open_all` opened."""
-    for model in models:
-        if model is not source:
-            model.close()
+    return [ORTModel.from_plan(plan) for _ in range(workers)]

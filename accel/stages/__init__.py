@@ -1,5 +1,5 @@
-"""Artifact in, artifact out: what a model is resolved to, and the stages export, optimize, quantize and validate.
+"""The stages export, optimize, quantize and validate, and the resolution of models.
 
-In: whatever the user named. Out: a new artifact in a new folder, compared with what it was made from. A new stage is a
-module with one function of that shape. `prepare` is a stage before all: it changes a PyTorch model that its user keeps.
+In: a model by path, Hub id or object. Out: a new artifact in a new folder, compared with its source. A new stage
+is a module with one function of this shape. `prepare` is different: it changes a PyTorch model in memory.
 """

@@ -1,4 +1,4 @@
-"""Folders without our manifest as artifacts: graphs of other tools, read by the backend that owns their format, and PyTorch weights."""
+"""Make artifacts of folders without a manifest of accel: graphs of other tools, read by a backend, and PyTorch weights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from .. import progress
-from ..artifact.hub import HubOptions, Location
+from ..artifact.hub import Location
 from ..artifact.manifest import Artifact, Origin
+from ..artifact.resolved_model import Resolved
 from ..backends import registry
+from ..backends.stage_plan import plan_stage
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, PluginError
 from ..interfaces.folder_reader import FolderReader
@@ -19,12 +21,12 @@ from ..interfaces.task_registry import fitting_task, read_config
 
 
 def holds_graphs(folder: Path) -> bool:
-    """Whether a backend here reads graphs in the folder."""
-    return registry.folder_reader(_files(folder)) is not None
+    """Return whether an installed backend can read graphs in the folder."""
+    return registry.folder_reader(_names_within(folder)) is not None
 
 
 def subfolder_of_graphs(folder: Path) -> str | None:
-    """The first subfolder with graphs that a backend here reads, such as `openvino`."""
+    """Return the name of the first subfolder with graphs that an installed backend can read, such as `openvino`."""
     subfolders = sorted(path for path in folder.iterdir() if path.is_dir())
     return next(
         (path.name for path in subfolders if registry.folder_reader([one.name for one in path.iterdir()])), None
@@ -34,7 +36,7 @@ def subfolder_of_graphs(folder: Path) -> str | None:
 def graphs_to_fetch(
     name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
 ) -> list[str]:
-    """The graphs among a repository's files that will be read; see `FolderReader.choose`."""
+    """Return the graph files to download from a repository. The backend chooses them with `FolderReader.choose`."""
     if file_name is None and variant is None and registry.folder_reader(files) is None:
         return []
     reader = _reader(files, file_name)
@@ -49,22 +51,23 @@ def adopt(
     task: str | None = None,
     variant: str | None = None,
 ) -> Artifact:
-    """An artifact for a folder of another tool. Graphs that have to be changed are written under `ACCEL_HOME`, once.
+    """Make an artifact of a folder of another tool. If the graphs must be changed, the changed copies are stored in
+    `ACCEL_HOME`.
 
     Args:
         folder: The folder with the model's config.
-        subfolder: The subfolder with the graphs, where one was named.
-        file_name: The graph to take; of several that belong together, any of them.
-        task: Its task; inferred from `config.json` when `None`.
-        variant: The ending of the graphs' names, as transformers.js has it: `quantized`, `q4`, `fp16`, ...
+        subfolder: The subfolder with the graphs, if the user named one.
+        file_name: The graph to open. If several graphs belong together, any one of them.
+        task: The task of the model; inferred from `config.json` when `None`.
+        variant: Suffix of the graph names, as in transformers.js: `quantized`, `q4`, `fp16`, ...
 
     Raises:
-        ArtifactNotFoundError: No such graph.
-        IntegrityError: It cannot be read, or does not fit its config.
-        BackendUnavailableError: What reads it is not installed.
+        ArtifactNotFoundError: There is no such graph.
+        IntegrityError: The graph cannot be read, or does not match its config.
+        BackendUnavailableError: The library that reads the graph is not installed.
     """
     graphs = folder / subfolder
-    reader = _reader(_files(graphs), file_name)
+    reader = _reader(_names_within(graphs), file_name)
     if reader is None:
         raise ArtifactNotFoundError(f"No backend here reads the graphs of {graphs}.", fix="run `accel doctor`.")
     name = fitting_task(task, read_config(folder)) if task else None
@@ -74,23 +77,29 @@ def adopt(
     return artifact
 
 
-def adopt_weights(location: Location, *, task: str, config: ExportConfig, hub: HubOptions) -> Artifact:
-    """The PyTorch weights of a transformers or adapter folder as an artifact that PyTorch runs; nothing is written.
+def weights_of(resolved: Resolved, config: ExportConfig | None = None) -> Artifact:
+    """Return an artifact for the PyTorch weights of a transformers or adapter folder. PyTorch runs it; nothing is
+    written.
 
     Raises:
-        BackendUnavailableError: No backend here runs PyTorch models.
+        BackendUnavailableError: No installed backend runs PyTorch models.
     """
-    spec = registry.owner("export", WEIGHTS)
+    spec = plan_stage("export", WEIGHTS).backend
     backend = registry.load(spec)
     if not isinstance(backend, WeightsBackend):
         raise PluginError(f"The backend {spec.name!r} declares the format {WEIGHTS!r} and has no method `adopt`.")
-    artifact = backend.adopt(location.folder, task=task, config=config, trust_remote_code=hub.trust_remote_code)
+    location, trust = resolved.location, resolved.hub.trust_remote_code
+    artifact = backend.adopt(
+        location.folder, task=resolved.task, config=config or ExportConfig(), trust_remote_code=trust
+    )
     source = Origin(id=location.id, revision=location.revision)
     return replace(artifact, manifest=replace(artifact.manifest, source=source))
 
 
 def with_config(location: Location) -> tuple[Path, str]:
-    """The folder with the model's config, and the subfolder of it that was named: `onnx` or `openvino`."""
+    """Return the folder with the model's config, and the subfolder with its graphs (`onnx` or `openvino`; empty if it
+    is the same folder).
+    """
     folder = location.folder
     for above in (location.root, folder.parent):
         has_config = above is not None and (above / "config.json").is_file()
@@ -99,11 +108,11 @@ def with_config(location: Location) -> tuple[Path, str]:
     return folder, ""
 
 
+def _names_within(folder: Path) -> list[str]:
+    """Return all names in the folder and its direct subfolders. A folder named `model.onnx` is listed, so that reading it is refused."""
+    return [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*"))]
+
+
 def _reader(files: Sequence[str], file_name: str | None) -> FolderReader | None:
     named = registry.folder_reader([PurePosixPath(file_name).name]) if file_name is not None else None
     return named or registry.folder_reader(files) or registry.first_folder_reader()
-
-
-def _files(folder: Path) -> list[str]:
-    """Names of the files of a folder and of its subfolders, relative to it."""
-    return [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*"))]

@@ -1,4 +1,6 @@
-"""`accel.export`: model to artifact, checked against PyTorch before the folder appears; and the exports that are kept."""
+"""`accel.export`: export a model to an artifact, and compare it with PyTorch before the folder appears. Also cached
+exports.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,10 @@ from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Ar
 from ..artifact.resolved_model import Resolved
 from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
-from ..backends.plan import Plan
-from ..config import ExportConfig, checked_arguments
+from ..backends.plan import Plan, RunSettings, make_plan
+from ..backends.sessions import open_plan
+from ..backends.stage_plan import StagePlan, plan_stage
+from ..config import ExportConfig, check_names, checked_arguments
 from ..errors import (
     ConfigError,
     ExportError,
@@ -31,13 +35,11 @@ from ..errors import (
     SessionError,
     TaskError,
     ValidationError,
-    did_you_mean,
 )
-from ..interfaces.protocols import Exporter, OpenRequest
-from ..interfaces.specs import BackendSpec, DeviceSpec
+from ..interfaces.protocols import Exporter
 from ..interfaces.task_registry import is_adapter, task_spec
-from .adoption import adopt_weights
-from .graph_comparison import check_rows, compare, compare_whole, merged
+from .adoption import weights_of
+from .graph_comparison import compare_with_model
 from .resolution import resolve
 
 if TYPE_CHECKING:
@@ -66,34 +68,37 @@ def export(
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> Artifact:
-    """Export a model, compare it with PyTorch on five shapes, and only then make the folder appear.
+    """Export a model and compare the graph with PyTorch on five shapes. The output folder appears only if the
+    comparison passes.
 
-    Takes 4 to 20 s for encoders. Memory peaks 0.7 GB above the weights where these are mapped from safetensors of the same dtype, and below
-    twice the weights plus 1 GiB where the model has them in memory of its own.
+    Takes 4 to 20 s for encoders. Peak memory is 0.7 GB above the weights if they are memory-mapped from safetensors of
+    the same dtype, and less than twice the weights plus 1 GiB if the model holds them in memory.
 
     Args:
         model: Hub id, transformers folder, PEFT adapter folder, or a module in memory.
-        out: Folder to make; must not exist or be empty.
-        task: The name of a task, or another word for it; inferred from the config when `None`.
-        backend: Who exports; the owner of `format` when `None`. A backend with one format of its own decides it.
+        out: The output folder; must be missing or empty.
+        task: The name of a task or a synonym; inferred from the config when `None`.
+        backend: The backend that exports. When `None`, the backend that owns `format`. A named backend may have its own
+            format.
         format: `onnx` (default) or another backend's format.
-        config: How; its fields may also be given as keyword arguments (`dtype="float16"`).
-        sample: Inputs to trace with instead of our own; batch 1 or a mask without padding is repaired.
-        axes: Names of the axes of `sample` that may vary.
-        processor: Tokenizer or processor to save beside a module in memory.
+        config: Settings; its fields may also be passed as keyword arguments (`dtype="float16"`).
+        sample: Example inputs to trace with, instead of generated inputs. A batch of one row, or a mask without
+            padding, is extended.
+        axes: Names of the dynamic axes of `sample`, by input name and axis index.
+        processor: Tokenizer or processor to save next to a module in memory.
         revision, token, cache_dir, subfolder, local_files_only, trust_remote_code: As in transformers.
         **settings: Fields of `ExportConfig`.
 
     Raises:
         TaskError: The task is unknown or does not fit the model.
-        ExportError: The model cannot be captured.
-        ValidationError: The graph differs from the PyTorch model by more than the tolerance, or a row of a batch from the same row
-            alone.
-        OutputFolderError: `out` is the input or not empty.
-        BackendUnavailableError: The exporter's requirements are missing.
+        ExportError: The model cannot be traced or converted.
+        ValidationError: The graph differs from the PyTorch model by more than the tolerance, or a row of a batch differs from the
+            same row alone.
+        OutputFolderError: `out` is the input or is not empty.
+        BackendUnavailableError: A package that the exporter requires is not installed.
     """
-    config = _settings(config, settings)
-    spec = _exporter_spec(format, backend)
+    config = ExportConfig.merged(config, settings)
+    plan = plan_stage("export", format, backend)
     hub = HubOptions(
         revision=revision,
         token=token,
@@ -106,24 +111,8 @@ def export(
     resolved = resolve(model, task=task, hub=hub, weights=True, export=True)
     with capture.modes_kept(model):
         return export_resolved(
-            resolved, target, spec=spec, config=config, sample=sample, axes=axes, processor=processor
+            resolved, target, plan=plan, config=config, sample=sample, axes=axes, processor=processor
         )
-
-
-def _settings(config: ExportConfig | None, settings: Mapping[str, Any]) -> ExportConfig:
-    if not settings:
-        return config or ExportConfig()
-    return ExportConfig.from_dict({**(config.to_dict() if config else {}), **settings})
-
-
-def _exporter_spec(format: str, backend: str | None) -> BackendSpec:
-    """Who exports: a backend that is named decides the format unless it can make the one asked for."""
-    if backend is not None:
-        spec = registry.describe(backend)
-        if spec.capability("export", produces=format) is None:
-            made = [c.produces for c in spec.capabilities if c.stage == "export" and c.produces]
-            format = made[0] if made else format
-    return registry.owner("export", format, backend)
 
 
 @capture.one_thread_at_a_time()
@@ -131,38 +120,33 @@ def export_resolved(
     resolved: Resolved,
     out: Path,
     *,
-    spec: BackendSpec,
+    plan: StagePlan,
     config: ExportConfig,
     sample: Mapping[str, torch.Tensor] | None = None,
     axes: Mapping[str, Mapping[int, str]] | None = None,
     processor: Any = None,
 ) -> Artifact:
-    """Export a model that is already on this machine; see `export`, also for the shapes of `sample`."""
+    """Export a resolved model, which is already on this machine. The arguments are those of `export`."""
     started = time.perf_counter()
-    capability = spec.capability("export", task=resolved.task)
-    if capability is not None and not capability.does(resolved.task):
+    name, capability = plan.backend.name, plan.capability
+    if not capability.does(resolved.task):
         raise TaskError(
-            f"Backend {spec.name!r} does not export models for {resolved.task}.",
+            f"Backend {name!r} does not export models for {resolved.task}.",
             fix="export it with another backend=... (--backend), or leave that out.",
         )
-    if capability is not None and config.dtype not in capability.dtypes:
+    if config.dtype not in capability.dtypes:
         raise ConfigError(
-            f"Backend {spec.name!r} does not export {config.dtype}.", fix=f"use dtype={' or '.join(capability.dtypes)}."
+            f"Backend {name!r} does not export {config.dtype}.", fix=f"use dtype={' or '.join(capability.dtypes)}."
         )
-    known = capability.options if capability is not None else ()
-    for name in config.options:
-        if name not in known:
-            raise ConfigError(
-                f"The exporter of backend {spec.name!r} has no option {name!r}.{did_you_mean(name, known)}",
-                fix=f"use {', '.join(known)}." if known else "leave options=... (--option) out.",
-            )
-    exporter: Exporter = registry.worker(spec, "export")
+    check_names(f"The exporter of backend {name!r}", "option", config.options, capability.options)
+    exporter: Exporter = plan.worker()
     progress.report("loading the model", 0, 4)
     source = load_source(resolved, config, sample=sample, axes=axes)
     try:
-        artifact = _export_source(source, out, spec, exporter, config, processor, started, resolved.hub)
+        artifact = _export_source(source, out, name, exporter, config, processor, started, resolved.hub)
     except (ExportError, ValidationError) as error:
-        # The model computes at any image size, and its trace does not; or what padded sounds attend to differs.
+        # Tracing may fail for other image sizes, and the traced attention may differ for padded audio. Retry with fixed
+        # image sizes or plain attention.
         fixed = source.with_fixed_images() if sample is None else None
         plain = source.with_plain_attention() if isinstance(error, ValidationError) else None
         other = fixed or plain
@@ -170,7 +154,7 @@ def export_resolved(
             raise
         how = "for images of one size" if fixed is not None else "with its plain attention"
         logger.info("exporting %s again %s: %s", source.origin.id, how, error.message)
-        artifact = _export_source(other, out, spec, exporter, config, processor, started, resolved.hub)
+        artifact = _export_source(other, out, name, exporter, config, processor, started, resolved.hub)
     progress.report("exported", 4, 4)
     seconds = artifact.manifest.steps[-1].seconds
     logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)
@@ -180,35 +164,36 @@ def export_resolved(
 def _export_source(
     source: capture.Source,
     out: Path,
-    spec: BackendSpec,
+    backend: str,
     exporter: Exporter,
     config: ExportConfig,
     processor: Any,
     started: float,
     hub: HubOptions,
 ) -> Artifact:
-    """Write and check one artifact of a source; nothing stays behind where that fails."""
+    """Write an artifact of a source model and check it. The folder is removed after an error."""
     with staging(out, needs=source.nbytes) as folder:
-        # Configs and tokenizers first: the exporter may want to read them, and never overwrites its own files.
+        # Copy configs and tokenizers first, because the exporter may read them.
         if source.folder is not None:
             copy_companions(source.folder, folder)
         _write_configs(source, folder)
         if source.folder is not None and is_adapter(source.folder):
-            # Its own tokenizer comes first, where it has one.
+            # The adapter's own tokenizer was copied first, and existing files are not overwritten.
             copy_companions(capture.base_of_adapter(source.folder, hub).folder, folder)
         if processor is not None:
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
         cases = capture.cases_by_part(source)
+        _check_outputs(source, cases)
         changed = capture.padding_difference(source) if not task_spec(source.task).generates else None
-        # From here on the model's weights are read once, as they are written.
+        # Release the memory of the weights: after this line they are read only once, when they are written.
         capture.release_pages(source.weights)
         progress.report("tracing and converting", 2, 4)
         artifact = _bounded(exporter.export(source, task=source.task, config=config, out=folder), source)
         artifact = replace(artifact, manifest=replace(artifact.manifest, quantization=source.quantization))
         progress.report("checking against PyTorch", 3, 4)
         try:
-            validation = _check(artifact, spec, cases, config, hub, source.model)
+            validation = _check(artifact, backend, cases, config, hub, source.model)
         except ValidationError as error:
             if artifact.format == "onnx":
                 raise
@@ -223,12 +208,26 @@ def _export_source(
     return Artifact(out, artifact.manifest)
 
 
+def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
+    """Raise if the outputs of the model do not match its task, because its class does not belong to the task."""
+    expected = next(iter(cases.values()))[0].expected
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    if len(cases) == 1 and (difference := task_spec(source.task).difference(shapes)):
+        raise TaskError(
+            f"{source.architecture} {difference}.",
+            fix="pass the task=... that the model is for. A task of your own declares the outputs of its models, with their axes, in "
+            "TaskSpec.outputs.",
+        )
+
+
 def _bounded(artifact: Artifact, source: capture.Source) -> Artifact:
-    """With the bounds of ids, and the tokens that rows must hold, in the specs of all graphs; exporters need not know them."""
+    """Return the artifact with bounds of token ids and required tokens in the input specs of all graphs. Exporters need
+    not set them.
+    """
     components = []
     for component in artifact.components:
         bounds = source.bounds(stateful=component.stateful)
-        # A mask of floats is added to what attention computes.
+        # A float mask is added to the attention scores, so any value is valid.
         inputs = tuple(
             replace(
                 spec,
@@ -242,7 +241,9 @@ def _bounded(artifact: Artifact, source: capture.Source) -> Artifact:
 
 
 def _write_configs(source: capture.Source, folder: Path) -> None:
-    """The configs of a model that comes from memory, or of an adapter's base, whose folder is another. A folder's own are copied."""
+    """Write the configs of a model in memory, or of an adapter's base model. The configs of a folder were copied
+    before.
+    """
     if (folder / "config.json").exists():
         return
     inner = getattr(source.model, "model", None)
@@ -260,65 +261,60 @@ def load_source(
     sample: Mapping[str, torch.Tensor] | None = None,
     axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> capture.Source:
-    """The PyTorch model, loaded, and what it is traced with; see `export` for the shapes of `sample`."""
+    """Load the PyTorch model and its sample inputs. The arguments are those of `export`."""
     model = resolved.module if resolved.module is not None else resolved.location
     return capture.load_source(model, task=resolved.task, config=config, hub=resolved.hub, sample=sample, axes=axes)
 
 
 def _check(
     artifact: Artifact,
-    spec: BackendSpec,
+    backend: str,
     cases: Mapping[str, list[capture.Case]],
     config: ExportConfig,
     hub: HubOptions,
     model: torch.nn.Module,
 ) -> dict[str, Any]:
-    """Run every graph of the new artifact on its reference cases, as the model answered them.
+    """Run every graph of the new artifact on its reference cases, and compare the results with the outputs of the
+    PyTorch model.
 
     Raises:
-        ValidationError: A case differs by more than the tolerance, or a row of a batch from the same row alone.
+        ValidationError: A case differs by more than the tolerance, or a row of a batch differs from the same row run
+            alone.
     """
-    probe = registry.probe(spec)
-    made_for = DeviceSpec.parse(artifact.manifest.run.device).type if artifact.manifest.run is not None else "cpu"
-    device = next(
-        (d for d in probe.devices if d.type == made_for), probe.devices[0] if probe.devices else DeviceSpec("cpu")
-    )
-    request = OpenRequest(device=device, trust_remote_code=hub.trust_remote_code, few_calls=True)
-    word = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
-    sessions = registry.load(spec).open(artifact, request)
+    devices = registry.probe(registry.describe(backend)).devices
+    on_host = artifact.manifest.run is None and any(device.type == "cpu" for device in devices)
+    settings = RunSettings(backend=backend, device="cpu" if on_host else None)
+    dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     try:
-        if len(sessions) == 1 and not any(component.stateful for component in artifact.components):
-            (name,) = sessions
-            found = compare_whole(sessions[name], cases[name], config.atol, word, model)
-        else:
-            found = merged({name: compare(sessions[name], cases[name], config.atol, word) for name in sessions})
-        return check_rows(sessions, cases, found, config.atol, word, model)
+        opened = open_plan(make_plan(Resolved.of_artifact(artifact, hub), settings), few_calls=True)
+        try:
+            return compare_with_model(opened.sessions, cases, config.atol, dtype, model)
+        finally:
+            opened.close()
     except SessionError as error:
         raise ExportError(
-            f"The new graph of {artifact.manifest.architecture} does not run on backend {spec.name!r}: {error.message}",
+            f"The new graph of {artifact.manifest.architecture} does not run on backend {backend!r}: {error.message}",
             fix="export it with another backend=..., or run it with backend='pytorch'.",
         ) from error
-    finally:
-        for opened in sessions.values():
-            opened.close()
 
 
 def with_artifact(plan: Plan) -> Plan:
-    """The plan with its artifact: the artifact itself, the weights where PyTorch was named, or an export, which is kept.
+    """Return the plan with its artifact: the model itself, its PyTorch weights if the PyTorch backend was named, or a
+    cached export.
 
     Raises:
-        BackendUnavailableError: Nothing here runs the export; the message is the table of everything considered.
+        BackendUnavailableError: No backend can run the export. The message contains the table of all backends.
     """
     if plan.artifact is not None:
         return plan
     plan.check()
     if plan.exporter is None:
         return plan.with_artifact(weights_of(plan.model, plan.config))
-    return plan.with_artifact(cached_export(plan.model, spec=plan.exporter, config=plan.config))
+    return plan.with_artifact(cached_export(plan.model, plan.exporter, config=plan.config))
 
 
 def folder_identity(artifact: Artifact) -> tuple[int, int] | None:
-    """Which folder it is, of those that have had its name; `None` where there is none."""
+    """Return the device number and inode of an artifact's folder; `None` if the folder does not exist."""
     try:
         status = artifact.path.stat()
     except OSError:
@@ -327,21 +323,20 @@ def folder_identity(artifact: Artifact) -> tuple[int, int] | None:
 
 
 def was_removed(artifact: Artifact, before: tuple[int, int] | None) -> bool:
-    """Whether a kept export went away (`accel cache clear` in another process) since its folder was the one `before`."""
+    """Return whether the folder of a cached export was removed or replaced, for example by `accel cache clear` in
+    another process.
+
+    `before` is the earlier result of `folder_identity`.
+    """
     there = before is not None and folder_identity(artifact) == before
     return not there and artifact.path.parent == accel_home() / "exports"
 
 
-def weights_of(resolved: Resolved, config: ExportConfig | None = None) -> Artifact:
-    """The PyTorch weights of a model as an artifact that PyTorch runs; nothing is written."""
-    return adopt_weights(resolved.location, task=resolved.task, config=config or ExportConfig(), hub=resolved.hub)
-
-
 def source_digest(resolved: Resolved) -> str:
-    """Identifies all that a model is made of: its folder, the base of an adapter, and code in another repository.
+    """Return a digest of a model's files: its folder, the base model of an adapter, and code in other repositories.
 
     Raises:
-        ArtifactNotFoundError: The base of an adapter is not to be found.
+        ArtifactNotFoundError: The base model of an adapter does not exist.
     """
     folders = [resolved.location.folder]
     if is_adapter(folders[0]):
@@ -352,15 +347,15 @@ def source_digest(resolved: Resolved) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest() if len(parts) > 1 else parts[0]
 
 
-def cached_export(resolved: Resolved, *, spec: BackendSpec, config: ExportConfig) -> Artifact:
-    """Export into `ACCEL_HOME`, or find the export made there before from the same files, settings and versions."""
+def cached_export(resolved: Resolved, plan: StagePlan, *, config: ExportConfig) -> Artifact:
+    """Export a model into `ACCEL_HOME`, or load a cached export with the same files, settings and package versions."""
     location = resolved.location
     key = {
         "source": source_digest(resolved),
         "task": resolved.task,
-        "exporter": spec.name,
+        "exporter": plan.backend.name,
         "config": config.to_dict(),
-        "versions": tool_versions("torch", "transformers", "onnxscript", "peft", "timm", *spec.requires),
+        "versions": tool_versions("torch", "transformers", "onnxscript", "peft", "timm", *plan.backend.requires),
         "schema": SCHEMA_VERSION,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
@@ -372,13 +367,13 @@ def cached_export(resolved: Resolved, *, spec: BackendSpec, config: ExportConfig
             return Artifact.load(folder)
         except (IntegrityError, SchemaError) as error:
             logger.warning("%s Exporting it again.", error.message)
-    # Damaged, or left over from a removal that was interrupted.
+    # The folder is damaged, or was left by an interrupted removal.
     discard(folder)
     try:
-        artifact = export_resolved(resolved, folder, spec=spec, config=config)
+        artifact = export_resolved(resolved, folder, plan=plan, config=config)
     except OutputFolderError as error:
         if (folder / MANIFEST).is_file():
-            # Another process exported the same model at the same time and was first.
+            # Another process exported the same model at the same time.
             return Artifact.load(folder)
         raise OutputFolderError(
             f"The export of {location.id} cannot be kept: {error.message}",

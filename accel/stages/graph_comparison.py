@@ -1,4 +1,4 @@
-"""How far an artifact is from what it was made from: graphs run on reference cases, and compared within a tolerance."""
+"""Compare the outputs of graphs with those of their source on reference cases, within a tolerance."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEPENDS_ON_ROWS = "depends on the other rows"
-"""In the message of an export that is refused because an answer changes with the other rows of the batch."""
+"""Text in the error for an exported model whose outputs for a row depend on the other rows of the batch."""
 _KEPT = "logits_to_keep"
-_OF_ITS_OWN = 3.0  # sums in another order may be off by as much as PyTorch's, and both to either side
+_OF_ITS_OWN = 3.0  # a different order of summation may cause errors as large as PyTorch's, in either direction
 _LARGER = 1.01
-_MOST_ROUNDING = 1e-2  # however much a model makes of little, more is not taken for rounding
+_MOST_ROUNDING = 1e-2  # larger differences are never accepted as rounding
 
 
 def warn_of_size(parent: Artifact, made: Artifact, fix: str) -> None:
-    """Warn where a stage's result has more bytes than its input, by more than 1 %.
+    """Warn if the result of a stage is over 1 % larger than its input.
 
-    A rewritten graph may have a few more nodes than its parent, next to the same weights.
+    A rewritten graph may have a few more nodes than its input, with the same weights.
     """
     if made.bytes > _LARGER * parent.bytes:
         logger.warning(
@@ -37,73 +37,71 @@ def warn_of_size(parent: Artifact, made: Artifact, fix: str) -> None:
 
 
 def accepted_rounding(own: float) -> float:
-    """What is accepted of a graph in float32, for each 1 of an output's scale, where PyTorch's own float32 is so far from float64."""
+    """Return the accepted difference of a float32 graph, relative to an output's scale. `own` is the rounding error of
+    PyTorch itself.
+    """
     return min(_OF_ITS_OWN * own, _MOST_ROUNDING)
 
 
 def recorded_rounding(artifact: Artifact) -> float:
-    """What is accepted by what an artifact's export measured; 0 where it did not need to."""
+    """Return the accepted relative difference from the rounding error that the export recorded; 0 if none was recorded."""
     return accepted_rounding(
         max((float(step.validation.get(OWN_ROUNDING, 0)) for step in artifact.manifest.steps), default=0.0)
     )
 
 
-def compare_whole(
-    session: Session, cases: list[capture.Case], atol: float | None, dtype: str, model: torch.nn.Module
-) -> dict[str, Any]:
-    """`compare` of a graph that is all of a model. Where it is above the tolerance in float32, PyTorch's own rounding is measured and
-    recorded, and up to three times of that is accepted.
-
-    Raises:
-        ValidationError: An output is above that, too.
-    """
-    try:
-        return compare(session, cases, atol, dtype)
-    except ValidationError:
-        own = capture.own_rounding(model, cases) if dtype == "float32" and atol is None else 0.0
-        if not own:
-            raise
-        found = compare(session, cases, atol, dtype, rounding=accepted_rounding(own))
-    logger.info(
-        "float32 is %.2g off from float64 in PyTorch, and the graph %.2g from it", own, found["max_abs_difference"]
-    )
-    return {**found, OWN_ROUNDING: own}
-
-
-def check_rows(
+def compare_with_model(
     sessions: Mapping[str, Session],
     cases: Mapping[str, list[capture.Case]],
-    found: Mapping[str, Any],
     atol: float | None,
     dtype: str,
     model: torch.nn.Module,
 ) -> dict[str, Any]:
-    """What was found of an artifact's graphs, with the largest difference between rows of a batch and the same rows alone.
+    """Compare every graph of an artifact with its PyTorch model, and rows of a batch with the same rows run alone.
 
-    As in `compare_whole`, PyTorch's own rounding is measured only where it is needed.
+    If a float32 graph exceeds the tolerance, the rounding error of PyTorch itself is measured and recorded, and
+    differences up to three times this error are accepted.
+
+    Args:
+        sessions: The sessions of the graphs, by component.
+        cases: Reference cases by component, with the expected outputs of the model.
+        atol: Accepted absolute difference of every output; chosen by dtype and the output's scale when `None`.
+        dtype: Data type used for computation.
+        model: The PyTorch model.
+
+    Returns:
+        The record of the comparison for the manifest.
 
     Raises:
-        ValidationError: A row alone differs from the row in the batch by more than the tolerance.
+        ValidationError: An output differs by more than the tolerance, or a row of a batch differs from the same row run
+            alone.
     """
     config: Any = getattr(model, "config", None)
 
-    def largest(own: float) -> float:
+    def compared(own: float) -> dict[str, Any]:
         rounding = accepted_rounding(own)
-        return max(
+        found = merged(
+            {name: compare(session, cases[name], atol, dtype, rounding=rounding) for name, session in sessions.items()}
+        )
+        rows = (
             compare_rows(session, cases[name], config, atol, dtype, rounding=rounding)
             for name, session in sessions.items()
         )
+        return {**found, ROW_DIFFERENCE: max(rows)}
 
-    own = float(found.get(OWN_ROUNDING, 0.0))
     try:
-        return {**found, ROW_DIFFERENCE: largest(own)}
+        return compared(0.0)
     except ValidationError:
-        whole = len(sessions) == 1 and not any(case.stateful for some in cases.values() for case in some)
-        measured = whole and not own and dtype == "float32" and atol is None
-        own = capture.own_rounding(model, [case for some in cases.values() for case in some]) if measured else 0.0
+        every = [case for some in cases.values() for case in some]
+        measurable = len(sessions) == 1 and dtype == "float32" and atol is None
+        own = capture.own_rounding(model, every) if measurable and not any(case.stateful for case in every) else 0.0
         if not own:
             raise
-        return {**found, ROW_DIFFERENCE: largest(own), OWN_ROUNDING: own}
+        result = compared(own)
+    logger.info(
+        "float32 is %.2g off from float64 in PyTorch, and the graph %.2g from it", own, result["max_abs_difference"]
+    )
+    return {**result, OWN_ROUNDING: own}
 
 
 def compare_rows(
@@ -115,23 +113,24 @@ def compare_rows(
     *,
     rounding: float = 0.0,
 ) -> float:
-    """Compare rows of a batch with the same rows alone: the answer to a row must not depend on the other rows.
+    """Compare rows of a batch with the same rows run alone. The outputs for a row must not depend on the other rows.
 
-    The rows are those of the largest batch among the cases, with special tokens put in. A state is followed to its end.
+    The rows come from the largest batch among the cases, with special tokens inserted. For a graph with a state, all
+    calls are compared.
 
     Args:
-        session: What runs the graph.
-        cases: Reference cases of the graph; what is expected of them is not read.
-        config: The transformers config, which names the special tokens.
-        atol: See `differences`.
-        dtype: See `differences`.
-        rounding: See `differences`.
+        session: The session of the graph.
+        cases: Reference cases of the graph; their expected outputs are not used.
+        config: The transformers config, for the ids of special tokens.
+        atol: Accepted absolute difference of every output; chosen by dtype and the output's scale when `None`.
+        dtype: Data type used for computation.
+        rounding: Smallest accepted difference relative to an output's scale, used when `atol` is `None`.
 
     Returns:
-        The largest difference; 0 for a graph without a batch.
+        The largest difference; 0 for a graph without a batch axis.
 
     Raises:
-        ValidationError: A row alone differs from the row in the batch by more than the tolerance.
+        ValidationError: A row run alone differs from the same row of the batch by more than the tolerance.
     """
     axes = {spec.name: spec.shape.index("batch") for spec in session.inputs if "batch" in spec.shape}
     names = {spec.name for spec in session.inputs if spec.pair is None}
@@ -172,8 +171,9 @@ def compare_rows(
 def _stacked(
     alone: Sequence[Mapping[str, torch.Tensor]], together: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Outputs of rows alone as a batch would have them. An output whose size depends on the data, or on the number of texts for an
-    image, cannot be compared and is left out.
+    """Combine outputs of single rows into a batch.
+
+    Outputs whose size depends on the data, or on the number of texts per image, cannot be compared and are left out.
     """
     import torch
 
@@ -181,7 +181,7 @@ def _stacked(
     for name, value in together.items():
         rows = [row[name] for row in alone]
         if rows[0].shape == value.shape:
-            found[name] = rows[0]  # without an axis of rows: the texts beside images
+            found[name] = rows[0]  # no batch axis, such as text outputs of an image-text model
             continue
         for axis in range(value.ndim):
             shapes = {
@@ -196,7 +196,7 @@ def _stacked(
 
 
 def _accepted(scale: float, atol: float | None, dtype: str, rounding: float) -> float:
-    """The accepted absolute difference of an output of a scale."""
+    """Return the accepted absolute difference of an output with the given scale."""
     return max(capture.tolerance(atol, dtype, scale), rounding * max(1.0, scale) if atol is None else 0.0)
 
 
@@ -208,7 +208,7 @@ def _dependent(what: str) -> ValidationError:
 
 
 def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The comparisons of several graphs as one: the worst of them, and each under `components`."""
+    """Merge the comparisons of several graphs: the fields of the worst one, and all of them under `components`."""
     if len(found) == 1:
         return next(iter(found.values()))
     worst = max(found.values(), key=lambda one: _share(one["max_abs_difference"], one["tolerance"]))
@@ -216,26 +216,26 @@ def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _share(difference: float, tolerance: float) -> float:
-    """How much of what is accepted a difference takes, 1 for all of it."""
+    """Return a difference relative to its tolerance."""
     return difference / tolerance if tolerance else float("inf") if difference else 0.0
 
 
 def compare(
     session: Session, cases: list[capture.Case], atol: float | None, dtype: str, *, rounding: float = 0.0
 ) -> dict[str, Any]:
-    """How far the outputs are from the expected ones over all cases, as the manifest records it; see `differences`.
+    """Compare a graph's outputs with the expected outputs over all cases. Return the record for the manifest.
 
     Raises:
-        ValidationError: An output is above its tolerance.
+        ValidationError: The difference of an output exceeds its tolerance.
     """
     found = differences(session, cases, atol, dtype, rounding=rounding)
     if not found["max_abs_difference"] <= found["tolerance"]:
-        numbers = found["output"] in {spec.name for spec in session.outputs if spec.dtype.startswith(("int", "uint"))}
+        integers = found["output"] in {spec.name for spec in session.outputs if spec.dtype.startswith(("int", "uint"))}
         raise ValidationError(
             f"The result differs from the original by {found['max_abs_difference']:.3g} in {found['output']!r} at "
             f"{found['worst']}; accepted is {found['tolerance']:.3g}.",
             fix="keep float32: these are numbers of what the model chose, which are right or wrong, and rounding decides."
-            if numbers and dtype != "float32"
+            if integers and dtype != "float32"
             else "pass a larger atol=... if this precision is enough; otherwise the result is wrong: report it.",
         )
     return found
@@ -244,10 +244,10 @@ def compare(
 def _without_padding(
     values: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], feeds: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Outputs with a row a token `(batch, sequence, ...)` as the rows of the tokens that are no padding.
+    """Return the outputs without padding tokens. Only outputs of shape `(batch, sequence, ...)` are changed.
 
-    Nobody reads the others, and they are not defined: where a window slides over padding alone, nothing is left to attend
-    to, and PyTorch's attention answers zeros, OpenVINO's the mean of all values.
+    Outputs at padding tokens are undefined. If a sliding window contains only padding, PyTorch's attention returns
+    zeros there, and OpenVINO's attention returns the mean of all values.
     """
     mask = feeds.get("attention_mask")
     if mask is None or mask.ndim != 2:
@@ -260,7 +260,7 @@ def _without_padding(
 
 
 def _check_outputs(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Check that there is something to compare with: as many outputs, of the same shapes.
+    """Check that all expected outputs exist and have the expected shapes.
 
     Raises:
         ValidationError: An output is missing, or has another shape.
@@ -283,20 +283,20 @@ def _check_outputs(found: Mapping[str, torch.Tensor], expected: Mapping[str, tor
 def differences(
     session: Session, cases: list[capture.Case], atol: float | None, dtype: str, *, rounding: float = 0.0
 ) -> dict[str, Any]:
-    """What `compare` records, without a verdict: of the output that is furthest from what is accepted of it, the largest
-    difference, where it was, and the tolerance.
+    """Return the record of `compare` without raising: the largest difference relative to its tolerance, with the output
+    and the case.
 
-    Each output has a tolerance of its own: logits in hundreds say nothing of boxes or embeddings beside them.
+    Each output has its own tolerance, so large logits do not hide errors of bounding boxes or embeddings.
 
     Args:
-        session: What ran the graph.
-        cases: Inputs, and what is expected of them.
-        atol: Accepted absolute difference of every output; by dtype and the output's scale when `None`.
-        dtype: What the graph computes in.
-        rounding: What is accepted at least for each 1 of an output's scale, where there is no `atol`.
+        session: The session of the graph.
+        cases: Inputs and expected outputs.
+        atol: Accepted absolute difference of every output; chosen by dtype and the output's scale when `None`.
+        dtype: Data type used for computation.
+        rounding: Smallest accepted difference relative to an output's scale, used when `atol` is `None`.
 
     Raises:
-        ValidationError: An output is missing, or has another shape than expected.
+        ValidationError: An output is missing, or does not have the expected shape.
     """
     wanted = {spec.name for spec in session.inputs if spec.pair is None}
     worst: dict[str, float] = {}
@@ -306,14 +306,14 @@ def differences(
     for first in progress.track(cases, "checking"):
         mask = first.feeds.get("attention_mask")
         if first.stateful and "attention_mask" not in wanted and mask is not None and not mask.all():
-            # A decoder of another tool's that takes no padded prompts, and refuses them.
+            # Skip padded prompts: some decoders of other tools have no attention mask.
             continue
         state = session.new_state(first.sizes["batch"]) if first.stateful else None
         case: capture.Case | None = first
         while case is not None:
             found = session.run({n: t for n, t in case.feeds.items() if n in wanted}, state=state)
             if _KEPT in case.feeds and _KEPT not in wanted:
-                # Graphs of other tools return the logits of all new tokens.
+                # Graphs of other tools return logits for all new tokens, so select the compared tokens.
                 found = {name: tensor.index_select(1, case.feeds[_KEPT]) for name, tensor in found.items()}
             if case.skip:
                 found = {name: tensor[:, case.skip :] for name, tensor in found.items()}

@@ -1,4 +1,4 @@
-"""Folders of other libraries: models that transformers does not have, and parts of models that accel does not read."""
+"""Errors for folders of unsupported libraries, and for parts of models that accel does not read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LIBRARIES: Mapping[str, tuple[str, str]] = {
     "*.gguf": ("llama.cpp", "use the repository that the GGUF file was made from."),
     "*.nemo": ("NeMo", f"export its graph with NeMo (`model.export(...)`); {_CUSTOM}."),
 }
-"""Files by which a library's folders are told, each with its library and what to do."""
+"""File name patterns that identify the folders of a library, with the library's name and a remedy."""
 _SETFIT, _HEAD = "config_setfit.json", "model_head.pkl"
 
 
 def no_model(folder: Path) -> ArtifactNotFoundError:
-    """The error for a folder without graphs and without the config of a transformers model."""
+    """Return the error for a folder without graphs and without a transformers config."""
     for pattern, (library, fix) in _LIBRARIES.items():
         if name := next((path.name for path in sorted(folder.glob(pattern)) if path.is_file()), None):
             return ArtifactNotFoundError(
@@ -44,14 +44,14 @@ def no_model(folder: Path) -> ArtifactNotFoundError:
 
 
 def check_heads(folder: Path, task: str | None) -> None:
-    """Refuse a classifier of SetFit for what its head answers; its embedder runs.
+    """Raise for a SetFit classifier if the task needs its head, which is a pickle. Its embedding model can be used.
 
     Args:
         folder: The model's folder.
-        task: The task that was asked for; the folder's own when `None`.
+        task: The requested task; when `None`, the classification task of the folder.
 
     Raises:
-        TaskError: The answer needs the head, which is a pickle.
+        TaskError: The task needs the head.
     """
     if not (folder / _SETFIT).is_file() or not (folder / _HEAD).is_file():
         return

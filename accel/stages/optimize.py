@@ -1,4 +1,4 @@
-"""`accel.optimize`: a graph rewritten into a faster one, compared with its parent before the folder appears."""
+"""`accel.optimize`: rewrite a graph into a faster graph, and compare both before the folder appears."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .. import capture, progress
 from ..artifact.manifest import Artifact, Component
 from ..artifact.tensors import TensorSpec
 from ..artifact.writing import check_output, staging
-from ..backends import registry
 from ..backends.plan import make_plan
 from ..backends.sessions import open_plan
+from ..backends.stage_plan import plan_stage
 from ..config import OptimizeConfig, checked_arguments
 from ..data.batches import calibration_batches
 from ..errors import ValidationError
@@ -39,32 +39,32 @@ def optimize(
     config: OptimizeConfig | None = None,
     **settings: Any,
 ) -> Artifact:
-    """Rewrite a graph into a faster one and compare it with its parent.
+    """Rewrite a graph into a faster graph, and compare it with the original graph.
 
     Args:
         artifact: The artifact or its folder.
-        out: Folder to make.
-        calibration: Rows on which half precision is tried out: what leaves its range stays float32. A `datasets.Dataset`, a
-            list of dictionaries, a CSV, JSON or Parquet file, the name of a data set on the Hub, or batches (dictionaries of
-            tensors, text as `(batch, sequence)`). Random inputs when `None`.
-        calibration_split: Its split.
-        columns: Its column by use, where that cannot be inferred.
-        backend: Who optimizes; the owner of the artifact's format when `None`.
-        config: How; its fields may also be given as keyword arguments (`level="O3"`).
+        out: The output folder.
+        calibration: Rows that test half precision: operators whose values exceed its range stay in float32. A
+            `datasets.Dataset`, a list of dictionaries, a CSV, JSON or Parquet file, the name of a data set on the Hub, or
+            batches (dictionaries of tensors, text of shape `(batch, sequence)`). Random inputs when `None`.
+        calibration_split: The split of the calibration data set.
+        columns: The column name for each use, if it cannot be inferred.
+        backend: The backend that optimizes. When `None`, the backend that owns the artifact's format.
+        config: Settings; its fields may also be passed as keyword arguments (`level="O3"`).
         **settings: Fields of `OptimizeConfig`.
 
     Raises:
-        ConfigError: Calibration data at a level that has no use for it.
-        InputError: Calibration data without rows, or whose columns do not map.
-        BackendUnavailableError: Nobody optimizes this format here.
-        OptimizeError: It failed.
-        ValidationError: The result differs from its parent by more than the tolerance.
+        ConfigError: The level does not use calibration data.
+        InputError: The calibration data has no rows, or its columns cannot be mapped.
+        BackendUnavailableError: No installed backend optimizes this format.
+        OptimizeError: The optimization failed.
+        ValidationError: The result differs from the original graph by more than the tolerance.
     """
     artifact = artifact_of(artifact)
-    config = OptimizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
+    config = OptimizeConfig.merged(config, settings)
     target = check_output(out, artifact.path)
-    spec = registry.owner("optimize", artifact.format, backend, scheme=config.level, domains=artifact.domains)
-    optimizer: Optimizer = registry.worker(spec, "optimize")
+    plan = plan_stage("optimize", artifact.format, backend, scheme=config.level, domains=artifact.domains)
+    optimizer: Optimizer = plan.worker()
     batches = None
     if calibration is not None:
         batches = calibration_batches(
@@ -73,44 +73,43 @@ def optimize(
     started = time.perf_counter()
     with staging(target) as folder:
         progress.report(f"optimizing ({config.level})", 0, 2)
-        made = optimizer.optimize(artifact, config=config, calibration=batches, out=folder)
+        result = optimizer.optimize(artifact, config=config, calibration=batches, out=folder)
         progress.report("comparing with the parent", 1, 2)
-        validation = _compare_with_parent(artifact, made, config)
-        report = dict(made.manifest.steps[-1].report)
+        validation = _compare_with_parent(artifact, result, config)
+        report = dict(result.manifest.steps[-1].report)
         if batches is not None:
             report["calibration"] = dict(batches.record)
-        made = made.with_step(
+        result = result.with_step(
             report=report,
             seconds=round(time.perf_counter() - started, 2),
             validation=validation,
             parent=artifact.digest,
         )
     progress.report("optimized", 2, 2)
-    made = Artifact(target, made.manifest)
-    warn_of_size(artifact, made, "Use its input where size matters, or a lower level.")
-    return made
+    result = Artifact(target, result.manifest)
+    warn_of_size(artifact, result, "Use its input where size matters, or a lower level.")
+    return result
 
 
 def _processed(component: Component) -> list[TensorSpec]:
-    """The inputs that a tokenizer or image processor makes; a decoder's other ones follow from them."""
+    """Return the inputs that a tokenizer or image processor makes. A decoder's other inputs are derived from them."""
     return [spec for spec in component.inputs if spec.pair is None and spec.name not in _DECODING]
 
 
-def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfig) -> dict[str, Any]:
-    """Run both on the same inputs of several shapes.
+def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeConfig) -> dict[str, Any]:
+    """Compare the optimized artifact with its parent on the same inputs of several shapes.
 
     Raises:
-        ValidationError: They differ by more than the tolerance.
+        ValidationError: The outputs differ by more than the tolerance.
     """
     cases = _parent_cases(parent)
-    # A graph in 16 bits rounds as such a graph does, whatever the level. PyTorch's own half precision is up to 1.4 % of an encoder's
-    # largest hidden state off (a small BART).
+    # Half precision in PyTorch itself changes an encoder's hidden states by up to 1.4 % of the largest (a small BART).
     rounding = 2e-2 if config.level in ("O3", "O4") else recorded_rounding(parent)
-    opened = open_plan(make_plan(made))
+    opened = open_plan(make_plan(result))
     try:
         return merged(
             {
-                name: compare(session, cases[name], config.atol, made.dtype, rounding=rounding)
+                name: compare(session, cases[name], config.atol, result.dtype, rounding=rounding)
                 for name, session in opened.sessions.items()
             }
         )
@@ -123,13 +122,13 @@ def _compare_with_parent(parent: Artifact, made: Artifact, config: OptimizeConfi
 
 
 def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
-    """Inputs of several shapes for every graph of an artifact, and what it answers."""
+    """Return cases of several shapes for every graph of an artifact. Expected outputs are those of the artifact."""
     opened = open_plan(make_plan(parent))
     try:
         cases: dict[str, list[capture.Case]] = {}
         for component in parent.components:
             session = opened.sessions[component.name]
-            # A decoder without a cache computes all tokens again, which its session's state holds.
+            # A decoder without a KV cache continues as well: the session's state stores all tokens.
             continued = component.stateful or component.continues == "none"
             make = _continued_case if continued else _single_case
             shapes = [(1, 3), (3, 40), (1, 40), (3, 3), (2, 1)]
@@ -152,7 +151,7 @@ def _single_case(
 def _continued_case(
     parent: Artifact, component: Component, session: Session, shape: tuple[int, int], seed: int
 ) -> capture.Case:
-    """Several tokens, and one more behind them in the same state."""
+    """Return a case with a first call of several tokens, and a second call of one token with the same state."""
     import torch
 
     batch, sequence = shape
@@ -170,7 +169,7 @@ def _continued_case(
         if "logits_to_keep" in feeds:
             feeds["logits_to_keep"] = torch.tensor([new - 1])
         if calls:
-            # What the encoder said stays the same.
+            # Use the encoder outputs of the first call again, because they do not change.
             feeds |= {name: calls[0][1][name] for name in feeds if name.startswith(("cross.", "encoder_"))}
         calls.append((sizes, feeds, session.run(feeds, outputs=("logits",), state=state)))
     last = capture.Case(*calls[1], stateful=True)

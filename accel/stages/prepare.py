@@ -1,7 +1,7 @@
-"""A PyTorch model in, a prepared PyTorch model out: accelerated where it is, or made ready to be trained.
+"""Prepare a PyTorch model in memory: accelerate it, or make it ready for quantization-aware training.
 
-A way to prepare is a public function: it makes its settings, a subclass of `PrepareConfig`, and hands them to `prepare`, which
-finds the backend that declares the scheme.
+Each scheme has a public function. It creates the settings, a subclass of `PrepareConfig`, and passes them to `prepare`,
+which finds the backend that declares the scheme.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..backends import registry
+from ..backends.stage_plan import StagePlan, plan_stage
 from ..config import AccelerateConfig, Dtype, PrepareConfig, QatConfig, QatPreset, checked_arguments
 from ..errors import BackendUnavailableError, ConfigError, PrepareError
 from ..interfaces.protocols import Preparer
-from ..interfaces.specs import WEIGHTS, BackendSpec
+from ..interfaces.specs import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -31,44 +32,47 @@ def accelerate(
     config: AccelerateConfig | None = None,
     **settings: Any,
 ) -> Model:
-    """Make a PyTorch model faster where it is: nothing is exported, and it stays the object that pipelines and `generate` take.
+    """Make a PyTorch model faster in place. Nothing is exported; pipelines and `generate` work as before.
 
-    Calls run through compiled code, one compiled form for each size, to which inputs are padded and from which answers are cut.
-    At the first call of a form its answer is compared with that of the model as it was, and both are timed: what differs is an
-    error, what is slower runs as before and is warned of. Compiling takes from seconds to minutes for a form; shapes that are
-    given are compiled before this returns.
+    Calls run compiled code, with one compiled form for each input size. Inputs are padded to that size, and outputs are
+    cut. The first call of a form is compared with the original model, and both are timed. A different result raises an
+    error. A slower form is not used, with a warning. Compiling takes seconds to minutes for each form. The forms of
+    `shapes` are compiled before this function returns.
 
-    The model gets three methods: `warmup(shapes)` compiles and measures, `restore()` puts everything back, and `acceleration.report()`
-    says what was compiled. Its own weights are never changed: with `dtype` or `quantization` a copy computes, which takes
-    its own memory.
+    The model gets three methods: `warmup(shapes)` compiles and measures, `restore()` undoes everything, and
+    `acceleration.report()` lists the compiled forms. The model's own weights never change. With `dtype` or
+    `quantization`, a copy is used for computation, which takes memory.
 
     Args:
         model: A transformers model in evaluation mode, or another module, on the device where it runs.
-        backend: Who accelerates; whoever can when `None`.
-        dtype: What it computes in; inputs and outputs keep their types. `None`: its own.
-        shapes: What to warm up: `(rows, tokens)` of texts, of prompts for models that generate, or example inputs by name.
-        config: Everything else; its fields may also be given as keyword arguments (`quantization="int8"`).
+        backend: The backend that accelerates the model; chosen automatically when `None`.
+        dtype: Data type used for computation; inputs and outputs keep their types. The model's own dtype when `None`.
+        shapes: Shapes to compile in advance: `(rows, tokens)` of texts or, for models that generate, of prompts; or
+            example inputs by name.
+        config: Further settings; its fields may also be passed as keyword arguments (`quantization="int8"`).
         **settings: Fields of `AccelerateConfig`.
 
     Returns:
         The same model.
 
     Raises:
-        BackendUnavailableError: Nothing here accelerates models on this device; with the reasons.
-        ConfigError: Settings that do not fit.
-        PrepareError: It cannot be compiled, its answers differ, or it is not faster on `shapes`; the message has the figures, and
-            the model is as it was.
+        BackendUnavailableError: No backend can accelerate models on this device. The message has the reasons.
+        ConfigError: Settings do not fit the model or the backend.
+        PrepareError: The model cannot be compiled, its outputs differ, or it is not faster on `shapes`. The message has
+            the numbers, and the model is unchanged.
     """
-    given = {**({} if config is None else config.to_dict()), **({} if dtype is None else {"dtype": dtype}), **settings}
-    made: Any = prepare(model, AccelerateConfig.from_dict(given), backend=backend)
+    if dtype is not None:
+        settings["dtype"] = dtype
+    prepared: Any = prepare(model, AccelerateConfig.merged(config, settings), backend=backend)
     if shapes is not None:
         try:
-            made.warmup(shapes)
+            prepared.warmup(shapes)
         except BaseException:
-            if hasattr(made, "restore"):
-                made.restore()
+            # `warmup` itself restores a model that is not faster, which removes `restore`.
+            if hasattr(prepared, "restore"):
+                prepared.restore()
             raise
-    return cast("Model", made)
+    return cast("Model", prepared)
 
 
 @checked_arguments(calibration=Iterable)
@@ -84,30 +88,32 @@ def prepare_qat(
     temperature: float = 2.0,
     backend: str | None = None,
 ) -> torch.nn.Module:
-    """Make the linear layers of a PyTorch model round as integers do, so that training makes up for it.
+    """Make the linear layers of a PyTorch model round their values as integers would, so that training compensates for
+    the rounding.
 
-    The model is changed in place and stays one of its class: train it with your own loop or `transformers.Trainer`, save and resume
-    its checkpoints as ever, and hand it to `accel.export`, which writes the integers. Takes seconds. A training step takes 1.2 to 2
-    times what it took before; with distillation the float model's answers come on top.
+    The model is changed in place and keeps its class. Train it with your own loop or `transformers.Trainer`, save and
+    resume checkpoints as before, and pass it to `accel.export`, which writes the integers. The preparation takes
+    seconds. A training step takes 1.2 to 2 times as long as before; distillation also runs the float model.
 
     Args:
-        model: In float32, already trained.
-        calibration: Batches of inputs by name (a `DataLoader` will do; `labels` are left out), which give the ranges that activations
-            are rounded in at first. For all presets but `int4`.
-        preset: `int8`: unsigned activations, signed weights with a step for each channel, which CPUs multiply fast.
-            `int8-symmetric`: both signed around zero, as TensorRT wants it. `int8-per-tensor`: one step for all of a layer's weights.
-            `int4-int8`, `int4-per-tensor`: the first and the last with 15 steps for weights, computed in 8 bits. `int4`: weights in 4
-            bits in blocks, activations in floating point.
-        exclude: Layers that stay in float: names, or `re:` and a regular expression.
-        block_size: For `int4`: weights that share a step.
-        samples: Rows of the calibration data that are read at most.
-        distillation: Share, 0 to 1, that the float model's answers have in the loss which the model computes from `labels`.
-        temperature: Of the distillation.
-        backend: Who prepares; whoever does this when `None`.
+        model: A trained model in float32.
+        calibration: Batches of inputs by name (such as a `DataLoader`; `labels` are ignored) for the initial ranges of
+            activations. Required by all presets except `int4`.
+        preset: `int8`: unsigned activations, signed weights with one scale per channel; fast on CPUs. `int8-symmetric`:
+            activations and weights signed and symmetric, as TensorRT requires. `int8-per-tensor`: one scale for all weights
+            of a layer. `int4-int8` and `int4-per-tensor`: like `int8` and `int8-per-tensor`, with 15 levels for weights,
+            computed in 8 bits. `int4`: weights in 4 bits in blocks, activations in floating point.
+        exclude: Layers that stay in floating point: names, or `re:` and a regular expression.
+        block_size: For `int4`: number of weights that share a scale.
+        samples: Largest number of calibration rows.
+        distillation: Fraction (0 to 1) of the loss that compares with the float model's outputs; the rest is the loss
+            from `labels`.
+        temperature: Temperature of the distillation.
+        backend: The backend that prepares the model; chosen automatically when `None`.
 
     Raises:
-        ConfigError: Settings that do not fit the model.
-        PrepareError: The model cannot be prepared; it is as it was.
+        ConfigError: Settings do not fit the model.
+        PrepareError: The model cannot be prepared; it is unchanged.
     """
     config = QatConfig(
         preset=preset,
@@ -127,18 +133,18 @@ def prepare(
     backend: str | None = None,
     calibration: Iterable[Mapping[str, torch.Tensor]] | None = None,
 ) -> torch.nn.Module:
-    """The model as a backend prepares it.
+    """Prepare a model with a backend.
 
     Args:
         model: A PyTorch model.
-        config: Which scheme, and its settings.
-        backend: Who prepares; whoever declares the scheme when `None`.
-        calibration: Batches of inputs by name, for schemes that need activation ranges.
+        config: The scheme and its settings.
+        backend: The name of the backend; when `None`, a backend that declares the scheme.
+        calibration: Batches of inputs by name, for schemes that need ranges of activations.
 
     Raises:
-        BackendUnavailableError: Nobody does this here, or not on the device where the model is.
-        ConfigError: What is no PyTorch model, or settings that do not fit.
-        PrepareError: It failed; the model is as it was.
+        BackendUnavailableError: No installed backend supports this scheme, or not on the model's device.
+        ConfigError: The argument is not a PyTorch model, or settings do not fit.
+        PrepareError: The preparation failed; the model is unchanged.
     """
     import torch
 
@@ -147,18 +153,18 @@ def prepare(
             f"Only a PyTorch model can be prepared, not a {type(model).__name__}.",
             fix="load it with transformers (AutoModelFor....from_pretrained).",
         )
-    spec = registry.owner("prepare", WEIGHTS, backend, scheme=config.scheme)
-    _check_device(spec, config.scheme, model)
-    preparer: Preparer = registry.worker(spec, "prepare")
+    plan = plan_stage("prepare", WEIGHTS, backend, scheme=config.scheme)
+    _check_device(plan, config.scheme, model)
+    preparer: Preparer = plan.worker()
     return preparer.prepare(model, config=config, calibration=calibration)
 
 
-def _check_device(spec: BackendSpec, scheme: str, model: torch.nn.Module) -> None:
-    """Refuse a model on a device that the backend does not prepare models for, or cannot use here.
+def _check_device(plan: StagePlan, scheme: str, model: torch.nn.Module) -> None:
+    """Raise if the backend does not support the model's device, or cannot use it on this machine.
 
     Raises:
-        PrepareError: Parts of the model are on several devices.
-        BackendUnavailableError: With the probe's reasons.
+        PrepareError: The model is spread over several devices.
+        BackendUnavailableError: The device cannot be used. The message has the reasons.
     """
     found = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if len({name.partition(":")[0] for name in found}) > 1:
@@ -166,14 +172,14 @@ def _check_device(spec: BackendSpec, scheme: str, model: torch.nn.Module) -> Non
             f"The model is spread over {', '.join(found)}.", fix="move it to one device first (model.to(...))."
         )
     kind = found[0].partition(":")[0] if found else "cpu"
-    declared = sorted({d for c in spec.capabilities if c.stage == "prepare" and scheme in c.schemes for d in c.devices})
-    probe = registry.probe(spec)
+    declared = plan.capability.devices
+    probe = registry.probe(plan.backend)
     if kind in declared and any(device.type == kind for device in probe.devices):
         return
     why = "; ".join(str(reason) for reason in probe.reasons)
     remedy = next((reason.remedy for reason in probe.reasons if reason.remedy), "")
     raise BackendUnavailableError(
-        f"The backend {spec.name!r} cannot do {scheme!r} on {kind} here; it is for {', '.join(declared)}."
+        f"The backend {plan.backend.name!r} cannot do {scheme!r} on {kind} here; it is for {', '.join(declared)}."
         + (f" {why}." if why else ""),
         fix=f"{remedy}." if remedy else f"move the model to {' or '.join(declared)}.",
     )

@@ -1,4 +1,4 @@
-"""Quantization with one recipe: no search, no accuracy budget."""
+"""Quantize an artifact with one recipe, without a search or an accuracy budget."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .. import progress
 from ..artifact.manifest import Artifact, Component
 from ..artifact.writing import check_output, staging
 from ..backends import registry
+from ..backends.stage_plan import plan_stage
 from ..config import QuantizeConfig
 from ..data.defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
-from ..interfaces.protocols import Evaluate, Quantizer
+from ..interfaces.protocols import Quantizer
 from ..interfaces.specs import WEIGHTS, BackendSpec
-from .export import weights_of
+from .adoption import weights_of
 from .graph_comparison import warn_of_size
 from .resolution import artifact_of, resolve
 
@@ -31,81 +32,81 @@ def quantize(
     out: str | os.PathLike[str],
     *,
     calibration: Iterable[Mapping[str, torch.Tensor]] | None = None,
-    evaluate: Evaluate | None = None,
     backend: str | None = None,
     config: QuantizeConfig | None = None,
     **settings: Any,
 ) -> Artifact:
-    """Rewrite a graph into one with fewer bits.
+    """Quantize a graph to fewer bits.
 
     Args:
         artifact: The artifact or its folder.
-        out: Folder to make.
-        calibration: Batches of inputs by name, each of the shape that the graph declares (text: `(batch, sequence)`), for
-            schemes that need activation ranges. Its attribute `record`, where it has
-            one, says in the manifest what was read.
-        evaluate: A measure of an artifact, higher is better, for backends that search with it (`max_drop=`).
-        backend: Who quantizes; the owner of the artifact's format when `None`.
-        config: How; its fields may also be given as keyword arguments (`scheme="static-int8"`).
+        out: The output folder.
+        calibration: Batches of inputs by name, in the shapes of the graph (text: `(batch, sequence)`), for schemes that
+            need ranges of activations. If the object has an attribute `record`, it is written to the manifest.
+        backend: The backend that quantizes. When `None`, the backend that owns the artifact's format.
+        config: Settings; its fields may also be passed as keyword arguments (`scheme="static-int8"`).
         **settings: Fields of `QuantizeConfig`.
 
     Raises:
-        BackendUnavailableError: Nobody quantizes this format with this scheme here.
-        QuantizeError: It failed, the artifact is quantized already, or calibration data is missing.
+        BackendUnavailableError: No installed backend quantizes this format with this scheme.
+        QuantizeError: The quantization failed, the artifact is already quantized, or calibration data is missing.
     """
     artifact = quantizable(artifact, backend)
-    config = QuantizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
+    config = QuantizeConfig.merged(config, settings)
     if isinstance(calibration, str | os.PathLike | Mapping):
         raise ConfigError(
             f"calibration is a {type(calibration).__name__}, not batches of inputs.",
             fix="pass a list of dictionaries of tensors, or a file of rows to accel.quantize.",
         )
     target = check_output(out, artifact.path)
+    plan = plan_stage("quantize", artifact.format, backend, scheme=config.scheme, domains=artifact.domains)
+    _check_settings(config, plan.backend)
+    quantizer: Quantizer = plan.worker()
+    started = time.perf_counter()
+    with staging(target) as folder:
+        progress.report(f"quantizing ({config.scheme})", 0, 1)
+        watched = None if calibration is None else _Watched(calibration, artifact.components[0])
+        result = quantizer.quantize(artifact, config=config, calibration=watched, out=folder)
+        result = _with_calibration(result, calibration if watched is not None and watched.used else None)
+        result = result.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
+    progress.report("quantized", 1, 1)
+    result = Artifact(Path(target), result.manifest)
+    warn_of_size(
+        artifact,
+        result,
+        "Scales and new nodes take more than the weights save, or a weight is stored in both forms, as float embeddings that are "
+        "also the last layer: exclude=... leaves a layer in float.",
+    )
+    return result
+
+
+def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -> Artifact:
+    """Return the input of a quantizer: an artifact, or a transformers folder if the named backend reads PyTorch
+    weights.
+
+    Raises:
+        ArtifactNotFoundError: The model consists of PyTorch weights, and the backend cannot read them.
+        QuantizeError: The model is already quantized.
+    """
+    named = registry.describe(backend) if backend is not None else None
+    if named is None or named.capability("quantize", WEIGHTS) is None:
+        artifact = artifact_of(model)
+    else:
+        resolved = resolve(model)
+        artifact = resolved.artifact if resolved.artifact is not None else weights_of(resolved)
     if artifact.manifest.quantization is not None:
         raise QuantizeError(
             f"{artifact.path} is quantized already ({artifact.manifest.quantization.scheme}).",
             fix="quantize the artifact that it was made from.",
         )
-    spec = registry.owner("quantize", artifact.format, backend, scheme=config.scheme, domains=artifact.domains)
-    _check_settings(config, spec)
-    quantizer: Quantizer = registry.worker(spec, "quantize")
-    started = time.perf_counter()
-    with staging(target) as folder:
-        progress.report(f"quantizing ({config.scheme})", 0, 1)
-        watched = None if calibration is None else _Watched(calibration, artifact.components[0])
-        made = quantizer.quantize(artifact, config=config, calibration=watched, evaluate=evaluate, out=folder)
-        made = _with_calibration(made, calibration if watched is not None and watched.used else None)
-        made = made.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
-    progress.report("quantized", 1, 1)
-    made = Artifact(Path(target), made.manifest)
-    warn_of_size(
-        artifact,
-        made,
-        "Scales and new nodes take more than the weights save, or a weight is stored in both forms, as float embeddings that are "
-        "also the last layer: exclude=... leaves a layer in float.",
-    )
-    return made
-
-
-def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -> Artifact:
-    """What a quantizer reads: an artifact, or a transformers folder as it is, where the backend that was named reads PyTorch's
-    weights.
-
-    Raises:
-        ArtifactNotFoundError: It holds PyTorch weights, and nobody was named who reads them.
-    """
-    named = registry.describe(backend) if backend is not None else None
-    if named is None or named.capability("quantize", WEIGHTS) is None:
-        return artifact_of(model)
-    resolved = resolve(model)
-    return resolved.artifact if resolved.artifact is not None else weights_of(resolved)
+    return artifact
 
 
 def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
-    """Refuse settings that the scheme has no use for: they would be ignored without a word.
+    """Raise for settings that the scheme does not use, instead of ignoring them silently.
 
     Raises:
-        ConfigError: With the schemes that have one.
+        ConfigError: A setting is not used. The message names the schemes that use it.
     """
     default = QuantizeConfig()
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
@@ -122,7 +123,7 @@ def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
 
 
 class _Watched:
-    """Calibration batches with the inputs that may be left out, which remember whether the quantizer read them."""
+    """Calibration batches with missing inputs set to their defaults. `used` is true after the quantizer has read them."""
 
     def __init__(self, batches: Iterable[Mapping[str, torch.Tensor]], component: Component) -> None:
         self.used = False
@@ -144,19 +145,19 @@ class _Watched:
 
     @property
     def parts(self) -> Mapping[str, Iterable[Mapping[str, torch.Tensor]]]:
-        """Batches of each graph by component, where whoever made the batches has them; else none."""
+        """Calibration batches of each graph by component, if the calibration data has this attribute."""
         found: Mapping[str, Iterable[Mapping[str, torch.Tensor]]] = getattr(self._batches, "parts", {})
         self.used = self.used or bool(found)
         return found
 
 
-def _with_calibration(made: Artifact, calibration: object) -> Artifact:
-    """The artifact with a record of the calibration data that was read, where the data tells what it is, beside what the
-    quantizer says about it.
+def _with_calibration(result: Artifact, calibration: object) -> Artifact:
+    """Return the artifact with a record of its calibration data added to the quantizer's own record, if the data has
+    one.
     """
     record = getattr(calibration, "record", None)
-    quantization = made.manifest.quantization
+    quantization = result.manifest.quantization
     if record is None or quantization is None:
-        return made
+        return result
     recorded = replace(quantization, calibration={**(quantization.calibration or {}), **record})
-    return Artifact.create(made.path, replace(made.manifest, quantization=recorded))
+    return Artifact.create(result.path, replace(result.manifest, quantization=recorded))

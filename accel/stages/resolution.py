@@ -1,7 +1,7 @@
-"""What the user named, decided once: a Hub id, a folder of one kind or another, an artifact or a module in memory.
+"""Resolve a model once: a Hub id, a folder, an artifact or a module in memory.
 
-Everything that loads a model starts with `resolve`; what it found travels on as a `Resolved`, and nobody asks the folder
-again.
+All loading starts with `resolve`. Its result, a `Resolved`, is passed to the other functions, so that they need not
+inspect the folder again.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ def resolve(
     weights: bool = False,
     export: bool | None = None,
 ) -> Resolved:
-    """Find out what was named; an id is downloaded if it is not here.
+    """Resolve a model. A Hub id is downloaded if it is not in the cache.
 
     Args:
-        model: Hub id, folder, artifact, one of our models, or a PyTorch module; or one graph's file in a folder, or in a
-            repository of the Hub (`org/name/onnx/model_q4.onnx`).
-        task: Its task, where it does not say it itself.
-        default_task: The task of a class that loads it, for folders that are of no other.
-        hub: How to reach it.
-        file_name: The graph to take from a folder without our manifest.
-        variant: Likewise, by the ending of its name: `quantized`, `q4`, `fp16`, ...
-        weights: Take PyTorch weights where a folder holds graphs as well.
-        export: As in `from_pretrained`: `True` takes weights, `False` refuses them.
+        model: Hub id, folder, artifact, accel model, or PyTorch module; or the path of a graph file in a folder or in a
+            Hub repository (`org/name/onnx/model_q4.onnx`).
+        task: The task, if it cannot be inferred from the model.
+        default_task: The task of the class that loads the model, for folders without a recorded task.
+        hub: Options for downloads from the Hub.
+        file_name: The graph to open in a folder without a manifest of accel.
+        variant: The graph to open, by the suffix of its name: `quantized`, `q4`, `fp16`, ...
+        weights: Whether PyTorch weights are used even if the folder contains graphs.
+        export: As in `from_pretrained`: `True` uses the weights, `False` refuses them.
 
     Raises:
-        ArtifactNotFoundError: There is no such model, or no graph and `export=False`.
+        ArtifactNotFoundError: The model does not exist, or has no graph and `export=False`.
         TaskError: The task is unknown, or cannot be inferred.
-        ConfigError: It is no model.
+        ConfigError: The argument is not a model.
     """
     hub = hub or HubOptions()
     if isinstance(model, Resolved):
         return model
-    held = getattr(model, "artifact", model)
-    if isinstance(held, Artifact):
-        return Resolved.of_artifact(held, hub)
+    unwrapped = getattr(model, "artifact", model)
+    if isinstance(unwrapped, Artifact):
+        return Resolved.of_artifact(unwrapped, hub)
     if not isinstance(model, str | os.PathLike):
         if not hasattr(model, "forward"):
             raise ConfigError(f"{model!r} is not a model.", fix="pass a Hub id, a folder, or a torch.nn.Module.")
@@ -94,11 +94,11 @@ def resolve(
                 fix="name the folder, or leave them out.",
             )
         inside = "/".join(part for part in (hub.subfolder, named.subfolder) if part)
-        found = resolve(
+        resolved = resolve(
             named.model, task=task, default_task=default_task, hub=replace(hub, subfolder=inside), file_name=named.file,
             export=export,
         )  # fmt: skip
-        return replace(found, id=os.fspath(model))
+        return replace(resolved, id=os.fspath(model))
     location = locate(
         model,
         hub,
@@ -106,33 +106,33 @@ def resolve(
         choose_graphs=partial(graphs_to_fetch, os.fspath(model), file_name=file_name, variant=variant),
     )
     folder = location.folder
-    found = Resolved(
+    resolved = Resolved(
         kind="weights", id=location.id, task=any_graph_task(), folder=folder, revision=location.revision, hub=hub
     )
-    has_weights = (folder / "config.json").is_file() and found.has_weights
+    has_weights = (folder / "config.json").is_file() and resolved.has_weights
     adapter = is_adapter(folder)
     check_heads(folder, task or default_task)
     if not (weights and (has_weights or adapter or export)):
         nested = _nested(location, file_name) if variant is None else None
         if nested is not None:
-            return replace(found, kind="artifact", task=nested.task, artifact=nested, folder=nested.path)
+            return replace(resolved, kind="artifact", task=nested.task, artifact=nested, folder=nested.path)
         if (folder / MANIFEST).is_file() and variant is None:
             artifact = _holding(file_name, folder)
             if artifact is not None:
                 _tell_of_weights(artifact)
-                return replace(found, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
+                return replace(resolved, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
         if file_name is not None or variant is not None or holds_graphs(folder):
             meant = task or (_task_of_class(folder, default_task) if default_task is not None else None)
             folder, subfolder = with_config(location)
             artifact = adopt(folder, subfolder, file_name=file_name, task=meant, variant=variant)
-            return replace(found, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
+            return replace(resolved, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
         inner = subfolder_of_graphs(folder) if not (has_weights or adapter) else None
         if inner is not None:
             inside = "/".join(part for part in (hub.subfolder, inner) if part)
-            found = resolve(
+            resolved = resolve(
                 model, task=task, default_task=default_task, hub=replace(hub, subfolder=inside), export=export
             )
-            return replace(found, id=location.id)
+            return replace(resolved, id=location.id)
     if export is False:
         raise ArtifactNotFoundError(
             f"{folder} holds no exported graph, and export=False.",
@@ -142,17 +142,19 @@ def resolve(
         if holds_graphs(folder):
             raise missing_config(folder)
         raise no_model(folder)
-    if (folder / MANIFEST).is_file() and not found.has_weights:
+    if (folder / MANIFEST).is_file() and not resolved.has_weights:
         raise ArtifactNotFoundError(
             f"{folder} is an exported artifact already and holds no PyTorch weights.",
             fix="load it with ORTModelFor...from_pretrained, or export the model it was made from.",
         )
     kind: Kind = "adapter" if adapter else "weights"
-    return replace(found, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
+    return replace(resolved, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
 
 
 def _tell_of_weights(artifact: Artifact) -> None:
-    """Warn of a checkpoint beside an artifact: nobody knows whether the graphs are still its own."""
+    """Warn if an artifact's folder also contains PyTorch weights, because its graphs may have been made from other
+    weights.
+    """
     own = {record.name for component in artifact.components for record in component.files}
     beside = [path.name for path in checkpoint_weights(artifact.path) if path.name not in own]
     if beside:
@@ -165,7 +167,9 @@ def _tell_of_weights(artifact: Artifact) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A graph's file as it was named: the folder or Hub id, the subfolder without a config of its own, and the file in it."""
+    """A graph file named by the user: the folder or Hub id, the subfolder if it has no config of its own, and the file
+    name.
+    """
 
     model: str
     subfolder: str
@@ -173,7 +177,7 @@ class _Graph:
 
 
 def _graph_named(model: str | os.PathLike[str]) -> _Graph | None:
-    """A graph's file, where that was named: on this machine, or in a repository of the Hub."""
+    """Return the graph file that a model's name refers to, local or on the Hub; `None` if the name is not a graph file."""
     text = os.fspath(model)
     path = Path(text).expanduser()
     if path.suffix not in _GRAPHS or path.is_dir():
@@ -189,7 +193,9 @@ def _graph_named(model: str | os.PathLike[str]) -> _Graph | None:
 
 
 def _holding(file_name: str | None, folder: Path) -> Artifact | None:
-    """The artifact of a folder; where a graph is named, the one that it belongs to, also among those in subfolders."""
+    """Return the artifact of a folder. For a named graph, return the artifact of the folder or a subfolder that
+    contains the graph, or `None`.
+    """
     artifact = Artifact.load(folder)
     if file_name is None or file_name in [component.file for component in artifact.components]:
         return artifact
@@ -201,14 +207,16 @@ def _holding(file_name: str | None, folder: Path) -> Artifact | None:
 
 
 def _nested(location: Location, file_name: str | None) -> Artifact | None:
-    """The artifact in a subfolder whose config, tokenizer and modules lie above it, as sentence-transformers saves models."""
+    """Return the artifact of a subfolder whose config, tokenizer and modules lie in the parent folder, as
+    sentence-transformers saves models.
+    """
     root = location.root or location.folder
     if not (root / "config.json").is_file() or (root / MANIFEST).is_file():
         return None
     if location.folder != root:
         places = [location.folder / MANIFEST]
     elif checkpoint_weights(root):
-        # Other subfolders may be what was made of the weights.
+        # Other subfolders may contain artifacts that were made from these weights.
         places = [root / _SUBFOLDER / MANIFEST]
     else:
         places = sorted(root.glob(f"*/{MANIFEST}"), key=lambda path: path.parent.name != _SUBFOLDER)
@@ -224,9 +232,10 @@ def _nested(location: Location, file_name: str | None) -> Artifact | None:
 
 
 def _seen_from(artifact: Artifact, root: Path) -> Artifact:
-    """The graphs of a subfolder as an artifact of the folder above, in which the config, the tokenizer and so on lie.
+    """Return the graphs of a subfolder as an artifact of the parent folder, which contains the config and the
+    tokenizer.
 
-    Those files are not recorded: another tool wrote them.
+    The config and tokenizer files are not recorded in the manifest, because another tool wrote them.
     """
     place = artifact.path.relative_to(root.absolute())
     components = tuple(
@@ -241,12 +250,14 @@ def _seen_from(artifact: Artifact, root: Path) -> Artifact:
 
 
 def _task_of_module(module: Any, task: str | None) -> str:
-    """The task of a module in memory: as given, from its class, or the one of any graph where it has no config."""
+    """Return the task of a module in memory: the requested task, the task of its class, or the task for any graph if it
+    has no config.
+    """
     config = getattr(module, "config", None)
-    said = {**(config.to_dict() if config is not None else {}), "architectures": [type(module).__name__]}
+    values = {**(config.to_dict() if config is not None else {}), "architectures": [type(module).__name__]}
     if task is not None:
-        return fitting_task(task, said)
-    return any_graph_task() if config is None else infer_task(said)
+        return fitting_task(task, values)
+    return any_graph_task() if config is None else infer_task(values)
 
 
 def _task_of_weights(folder: Path, task: str | None, default: str | None, *, adapter: bool) -> str:
@@ -258,8 +269,10 @@ def _task_of_weights(folder: Path, task: str | None, default: str | None, *, ada
 
 
 def _task_of_class(folder: Path, default: str) -> str:
-    """The task of a folder for a class that does the task `default`: a class that embeds takes the pooling of a sentence embedder, and
-    hidden states alone where that is not followed. `encode` then refuses the model, with the reason.
+    """Return the task of a folder that is loaded by a class with the task `default`.
+
+    For an embedding class, return the task with the pooling of the sentence embedder. If the pooling is not supported,
+    return the task for hidden states; `encode` then raises an error with the reason.
     """
     spec = task_spec(default)
     place = folder if (folder / "config.json").is_file() else folder.parent
@@ -274,10 +287,10 @@ def _task_of_class(folder: Path, default: str) -> str:
 
 
 def artifact_of(model: Any, *, hub: HubOptions | None = None) -> Artifact:
-    """The artifact that was named.
+    """Return the artifact of a model.
 
     Raises:
-        ArtifactNotFoundError: It holds PyTorch weights alone.
+        ArtifactNotFoundError: The model has only PyTorch weights.
     """
     resolved = resolve(model, hub=hub)
     if resolved.artifact is None:
@@ -289,10 +302,10 @@ def artifact_of(model: Any, *, hub: HubOptions | None = None) -> Artifact:
 
 
 def original(resolved: Resolved, *, local_files_only: bool = False) -> Resolved:
-    """The PyTorch model that an artifact was made from, or the model itself where it is one.
+    """Return the PyTorch model that an artifact was made from, or the model itself if it is a PyTorch model.
 
     Raises:
-        ArtifactNotFoundError: The artifact does not say what it was made from, or it is gone.
+        ArtifactNotFoundError: The artifact does not record its source, or the source does not exist any more.
     """
     if resolved.artifact is None and resolved.module is None:
         return resolved
@@ -311,9 +324,11 @@ def original(resolved: Resolved, *, local_files_only: bool = False) -> Resolved:
 
 
 def recorded_export(artifact: Artifact) -> ExportConfig:
-    """How an artifact was exported, in float32: pooling and so on of the model that it is compared with.
+    """Return the settings of an artifact's export with float32, for the PyTorch model that the artifact is compared
+    with.
 
-    An engine that was built from a graph of another tool has no such step: its own export has the graph as parent, and other settings.
+    An engine built from a graph of another tool has no such export step: its export step has the graph as parent, and
+    other settings.
     """
     exports = (step for step in artifact.manifest.steps if step.stage == "export" and step.parent is None)
     recorded = next((step.config for step in exports), {})

@@ -1,4 +1,4 @@
-"""An artifact beside the PyTorch model that it was made from."""
+"""Compare an artifact with the PyTorch model that it was made from."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _HIDDEN_STATES = "last_hidden_state"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """How far an artifact is from the PyTorch model.
+    """The comparison of an artifact with its PyTorch model.
 
     Attributes:
         passed: Whether the largest difference is within the tolerance.
-        max_abs_difference: Over all outputs and shapes.
-        tolerance: What was accepted.
-        shapes: Sizes that were compared.
-        backend: What ran the artifact.
-        forms: The forms in which that backend computes the graph on that device, each beside the plain one; those that
-            differ are not used there.
+        max_abs_difference: Largest absolute difference over all outputs and shapes.
+        tolerance: The accepted absolute difference.
+        shapes: The sizes that were compared.
+        backend: The backend that ran the artifact.
+        forms: The forms in which that backend computes the graph on that device (such as padded lengths), each compared
+            with the plain form. Forms with different results are not used.
     """
 
     passed: bool
@@ -63,20 +63,20 @@ def validate(
     atol: float | None = None,
     hub: HubOptions | None = None,
 ) -> Validation:
-    """Compare an artifact with the PyTorch model it was made from, on five shapes with padded rows.
+    """Compare an artifact with the PyTorch model that it was made from, on five shapes with padded rows.
 
     Args:
         artifact: The artifact or its folder.
         against: The PyTorch model; the recorded source when `None`.
-        backend: What runs the artifact.
-        device: The device that runs it.
-        atol: Accepted absolute difference; by dtype when `None`.
-        hub: How to reach a source on the Hub.
+        backend: The backend that runs the artifact.
+        device: The device that runs the artifact.
+        atol: Accepted absolute difference; chosen by dtype when `None`.
+        hub: Options for downloading a source from the Hub.
 
     Raises:
-        ArtifactNotFoundError: The source is not to be found.
+        ArtifactNotFoundError: The source does not exist.
         IntegrityError: A file of the artifact is damaged.
-        ValidationError: The artifact has not the model's outputs.
+        ValidationError: The artifact lacks outputs of the model.
     """
     check_number("atol", atol, above=0, below=math.inf)
     hub = hub or HubOptions()
@@ -126,16 +126,16 @@ def validate(
 
 
 def _task_of_graph(artifact: Artifact) -> str:
-    """The task that the graph itself computes: hidden states, where pooling follows the graph."""
+    """Return the task that the graph itself computes. It is hidden states, if the pooling is computed after the graph."""
     pooled = {"sentence_embedding"} & {spec.name for spec in artifact.components[0].outputs}
     return features_task() if task_spec(artifact.task).embeds and not pooled else artifact.task
 
 
 def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:
-    """Cases as a graph of another tool can answer them.
+    """Return the cases without inputs and outputs that a graph of another tool does not have.
 
-    Inputs that it does not take, such as token types, are left out, and PyTorch fills in its default. Next to hidden states,
-    outputs that it does not return, such as BERT's `pooler_output`, are not compared.
+    Inputs that the graph does not have, such as token types, are left out, and PyTorch uses its default. Outputs that
+    the graph does not return in addition to hidden states, such as BERT's `pooler_output`, are not compared.
     """
     component = artifact.components[0]
     if any(case.stateful for case in cases):

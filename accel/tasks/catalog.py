@@ -1,4 +1,4 @@
-"""The tasks that come with accel, as data: one `TaskSpec` each, which the entry points of the group `accel.tasks` name."""
+"""Specifications (`TaskSpec`) of accel's built-in tasks, which the entry points of the group `accel.tasks` refer to."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ FEATURE_EXTRACTION = TaskSpec(
     name="feature-extraction",
     impl="accel.tasks.feature_extraction:FeatureExtraction",
     auto_model="AutoModel",
-    # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
+    # For checkpoints that contain only the encoder of an encoder-decoder (sentence-t5, GTR).
     more_auto_models=("AutoModelForTextEncoding",),
     output="BaseModelOutput",
     suffixes=("Model",),
@@ -152,7 +152,7 @@ SENTENCE_SIMILARITY = TaskSpec(
     name="sentence-similarity",
     impl="accel.tasks.feature_extraction:FeatureExtraction",
     auto_model="AutoModel",
-    # Of checkpoints that are an encoder alone (sentence-t5, GTR), whose whole model has a decoder.
+    # For checkpoints that contain only the encoder of an encoder-decoder (sentence-t5, GTR).
     more_auto_models=("AutoModelForTextEncoding",),
     output="BaseModelOutput",
     sentence_kind="embedder",
@@ -170,7 +170,7 @@ TEXT_RANKING = TaskSpec(
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
     suffixes=("ForSequenceClassification",),
-    # What sentence-transformers writes next to a cross-encoder's classes.
+    # Config fields that sentence-transformers writes for a cross-encoder.
     marks=("sentence_transformers", "sbert_ce_default_activation_function"),
     sentence_kind="cross-encoder",
     synonyms=("reranking", "cross-encoder"),
@@ -199,7 +199,7 @@ _OBJECTS = Column(
 
 
 def _map(use: str, *known: str) -> Column:
-    """A picture with a value for each pixel: what a model should answer."""
+    """Return the column of references with a value per pixel, such as depth maps."""
     return Column(use=use, known=known, holds="map", needed="measuring", answer=True)
 
 
@@ -209,7 +209,7 @@ IMAGE_CLASSIFICATION = TaskSpec(
     auto_model="AutoModelForImageClassification",
     output="ImageClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
-    # Perceiver's three ways to read an image.
+    # Perceiver has one class for each of its three image preprocessors.
     suffixes=tuple(f"ForImageClassification{how}" for how in ("", "Learned", "Fourier", "ConvProcessing")),
     modalities=("image",),
     columns=(LABEL, IMAGE),
@@ -337,7 +337,7 @@ _AUDIO_NAMES = ("audio", "speech", "sound", "file", "path", "audio_path", "wav")
 AUDIO = Column(use="audio", known=_AUDIO_NAMES, holds="audio")
 
 CTC = TaskSpec(
-    # Its pipeline is that of the speech encoder-decoders in `generation`; a model's config says which of both it is.
+    # CTC models share a pipeline with speech encoder-decoders; the model's config decides which class is used.
     name="ctc",
     impl="accel.tasks.ctc:Ctc",
     auto_model="AutoModelForCTC",
@@ -366,7 +366,7 @@ AUDIO_CLASSIFICATION = TaskSpec(
     auto_model="AutoModelForAudioClassification",
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
-    # Most of them have the same name as classifiers of text.
+    # Most audio classifiers have the class name suffix of text classifiers, so the auto class's list decides as well.
     suffixes=("ForAudioClassification",),
     listed=True,
     modalities=("audio",),
@@ -380,7 +380,7 @@ ZERO_SHOT_AUDIO_CLASSIFICATION = TaskSpec(
     auto_model="AutoModel",
     outputs={"logits_per_audio": ("batch", "texts")},
     keeps=("logits_per_audio", "logits_per_text", "text_embeds", "audio_embeds"),
-    # Of models that compare sounds with texts, which transformers has no auto class for.
+    # Models that compare sounds with texts. transformers has no auto class for them.
     suffixes=("Model",),
     fields=("audio_config", "text_config", "projection_dim"),
     modalities=("audio", "text"),
@@ -448,7 +448,7 @@ TEXT_GENERATION = TaskSpec(
     adapter="CAUSAL_LM",
 )
 
-# The models of pipelines that transformers 5 removed are those that transformers 4 took.
+# Default models of transformers 4 for pipelines that transformers 5 removed.
 _T5 = ("google-t5/t5-base", "a9723ea")
 
 TEXT2TEXT_GENERATION = TaskSpec(
@@ -489,7 +489,7 @@ IMAGE_TO_TEXT = TaskSpec(
     auto_model="AutoModelForImageTextToText",
     output="Seq2SeqLMOutput",
     listed=True,
-    # transformers 5 calls its auto class so, for these models too.
+    # `image-text-to-text` is also the name of transformers 5's auto class for these models.
     synonyms=("vision2seq", "vision2seq-lm", "image-text-to-text"),
     modalities=("image",),
     generates=True,

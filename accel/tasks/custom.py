@@ -1,4 +1,4 @@
-"""Any graph, its names kept."""
+"""Task `custom`: any graph, with its own input and output names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..models.base import ORTModel
 
 
 class ORTModelForCustomTasks(ORTModel):
-    """Any graph, its names kept: inputs by name, outputs as a `ModelOutput` with one entry a name."""
+    """Model for any graph: inputs are passed by name; outputs are a `ModelOutput` with the graph's output names."""
 
     task = "custom"
 
@@ -21,6 +21,6 @@ class ORTModelForCustomTasks(ORTModel):
 
 
 class Custom(Task):
-    """Any graph, its names kept."""
+    """The task `custom`: any graph, with its own input and output names."""
 
     model = ORTModelForCustomTasks

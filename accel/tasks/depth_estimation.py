@@ -1,49 +1,59 @@
-"""Depth of each pixel."""
+"""Task `depth-estimation`: a depth value for each pixel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..data.batches import Encoded
-from ..data.image_rows import encode_pictures, one_channel
-from ..data.rows import Rows
+from ..data.image_rows import one_channel
 from ..errors import InputError
 from ..interfaces.family_registry import family_of
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, Metric, Values
+from ..measuring.accuracy.metrics import Floats, Values, metric_of_sums
 from ..measuring.accuracy.picture_predictor import PicturePredictor, sizes_differ
 from ..measuring.accuracy.predictors import Predictor
 from ..models.modality_models import ImageModel
 
 
 class ORTModelForDepthEstimation(ImageModel):
-    """How far away each pixel is: `predicted_depth: (batch, height, width)`."""
+    """Model that estimates the depth of each pixel: `predicted_depth: (batch, height, width)`."""
 
     task = "depth-estimation"
 
 
-class Depths(PicturePredictor):
-    """How far an image's depths are from the true ones: relative error, share within a quarter, squared error.
+def _depths(predictions: Values, _: Values) -> Floats:
+    means = np.asarray(predictions, np.float64).reshape(-1, 3)
+    return np.concatenate([means, np.ones((len(means), 1))], 1)
 
-    Depths are compared in the data's unit, where the model estimates them (`depth_estimation_type` "metric", GLPN, ZoeDepth,
-    DepthPro). Models of relative depth (MiDaS' DPT, Depth Anything) return the inverse of depth up to a factor and a summand,
-    which are fitted to each row first, as Ranftl et al. (2020), Towards Robust Monocular Depth Estimation, do.
+
+_SCORES: Mapping[str, Callable[[Floats], Floats]] = {
+    "abs_rel": lambda sums: sums[..., 0] / sums[..., -1],
+    "delta1": lambda sums: sums[..., 1] / sums[..., -1],
+    "rmse": lambda sums: np.sqrt(sums[..., 2] / sums[..., -1]),
+}
+
+
+class Depths(PicturePredictor):
+    """Predicts three errors of each image's depth map: mean relative error, fraction of pixels within a factor of 1.25, mean squared error.
+
+    Models of metric depth (`depth_estimation_type` "metric", GLPN, ZoeDepth, DepthPro) are compared in the unit of the data. Models of
+    relative depth (MiDaS' DPT, Depth Anything) return inverse depth up to a scale and a shift. Scale and shift are fitted to each row
+    first, as in Ranftl et al. (2020), Towards Robust Monocular Depth Estimation.
     """
 
     kind = "depths"
     use = "depth"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {name: _depth_metric(name) for name in _METRICS}
+    offline_metrics = (
+        metric_of_sums("abs_rel", _depths, _SCORES, higher_is_better=False),
+        metric_of_sums("delta1", _depths, _SCORES, key="delta1"),
+        metric_of_sums("rmse", _depths, _SCORES, key="rmse", points=1.0, higher_is_better=False),
+    )
 
     def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
-        found = self.processor.post_process_depth_estimation(output, list(sizes))
-        return [one["predicted_depth"] for one in found]
+        depths = self.processor.post_process_depth_estimation(output, list(sizes))
+        return [one["predicted_depth"] for one in depths]
 
     def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:
         picture = one_channel(truth, row, "depths")
@@ -59,61 +69,31 @@ class Depths(PicturePredictor):
         seen = np.isfinite(true) & (true > 0)
         if not seen.any():
             raise InputError(f"No pixel of the depth map of row {row} has a depth.", fix="leave the row out.")
-        found, true = answer.numpy().astype(np.float64)[seen], true[seen]
+        estimated, true = answer.numpy().astype(np.float64)[seen], true[seen]
         if relative:
-            found = _fitted(found, true)
-        ratio = np.divide(found, true)
+            estimated = _fitted(estimated, true)
+        ratio = np.divide(estimated, true)
         within = (ratio < 1.25) & (ratio > 1 / 1.25)
-        return (float(np.abs(ratio - 1).mean()), float(within.mean()), float(((found - true) ** 2).mean()))
+        return (float(np.abs(ratio - 1).mean()), float(within.mean()), float(((estimated - true) ** 2).mean()))
 
 
 def _estimates_relative_depth(config: Any) -> bool:
-    said = getattr(config, "depth_estimation_type", None)
-    return said == "relative" if said is not None else not family_of(config).metric_depth
+    kind = getattr(config, "depth_estimation_type", None)
+    return kind == "relative" if kind is not None else not family_of(config).metric_depth
 
 
 def _fitted(inverse: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Depths of relative inverse depths, by the factor and the summand that fit the true ones best; none is farther than these."""
+    """Convert relative inverse depths to depths: fit scale and shift by least squares, and limit depths to the largest true depth."""
     columns = np.stack([inverse, np.ones_like(inverse)], 1)
     (factor, summand), *_ = np.linalg.lstsq(columns, 1 / true, rcond=None)
     depths: np.ndarray = 1 / np.maximum(factor * inverse + summand, 1 / true.max())
     return depths
 
 
-_METRICS = ("abs_rel", "delta1", "rmse")
-
-
-def _depths(predictions: Values, _: Values) -> Floats:
-    found = np.asarray(predictions, np.float64).reshape(-1, len(_METRICS))
-    return np.concatenate([found, np.ones((len(found), 1))], 1)
-
-
-def _depth(sums: Floats, place: int) -> Floats:
-    mean: Floats = sums[..., place] / sums[..., -1]
-    if _METRICS[place] == "rmse":
-        mean = np.sqrt(mean)
-    return mean
-
-
-def _depth_metric(name: str) -> Metric:
-    def compute(predictions: Values, references: Values) -> dict[str, float]:
-        sums = _depths(predictions, references).sum(0)
-        return {which: float(_depth(sums, i)) for i, which in enumerate(_METRICS)}
-
-    place = _METRICS.index(name)
-    return Metric(
-        name=name, key=name, compute=compute, sums=_depths, finish=lambda sums: _depth(sums, place),
-        higher_is_better=name == "delta1", points=1.0 if name == "rmse" else 100.0,
-    )  # fmt: skip
-
-
 class DepthEstimation(Task):
-    """Depth of each pixel."""
+    """The task `depth-estimation`: a depth value for each pixel."""
 
     model = ORTModelForDepthEstimation
-
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return encode_pictures(rows, processor, max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return Depths

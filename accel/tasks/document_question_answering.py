@@ -1,28 +1,29 @@
-"""Question answering over the words of a page and their boxes."""
+"""Task `document-question-answering`: answers from the words of a page and their bounding boxes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from .. import progress
 from ..capture.document_samples import document_sample
-from ..data.batches import Encoded, from_tokenizer
+from ..data.encoded_rows import Encoded, from_tokenizer
 from ..data.labels import accepted_answers, texts
 from ..data.rows import Rows
 from ..errors import InputError
 from ..interfaces.task import Sample, Task
-from ..measuring.accuracy.metrics import Floats, Metric, Values, edits, ratio
+from ..measuring.accuracy.metrics import Floats, Values, edits, metric_of_sums, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.base import ORTModel
 
 
 class ORTModelForDocumentQuestionAnswering(ORTModel):
-    """Answers out of documents: `start_logits` and `end_logits`, `(batch, sequence)` each."""
+    """Model that extracts answers from documents: `start_logits` and `end_logits`, each `(batch, sequence)`."""
 
     task = "document-question-answering"
 
@@ -32,14 +33,14 @@ class ORTModelForDocumentQuestionAnswering(ORTModel):
         """Run the graph.
 
         Args:
-            input_ids: `(batch, sequence)`: the question and the document's words.
-            bbox: `(batch, sequence, 4)`: left, top, right and bottom of each token's word, from 0 to 1000.
-            attention_mask: `(batch, sequence)`; ones when `None`.
-            image: The stock pipeline's, which LayoutLM and LayoutLMv3 in transformers pass over as well.
-            **inputs: The graph's others.
+            input_ids: Token ids of the question and the document's words, `(batch, sequence)`.
+            bbox: Bounding box of each token's word, `(batch, sequence, 4)`: left, top, right and bottom, from 0 to 1000.
+            attention_mask: Attention mask, `(batch, sequence)`; all ones when `None`.
+            image: Image from transformers' pipeline; used only if the graph takes it (LayoutLM and LayoutLMv3 ignore it in transformers).
+            **inputs: Further inputs of the graph.
 
         Raises:
-            InputError: Boxes that end before they begin, or leave the page.
+            InputError: A bounding box ends before it begins, or is outside the page.
         """
         if "image" in self._input_names:
             inputs["image"] = image
@@ -50,31 +51,33 @@ BOX = "bbox"
 _LARGEST = 1000
 _SEPARATOR = [_LARGEST] * 4
 _NOWHERE = [0] * 4
-_LEAST = 0.5  # of two texts that are less alike than this, nothing counts
+_LEAST = 0.5  # similarities below this value count as 0
 
 
 def _encode_documents(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-    """Questions with the words of their documents, which are cut where both are too long.
+    """Tokenize each question together with the words of its document; the document is truncated if both are too long.
 
     Raises:
-        InputError: Words without boxes, boxes in another form, or a tokenizer that does not say which word a token is of.
+        InputError: Bounding boxes are missing or invalid, or the tokenizer has no `word_ids`.
     """
     if not getattr(processor, "is_fast", False):
-        raise InputError("Words need a fast tokenizer to be found again.", fix="load it with AutoTokenizer.")
+        raise InputError(
+            "Rows of words need a fast tokenizer, which maps tokens to words.", fix="load it with AutoTokenizer."
+        )
     limit = max_length or min(processor.model_max_length, 512)
     cut = {"truncation": "only_second", "max_length": limit, "return_token_type_ids": True}
     questions, words = texts(rows, "question"), rows.column("words")
     boxes = [_boxes_of(value, len(words[i]), i) for i, value in enumerate(rows.column("boxes"))]
     if BOX in processor.model_input_names:
-        # LayoutLMv2's and 3's tokenizers read boxes themselves.
-        found = processor(questions, words, boxes=boxes, **cut)
-        return replace(from_tokenizer(found, processor), padding={**_padding(processor), BOX: 0})
-    found = processor([text.split() for text in questions], words, is_split_into_words=True, **cut)
+        # The tokenizers of LayoutLMv2 and LayoutLMv3 take bounding boxes themselves.
+        encoding = processor(questions, words, boxes=boxes, **cut)
+        return replace(from_tokenizer(encoding, processor), padding={**_padding(processor), BOX: 0})
+    encoding = processor([text.split() for text in questions], words, is_split_into_words=True, **cut)
     places = [
-        _boxes_of_tokens(found["input_ids"][i], found.sequence_ids(i), found.word_ids(i), boxes[i], processor)
+        _boxes_of_tokens(encoding["input_ids"][i], encoding.sequence_ids(i), encoding.word_ids(i), boxes[i], processor)
         for i in range(len(questions))
     ]
-    encoded = from_tokenizer(found, processor)
+    encoded = from_tokenizer(encoding, processor)
     return replace(encoded, tokens={**encoded.tokens, BOX: places}, padding={**encoded.padding, BOX: 0})
 
 
@@ -89,7 +92,10 @@ def _boxes_of_tokens(
     boxes: Sequence[Sequence[int]],
     tokenizer: Any,
 ) -> list[list[int]]:
-    """A box a token, as transformers' pipeline gives LayoutLM: those of the words, and the page's far corner for separators."""
+    """Return the bounding box of each token as in transformers' LayoutLM pipeline.
+
+    Tokens of words have the word's box, separators have the page's bottom right corner, and other tokens have zeros.
+    """
     return [
         list(boxes[word])
         if sequence == 1 and word is not None
@@ -101,42 +107,61 @@ def _boxes_of_tokens(
 
 
 def _boxes_of(value: Any, count: int, row: int) -> list[list[int]]:
-    """The boxes of a row's words: `[left, top, right, bottom]`, from 0 to 1000.
+    """Return the bounding boxes of a row's words, `[left, top, right, bottom]` from 0 to 1000, after checking them.
 
     Raises:
-        InputError: Another form or number.
+        InputError: A box is invalid, or the number of boxes differs from the number of words.
     """
-    found = [[int(side) for side in box] for box in value]
+    boxes = [[int(side) for side in box] for box in value]
     wrong = next(
-        (b for b in found if len(b) != 4 or not 0 <= b[0] <= b[2] <= _LARGEST or not 0 <= b[1] <= b[3] <= _LARGEST),
+        (b for b in boxes if len(b) != 4 or not 0 <= b[0] <= b[2] <= _LARGEST or not 0 <= b[1] <= b[3] <= _LARGEST),
         None,
     )
-    if wrong is not None or len(found) != count:
+    if wrong is not None or len(boxes) != count:
         raise InputError(
-            f"Row {row} has {count} words and {len(found)} boxes{f', one of them {wrong}' if wrong is not None else ''}.",
+            f"Row {row} has {count} words and {len(boxes)} boxes{f', one of them {wrong}' if wrong is not None else ''}.",
             fix="give each word [left, top, right, bottom] in thousandths of the page's width and height.",
         )
-    return found
+    return boxes
+
+
+def _alike(predictions: Values, references: Values) -> Floats:
+    rows = [
+        (max(_score(predicted, one) for one in true), 1)
+        for predicted, true in zip(predictions, references, strict=True)
+    ]
+    return np.asarray(rows, np.float64)
+
+
+def _score(predicted: str, true: str) -> float:
+    a, b = (" ".join(text.lower().split()) for text in (predicted, true))
+    longest = max(len(a), len(b))
+    alike = 1 - edits(a, b) / longest if longest else 1.0
+    return alike if alike >= _LEAST else 0.0
+
+
+ANLS = metric_of_sums("anls", _alike, {"anls": ratio})
+"""Average normalized Levenshtein similarity (ANLS) of a predicted answer and the closest accepted answer, averaged over questions.
+
+From Biten et al. (2019), Scene Text Visual Question Answering: one minus the number of edits divided by the length of the longer text,
+ignoring case; values below 0.5 count as 0.
+"""
 
 
 class DocumentAnswers(Predictor):
-    """A text out of each document, by the stock pipeline, which reads long documents in windows."""
+    """Predicts the answer in each document with transformers' pipeline, which processes long documents in windows."""
 
     kind = "document answers"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {"anls": ANLS}
+    offline_metrics = (ANLS,)
 
     def _references(self) -> list[Any]:
-        found = [accepted_answers(value, self.rows) for value in self.rows.column("answers")]
-        if not all(found):
+        answers = [accepted_answers(value, self.rows) for value in self.rows.column("answers")]
+        if not all(answers):
             raise InputError(
-                f"Row {[bool(one) for one in found].index(False)} of {self.rows.sample.source} has no answer.",
+                f"Row {[bool(one) for one in answers].index(False)} of {self.rows.sample.source} has no answer.",
                 fix="leave such rows out.",
             )
-        return found
+        return answers
 
     def _encode(self) -> Encoded:
         words = self.rows.column("words")
@@ -144,49 +169,25 @@ class DocumentAnswers(Predictor):
             list(zip(words[i], _boxes_of(value, len(words[i]), i), strict=True))
             for i, value in enumerate(self.rows.column("boxes"))
         ]
-        # The pipeline makes the inputs.
+        # The pipeline prepares the inputs itself.
         return Encoded()
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Answers as texts."""
+        """Return the answers as texts."""
         from ..models.pipelines.pipeline import pipeline
 
         ask = pipeline("document-question-answering", model=model, tokenizer=self.processor)
         limit = {} if self.max_length is None else {"max_seq_len": self.max_length}
         asked = zip(texts(self.rows, "question"), self._documents, strict=True)
-        found: list[Any] = []
+        predictions: list[Any] = []
         for question, words in progress.track(list(asked), what):
             answers = ask({"question": question, "word_boxes": words}, **limit)
-            found.append(answers[0]["answer"] if answers else "")
-        return found
-
-
-def _alike(predictions: Values, references: Values) -> Floats:
-    rows = [(max(_score(found, one) for one in true), 1) for found, true in zip(predictions, references, strict=True)]
-    return np.asarray(rows, np.float64)
-
-
-def _score(found: str, true: str) -> float:
-    a, b = (" ".join(text.lower().split()) for text in (found, true))
-    longest = max(len(a), len(b))
-    alike = 1 - edits(a, b) / longest if longest else 1.0
-    return alike if alike >= _LEAST else 0.0
-
-
-def _anls(predictions: Values, references: Values) -> dict[str, float]:
-    return {"anls": float(ratio(_alike(predictions, references).sum(0)))}
-
-
-ANLS = Metric(name="anls", key="anls", compute=_anls, sums=_alike, finish=ratio)
-"""How alike an answer and the closest of the accepted ones are, a mean over questions.
-
-Biten et al. (2019), Scene Text Visual Question Answering: one less the edits over the longer text's letters, case aside, and 0 below a
-half.
-"""
+            predictions.append(answers[0]["answer"] if answers else "")
+        return predictions
 
 
 class DocumentQuestionAnswering(Task):
-    """Question answering over the words of a page and their boxes."""
+    """The task `document-question-answering`: answers from the words of a page and their bounding boxes."""
 
     model = ORTModelForDocumentQuestionAnswering
 
@@ -198,3 +199,8 @@ class DocumentQuestionAnswering(Task):
 
     def predictor(self, config: Any) -> type[Predictor]:
         return DocumentAnswers
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = texts(rows)
+        corners, sizes = (torch.randint(0, 500, (*batch["input_ids"].shape, 2), generator=draw) for _ in range(2))
+        return {**batch, BOX: torch.cat([corners, corners + sizes], dim=-1)}

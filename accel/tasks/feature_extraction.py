@@ -1,4 +1,4 @@
-"""Hidden states, and embeddings of sentences."""
+"""Tasks `feature-extraction` and `sentence-similarity`: hidden states and sentence embeddings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from transformers import modeling_outputs
 
 from ..artifact.sentence_settings import embedding_roles, sentence_settings
 from ..capture.sentence_embeddings import Normalize, sentence_layers
-from ..config import check_number
-from ..data.batches import Encoded, from_tokenizer
+from ..data.encoded_rows import Encoded, from_tokenizer
 from ..data.labels import numbers, texts
 from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Metric, correlation
+from ..measuring.accuracy.metrics import correlation
 from ..measuring.accuracy.predictors import Cosines, Predictor
 from ..models.base import ORTModel
 from ..models.outputs import SentenceEmbeddingOutput
-from ..models.text_rows import COUNTED, Embedder, SentenceRows, SentenceVectors, TokenRow, prompt_length
+from ..models.text_rows import COUNTED, Embedder, SentenceRows, SentenceVectors, TokenRow, in_batches, prompt_length
 from ..serving.batching import can_pad
 from ..serving.job import Options, Prepared, Row
 from ..serving.operations import READS_TEXT, Operation
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ORTModelForFeatureExtraction(ORTModel):
-    """Hidden states, and sentence embeddings where pooling is in the graph."""
+    """Model that returns hidden states, and sentence embeddings if its graph or its files define pooling."""
 
     task = "feature-extraction"
 
@@ -59,11 +58,11 @@ class ORTModelForFeatureExtraction(ORTModel):
 
     @property
     def sentence_vectors(self) -> SentenceVectors:
-        """What makes sentence embeddings of the outputs, as the files next to the graph say.
+        """Function that computes sentence embeddings from outputs, configured by the files next to the graph.
 
         Raises:
             TaskError: The model does not embed sentences.
-            ConfigError, IntegrityError: The files are damaged, or have a setting that is not followed.
+            ConfigError, IntegrityError: The files have an unsupported setting or are damaged.
         """
         if self._vectors is None:
             recorded = recorded_export(self.artifact)
@@ -72,7 +71,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         return self._vectors
 
     def _named_and_pooled(self, values: dict[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Outputs by transformers' names, with the sentence embedding that the graph leaves out."""
+        """Rename outputs to transformers' names, and compute the sentence embedding if the graph does not return it."""
         values = {self._roles.get(name, name): value for name, value in values.items()}
         if not self._pools:
             return values
@@ -92,44 +91,35 @@ class ORTModelForFeatureExtraction(ORTModel):
         prompt_name: str | None = None,
         prompt: str | None = None,
     ) -> Any:
-        """Embeddings of texts, in their order.
+        """Compute embeddings of texts, in the order of the texts.
 
-        Texts of like length share a batch. What the files of sentence-transformers next to the graph say is followed: longest
-        length, lower case, prompts, `truncate_dim`, and pooling where the graph has none. Without such files, hidden states are
-        averaged over the tokens.
+        Texts of similar length are batched together. The model's sentence-transformers files define the maximum length, lowercasing,
+        prompts, `truncate_dim`, and the pooling if the graph has none. Without such files, hidden states are averaged over the tokens.
 
         Args:
-            texts: One text or many.
-            batch_size: Texts a call.
-            tokenizer: The artifact's own when `None`.
-            convert_to_numpy: NumPy (default) or `torch`.
-            normalize_embeddings: Scale each to length 1, so that products are cosines.
-            prompt_name: One of the prompts that the model's files name; their default one when `None`.
-            prompt: What is put before each text, in place of it.
+            texts: One text or a list of texts.
+            batch_size: Number of texts per batch.
+            tokenizer: The tokenizer; the artifact's own when `None`.
+            convert_to_numpy: Return NumPy arrays (default) instead of torch tensors.
+            normalize_embeddings: Normalize each embedding to length 1, so that dot products are cosine similarities.
+            prompt_name: Name of a prompt in the model's files; the model's default prompt when `None`.
+            prompt: Text to put before each text, instead of a named prompt.
 
         Returns:
-            `(len(texts), size)` float32; `(size,)` for one text.
+            Embeddings `(len(texts), size)` float32, or `(size,)` for a single text.
 
         Raises:
             InputError: A text is not a string.
-            TaskError: The model does not embed sentences: it is a cross-encoder, say.
-            ConfigError: An unknown prompt, or a setting in the files next to the graph that accel does not follow.
+            TaskError: The model does not embed sentences; cross-encoders, for example, do not.
+            ConfigError: The prompt is unknown, or the files next to the graph have an unsupported setting.
         """
         single = isinstance(texts, str)
         items = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         if not all(isinstance(item, str) for item in items):
             raise InputError("encode takes texts.", fix="pass a string or a list of strings.")
-        check_number("batch_size", batch_size, 1)
         embedder = Embedder(self, tokenizer)
         before = prompt if prompt is not None else embedder.settings.prompt(prompt_name)
-        order = sorted(range(len(items)), key=lambda i: len(items[i]))
-        rows: list[torch.Tensor] = [torch.empty(0)] * len(items)
-        for start in range(0, len(order), batch_size):
-            part = order[start : start + batch_size]
-            for i, row in zip(
-                part, embedder.embed(embedder.rows([items[i] for i in part], prompt=before)), strict=True
-            ):
-                rows[i] = row
+        rows = in_batches(items, len, batch_size, lambda part: embedder.embed(embedder.rows(part, prompt=before)))
         embeddings = torch.stack(rows) if rows else torch.empty(0, 0)
         if normalize_embeddings:
             embeddings = torch.nn.functional.normalize(embeddings, dim=-1)
@@ -138,22 +128,18 @@ class ORTModelForFeatureExtraction(ORTModel):
 
 
 class Similarities(Cosines):
-    """How alike the embeddings of a row's two texts are: their cosine, or what the model's own files name."""
+    """Predicts the similarity of the embeddings of a row's two texts: the cosine, or the function that the model's files define."""
 
     kind = "similarities"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {name: correlation(name) for name in ("spearmanr", "pearsonr")}
+    offline_metrics = (correlation("spearmanr"), correlation("pearsonr"))
 
     def _references(self) -> list[Any]:
         return numbers(self.rows, "score")
 
     def _longest(self, limit: int | None, asked: int | None) -> int | None:
-        found = super()._longest(limit, asked)
-        own = self.settings.max_length
-        return found if own is None or (found is not None and found < own) else own
+        longest = super()._longest(limit, asked)
+        own_limit = self.settings.max_length
+        return longest if own_limit is None or (longest is not None and longest < own_limit) else own_limit
 
     def _encode(self) -> Encoded:
         both = texts(self.rows, "text") + texts(self.rows, "text_pair")
@@ -169,7 +155,7 @@ class Similarities(Cosines):
 
 
 class FeatureExtraction(Task):
-    """Hidden states, and embeddings of sentences."""
+    """The tasks `feature-extraction` and `sentence-similarity`: hidden states and sentence embeddings."""
 
     model = ORTModelForFeatureExtraction
 
@@ -184,7 +170,7 @@ class FeatureExtraction(Task):
 
 
 class HiddenStates(Operation):
-    """The last hidden states of a text's tokens."""
+    """Operation that returns the last hidden states of a text's tokens."""
 
     name = "feature-extraction"
     reads = READS_TEXT
@@ -200,7 +186,7 @@ class HiddenStates(Operation):
 
 
 class Embed(Operation):
-    """One vector a text."""
+    """Operation that returns one embedding per text."""
 
     name = "embed"
     reads = READS_TEXT
@@ -237,7 +223,7 @@ class Embed(Operation):
         from ..serving.http.text_bodies import Direction, TokenIds, cut_options, listed
 
         class EmbedBody(Body):
-            """What `/embed` takes; texts that are longer than the model reads are cut unless `truncate` is false."""
+            """Body of `/embed`. Texts longer than the model's limit are truncated unless `truncate` is false."""
 
             model: str | None = None
             inputs: str | TokenIds | list[str | TokenIds] = Field(min_length=1)
@@ -250,11 +236,11 @@ class Embed(Operation):
         async def answer(call: Call, body: EmbedBody) -> Response:
             texts = listed(body.inputs)
             call.check_batch(len(texts))
-            found = await call.ask(
+            embeddings = await call.ask(
                 texts, operation=self.name, model=body.model, normalize_embeddings=body.normalize, truncate_dim=body.dimensions,
                 prompt_name=body.prompt_name, **cut_options(body.truncate, body.truncation_direction),
             )  # fmt: skip
-            return Json(found.tolist())
+            return Json(embeddings.tolist())
 
         return Endpoint(
             path="/embed",
@@ -269,11 +255,11 @@ class Embed(Operation):
 
 
 class Embedding:
-    """Embeddings as `ORTModelForFeatureExtraction.encode` gives them: `(hidden,)` float32 for a text, `(texts, hidden)` for a list.
+    """Computes embeddings like `ORTModelForFeatureExtraction.encode`: `(hidden,)` float32 for a text, `(texts, hidden)` for a list.
 
-    Options: `normalize_embeddings`; `truncate_dim`, how many numbers of a vector are kept; `prompt_name`, one name of a prompt of
-    the model, or several of which the first that it has is used; `truncation` and `truncation_side` of texts that are too long.
-    A text may be token ids, as the tokenizer makes them.
+    Options: `normalize_embeddings`; `truncate_dim`, the number of dimensions to keep; `prompt_name`, the name of one of the model's
+    prompts, or several names of which the first existing one is used; `truncation` and `truncation_side` for texts that are too long.
+    A text may also be given as token ids of the model's tokenizer.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -282,7 +268,7 @@ class Embedding:
         self._pads = self._embedder.pads and can_pad(model)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
-        """See `Work`."""
+        """Tokenize the inputs into rows; see `Work.prepare`."""
         check_options(options, ("normalize_embeddings", "truncate_dim", "prompt_name", "truncation", "truncation_side"))
         items = [inputs] if isinstance(inputs, str) else _texts_or_ids(inputs)
         texts = [one for one in items if isinstance(one, str)]
@@ -293,8 +279,8 @@ class Embedding:
             )
         embedder = self._embedder
         with cutting(embedder, options):
-            made = iter(embedder.rows(texts, prompt=prompt) if texts else ())
-        rows = [next(made) if isinstance(one, str) else self._row_of_ids(one, i) for i, one in enumerate(items)]
+            text_rows = iter(embedder.rows(texts, prompt=prompt) if texts else ())
+        rows = [next(text_rows) if isinstance(one, str) else self._row_of_ids(one, i) for i, one in enumerate(items)]
         check_lengths(rows, embedder.max_length)
         if options.get("truncation_side") == "left" and any(COUNTED in row for row in rows):
             raise InputError(
@@ -317,34 +303,34 @@ class Embedding:
                 fix=_OTHER_TOKENIZER,
             )
         row = {"input_ids": list(ids), "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
-        made = {name: row[name] for name in tokenizer.model_input_names if name in row}
-        return made if self._embedder.settings.include_prompt else {**made, COUNTED: [1] * len(ids)}
+        inputs = {name: row[name] for name in tokenizer.model_input_names if name in row}
+        return inputs if self._embedder.settings.include_prompt else {**inputs, COUNTED: [1] * len(ids)}
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """See `Work`."""
-        # NumPy's rows: handing out those of a tensor takes longer than computing a small model's last layer.
+        """Return the embedding of each row; see `Work.run`."""
+        # NumPy rows: iterating over rows of a torch tensor takes longer than the last layer of a small model.
         return list(self._embedder.embed([row.inputs for row in rows]).cpu().numpy())
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """See `Work`."""
-        found = np.stack([one for (one,) in outputs]) if outputs else np.empty((0, 0), np.float32)
+        """Combine the rows to one result, then truncate and normalize the embeddings as requested; see `Work.finish`."""
+        vectors = np.stack([one for (one,) in outputs]) if outputs else np.empty((0, 0), np.float32)
         size = options.get("truncate_dim")
-        if size is not None and outputs and size > found.shape[1]:
+        if size is not None and outputs and size > vectors.shape[1]:
             raise InputError(
-                f"{size} dimensions are asked for; the embeddings have {found.shape[1]} dimensions.",
+                f"{size} dimensions are asked for; the embeddings have {vectors.shape[1]} dimensions.",
                 fix="ask for no more.",
             )
-        found = found[:, :size]
+        vectors = vectors[:, :size]
         if options.get("normalize_embeddings"):
-            found = torch.nn.functional.normalize(torch.from_numpy(found), dim=-1).numpy()
-        return found[0] if isinstance(inputs, str) else found
+            vectors = torch.nn.functional.normalize(torch.from_numpy(vectors), dim=-1).numpy()
+        return vectors[0] if isinstance(inputs, str) else vectors
 
 
 _OTHER_TOKENIZER = "send texts (LangChain: check_embedding_ctx_length=False), or ids of the model's own tokenizer, which /tokenize gives."
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that a tokenizer puts before and after a text."""
+    """Return the special tokens that the tokenizer adds before and after a text."""
     whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return list(whole[:start]), list(whole[start + len(bare) :])
@@ -368,9 +354,9 @@ def _embedding(facts: Facts) -> dict[str, Any]:
     prompt = settings.prompt()
     text = prompt.lower() if settings.lower else prompt
     excluded = 0 if settings.include_prompt else prompt_length(facts.tokenizer, text)
-    made = {"prompt": prompt, "lower": settings.lower, "size": settings.truncate_dim}
+    options = {"prompt": prompt, "lower": settings.lower, "size": settings.truncate_dim}
     if "sentence_embedding" in names and not excluded:
-        return {**made, "output": names["sentence_embedding"], "pooled": True}
+        return {**options, "output": names["sentence_embedding"], "pooled": True}
     if "last_hidden_state" not in names:
         raise TaskError(
             f"The graph of {facts.artifact.path} returns {', '.join(names)}: no sentence embeddings, and no hidden states to pool.",
@@ -378,14 +364,14 @@ def _embedding(facts: Facts) -> dict[str, Any]:
         )
     recorded = recorded_export(facts.artifact)
     layers = sentence_layers(settings, pooling=recorded.pooling, normalize=recorded.normalize)
-    others = [type(layer).__name__ for layer in layers.after if not isinstance(layer, Normalize)]
-    if others:
+    if any(not isinstance(layer, Normalize) for layer in layers.after):
+        others = [layer.kind for layer in settings.layers if layer.kind not in {"Pooling", "Normalize"}]
         raise TaskError(
             f"The modules {', '.join(others)} of {facts.artifact.path} are not in its graph, and the front model does not compute them.",
             fix="export the model's weights by accel, which puts them into the graph: `accel export MODEL OUT`.",
         )
     return {
-        **made,
+        **options,
         "output": names["last_hidden_state"],
         "pooled": False,
         "modes": list(layers.pooling.modes),
@@ -404,7 +390,7 @@ def _hidden_size(facts: Facts) -> int:
 
 
 EMBEDDINGS = TextFront(
-    module="embeddings",
+    service="embeddings:TextEmbedder",
     inputs=(Tensor(name="TEXT", dtype="string"),),
     outputs=lambda facts: (Tensor(name="EMBEDDING", dtype="float32", dims=(_hidden_size(facts),)),),
     reads=lambda facts: (_embedding(facts)["output"],),

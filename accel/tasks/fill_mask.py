@@ -1,4 +1,4 @@
-"""Masked language modelling."""
+"""Task `fill-mask`: masked language modeling."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class ORTModelForMaskedLM(TextModel):
-    """Masked language modelling: `logits: (batch, sequence, vocab_size)`."""
+    """Masked language model: `logits: (batch, sequence, vocab_size)`."""
 
     task = "fill-mask"
 
 
 class FillMask(Task):
-    """Masked language modelling."""
+    """The task `fill-mask`: masked language modeling."""
 
     model = ORTModelForMaskedLM
 
@@ -29,7 +29,7 @@ class FillMask(Task):
 
 
 class Fill(Operation):
-    """What a mask stands for."""
+    """Operation that returns likely tokens for each mask token."""
 
     name = "fill-mask"
     reads = READS_TEXT
@@ -51,7 +51,7 @@ class Fill(Operation):
         from ..serving.http.text_bodies import Texts, pipeline_answer
 
         class FillMaskBody(Texts):
-            """What `/fill-mask` takes."""
+            """Body of `/fill-mask`."""
 
             top_k: int = Field(default=5, ge=1, le=1000)
 

@@ -1,8 +1,9 @@
-"""Semantic, instance and universal segmentation."""
+"""Task `image-segmentation`: semantic, instance and universal segmentation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,10 @@ import torch
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
-from ..data.batches import Encoded
-from ..data.image_rows import encode_pictures, one_channel
-from ..data.rows import Rows
+from ..data.image_rows import one_channel
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, Metric, Values
+from ..measuring.accuracy.metrics import Floats, Values, metric_of_sums
 from ..measuring.accuracy.picture_predictor import PicturePredictor, sizes_differ
 from ..measuring.accuracy.predictors import Predictor
 from ..models.modality_models import ImageModel
@@ -24,14 +23,14 @@ from ..models.modality_models import ImageModel
 
 @dataclass
 class ImageSegmentationOutput(ModelOutput):  # type: ignore[misc]
-    """What a model returns that answers with a class and a mask for each of its queries.
+    """Output of a segmentation model that returns a class and a mask for each query.
 
     Attributes:
-        logits: `(batch, queries, classes)`, of DETR.
-        pred_boxes: `(batch, queries, 4)`, of DETR.
-        pred_masks: `(batch, queries, height / 4, width / 4)`, of DETR.
-        class_queries_logits: `(batch, queries, classes)`, of MaskFormer and its kind.
-        masks_queries_logits: `(batch, queries, height / 4, width / 4)`, of these.
+        logits: Class logits of DETR, `(batch, queries, classes)`.
+        pred_boxes: Bounding boxes of DETR, `(batch, queries, 4)`.
+        pred_masks: Masks of DETR, `(batch, queries, height / 4, width / 4)`.
+        class_queries_logits: Class logits of MaskFormer and similar models, `(batch, queries, classes)`.
+        masks_queries_logits: Masks of MaskFormer and similar models, `(batch, queries, height / 4, width / 4)`.
     """
 
     logits: torch.Tensor | None = None
@@ -42,7 +41,7 @@ class ImageSegmentationOutput(ModelOutput):  # type: ignore[misc]
 
 
 class ORTModelForImageSegmentation(ImageModel):
-    """Classes of pixels (`logits: (batch, num_labels, height, width)`), or of queries with a mask each."""
+    """Segmentation model: class logits per pixel (`logits: (batch, num_labels, height, width)`), or a class and a mask per query."""
 
     task = "image-segmentation"
 
@@ -58,49 +57,11 @@ class ORTModelForImageSegmentation(ImageModel):
 
 
 ORTModelForSemanticSegmentation = ORTModelForImageSegmentation
-"""The name that Optimum gives it."""
+"""Alias with Optimum's class name."""
 
 
 IGNORED = 255
-"""The class of pixels that are not measured."""
-
-
-class Segments(PicturePredictor):
-    """Classes of an image's pixels, counted: `(class, pixels that are right, that were predicted, that are true)`."""
-
-    kind = "areas"
-    use = "mask"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {name: _area_metric(name) for name in ("mean_iou", "pixel_accuracy", "mean_accuracy")}
-
-    def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
-        found: Sequence[Any] = self.processor.post_process_semantic_segmentation(output, target_sizes=list(sizes))
-        return found
-
-    def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:
-        true = one_channel(truth, row, "classes").astype(np.int64)
-        if true.shape != size:
-            raise sizes_differ("mask", row, true.shape, size)
-        if getattr(self.processor, "do_reduce_labels", False):
-            # ADE20K's 0 is none of its classes, which the model counts from 0.
-            true = np.where(true == 0, IGNORED, true - 1)
-        counted = true != IGNORED
-        found = answer.numpy()[counted]
-        true = true[counted]
-        known = int(self.config.num_labels)
-        if true.size and not 0 <= true.min() <= true.max() < known:
-            raise InputError(
-                f"The mask of row {row} holds the classes {sorted(set(np.unique(true)) - set(range(known)))[:5]}; the model has "
-                f"{known}, from 0.",
-                fix=f"use masks with the model's classes; {IGNORED} marks pixels that are not measured.",
-            )
-        right, predicted, wanted = (
-            np.bincount(values, minlength=known) for values in (found[found == true], found, true)
-        )
-        return [(int(c), int(right[c]), int(predicted[c]), int(wanted[c])) for c in np.flatnonzero(predicted + wanted)]
+"""Class id of pixels that are left out of the metrics."""
 
 
 def _areas(predictions: Values, _: Values) -> Floats:
@@ -114,7 +75,7 @@ def _areas(predictions: Values, _: Values) -> Floats:
 
 
 def _share(sums: Floats, which: str) -> Floats:
-    """`(..., 3 * classes)` to `(...)`; classes that are neither predicted nor true do not count."""
+    """Compute a metric from sums: `(..., 3 * classes)` to `(...)`. Classes that are neither predicted nor true are left out."""
     right, predicted, true = np.split(sums, 3, axis=-1)
     if which == "pixel_accuracy":
         right, true = right.sum(-1, keepdims=True), true.sum(-1, keepdims=True)
@@ -125,21 +86,49 @@ def _share(sums: Floats, which: str) -> Floats:
     return means
 
 
-def _area_metric(name: str) -> Metric:
-    def compute(predictions: Values, references: Values) -> dict[str, float]:
-        sums = _areas(predictions, references).sum(0)
-        return {which: float(_share(sums, which)) for which in ("mean_iou", "pixel_accuracy", "mean_accuracy")}
+_SCORES = {name: functools.partial(_share, which=name) for name in ("mean_iou", "pixel_accuracy", "mean_accuracy")}
 
-    return Metric(name=name, key=name, compute=compute, sums=_areas, finish=lambda sums: _share(sums, name))
+
+class Segments(PicturePredictor):
+    """Predicts pixel counts of an image's classes: `(class, correct pixels, predicted pixels, true pixels)`."""
+
+    kind = "areas"
+    use = "mask"
+    offline_metrics = tuple(metric_of_sums(name, _areas, _SCORES, key=name) for name in _SCORES)
+
+    def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
+        maps: Sequence[Any] = self.processor.post_process_semantic_segmentation(output, target_sizes=list(sizes))
+        return maps
+
+    def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:
+        true = one_channel(truth, row, "classes").astype(np.int64)
+        if true.shape != size:
+            raise sizes_differ("mask", row, true.shape, size)
+        if getattr(self.processor, "do_reduce_labels", False):
+            # In ADE20K's masks 0 is the background, but the model's class ids start at 0 without a background.
+            true = np.where(true == 0, IGNORED, true - 1)
+        counted = true != IGNORED
+        classes = answer.numpy()[counted]
+        true = true[counted]
+        known = int(self.config.num_labels)
+        if true.size and not 0 <= true.min() <= true.max() < known:
+            raise InputError(
+                f"The mask of row {row} holds the classes {sorted(set(np.unique(true)) - set(range(known)))[:5]}; the model has "
+                f"{known}, from 0.",
+                fix=f"use masks with the model's classes; {IGNORED} marks pixels that are not measured.",
+            )
+        right, predicted, expected = (
+            np.bincount(values, minlength=known) for values in (classes[classes == true], classes, true)
+        )
+        return [
+            (int(c), int(right[c]), int(predicted[c]), int(expected[c])) for c in np.flatnonzero(predicted + expected)
+        ]
 
 
 class ImageSegmentation(Task):
-    """Semantic, instance and universal segmentation."""
+    """The task `image-segmentation`: semantic, instance and universal segmentation."""
 
     model = ORTModelForImageSegmentation
-
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return encode_pictures(rows, processor, max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return Segments

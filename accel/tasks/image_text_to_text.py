@@ -1,4 +1,4 @@
-"""Text generation about images in the prompt."""
+"""Task `image-text-to-text`: text generation from prompts that contain images."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _IMAGES = ("pixel_values", "pixel_attention_mask")
 
 
 class ORTModelForImageTextToText(Generator):
-    """Text from a prompt with images in it: `input_ids: (batch, sequence)`, `pixel_values: (images, channels, height, width)`, or
-    `(batch, tiles, channels, height, width)` for models that read images as tiles (Idefics3, SmolVLM).
+    """Vision-language model that generates text from a prompt with images.
+
+    Inputs are `input_ids: (batch, sequence)` and `pixel_values: (images, channels, height, width)`. Models that split images into tiles
+    (Idefics3, SmolVLM) take `pixel_values: (batch, tiles, channels, height, width)`.
     """
 
     task = "image-text-to-text"
@@ -39,20 +41,20 @@ class ORTModelForImageTextToText(Generator):
 
     @property
     def main_input_name(self) -> str:
-        """The tokens."""
+        """Name of the main input, the token ids."""
         return "input_ids"
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:  # transformers' signature
-        """Images are read with the prompt `(batch, sequence)`; behind it the cache holds them."""
+        """Prepare the inputs of a step. Images are passed only with the prompt `(batch, sequence)`; later the cache contains them."""
         images = {name: kwargs.pop(name) for name in _IMAGES if kwargs.get(name) is not None}
-        made: dict[str, Any] = super().prepare_inputs_for_generation(
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, is_first_iteration=is_first_iteration, **kwargs
         )
-        if is_first_iteration or made.get(CACHE_NAME) is None:
-            made |= images
-        return made
+        if is_first_iteration or prepared.get(CACHE_NAME) is None:
+            prepared |= images
+        return prepared
 
     @numpy_too
     def forward(
@@ -68,23 +70,23 @@ class ORTModelForImageTextToText(Generator):
         pixel_attention_mask: torch.Tensor | None = None,
         **rest: Any,
     ) -> Any:
-        """Run the vision tower over the images, if any, then the decoder once.
+        """Run the vision encoder on the images, if any, then run the decoder once.
 
         Args:
-            input_ids: `(batch, new)` tokens behind those in the cache, with the image token where images stand.
-            pixel_values: `(images, channels, height, width)`, in the order of their tokens; `(batch, tiles, channels, height,
-                width)` for models that read tiles, where a tile of zeros is none.
-            attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
-            position_ids: `(batch, new)`; behind the cached ones when `None`.
-            past_key_values: What an earlier call returned; continued in place.
+            input_ids: New tokens `(batch, new)`, which follow the cached tokens; image tokens mark the places of images.
+            pixel_values: Images `(images, channels, height, width)` in the order of their tokens; or tiles `(batch, tiles, channels,
+                height, width)` for models that split images into tiles, where all-zero tiles are padding.
+            attention_mask: Mask `(batch, cached + new)`, 0 for padding; all ones when `None`.
+            position_ids: Position ids `(batch, new)`; computed when `None`.
+            past_key_values: Cache returned by an earlier call; it is changed in place.
             use_cache: Whether to return the cache (default).
-            logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
-            cache: `past_key_values` by its name in transformers 5.24.
-            pixel_attention_mask: `(batch, tiles, height, width)`, for models that read tiles: all ones in every tile that is one.
-            **rest: Refused where it would change the result.
+            logits_to_keep: Number of last tokens whose logits are computed, 0 for all; or a tensor of token indices.
+            cache: Same as `past_key_values`, under its name in transformers 5.24.
+            pixel_attention_mask: Mask `(batch, tiles, height, width)` for models with tiles; all ones in every tile that is not padding.
+            **rest: Other arguments; they raise if they would change the result.
 
         Raises:
-            InputError: Image tokens that are not as many as the images need, padded tiles, and what `ORTModelForCausalLM` refuses.
+            InputError: The number of image tokens does not match the images, tiles are partly padded, or `ORTModelForCausalLM` would raise.
         """
         ids = self._ids(input_ids, rest)
         tokens = self._embed(ids)
@@ -95,7 +97,7 @@ class ORTModelForImageTextToText(Generator):
         return self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
 
     def _images(self, pixel_values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The images, or the tiles that are not empty: `(images, channels, height, width)`."""
+        """Return the images, or the tiles that are not padding: `(images, channels, height, width)`."""
         pixel_values = tensor_of("pixel_values", pixel_values)
         tiled = family_of(self.config).tiles
         rank = 5 if tiled else 4
@@ -117,7 +119,7 @@ class ORTModelForImageTextToText(Generator):
         return tiles
 
     def _with_images(self, embeds: torch.Tensor, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
-        """The embeddings with the images' features in the place of the image tokens."""
+        """Replace the embeddings of image tokens by the features of the images."""
         read = [self._vision.run({"pixel_values": image[None]})["image_features"] for image in pixel_values]
         features = torch.cat(read) if read else embeds.new_empty((0, embeds.shape[-1]))
         places = input_ids == self.config.image_token_id
@@ -137,14 +139,14 @@ class ORTModelForImageTextToText(Generator):
 
 
 def _whole_tiles(pixels: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
-    """The tiles of a batch that are not empty, in their order, and whether none of them is padded.
+    """Return the tiles of a batch that are not padding, in order, and whether all of them are free of padding.
 
     Args:
-        pixels: `(batch, tiles, channels, height, width)`; a tile of zeros is none.
-        mask: `(batch, tiles, height, width)`, 0 for padding; no padding when `None`.
+        pixels: Tiles `(batch, tiles, channels, height, width)`; all-zero tiles are padding.
+        mask: Mask `(batch, tiles, height, width)`, 0 for padding; no padding when `None`.
 
     Raises:
-        InputError: A mask of other tiles.
+        InputError: The shape of the mask does not match.
     """
     if mask is not None and mask.shape != (*pixels.shape[:2], *pixels.shape[3:]):
         raise InputError(
@@ -157,9 +159,17 @@ def _whole_tiles(pixels: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch
 
 
 class ImageTextToText(Task):
-    """Text generation about images in the prompt."""
+    """The task `image-text-to-text`: text generation from prompts that contain images."""
 
     model = ORTModelForImageTextToText
 
     def parts(self, source: Any, fusion: Any) -> Sequence[Any] | None:
         return vision_language(source, fusion)
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        batch, marks = texts(rows), torch.full((rows, 4), config.image_token_id)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        ids = torch.cat([ids[:, :5], marks, ids[:, 5:]], dim=1)
+        mask = torch.cat([mask[:, :5], torch.ones_like(marks), mask[:, 5:]], dim=1)
+        pixels = torch.randn((rows, 3, 16, 16), generator=draw)
+        return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}

@@ -1,4 +1,4 @@
-"""Images made of images, such as larger ones, which transformers 5 removed."""
+"""Pipeline `image-to-image`, which transformers 5 removed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 from transformers.image_utils import load_image
 from transformers.pipelines.base import Pipeline
 
-from ..errors import ConfigError
+from ..config import check_names
 from ..models.pipelines.empty_inputs import check_not_empty
 
 
 class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here
-    """An image made of each image, in the shape that transformers 4 had: a `PIL.Image`, or a list of them.
+    """Generate an image from each input image, with the result types of transformers 4: a `PIL.Image`, or a list of them.
 
-    What a processor pads an image with is cut off again, which transformers 4 left in.
+    The padding that the processor adds is cropped; transformers 4 left it in the image.
     """
 
     _load_processor = False
@@ -24,25 +24,23 @@ class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is u
     _load_tokenizer = False
 
     def __call__(self, images: Any, **kwargs: Any) -> Any:
-        """Make an image of each: paths, URLs or `PIL.Image`s.
+        """Generate an image from each input image.
 
         Args:
-            images: One or a list.
-            **kwargs: `timeout` in seconds for images from the web; `batch_size`.
+            images: One image or a list of images, each a path, a URL or a `PIL.Image`.
+            **kwargs: `timeout` in seconds for downloads of images; `batch_size`.
         """
         return super().__call__(images, **kwargs)
 
     def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        unknown = set(kwargs) - {"timeout"}
-        if unknown:
-            raise ConfigError(f"The pipeline has no option {sorted(unknown)}.", fix="use timeout=...")
+        check_names("The pipeline 'image-to-image'", "option", kwargs, ("timeout",))
         return kwargs, {}, {}
 
     def preprocess(self, image: Any, timeout: float | None = None) -> dict[str, Any]:
-        """Read one image.
+        """Load and preprocess one image.
 
         Raises:
-            InputError: It has no pixels.
+            InputError: The image has no pixels.
         """
         picture = load_image(image, timeout=timeout)
         check_not_empty(picture)
@@ -52,16 +50,16 @@ class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is u
 
     def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         size = model_inputs.pop("size")
-        made = self.model(**model_inputs)["reconstruction"]
-        times = made.shape[-1] // model_inputs["pixel_values"].shape[-1]
-        return {"reconstruction": made, "size": [(height * times, width * times) for height, width in size]}
+        images = self.model(**model_inputs)["reconstruction"]
+        times = images.shape[-1] // model_inputs["pixel_values"].shape[-1]
+        return {"reconstruction": images, "size": [(height * times, width * times) for height, width in size]}
 
     def postprocess(self, model_outputs: dict[str, Any]) -> Any:
-        """The image without its padding, values from 0 to 1 as 0 to 255."""
+        """Convert the output to an image without padding; values from 0 to 1 become 0 to 255."""
         from PIL import Image
 
         ((height, width),) = model_outputs["size"]
-        found = model_outputs["reconstruction"][0, :, :height, :width].float().cpu().clamp(0, 1).numpy()
-        pixels = (np.moveaxis(found, 0, -1) * 255).round().astype(np.uint8)
-        # Of one channel, pillow takes no axis for it.
+        values = model_outputs["reconstruction"][0, :, :height, :width].float().cpu().clamp(0, 1).numpy()
+        pixels = (np.moveaxis(values, 0, -1) * 255).round().astype(np.uint8)
+        # Pillow needs arrays without a channel axis for images with one channel.
         return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)

@@ -1,4 +1,4 @@
-"""Captions and text recognition with an encoder-decoder of images, whose pipeline transformers 5 removed."""
+"""Pipeline `image-to-text` (captions and text recognition with an encoder-decoder), which transformers 5 removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..models.pipelines.empty_inputs import check_not_empty
 from ..models.pipelines.task_defaults import GenerationPipeline
 from ..models.single_prompt import asked_of
 
-# With the mask of patches that are padding.
+# Inputs of the model. `attention_mask` marks padding patches.
 _READ = ("pixel_values", "flattened_patches", "attention_mask")
 
 
@@ -22,25 +22,25 @@ def _set(**values: Any) -> dict[str, Any]:
 
 
 class ImageToTextPipeline(GenerationPipeline):
-    """The text of each image, in the shape that transformers 4 had: `[{"generated_text": ...}]`, and a list of such for a list."""
+    """Generate text from each image, with the results of transformers 4: `[{"generated_text": ...}]` per image."""
 
     _load_processor = False
     _load_image_processor = True
     _load_feature_extractor = False
     _load_tokenizer = True
-    # What transformers 4 wrote at most where neither the caller nor the model said how much.
+    # Default limit of transformers 4 if neither the caller nor the model sets one.
     _default_generation_config = GenerationConfig(max_new_tokens=256)
 
     def __call__(self, images: Any, **kwargs: Any) -> Any:
-        """Read each image: paths, URLs or `PIL.Image`s.
+        """Generate text from images.
 
         Args:
-            images: One or a list.
-            **kwargs: `max_new_tokens`, `generate_kwargs` for any other setting of `generate`, `timeout` in seconds for images from
-                the web, `batch_size`; `prompt`, the question that a Pix2Struct model for questions reads above the image.
+            images: One image or a list of images, each a path, a URL or a `PIL.Image`.
+            **kwargs: `max_new_tokens`; `generate_kwargs` for other arguments of `generate`; `timeout` in seconds for downloads of images;
+                `batch_size`; `prompt`, the question for Pix2Struct question answering models, drawn above the image.
 
         Raises:
-            ConfigError: `max_new_tokens` was given twice, a prompt for a model that reads none, or none for one that does.
+            ConfigError: `max_new_tokens` was passed twice, the model takes no prompt, or a required prompt is missing.
         """
         return super().__call__(images, **kwargs)
 
@@ -59,10 +59,10 @@ class ImageToTextPipeline(GenerationPipeline):
         return _set(timeout=timeout, prompt=prompt), settings, {}
 
     def preprocess(self, image: Any, timeout: float | None = None, prompt: str | None = None) -> dict[str, Any]:
-        """Read one image.
+        """Load and preprocess one image.
 
         Raises:
-            InputError: It has no pixels.
+            InputError: The image has no pixels.
         """
         asked = asked_of(self.image_processor, prompt)
         picture = load_image(image, timeout=timeout)
@@ -71,6 +71,6 @@ class ImageToTextPipeline(GenerationPipeline):
         return {name: inputs[name] for name in _READ if name in inputs}
 
     def postprocess(self, outputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Each answer as text."""
+        """Decode each generated sequence to text."""
         answers = outputs["output_ids"][0]
         return [{"generated_text": self.tokenizer.decode(tokens, skip_special_tokens=True)} for tokens in answers]

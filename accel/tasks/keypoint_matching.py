@@ -1,4 +1,4 @@
-"""Matching of the keypoints of two images."""
+"""Task `keypoint-matching`: matching keypoints of two images."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..models.modality_models import ImageModel
 
 @dataclass
 class KeypointMatchingOutput(ModelOutput):  # type: ignore[misc]
-    """What a model of pairs returns; an image processor's `post_process_keypoint_matching` turns it into points in pixels.
+    """Output of a keypoint matching model; an image processor's `post_process_keypoint_matching` converts it to pixel coordinates.
 
     Attributes:
-        matches: `(batch, 2, keypoints)`: the keypoint of the other image that each one is, -1 for none.
-        matching_scores: `(batch, 2, keypoints)`
-        keypoints: `(batch, 2, keypoints, 2)`: x and y, as shares of the image.
-        mask: `(batch, 2, keypoints)`: which keypoints are none but fill up the image with fewer, of SuperGlue and LightGlue.
+        matches: Index of the matching keypoint in the other image, -1 for none: `(batch, 2, keypoints)`.
+        matching_scores: Scores of the matches, `(batch, 2, keypoints)`.
+        keypoints: x and y as fractions of the image size, `(batch, 2, keypoints, 2)`.
+        mask: 0 for padding keypoints of the image with fewer keypoints, `(batch, 2, keypoints)`; only SuperGlue and LightGlue.
     """
 
     matches: torch.Tensor | None = None
@@ -32,27 +32,33 @@ class KeypointMatchingOutput(ModelOutput):  # type: ignore[misc]
 
 
 class ORTModelForKeypointMatching(ImageModel):
-    """Points that two images have in common: `pixel_values: (batch, 2, channels, height, width)` to `matches: (batch, 2, keypoints)`."""
+    """Model that matches keypoints of two images.
+
+    It maps `pixel_values: (batch, 2, channels, height, width)` to `matches: (batch, 2, keypoints)`.
+    """
 
     task = "keypoint-matching"
     output_class = KeypointMatchingOutput
 
     def forward(self, pixel_values: Any = None, **inputs: Any) -> Any:
-        """Run the graph on `(batch, 2, channels, height, width)` floating-point pairs of images."""
-        found = super().forward(pixel_values, **inputs)
-        named = dict(zip(self.output_names, found, strict=True)) if isinstance(found, tuple) else dict(found)
+        """Run the graph on floating-point image pairs `(batch, 2, channels, height, width)`."""
+        output = super().forward(pixel_values, **inputs)
+        named = dict(zip(self.output_names, output, strict=True)) if isinstance(output, tuple) else dict(output)
         mask = named.get("mask")
         if mask is None or mask.shape[-1] != 1 or mask.any():
-            return found
-        # A graph has a point where no image has any.
+            return output
+        # The graph returns one padding keypoint if no image has keypoints.
         none = {name: value[:, :, :0] for name, value in named.items()}
-        return tuple(none.values()) if isinstance(found, tuple) else type(found)(**none)
+        return tuple(none.values()) if isinstance(output, tuple) else type(output)(**none)
 
 
 class KeypointMatching(Task):
-    """Matching of the keypoints of two images."""
+    """The task `keypoint-matching`: matching keypoints of two images."""
 
     model = ORTModelForKeypointMatching
 
     def sample(self, module: Any, folder: Path | None) -> Sample | None:
         return pair_sample(module, folder)
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.rand((rows, 2, 3, 64, 96), generator=draw)}

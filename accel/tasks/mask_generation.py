@@ -1,4 +1,4 @@
-"""Masks of what is at given points of an image."""
+"""Task `mask-generation`: masks of the objects at given points of an image."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..models.outputs import fast_output, numpy_too
 
 @dataclass
 class MaskGenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """What a model returns for points; an image processor's `post_process_masks` makes masks of the image's size.
+    """Output of a mask generation model; an image processor's `post_process_masks` resizes the masks to the image's size.
 
     Attributes:
-        iou_scores: `(batch, points, 3)`: how much each mask overlaps with the true one, as the model believes.
-        pred_masks: `(batch, points, 3, height / 4, width / 4)`: above 0 inside.
+        iou_scores: Estimated intersection over union of each mask with the true mask, `(batch, points, 3)`.
+        pred_masks: Mask logits, above 0 inside the object, `(batch, points, 3, height / 4, width / 4)`.
     """
 
     iou_scores: torch.Tensor | None = None
@@ -31,7 +31,7 @@ class MaskGenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers i
 
 
 class ORTModelForMaskGeneration(TwoGraphModel):
-    """Masks for points in images: `pred_masks: (batch, points, 3, height / 4, width / 4)`."""
+    """Model that generates masks for points in images: `pred_masks: (batch, points, 3, height / 4, width / 4)`."""
 
     task = "mask-generation"
     output_class = MaskGenerationOutput
@@ -39,9 +39,9 @@ class ORTModelForMaskGeneration(TwoGraphModel):
 
     @numpy_too
     def get_image_embeddings(self, pixel_values: Any, **inputs: Any) -> Any:
-        """Run the first graph on `(batch, channels, height, width)`; of SAM-HQ also a list with what one of its layers answered."""
-        found = self._run({"pixel_values": pixel_values, **inputs})
-        return (found[EMBEDDINGS], [found[INTERMEDIATE]]) if INTERMEDIATE in found else found[EMBEDDINGS]
+        """Return the image embeddings of `(batch, channels, height, width)`; for SAM-HQ, also a list with one layer's output."""
+        outputs = self._run({"pixel_values": pixel_values, **inputs})
+        return (outputs[EMBEDDINGS], [outputs[INTERMEDIATE]]) if INTERMEDIATE in outputs else outputs[EMBEDDINGS]
 
     def forward(
         self,
@@ -54,20 +54,20 @@ class ORTModelForMaskGeneration(TwoGraphModel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
-        """Make three masks for each group of points.
+        """Generate three masks for each group of points.
 
         Args:
-            pixel_values: `(batch, channels, height, width)`; or `image_embeddings`.
-            input_points: `(batch, points, each, 2)`: x and y in pixels of what the processor made of the image.
-            input_labels: `(batch, points, each)`: 1 for a point inside, 0 for one outside, -10 for padding; ones when `None`.
-            image_embeddings: What `get_image_embeddings` returned, for many calls about one image.
-            intermediate_embeddings: Likewise, of SAM-HQ.
-            multimask_output: Three masks for each; `False` is another graph.
-            return_dict: `False` for a tuple.
-            **others: What a processor makes beside them is passed over where it is none of the model's.
+            pixel_values: Images `(batch, channels, height, width)`; not with `image_embeddings`.
+            input_points: x and y in pixels of the processed image, `(batch, points, each, 2)`: groups (`points`) of `each` points.
+            input_labels: 1 for a point inside the object, 0 outside, -10 for padding, `(batch, points, each)`; all ones when `None`.
+            image_embeddings: Result of `get_image_embeddings`, for several calls with the same image.
+            intermediate_embeddings: Second result of `get_image_embeddings`, for SAM-HQ.
+            multimask_output: Must be true: three masks per group. One mask per group would need another graph.
+            return_dict: `False` returns a tuple.
+            **others: Other outputs of the processor, which are ignored, and inputs of the image encoder.
 
         Raises:
-            InputError: No points, no image, both an image and embeddings, or prompts of another kind.
+            InputError: Points or image are missing, both an image and embeddings were passed, or another kind of prompt was passed.
         """
         self._check_fork()
         asked = sorted(name for name in _OTHER_PROMPTS if not _is_nothing(others.pop(name, None)))
@@ -86,8 +86,10 @@ class ORTModelForMaskGeneration(TwoGraphModel):
         others = {name: value for name, value in others.items() if name not in _OF_PROCESSORS}
         if image_embeddings is None:
             pixel_values = torch.as_tensor(pixel_values)
-            found = self.get_image_embeddings(pixel_values, **others)
-            image_embeddings, intermediate_embeddings = found if isinstance(found, tuple) else (found, None)
+            embeddings = self.get_image_embeddings(pixel_values, **others)
+            image_embeddings, intermediate_embeddings = (
+                embeddings if isinstance(embeddings, tuple) else (embeddings, None)
+            )
         elif others:
             raise InputError(f"The graphs take no {min(others)!r}.", fix=f"leave {min(others)} out.")
         points = torch.as_tensor(input_points)
@@ -124,9 +126,15 @@ _OF_PROCESSORS = ("original_sizes", "reshaped_input_sizes")
 
 
 class MaskGeneration(Task):
-    """Masks of what is at given points of an image."""
+    """The task `mask-generation`: masks of the objects at given points of an image."""
 
     model = ORTModelForMaskGeneration
 
     def parts(self, source: Any, fusion: Any) -> Sequence[Any] | None:
         return family_parts(source)
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        points = 32 * torch.rand((rows, 4, 2, 2), generator=draw)
+        labels = torch.randint(0, 2, points.shape[:-1], generator=draw)
+        pixels = torch.randn((rows, 3, 32, 32), generator=draw)
+        return {"pixel_values": pixels, "input_points": points, "input_labels": labels}

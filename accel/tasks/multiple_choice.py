@@ -1,18 +1,25 @@
-"""Multiple choice."""
+"""Task `multiple-choice`: the best of several answers."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 from ..interfaces.task import Task
 from ..models.modality_models import TextModel
 
 
 class ORTModelForMultipleChoice(TextModel):
-    """Multiple choice: inputs `(batch, choices, sequence)`, `logits: (batch, choices)`."""
+    """Multiple choice model: inputs `(batch, choices, sequence)`, `logits: (batch, choices)`."""
 
     task = "multiple-choice"
 
 
 class MultipleChoice(Task):
-    """Multiple choice."""
+    """The task `multiple-choice`."""
 
     model = ORTModelForMultipleChoice
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor[None] for name, tensor in texts(rows).items()}

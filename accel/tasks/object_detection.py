@@ -1,4 +1,4 @@
-"""Object detection."""
+"""Task `object-detection`: bounding boxes and classes of objects in images."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
-from ..data.batches import Encoded
 from ..data.columns import inner
-from ..data.image_rows import encode_pictures
 from ..data.labels import translation
 from ..data.rows import Rows
 from ..errors import InputError
@@ -26,14 +24,14 @@ from ..models.modality_models import ImageModel
 
 @dataclass
 class ObjectDetectionOutput(ModelOutput):  # type: ignore[misc]
-    """What a detector returns; an image processor's `post_process_object_detection` turns it into boxes in pixels.
+    """Output of a detection model; an image processor's `post_process_object_detection` converts it to boxes in pixels.
 
     Attributes:
-        logits: `(batch, queries, classes)`
-        pred_boxes: `(batch, queries, 4)`: centre, width and height, as shares of the image.
-        order_logits: `(batch, queries, queries)`, of models of page layouts: which region is read before which.
-        out_masks: `(batch, queries, height / 4, width / 4)`, of such models.
-        objectness_logits: `(batch, queries)`, of OWLv2: whether there is an object at all.
+        logits: Class logits, `(batch, queries, classes)`.
+        pred_boxes: Center x, center y, width and height as fractions of the image size, `(batch, queries, 4)`.
+        order_logits: Reading order of page regions, `(batch, queries, queries)`; only page layout models.
+        out_masks: Masks of page regions, `(batch, queries, height / 4, width / 4)`; only page layout models.
+        objectness_logits: Logit that the box contains an object, `(batch, queries)`; only OWLv2.
     """
 
     logits: torch.Tensor | None = None
@@ -44,7 +42,7 @@ class ObjectDetectionOutput(ModelOutput):  # type: ignore[misc]
 
 
 class ORTModelForObjectDetection(ImageModel):
-    """Objects in images: `logits: (batch, queries, classes)` and `pred_boxes: (batch, queries, 4)`."""
+    """Model that detects objects in images: `logits: (batch, queries, classes)` and `pred_boxes: (batch, queries, 4)`."""
 
     task = "object-detection"
     output_class = ObjectDetectionOutput
@@ -54,19 +52,19 @@ _BOX = ("bbox", "bboxes", "boxes", "box")
 _CATEGORY = ("category", "categories", "category_id", "label", "labels", "class", "class_label")
 _CROWD = ("iscrowd", "is_crowd")
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
-"""COCO's overlaps from which on a box counts as found."""
+"""COCO's thresholds of intersection over union for a box to count as a match."""
 _RECALLS = np.linspace(0, 1, 101)
-_MOST_BOXES = 100  # of a class in an image
+_MOST_BOXES = 100  # per class and image
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An object that is in an image.
+    """An object in an image.
 
     Attributes:
-        label: The model's number of its class.
-        corners: `(left, top, right, bottom)` in pixels.
-        crowd: Whether it is a group that is not to be taken apart, as COCO marks them.
+        label: The model's class id of the object.
+        corners: Bounding box `(left, top, right, bottom)` in pixels.
+        crowd: Whether the object is a group of objects, as marked in COCO data.
     """
 
     label: int
@@ -75,76 +73,77 @@ class Box:
 
 
 def boxes(rows: Rows, config: Any) -> list[list[Box]]:
-    """The objects of each row, as COCO writes them: `{"bbox": [[x, y, width, height], ...], "category": [...]}` in pixels, or a
-    list with such a dictionary an object.
+    """Return the objects of each row from a column in COCO's format.
+
+    Each value is `{"bbox": [[x, y, width, height], ...], "category": [...]}` in pixels, or a list with a dictionary per object.
 
     Args:
-        rows: The data, its columns mapped.
-        config: The model's, for labels.
+        rows: The data with mapped columns.
+        config: The model's config, which has the labels.
 
     Raises:
-        InputError: Objects in another form, or of classes that the model does not know.
+        InputError: Objects are invalid, or the model does not have a class.
     """
-    assert rows.sample.columns is not None
-    name = rows.sample.columns["objects"]
-    feature = rows.dataset.features[name]
-    fields = feature if isinstance(feature, Mapping) else inner(feature)
-    box = _field(fields, _BOX, name)
-    category = _field(fields, _CATEGORY, name)
+    fields = _fields(rows)
+    box, category = _field(fields, _BOX, rows), _field(fields, _CATEGORY, rows)
     crowd = next((key for key in _CROWD if key in fields), None)
     kind = fields[category]
-    found = [_objects(value) for value in rows.column("objects")]
-    flat = [one[category] for row in found for one in row]
+    objects = [_objects(value) for value in rows.column("objects")]
+    flat = [one[category] for row in objects for one in row]
     number = translation(flat, inner(kind) or kind, config, rows)
     return [
         [
             Box(number(one[category]), _corners(one[box], i), bool(one[crowd]) if crowd is not None else False)
             for one in row
         ]
-        for i, row in enumerate(found)
+        for i, row in enumerate(objects)
     ]
 
 
 def categories(rows: Rows) -> list[str]:
-    """The names of the objects' classes: those that the data declares, else all that occur, sorted.
+    """Return the class names of the objects: the names declared by the data set, or all names that occur, sorted.
 
     Raises:
-        InputError: Numbers without names.
+        InputError: Classes are numbers without names.
     """
-    assert rows.sample.columns is not None
-    name = rows.sample.columns["objects"]
-    feature = rows.dataset.features[name]
-    fields = feature if isinstance(feature, Mapping) else inner(feature)
-    category = _field(fields, _CATEGORY, name)
+    fields = _fields(rows)
+    category = _field(fields, _CATEGORY, rows)
     declared = getattr(inner(fields[category]) or fields[category], "names", None)
     if declared:
         return list(declared)
-    found = {one[category] for value in rows.column("objects") for one in _objects(value)}
-    if not found or not all(isinstance(one, str) for one in found):
+    names = {one[category] for value in rows.column("objects") for one in _objects(value)}
+    if not names or not all(isinstance(one, str) for one in names):
         raise InputError(
-            f"The classes in the column {name!r} are numbers without names, which are what a model for zero-shot detection looks for.",
+            f"The classes in the column {rows.name_of('objects')!r} are numbers without names, and the model looks for names.",
             fix="give the names of the classes.",
         )
-    return sorted(found)
+    return sorted(names)
 
 
-def _field(fields: Any, known: Sequence[str], column: str) -> str:
-    """The first of these names that objects have.
+def _fields(rows: Rows) -> Mapping[str, Any]:
+    """Return the feature types of an object's fields, by field name."""
+    feature = rows.feature("objects")
+    fields: Mapping[str, Any] = feature if isinstance(feature, Mapping) else inner(feature)
+    return fields
+
+
+def _field(fields: Mapping[str, Any], known: Sequence[str], rows: Rows) -> str:
+    """Return the first of the known field names that the objects have.
 
     Raises:
-        InputError: They have none.
+        InputError: The objects have none of these fields.
     """
-    found = next((key for key in known if key in fields), None)
-    if found is None:
+    field = next((key for key in known if key in fields), None)
+    if field is None:
         raise InputError(
-            f"The objects in the column {column!r} have {sorted(fields)}, and none of {', '.join(known)}.",
+            f"The objects in the column {rows.name_of('objects')!r} have {sorted(fields)}, and none of {', '.join(known)}.",
             fix="give objects as COCO does: {'bbox': [[x, y, width, height], ...], 'category': [...]}.",
         )
-    return found
+    return field
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    """A row's objects, a dictionary each; `datasets` also keeps a dictionary of lists."""
+    """Return a row's objects as dictionaries; `datasets` may store them as one dictionary of lists."""
     if isinstance(value, Mapping):
         return [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
     return [dict(one) for one in value or []]
@@ -159,18 +158,18 @@ def _corners(box: Sequence[float], row: int) -> tuple[float, float, float, float
     return left, top, left + width, top + height
 
 
-def check_boxes(found: Sequence[Sequence[Box]], sizes: Sequence[tuple[int, int]], source: str) -> None:
-    """Refuse boxes that cannot be what COCO writes: those that end outside their images, and those in shares of them.
+def check_boxes(boxes_of_rows: Sequence[Sequence[Box]], sizes: Sequence[tuple[int, int]], source: str) -> None:
+    """Raise for boxes that are not in COCO's format: boxes outside their images, or in fractions of the image size.
 
     Args:
-        found: A list a row.
+        boxes_of_rows: Objects of each row.
         sizes: Width and height of each row's image, in pixels.
         source: Name of the data.
 
     Raises:
-        InputError: More than a tenth of them ends outside by more than two pixels and 2 %, or none is longer than a pixel.
+        InputError: More than a tenth of the boxes exceed the image by more than two pixels plus 2 %, or all boxes are below one pixel.
     """
-    pairs = [(box.corners, size) for row, size in zip(found, sizes, strict=True) for box in row]
+    pairs = [(box.corners, size) for row, size in zip(boxes_of_rows, sizes, strict=True) for box in row]
     outside = [(corners, size) for corners, size in pairs if any(corners[2 + i] > 1.02 * size[i] + 2 for i in range(2))]
     tiny = pairs and all(max(corners) <= 1 for corners, _ in pairs)
     if not tiny and len(outside) <= len(pairs) / 10:
@@ -185,45 +184,12 @@ def check_boxes(found: Sequence[Sequence[Box]], sizes: Sequence[tuple[int, int]]
     )
 
 
-class Detections(PicturePredictor):
-    """Boxes in an image: `(label, score, left, top, right, bottom)`, whatever their scores."""
-
-    kind = "boxes"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return METRICS
-
-    def _references(self) -> list[Any]:
-        self._objects: list[list[Box]] = boxes(self.rows, self.config)
-        return [[(box.label, *box.corners, int(box.crowd)) for box in row] for row in self._objects]
-
-    def predict(self, model: Model, what: str) -> list[Any]:
-        """Boxes, a list a row."""
-        self._sizes: list[tuple[int, int]] = [(0, 0)] * len(self.rows)
-        found = super().predict(model, what)
-        check_boxes(self._objects, self._sizes, self.rows.sample.source)
-        return found
-
-    def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
-        found: Sequence[Any] = self.processor.post_process_object_detection(
-            output, threshold=0.0, target_sizes=torch.tensor(sizes)
-        )
-        return found
-
-    def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:
-        self._sizes[row] = size[::-1]
-        together = zip(answer["labels"].tolist(), answer["scores"].tolist(), answer["boxes"].tolist(), strict=True)
-        return [(label, score, *corners) for label, score, corners in together]
-
-
-def overlaps(found: Floats, true: Floats, crowd: Floats) -> Floats:
-    """Intersection over union of boxes `(n, 4)` and `(m, 4)` given by corners: `(n, m)`; over a box's own area for a crowd."""
-    low = np.maximum(found[:, None, :2], true[None, :, :2])
-    high = np.minimum(found[:, None, 2:], true[None, :, 2:])
+def overlaps(predicted: Floats, true: Floats, crowd: Floats) -> Floats:
+    """Return intersection over union of boxes `(n, 4)` and `(m, 4)` (corners) as `(n, m)`; for crowds, over the predicted box's area."""
+    low = np.maximum(predicted[:, None, :2], true[None, :, :2])
+    high = np.minimum(predicted[:, None, 2:], true[None, :, 2:])
     both = np.clip(high - low, 0, None).prod(-1)
-    area = np.clip(found[:, 2:] - found[:, :2], 0, None).prod(-1)[:, None]
+    area = np.clip(predicted[:, 2:] - predicted[:, :2], 0, None).prod(-1)[:, None]
     other = np.clip(true[:, 2:] - true[:, :2], 0, None).prod(-1)[None]
     whole = np.where(crowd[None] > 0, area, area + other - both)
     shares: Floats = np.divide(both, whole, out=np.zeros_like(both), where=whole > 0)
@@ -231,9 +197,10 @@ def overlaps(found: Floats, true: Floats, crowd: Floats) -> Floats:
 
 
 def matched(shares: Floats, crowd: Floats) -> tuple[np.ndarray, np.ndarray]:
-    """Which boxes, best first, hit an object that none before them hit, at each threshold; and which do not count: `(10, n)`.
+    """Return two arrays `(10, n)`: which boxes match an object at each threshold, and which boxes are ignored.
 
-    As COCO's script: a crowd may be hit often, and what hits nothing but a crowd does not count.
+    The rules are those of COCO's evaluation script. Boxes must be sorted by score: an object is matched by the first box. A crowd may be
+    matched several times, and boxes that match only a crowd are ignored.
     """
     hits = np.zeros((len(THRESHOLDS), len(shares)), bool)
     ignored = np.zeros_like(hits)
@@ -243,7 +210,7 @@ def matched(shares: Floats, crowd: Floats) -> tuple[np.ndarray, np.ndarray]:
         for box, row in enumerate(shares):
             candidates = np.where(free, row, -1.0)
             if candidates.size and candidates.max() >= threshold:
-                # Of equals COCO takes the last.
+                # COCO's script takes the last of equal overlaps.
                 free[len(candidates) - 1 - int(candidates[::-1].argmax())] = False
                 hits[t, box] = True
             elif (row[~plain] >= threshold).any():
@@ -252,16 +219,16 @@ def matched(shares: Floats, crowd: Floats) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_class(rows: Sequence[Sequence[Any]]) -> dict[int, dict[int, list[Any]]]:
-    """Entries by their label, and by their row."""
-    found: dict[int, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    """Group entries by label, then by row."""
+    entries: dict[int, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for i, row in enumerate(rows):
         for entry in row:
-            found[int(entry[0])][i].append(entry)
-    return found
+            entries[int(entry[0])][i].append(entry)
+    return entries
 
 
 def _precision(predictions: Values, references: Values) -> Callable[[Floats], Floats]:
-    """A function from how often each row counts `(samples, rows)` to average precisions `(samples, 10)`, a threshold each."""
+    """Return a function from weights of rows `(samples, rows)` to average precisions `(samples, 10)`, one per threshold."""
     guesses, truths = _by_class(predictions), _by_class(references)
     classes = []
     for label, by_row in truths.items():
@@ -272,8 +239,8 @@ def _precision(predictions: Values, references: Values) -> Callable[[Floats], Fl
             crowd = np.asarray([float(entry[5]) for entry in by_row[row]])
             objects[row] = (crowd <= 0).sum()
             ranked = sorted(guesses[label][row], key=lambda entry: -entry[1])[:_MOST_BOXES]
-            found = np.asarray([entry[2:6] for entry in ranked], np.float64).reshape(-1, 4)
-            hit, skipped = matched(overlaps(found, true, crowd), crowd)
+            predicted = np.asarray([entry[2:6] for entry in ranked], np.float64).reshape(-1, 4)
+            hit, skipped = matched(overlaps(predicted, true, crowd), crowd)
             scores.append(np.asarray([entry[1] for entry in ranked], np.float64))
             rows.append(np.full(len(ranked), row))
             hits.append(hit)
@@ -289,17 +256,17 @@ def _precision(predictions: Values, references: Values) -> Callable[[Floats], Fl
 
 
 def _average_precision(classes: Sequence[tuple[Floats, np.ndarray, np.ndarray, np.ndarray]], weights: Floats) -> Floats:
-    """The mean over classes of the area under precision and recall, at 101 recalls: `(10,)`."""
+    """Return the average precision at each threshold, `(10,)`: precision at 101 recall values, averaged over recall and classes."""
     values = []
     for objects, rows, hits, misses in classes:
         total = weights @ objects
         if total == 0:
-            continue  # no object of the class in these rows
+            continue  # the weighted rows have no object of this class
         weight = weights[rows]
         right, wrong = np.cumsum(hits * weight, 1), np.cumsum(misses * weight, 1)
         seen = right + wrong
         precision = np.divide(right, seen, out=np.zeros_like(seen), where=seen > 0)
-        # The best precision at this recall or a higher one.
+        # Maximum precision at this or any higher recall.
         precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
         row = np.zeros((len(THRESHOLDS), len(_RECALLS)))
         for t in range(len(THRESHOLDS)):
@@ -307,7 +274,7 @@ def _average_precision(classes: Sequence[tuple[Floats, np.ndarray, np.ndarray, n
             inside = places < precision.shape[1]
             row[t, inside] = precision[t, places[inside]]
         values.append(row.mean(1))
-    # Neither -1 nor 0 is a precision that nothing was measured of.
+    # NaN instead of 0, because there was nothing to measure.
     return np.mean(values, 0) if values else np.full(len(THRESHOLDS), np.nan)
 
 
@@ -323,21 +290,44 @@ def _box_metric(name: str, part: slice) -> Metric:
     return Metric(name=name, key=name, compute=compute, resampled=resampled)
 
 
-METRICS: Mapping[str, Metric] = {
-    "map": _box_metric("map", slice(0, 10)),
-    "map_50": _box_metric("map_50", slice(0, 1)),
-    "map_75": _box_metric("map_75", slice(5, 6)),
-}
-"""As COCO's own script counts them."""
+class Detections(PicturePredictor):
+    """Predicts boxes in each image: `(label, score, left, top, right, bottom)`, without a score threshold."""
+
+    kind = "boxes"
+    offline_metrics = (
+        # Averages over thresholds as in COCO's evaluation script.
+        _box_metric("map", slice(0, 10)),
+        _box_metric("map_50", slice(0, 1)),
+        _box_metric("map_75", slice(5, 6)),
+    )
+
+    def _references(self) -> list[Any]:
+        self._objects: list[list[Box]] = boxes(self.rows, self.config)
+        return [[(box.label, *box.corners, int(box.crowd)) for box in row] for row in self._objects]
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Return the predicted boxes, one list per row."""
+        self._sizes: list[tuple[int, int]] = [(0, 0)] * len(self.rows)
+        predictions = super().predict(model, what)
+        check_boxes(self._objects, self._sizes, self.rows.sample.source)
+        return predictions
+
+    def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
+        answers: Sequence[Any] = self.processor.post_process_object_detection(
+            output, threshold=0.0, target_sizes=torch.tensor(sizes)
+        )
+        return answers
+
+    def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:
+        self._sizes[row] = size[::-1]
+        together = zip(answer["labels"].tolist(), answer["scores"].tolist(), answer["boxes"].tolist(), strict=True)
+        return [(label, score, *corners) for label, score, corners in together]
 
 
 class ObjectDetection(Task):
-    """Object detection."""
+    """The task `object-detection`: bounding boxes and classes of objects in images."""
 
     model = ORTModelForObjectDetection
-
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return encode_pictures(rows, processor, max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return Detections

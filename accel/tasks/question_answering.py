@@ -1,4 +1,4 @@
-"""Extractive question answering: a part of a context."""
+"""Task `question-answering`: extractive question answering, where the answer is a part of the context."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from .. import progress
-from ..data.batches import Encoded, from_tokenizer
+from ..data.encoded_rows import Encoded, from_tokenizer
 from ..data.labels import accepted_answers, texts
 from ..data.rows import Rows
 from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
 from ..errors import ConfigError, InputError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, Metric, Values, divide, ratio
+from ..measuring.accuracy.metrics import Floats, Values, divide, metric_of_sums, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.base import ORTModel
 from ..models.modality_models import TextModel
@@ -28,29 +28,61 @@ if TYPE_CHECKING:
 
 
 class ORTModelForQuestionAnswering(TextModel):
-    """Extractive question answering: `start_logits` and `end_logits: (batch, sequence)`."""
+    """Extractive question answering model: `start_logits` and `end_logits`, each `(batch, sequence)`."""
 
     task = "question-answering"
 
 
-_LONGEST = 384  # tokens of a question with a part of its context
+_LONGEST = 384  # maximum number of tokens of a window: the question and a part of the context
+
+
+def _normalized(text: str) -> str:
+    """Return the text in lower case without punctuation, articles and extra spaces, like the official SQuAD 1.1 script."""
+    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def _overlap(predicted: str, true: str) -> float:
+    a, b = _normalized(predicted).split(), _normalized(true).split()
+    if not a or not b:
+        return float(a == b)
+    same = sum((Counter(a) & Counter(b)).values())
+    return 2 * same / (len(a) + len(b))
+
+
+def _answer_sums(predictions: Values, references: Values) -> Floats:
+    rows = []
+    for predicted, accepted in zip(predictions, references, strict=True):
+        accepted = accepted or [""]
+        exact = any(_normalized(predicted) == _normalized(text) for text in accepted)
+        rows.append((float(exact), 1.0, max(_overlap(predicted, text) for text in accepted)))
+    return np.asarray(rows, np.float64)
+
+
+_SQUAD = metric_of_sums(
+    "squad",
+    _answer_sums,
+    {
+        "exact_match": lambda sums: 100 * ratio(sums),
+        "f1": lambda sums: 100 * divide(sums[..., 2], sums[..., 1]),
+    },
+    key="f1",
+    points=1.0,
+)
+_EXACT_MATCH = metric_of_sums("exact_match", _answer_sums, {"exact_match": ratio}, rowwise=True)
 
 
 class Answers(Predictor):
-    """A text out of each context, by the question-answering pipeline, which reads long contexts in windows."""
+    """Predicts the answer in each context with the question answering pipeline, which splits long contexts into windows."""
 
     kind = "answers"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {"squad": _SQUAD, "exact_match": _EXACT_MATCH}
+    offline_metrics = (_SQUAD, _EXACT_MATCH)
 
     def _references(self) -> list[Any]:
         return [accepted_answers(value, self.rows) for value in self.rows.column("answers")]
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Answers as texts."""
+        """Return the answers as texts."""
         from ..models.pipelines.pipeline import pipeline
 
         pipe = pipeline("question-answering", model=model, tokenizer=self.processor)
@@ -61,59 +93,17 @@ class Answers(Predictor):
         options: dict[str, Any] = {"handle_impossible_answer": any(not accepted for accepted in self.references)}
         if self.max_length is not None:
             options["max_seq_len"] = min(self.max_length, _LONGEST)
-        found: list[Any] = []
+        predictions: list[Any] = []
         parts = [examples[i : i + self.batch_size] for i in range(0, len(examples), self.batch_size)]
         for part in progress.track(parts, what):
-            found += [
+            predictions += [
                 answer["answer"] if answer else "" for answer in pipe(part, batch_size=self.batch_size, **options)
             ]
-        return found
-
-
-def _normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and extra spaces (the official SQuAD 1.1 script)."""
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
-
-
-def _overlap(found: str, true: str) -> float:
-    a, b = _normalized(found).split(), _normalized(true).split()
-    if not a or not b:
-        return float(a == b)
-    same = sum((Counter(a) & Counter(b)).values())
-    return 2 * same / (len(a) + len(b))
-
-
-def _answer_sums(predictions: Values, references: Values) -> Floats:
-    rows = []
-    for found, accepted in zip(predictions, references, strict=True):
-        accepted = accepted or [""]
-        exact = any(_normalized(found) == _normalized(text) for text in accepted)
-        rows.append((float(exact), 1.0, max(_overlap(found, text) for text in accepted)))
-    return np.asarray(rows, np.float64)
-
-
-def _squad(predictions: Values, references: Values) -> dict[str, float]:
-    exact, rows, overlap = _answer_sums(predictions, references).sum(0)
-    return {"exact_match": float(100 * exact / rows), "f1": float(100 * overlap / rows)}
-
-
-def _squad_f1(sums: Floats) -> Floats:
-    return 100 * divide(sums[..., 2], sums[..., 1])
-
-
-def _exact_match(predictions: Values, references: Values) -> dict[str, float]:
-    return {"exact_match": _squad(predictions, references)["exact_match"] / 100}
-
-
-_SQUAD = Metric(name="squad", key="f1", compute=_squad, sums=_answer_sums, finish=_squad_f1, points=1.0)
-_EXACT_MATCH = Metric(
-    name="exact_match", key="exact_match", compute=_exact_match, sums=_answer_sums, finish=ratio, rowwise=True,
-)  # fmt: skip
+        return predictions
 
 
 class QuestionAnswering(Task):
-    """Extractive question answering: a part of a context."""
+    """The task `question-answering`: extractive question answering, where the answer is a part of the context."""
 
     model = ORTModelForQuestionAnswering
 
@@ -137,7 +127,7 @@ class QuestionAnswering(Task):
 
 
 class AnswerQuestion(Operation):
-    """The part of a text that answers a question."""
+    """Operation that returns the part of a text that answers a question."""
 
     name = "question-answering"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -170,7 +160,7 @@ class AnswerQuestion(Operation):
         from ..serving.http.replies import Json
 
         class QaBody(Body):
-            """What `/qa` takes."""
+            """Body of `/qa`."""
 
             model: str | None = None
             question: str = Field(min_length=1)
@@ -203,7 +193,7 @@ def _windows(facts: Facts) -> dict[str, Any]:
 
 
 ANSWERS = TextFront(
-    module="answer_spans",
+    service="answer_spans:QuestionAnswerer",
     inputs=(Tensor(name="QUESTION", dtype="string"), Tensor(name="CONTEXT", dtype="string")),
     outputs=lambda _: (
         Tensor(name="ANSWER", dtype="string", dims=(-1,)),

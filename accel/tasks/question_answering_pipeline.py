@@ -1,4 +1,4 @@
-"""Extractive question answering, which transformers 5 removed."""
+"""Pipeline `question-answering` (extractive), which transformers 5 removed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from transformers.pipelines.base import ChunkPipeline
 
+from ..config import check_names
 from ..errors import ConfigError, InputError
 
 
 class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transformers is untyped here
     """Extractive question answering with the arguments, defaults and scores of transformers 4: `{score, start, end, answer}`.
 
-    A context longer than `max_seq_len` tokens is read in windows that overlap by `doc_stride` tokens. Equal answers, from several
-    windows or places, are one answer, whose score is the sum of theirs.
+    A context longer than `max_seq_len` tokens is split into windows that overlap by `doc_stride` tokens. Equal answers from several
+    windows or positions are merged and their scores are added.
     """
 
     _load_processor = False
@@ -33,43 +34,36 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
             )
 
     def __call__(self, *inputs: Any, question: Any = None, context: Any = None, **kwargs: Any) -> Any:
-        """Answer one question or many.
+        """Answer one or several questions.
 
         Args:
-            *inputs: `{"question": ..., "context": ...}`, or a list of them; or question and context.
-            question: One question or a list, with `context`.
-            context: One context for all questions, or as many as questions.
+            *inputs: `{"question": ..., "context": ...}` or a list of such dictionaries; or question and context as two arguments.
+            question: One question or a list of questions, together with `context`.
+            context: One context for all questions, or a list with one context per question.
             **kwargs: `top_k` (1), `max_seq_len` (the tokenizer's limit, at most 384), `doc_stride` (half of `max_seq_len`, at most
-                128), `max_question_len` (tokens of a question that are read; all by default), `padding`, `max_answer_len` (15
-                tokens), `handle_impossible_answer` (False), `align_to_words` (True: answers end where words end), `batch_size`.
+                128), `max_question_len` (longer questions are truncated; no limit by default), `padding`, `max_answer_len` (15
+                tokens), `handle_impossible_answer` (False), `align_to_words` (True: answers consist of whole words), `batch_size`.
 
         Returns:
-            `{score, start, end, answer}` with character offsets into the context; a list of at most `top_k` of them where there
-            are several, or none; and a list of these for a list of questions.
+            `{score, start, end, answer}` with character offsets in the context. If there are several answers or none: a list of at most
+            `top_k` such dictionaries. For a list of questions: a list with the result of each question.
 
         Raises:
             InputError: A question or context is missing or empty.
         """
-        given, *rest = inputs or (None,)
+        first, *rest = inputs or (None,)
         if rest:
-            given, question, context = None, given, rest[0]
-        examples, many = _examples(given, question, context)
+            first, question, context = None, first, rest[0]
+        examples, many = _examples(first, question, context)
         answers = super().__call__(examples, **kwargs)
         return answers if many else answers[0]
 
     def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        known = {
-            "pre": ("doc_stride", "max_seq_len", "max_question_len", "padding"),
-            "post": ("top_k", "max_answer_len", "handle_impossible_answer", "align_to_words"),
-        }
-        unknown = set(kwargs) - set(known["pre"]) - set(known["post"])
-        if unknown:
-            raise ConfigError(f"Question answering has no option {sorted(unknown)}.", fix=f"use {known}.")
-        return (
-            {name: kwargs[name] for name in known["pre"] if kwargs.get(name) is not None},
-            {},
-            {name: kwargs[name] for name in known["post"] if kwargs.get(name) is not None},
-        )
+        before = ("doc_stride", "max_seq_len", "max_question_len", "padding")
+        after = ("top_k", "max_answer_len", "handle_impossible_answer", "align_to_words")
+        check_names("Question answering", "option", kwargs, (*before, *after))
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        return {n: options[n] for n in before if n in options}, {}, {n: options[n] for n in after if n in options}
 
     def preprocess(
         self,
@@ -79,7 +73,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
         max_question_len: int | None = None,
         padding: bool | str = "do_not_pad",
     ) -> Iterator[dict[str, Any]]:
-        """Tokenize one example into overlapping windows; the context is first where the tokenizer pads on the left."""
+        """Tokenize one example into overlapping windows. If the tokenizer pads on the left, the context precedes the question."""
         tokenizer = self.tokenizer
         longest = max_seq_len if max_seq_len is not None else min(tokenizer.model_max_length, 384)
         stride = doc_stride if doc_stride is not None else min(longest // 2, 128)
@@ -97,11 +91,12 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
                 return_overflowing_tokens=True,
             )
         except BaseException as error:
-            # Where a window has no room for the stride, tokenizers' panic is not even an `Exception`; its errors have no class.
+            # If a window has no room for the stride, the tokenizers library raises `PanicException`, which does not inherit from
+            # `Exception`. Its other errors are plain `Exception`s.
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise InputError(
-                f"A window of {longest} tokens that overlap by {stride} has no room behind a question of "
+                f"A window of {longest} tokens that overlap by {stride} has no room after a question of "
                 f"{len(tokenizer(question)['input_ids'])} tokens.",
                 fix="shorten the question, lower doc_stride, or raise max_seq_len.",
             ) from error
@@ -116,9 +111,9 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
             }
 
     def _cut(self, question: str, tokens: int) -> str:
-        """The beginning of a question, of at most so many tokens."""
-        found = self.tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        return question[: found[tokens - 1][1]] if len(found) > tokens > 0 else question
+        """Return the question truncated to at most `tokens` tokens."""
+        offsets = self.tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return question[: offsets[tokens - 1][1]] if len(offsets) > tokens > 0 else question
 
     def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         extras = {name: model_inputs.pop(name) for name in ("is_last", "example", "encoding")}
@@ -133,23 +128,23 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
         handle_impossible_answer: bool = False,
         align_to_words: bool = True,
     ) -> Any:
-        """The best answers over all windows."""
+        """Return the best answers over all windows."""
         if top_k < 1 or max_answer_len < 1:
             raise ConfigError(f"top_k is {top_k} and max_answer_len {max_answer_len}.", fix="use at least 1 for both.")
         left = self.tokenizer.padding_side == "left"
         context_place = 0 if left else 1
-        # Spans that become one answer when they are aligned to words leave room for others.
+        # Several spans can become the same answer when they are aligned to words, so more spans than `top_k` are needed.
         spans = top_k * 2 + 10 if align_to_words else top_k
         context = model_outputs[0]["example"]["context"]
         answers: dict[str, dict[str, Any]] = {}
         impossible = 1.0
         for window in model_outputs:
             encoding = window["encoding"]
-            # Padding of a batch follows the window's own tokens (or precedes them, for left-padding tokenizers).
+            # Batch padding follows the window's own tokens, or precedes them for tokenizers that pad on the left.
             length = len(encoding.ids)
             part = slice(-length, None) if left else slice(0, length)
             inside = np.array([place == context_place for place in encoding.sequence_ids])
-            # The [CLS] token stands for "no answer".
+            # The scores of the [CLS] token mean "no answer".
             no_answer = np.array(encoding.ids) == self.tokenizer.cls_token_id
             start, end = (
                 _masked_softmax(window[name].float().numpy().reshape(-1)[part], inside | no_answer)
@@ -167,22 +162,22 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
                     answer.lower(), {"score": 0.0, "start": begins, "end": ends, "answer": answer}
                 )
                 equal["score"] += float(scores[first, last])
-        found = list(answers.values())
+        ranked = list(answers.values())
         if handle_impossible_answer:
-            found.append({"score": impossible, "start": 0, "end": 0, "answer": ""})
-        found = sorted(found, key=lambda answer: -answer["score"])[:top_k]
-        return found[0] if len(found) == 1 else found
+            ranked.append({"score": impossible, "start": 0, "end": 0, "answer": ""})
+        ranked = sorted(ranked, key=lambda answer: -answer["score"])[:top_k]
+        return ranked[0] if len(ranked) == 1 else ranked
 
 
 def _largest(scores: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Indices of the largest scores, the largest first, into the flattened array."""
+    """Return the indices of the largest scores in the flattened array, largest score first."""
     flat = -scores.reshape(-1)
-    found = np.argpartition(flat, count)[:count] if count < flat.size else np.arange(flat.size)
-    return found[np.argsort(flat[found], kind="stable")]
+    indices = np.argpartition(flat, count)[:count] if count < flat.size else np.arange(flat.size)
+    return indices[np.argsort(flat[indices], kind="stable")]
 
 
 def _characters(encoding: Any, first: int, last: int, sequence: int, whole_words: bool) -> tuple[int, int]:
-    """The characters of a span of tokens, or of the words that they belong to, where the tokenizer has words."""
+    """Return start and end characters of a token span, extended to whole words if requested and if the tokenizer has words."""
     if whole_words:
         begins, ends = (encoding.token_to_word(token) for token in (first, last))
         if begins is not None and ends is not None:
@@ -191,40 +186,37 @@ def _characters(encoding: Any, first: int, last: int, sequence: int, whole_words
 
 
 def _masked_softmax(logits: np.ndarray[Any, Any], keep: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Probabilities over the positions to keep; zeros where there is none."""
+    """Return the softmax over the positions in `keep`; all zeros if there are none."""
     weights = np.exp(np.where(keep, logits - logits[keep].max(initial=-np.inf), -np.inf))
     result: np.ndarray[Any, Any] = weights / max(float(weights.sum()), np.finfo(np.float32).tiny)
     return result
 
 
 def _examples(inputs: Any, question: Any, context: Any) -> tuple[list[dict[str, str]], bool]:
-    """All forms of a call as a list of examples, and whether a list was asked for."""
+    """Convert the arguments of a call to a list of examples; also return whether the caller passed a list."""
+    one = isinstance(question, str) if inputs is None else isinstance(inputs, Mapping)
     try:
-        return _listed(inputs, question, context)
+        if inputs is not None:
+            examples = [dict(item) for item in ([inputs] if one else inputs)]
+        elif question is None or context is None:
+            raise InputError("A question and a context are needed.", fix="pass question=... and context=...")
+        else:
+            questions = [question] if one else list(question)
+            contexts = [context] * len(questions) if isinstance(context, str) else list(context)
+            if len(questions) != len(contexts):
+                raise InputError(
+                    f"{len(questions)} questions and {len(contexts)} contexts.", fix="pass as many of each."
+                )
+            examples = [{"question": q, "context": c} for q, c in zip(questions, contexts, strict=True)]
     except (TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
-            f"Of these inputs no questions and contexts can be taken: {error}.",
+            f"The inputs hold no questions and contexts: {error}.",
             fix='pass {"question": ..., "context": ...}, a list of such, or question=... and context=...',
         ) from error
-
-
-def _listed(inputs: Any, question: Any, context: Any) -> tuple[list[dict[str, str]], bool]:
-    if inputs is None:
-        if question is None or context is None:
-            raise InputError("A question and a context are needed.", fix="pass question=... and context=...")
-        many = not isinstance(question, str)
-        questions = [question] if isinstance(question, str) else list(question)
-        contexts = [context] * len(questions) if isinstance(context, str) else list(context)
-        if len(questions) != len(contexts):
-            raise InputError(f"{len(questions)} questions and {len(contexts)} contexts.", fix="pass as many of each.")
-        examples = [{"question": q, "context": c} for q, c in zip(questions, contexts, strict=True)]
-    else:
-        many = not isinstance(inputs, Mapping)
-        examples = [dict(inputs)] if isinstance(inputs, Mapping) else [dict(item) for item in inputs]
     for example in examples:
         for name in ("question", "context"):
             if not isinstance(example.get(name), str) or not example[name].strip():
                 raise InputError(f"An example has no {name}: {example}.", fix=f"give it a non-empty {name!r}.")
-    return examples, many
+    return examples, not one

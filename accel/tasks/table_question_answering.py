@@ -1,4 +1,4 @@
-"""Question answering over tables."""
+"""Task `table-question-answering`: questions about tables, answered with cells of the table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..models.base import ORTModel
 
 @dataclass
 class TableAnswerOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """What a model of tables returns; `tokenizer.convert_logits_to_predictions` turns it into cells.
+    """Output of a table question answering model; `tokenizer.convert_logits_to_predictions` converts it to table cells.
 
     Attributes:
-        logits: `(batch, sequence)`: whether a token's cell is among the answer.
-        logits_aggregation: `(batch, operators)`: what is done with the cells, of models that sum, count or average.
+        logits: Logit that a token's cell belongs to the answer, `(batch, sequence)`.
+        logits_aggregation: Logits of the aggregation operators (sum, count, average), `(batch, operators)`; only some models.
     """
 
     logits: torch.Tensor | None = None
@@ -29,7 +29,7 @@ class TableAnswerOutput(ModelOutput):  # type: ignore[misc]  # transformers is u
 
 
 class ORTModelForTableQuestionAnswering(ORTModel):
-    """Cells of tables for questions: `logits: (batch, sequence)`."""
+    """Model that selects table cells as answers: `logits: (batch, sequence)`."""
 
     task = "table-question-answering"
     output_class = TableAnswerOutput
@@ -37,22 +37,24 @@ class ORTModelForTableQuestionAnswering(ORTModel):
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **inputs: Any
     ) -> Any:
-        """Run the graph on `input_ids` and `attention_mask: (batch, sequence)` and `token_type_ids: (batch, sequence, 7)`, which say
-        each token's column, row and rank.
+        """Run the graph.
+
+        Inputs are `input_ids` and `attention_mask`, `(batch, sequence)`, and `token_type_ids`, `(batch, sequence, 7)`, which contain the
+        column, row and rank of each token.
 
         Raises:
-            InputError: Columns, rows or ranks that the model has none for.
+            InputError: The table has more columns, rows or ranks than the model supports.
         """
         if token_type_ids is not None:
             self._check_places(torch.as_tensor(token_type_ids))
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        return self._run({**given, **inputs})
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        return self._run({**named, **inputs})
 
     def _check_places(self, places: torch.Tensor) -> None:
-        """Runtimes look up what PyTorch refuses: numbers below 0 count from a table's end."""
+        """Raise for ids out of range. PyTorch raises for them, but runtimes read negative ids from the end of the embedding table."""
         sizes = torch.tensor(self.config.type_vocab_sizes, device=places.device)
         if places.ndim != 3 or places.shape[-1] != len(sizes):
-            return  # the session says what shape it takes
+            return  # the session raises an error about the shape
         wrong = (places < 0) | (places >= sizes)
         if bool(wrong.any()):
             kind = int(wrong.nonzero()[0][-1])
@@ -63,9 +65,13 @@ class ORTModelForTableQuestionAnswering(ORTModel):
 
 
 class TableQuestionAnswering(Task):
-    """Question answering over tables."""
+    """The task `table-question-answering`: questions about tables, answered with cells of the table."""
 
     model = ORTModelForTableQuestionAnswering
 
     def sample(self, module: Any, folder: Path | None) -> Sample | None:
         return table_sample(module, folder)
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = texts(rows)
+        return {**batch, "token_type_ids": torch.randint(0, 2, (*batch["input_ids"].shape, 7), generator=draw)}

@@ -1,4 +1,4 @@
-"""Text generation by encoder-decoders: summarization, translation."""
+"""Task `text2text-generation`: text generation with encoder-decoders, such as summarization and translation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..serving.operations import READS_TEXT, Operation
 
 
 class ORTModelForSeq2SeqLM(EncoderDecoder):
-    """Translation, summarization and other text to text."""
+    """Encoder-decoder model for translation, summarization and other text-to-text generation."""
 
     task = "text2text-generation"
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """transformers' `generate`; with `tgt_lang` for models whose generation config has a token for each language (SeamlessM4T).
+        """Generate text with transformers' `generate`. `tgt_lang` is supported if the generation config lists languages (SeamlessM4T).
 
         Raises:
-            InputError: A language that the model does not have, and what other generating models refuse.
+            InputError: The model does not have the language, or the prompt is invalid as for other generating models.
         """
         language = kwargs.pop("tgt_lang", None)
         if language is not None:
@@ -32,10 +32,10 @@ class ORTModelForSeq2SeqLM(EncoderDecoder):
         return super().generate(inputs, generation_config, **kwargs)
 
     def _token_of(self, language: str) -> int:
-        """The token that the decoder starts with for a language, as its name or `__name__`.
+        """Return the decoder's start token for a language, given as its name or as `__name__`.
 
         Raises:
-            InputError: The model's generation config has none.
+            InputError: The model's generation config does not list the language.
         """
         known: Mapping[str, int] = getattr(self.generation_config, "text_decoder_lang_to_code_id", None) or {}
         name = language.replace("__", "")
@@ -50,7 +50,7 @@ class ORTModelForSeq2SeqLM(EncoderDecoder):
 
 
 class Text2textGeneration(Task):
-    """Text generation by encoder-decoders: summarization, translation."""
+    """The task `text2text-generation`: text generation with encoder-decoders, such as summarization and translation."""
 
     model = ORTModelForSeq2SeqLM
 
@@ -68,7 +68,7 @@ class Text2textGeneration(Task):
 
 
 class Write(Operation):
-    """A text of a text."""
+    """Operation that generates one text from another, such as a summary or a translation."""
 
     reads = READS_TEXT
 

@@ -1,4 +1,4 @@
-"""The pipelines of encoder-decoder text models that transformers 5 removed: text to text, summaries, translations."""
+"""Pipelines of encoder-decoder text models that transformers 5 removed: text2text-generation, summarization, translation."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from transformers import GenerationConfig
 
 from ..errors import ConfigError, InputError
 from ..models.pipelines.task_defaults import GenerationPipeline
+from ..upstream.pipeline_internals import inputs_for_translation
 
 _TOKENIZER_OPTIONS = ("truncation", "max_length_input", "src_lang", "tgt_lang")
 _OUTPUT_OPTIONS = ("clean_up_tokenization_spaces", "return_text", "return_tensors")
 
 
 class Text2TextGenerationPipeline(GenerationPipeline):
-    """Text to text with an encoder-decoder: `[{"generated_text": ...}]` a text.
+    """Pipeline `text2text-generation`: returns `[{"generated_text": ...}]` per text.
 
-    Every argument that is not `truncation`, `max_length_input`, `return_tensors`, `stop_sequence` or a language goes to `generate`.
+    All arguments except `truncation`, `max_length_input`, `return_tensors`, `stop_sequence` and languages are passed to `generate`.
     """
 
     return_name = "generated"
@@ -25,21 +26,21 @@ class Text2TextGenerationPipeline(GenerationPipeline):
     _load_image_processor = False
     _load_feature_extractor = False
     _load_tokenizer = True
-    # As in transformers 4, where neither the caller nor the model's files say how much.
+    # Defaults of transformers 4 if neither the caller nor the model's files set them.
     _default_generation_config = GenerationConfig(max_new_tokens=256, num_beams=4)
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
-        """One text or a list of texts.
+        """Generate from one text or a list of texts.
 
         Raises:
-            InputError: Something else, or an empty text.
+            InputError: An input is not a text, or is empty.
         """
         texts = [inputs] if isinstance(inputs, str) else inputs
         if isinstance(texts, list):
             for text in texts:
                 _check_text(text)
         results = super().__call__(inputs, **kwargs)
-        # One text with one answer is a list of one, as it was in transformers 4.
+        # As in transformers 4, a text with a single result gives one dictionary instead of a list.
         if isinstance(inputs, list) and all(isinstance(result, list) and len(result) == 1 for result in results):
             return [result[0] for result in results]
         return results
@@ -52,10 +53,10 @@ class Text2TextGenerationPipeline(GenerationPipeline):
         return before, kwargs, after
 
     def _token_of(self, stop: str) -> int:
-        """The token that a `stop_sequence` is.
+        """Return the token id of a `stop_sequence`.
 
         Raises:
-            ConfigError: It is none, or several.
+            ConfigError: The stop sequence is not exactly one token.
         """
         tokens: list[int] = self.tokenizer.encode(stop, add_special_tokens=False)
         if len(tokens) != 1:
@@ -72,10 +73,10 @@ class Text2TextGenerationPipeline(GenerationPipeline):
         max_length_input: int | None = None,
         prefix: str | None = None,
     ) -> Mapping[str, Any]:
-        """Tokenize one text, after a prefix, by default the model's for the task (T5's "summarize: ").
+        """Tokenize one text with a prefix; by default, the model's prefix for the task (T5's "summarize: ").
 
         Raises:
-            InputError: It is no text.
+            InputError: The input is not a text, or is empty.
         """
         _check_text(text)
         encoded = self.tokenizer(
@@ -90,10 +91,10 @@ class Text2TextGenerationPipeline(GenerationPipeline):
         self,
         outputs: Mapping[str, Any],
         return_tensors: bool = False,
-        return_text: bool = True,  # an argument of transformers 4
+        return_text: bool = True,  # unused argument of transformers 4
         clean_up_tokenization_spaces: bool = False,
     ) -> list[dict[str, Any]]:
-        """Answers as text, or as `<name>_token_ids`."""
+        """Return the generated sequences as texts, or as token ids under `<name>_token_ids`."""
         records = []
         for tokens in outputs["output_ids"][0]:
             if return_tensors:
@@ -107,26 +108,26 @@ class Text2TextGenerationPipeline(GenerationPipeline):
 
 
 def _check_text(text: Any) -> None:
-    """Refuse what is no text, or an empty one.
+    """Raise for inputs that are not texts, and for empty texts.
 
     Raises:
-        InputError: It is one of these.
+        InputError: The input is not a text, or is empty.
     """
     if not isinstance(text, str) or not text.strip():
         raise InputError("Every input must be a text that is not empty.", fix="pass a string or a list of strings.")
 
 
 class SummarizationPipeline(Text2TextGenerationPipeline):
-    """Summaries: `[{"summary_text": ...}]` a text."""
+    """Pipeline `summarization`: returns `[{"summary_text": ...}]` per text."""
 
     return_name = "summary"
 
 
 class TranslationPipeline(Text2TextGenerationPipeline):
-    """Translations: `[{"translation_text": ...}]` a text.
+    """Pipeline `translation`: returns `[{"translation_text": ...}]` per text.
 
-    Multilingual models take `src_lang` and `tgt_lang`, as their tokenizer names the languages; `translation_xx_to_yy` as
-    the task sets them too.
+    Multilingual models take `src_lang` and `tgt_lang` with the language names of their tokenizer. The task name `translation_xx_to_yy`
+    sets both languages as well.
     """
 
     return_name = "translation"
@@ -147,17 +148,16 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         src_lang: str | None = None,
         tgt_lang: str | None = None,
     ) -> Mapping[str, Any]:
-        """Tokenize one text in its language.
+        """Tokenize one text with its source and target language.
 
         Raises:
-            ConfigError: Languages were named and the tokenizer knows none.
-            InputError: It is no text.
+            ConfigError: Languages were passed, but the tokenizer does not support them.
+            InputError: The input is not a text, or is empty.
         """
         _check_text(text)
-        build = getattr(self.tokenizer, "_build_translation_inputs", None)
-        if build is not None:
-            encoded = build(text, return_tensors="pt", truncation=truncation, src_lang=src_lang, tgt_lang=tgt_lang)
-            return dict(encoded)
+        languages = {"src_lang": src_lang, "tgt_lang": tgt_lang}
+        if (inputs := inputs_for_translation(self.tokenizer, text, truncation=truncation, **languages)) is not None:
+            return inputs
         prefix = None
         named = f"translation_{src_lang}_to_{tgt_lang}"
         if src_lang is not None and tgt_lang is not None and self.task != named:

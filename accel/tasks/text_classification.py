@@ -1,4 +1,4 @@
-"""Text classification and regression, of a text or of a pair of texts."""
+"""Task `text-classification`: classification and regression of a text or a pair of texts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from ..config import check_number
-from ..data.batches import Encoded, cut, from_tokenizer
+from ..data.encoded_rows import Encoded, cut, from_tokenizer
 from ..data.labels import numbers, texts
 from ..data.rows import Rows
 from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, Metric, Values, correlation, ratio
+from ..measuring.accuracy.metrics import Floats, Values, correlation, metric_of_sums, ratio
 from ..measuring.accuracy.predictors import Classes, Model, Predictor
 from ..models.base import ORTModel
 from ..models.modality_models import TextModel
-from ..models.text_rows import Activation, PairScorer, activation_of
+from ..models.text_rows import Activation, PairScorer, activation_of, in_batches
 from ..serving.batching import can_pad
 from ..serving.job import Options, Prepared, Row
 from ..serving.operations import READS_TEXT, Operation
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ORTModelForSequenceClassification(TextModel):
-    """Text classification and regression: `logits: (batch, num_labels)`; cross-encoders rank documents."""
+    """Model for text classification and regression: `logits: (batch, num_labels)`; cross-encoders can rank documents."""
 
     task = "text-classification"
 
@@ -44,26 +43,40 @@ class ORTModelForSequenceClassification(TextModel):
         prompt_name: str | None = None,
         prompt: str | None = None,
     ) -> Any:
-        """Scores of pairs of texts, in their order, as Sentence Transformers' `CrossEncoder` gives them.
+        """Compute scores of text pairs, in the order of the pairs, like Sentence Transformers' `CrossEncoder.predict`.
 
         Args:
-            pairs: `[(query, document), ...]`.
-            batch_size: Pairs a call; those of like length share one.
-            tokenizer: The artifact's own when `None`.
-            activation_fn: What turns outputs into scores. When `None`, what the model's files say, else a sigmoid for one output.
-            prompt_name: One of the prompts that the model's files name; their default one when `None`.
-            prompt: What is put before each query, in place of it.
+            pairs: Text pairs `[(query, document), ...]`.
+            batch_size: Number of pairs per batch; pairs of similar length are batched together.
+            tokenizer: The tokenizer; the artifact's own when `None`.
+            activation_fn: Function that maps logits to scores. `None` uses the function in the model's files or, without one, a
+                sigmoid for one label and the identity for several.
+            prompt_name: Name of a prompt in the model's files; the model's default prompt when `None`.
+            prompt: Text to put before each query, instead of a named prompt.
 
         Returns:
-            `(len(pairs),)` float32 of a model with one output, else `(len(pairs), num_labels)`, as NumPy.
+            NumPy array `(len(pairs),)` float32 for a model with one label, else `(len(pairs), num_labels)`.
+
+        Raises:
+            InputError: An item is not a pair of texts.
+            ConfigError: The batch size is invalid, or the prompt or activation function is unknown.
         """
-        single = len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
-        given: Any = [pairs] if single else pairs
-        found = _scores(
-            self, given, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn, prompt_name=prompt_name,
-            prompt=prompt,
-        ).numpy()  # fmt: skip
-        return found[0] if single else found
+        single = not isinstance(pairs, str) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
+        rows: Any = [pairs] if single else pairs
+        if isinstance(rows, str) or not all(_is_pair(pair) for pair in rows):
+            raise InputError("predict takes pairs of texts.", fix="pass [(query, document), ...].")
+        scorer = PairScorer(self, tokenizer)
+        function = activation_fn or activation_of(self)
+        before = prompt if prompt is not None else scorer.settings.prompt(prompt_name)
+
+        def compute(part: list[Any]) -> torch.Tensor:
+            first, second = ([pair[side] for pair in part] for side in (0, 1))
+            return function(scorer.logits(scorer.rows(first, second, prompt=before)))
+
+        scores = in_batches(rows, lambda pair: sum(map(len, pair)), batch_size, compute)
+        results = torch.stack(scores) if scores else torch.empty(0, self.config.num_labels)
+        array = (results[:, 0] if results.shape[1] == 1 else results).numpy()
+        return array[0] if single else array
 
     def rank(
         self,
@@ -78,17 +91,17 @@ class ORTModelForSequenceClassification(TextModel):
         prompt_name: str | None = None,
         prompt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Documents by how well they answer a query, the best first: `[{"corpus_id": 2, "score": 0.98}, ...]`.
+        """Rank documents by their relevance to a query, best first: `[{"corpus_id": 2, "score": 0.98}, ...]`.
 
         Args:
-            query: One text.
-            documents: Texts; `corpus_id` is a place in them.
-            top_k: How many of them; all when `None`.
-            return_documents: Whether each has its `text`, too.
-            batch_size, tokenizer, activation_fn, prompt_name, prompt: See `predict`.
+            query: Text of the query.
+            documents: Texts of the documents; `corpus_id` is an index into this list.
+            top_k: Number of documents to return; all when `None`.
+            return_documents: Whether each result includes the document as `text`.
+            batch_size, tokenizer, activation_fn, prompt_name, prompt: As in `predict`.
 
         Raises:
-            TaskError: The model has more outputs than one.
+            TaskError: The model has more than one label.
         """
         if self.config.num_labels != 1:
             raise TaskError(
@@ -97,79 +110,24 @@ class ORTModelForSequenceClassification(TextModel):
             )
         if isinstance(documents, str):
             raise InputError("rank takes a list of documents.", fix="pass a list of texts.")
-        pairs = [(query, text) for text in documents]
-        found = _scores(
-            self, pairs, batch_size=batch_size, tokenizer=tokenizer, activation=activation_fn, prompt_name=prompt_name,
-            prompt=prompt,
-        ).tolist()  # fmt: skip
-        # The first of equals comes first.
-        order = sorted(range(len(found)), key=lambda i: -found[i])[:top_k]
-        texts = [{"text": documents[i]} if return_documents else {} for i in order]
-        return [{"corpus_id": i, "score": found[i], **text} for i, text in zip(order, texts, strict=True)]
+        scores = self.predict(
+            [(query, text) for text in documents], batch_size=batch_size, tokenizer=tokenizer, activation_fn=activation_fn,
+            prompt_name=prompt_name, prompt=prompt,
+        )  # fmt: skip
+        return _ranked(scores, documents, top_k, return_documents=return_documents)
 
 
-def _scores(
-    model: Any,
-    pairs: Sequence[Sequence[str]],
-    *,
-    batch_size: int,
-    tokenizer: Any,
-    activation: Activation | None,
-    prompt_name: str | None = None,
-    prompt: str | None = None,
-) -> torch.Tensor:
-    """Scores of pairs of texts: `(pairs,)` of a model with one output, else `(pairs, num_labels)`; float32 on the CPU.
-
-    Raises:
-        InputError: They are no pairs of texts.
-        ConfigError: A batch of no rows, an unknown prompt or activation.
-    """
-    if isinstance(pairs, str) or not all(_is_pair(pair) for pair in pairs):
-        raise InputError("predict takes pairs of texts.", fix="pass [(query, document), ...].")
-    check_number("batch_size", batch_size, 1)
-    scorer = PairScorer(model, tokenizer)
-    function = activation or activation_of(model)
-    before = prompt if prompt is not None else scorer.settings.prompt(prompt_name)
-    order = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
-    rows: list[torch.Tensor] = [torch.empty(0)] * len(pairs)
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        first, second = ([pairs[i][side] for i in part] for side in (0, 1))
-        for i, row in zip(part, function(scorer.logits(scorer.rows(first, second, prompt=before))), strict=True):
-            rows[i] = row
-    found = torch.stack(rows) if rows else torch.empty(0, model.config.num_labels)
-    return found[:, 0] if found.shape[1] == 1 else found
+def _ranked(
+    scores: Any, documents: Sequence[str], top_k: int | None, *, return_documents: bool
+) -> list[dict[str, Any]]:
+    """Return documents sorted by scores `(documents,)`, highest first; documents with equal scores keep their order."""
+    values = scores.tolist()
+    order = sorted(range(len(values)), key=lambda i: -values[i])[:top_k]
+    return [{"corpus_id": i, "score": values[i], **({"text": documents[i]} if return_documents else {})} for i in order]
 
 
 def _is_pair(pair: Any) -> bool:
     return isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-
-
-class Numbers(Predictor):
-    """A number a row: regression."""
-
-    kind = "numbers"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {name: correlation(name) for name in ("spearmanr", "pearsonr")} | {"mse": _MSE}
-
-    def _references(self) -> list[Any]:
-        return numbers(self.rows, "label")
-
-    def predict(self, model: Model, what: str) -> list[Any]:
-        """Numbers."""
-        return self._by_row(model, what, lambda logits, part: logits.reshape(len(part), -1)[:, 0].tolist())
-
-    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Numbers are hardly ever the same."""
-        return None
-
-
-def _mse(predictions: Values, references: Values) -> dict[str, float]:
-    found, true = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
-    return {"mse": float(np.mean((found - true) ** 2))}
 
 
 def _squares(predictions: Values, references: Values) -> Floats:
@@ -177,13 +135,25 @@ def _squares(predictions: Values, references: Values) -> Floats:
     return np.stack([squared, np.ones_like(squared)], axis=1)
 
 
-_MSE = Metric(
-    name="mse", key="mse", compute=_mse, sums=_squares, finish=ratio, points=1.0, higher_is_better=False,
-)  # fmt: skip
+_MSE = metric_of_sums("mse", _squares, {"mse": ratio}, points=1.0, higher_is_better=False)
+
+
+class Numbers(Predictor):
+    """Predicts one number per row (regression)."""
+
+    kind = "numbers"
+    offline_metrics = (correlation("spearmanr"), correlation("pearsonr"), _MSE)
+
+    def _references(self) -> list[Any]:
+        return numbers(self.rows, "label")
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Return one number per row."""
+        return self._by_row(model, what, lambda logits, part: logits.reshape(len(part), -1)[:, 0].tolist())
 
 
 class TextClassification(Task):
-    """Text classification and regression, of a text or of a pair of texts."""
+    """The task `text-classification`: classification and regression of a text or a pair of texts."""
 
     model = ORTModelForSequenceClassification
 
@@ -198,7 +168,7 @@ class TextClassification(Task):
         return Numbers if kind == "regression" or getattr(config, "num_labels", 2) == 1 else Classes
 
     def can_serve(self, pipeline: str, config: Any) -> bool:
-        # Zero-shot classification asks whether a text entails that a label fits.
+        # Zero-shot classification needs a label that means entailment: it tests whether the text entails each candidate label.
         labels = getattr(config, "label2id", None) or {}
         return pipeline != "zero-shot-classification" or any(str(one).lower().startswith("entail") for one in labels)
 
@@ -210,7 +180,7 @@ class TextClassification(Task):
 
 
 class Classify(Operation):
-    """Labels of texts, or of pairs of texts."""
+    """Operation that returns the labels of a text or a pair of texts."""
 
     name = "text-classification"
     reads = READS_TEXT
@@ -250,13 +220,13 @@ class Classify(Operation):
         from ..serving.http.replies import Json
 
         class Pair(Body):
-            """Two texts that are read together."""
+            """Two texts that are classified as a pair."""
 
             text: str
             text_pair: str
 
         class ClassifyBody(Body):
-            """What `/classify` takes; `truncate` cuts texts that are longer than the model reads."""
+            """Body of `/classify`. With `truncate`, texts longer than the model's limit are truncated."""
 
             model: str | None = None
             inputs: str | Pair | list[str | Pair]
@@ -272,7 +242,7 @@ class Classify(Operation):
             inputs = [plain(one) for one in body.inputs] if isinstance(body.inputs, list) else plain(body.inputs)
             call.check_batch(len(inputs) if many else 1)
             options: dict[str, Any] = {"truncation": True} if body.truncate else {}
-            # null is all labels, as the pipeline has it; without it an answer is the best one.
+            # As in the pipeline: `null` returns all labels; an omitted `top_k` returns only the best label.
             if "top_k" in body.model_fields_set:
                 options["top_k"] = body.top_k
             if body.function_to_apply is not None:
@@ -291,7 +261,7 @@ class Classify(Operation):
 
 
 class ZeroShot(Operation):
-    """Which of a request's own labels fit a text."""
+    """Operation that returns the candidate labels of a request, sorted by how well they fit the text."""
 
     name = "zero-shot-classification"
     reads = READS_TEXT
@@ -315,7 +285,7 @@ class ZeroShot(Operation):
         from ..serving.http.text_bodies import Texts, pipeline_answer
 
         class ZeroShotBody(Texts):
-            """What `/zero-shot` takes."""
+            """Body of `/zero-shot`."""
 
             candidate_labels: list[str] = Field(min_length=1)
             hypothesis_template: str = Field(default="This example is {}.", max_length=1000)
@@ -324,7 +294,7 @@ class ZeroShot(Operation):
             @field_validator("hypothesis_template")
             @classmethod
             def _plain(cls, template: str) -> str:
-                """Python's formatting does more than to put a label in: `{:999999999}` makes a text of that length."""
+                """Allow exactly one plain `{}`. Other format fields, such as `{:999999999}`, could create a text of any length."""
                 if template.count("{}") != 1 or set("{}") & set(template.replace("{}", "")):
                     raise ValueError("has {} once, where the label goes, and no other braces")
                 return template
@@ -333,7 +303,7 @@ class ZeroShot(Operation):
 
         async def answer(call: Call, body: ZeroShotBody) -> Response:
             call.check_batch(len(body.candidate_labels) * (len(body.inputs) if isinstance(body.inputs, list) else 1))
-            # Each text is read with each label.
+            # The model processes each text once for each label.
             call.check_texts(body.inputs, times=len(body.candidate_labels))
             return await ask(call, body)
 
@@ -349,7 +319,7 @@ class ZeroShot(Operation):
 
 
 class Rank(Operation):
-    """Documents by how well they answer a query."""
+    """Operation that ranks documents by their relevance to a query."""
 
     name = "rank"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -381,7 +351,7 @@ class Rank(Operation):
         return {"scores": pa.list_(pa.float64())}
 
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """In the order of the documents."""
+        """Return the scores in the order of the documents."""
         return {"scores": [one["score"] for one in sorted(answer, key=lambda one: one["corpus_id"])]}
 
     def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
@@ -400,7 +370,7 @@ class Rank(Operation):
         from ..serving.http.text_bodies import Direction, cut_options
 
         class RerankBody(Body):
-            """What `/rerank` takes; with `texts` instead of `documents` it is asked, and answers, as text-embeddings-inference does."""
+            """Body of `/rerank`. With `texts` instead of `documents`, request and response have the format of text-embeddings-inference."""
 
             model: str | None = None
             query: str
@@ -433,25 +403,11 @@ class Rank(Operation):
                 return_documents=body.return_documents or body.return_text, raw_scores=body.raw_scores,
                 **cut_options(body.truncate, body.truncation_direction),
             )  # fmt: skip
+            score, text = ("relevance_score", "document") if body.texts is None else ("score", "text")
+            names = {"corpus_id": "index", "score": score, "text": text}
+            results = [{names[name]: value for name, value in document.items()} for document in ranked]
             if body.texts is not None:
-                return Json(
-                    [
-                        {
-                            "index": one["corpus_id"],
-                            "score": one["score"],
-                            **({"text": one["text"]} if "text" in one else {}),
-                        }
-                        for one in ranked
-                    ]
-                )
-            results = [
-                {
-                    "index": one["corpus_id"],
-                    "relevance_score": one["score"],
-                    **({"document": one["text"]} if "text" in one else {}),
-                }
-                for one in ranked
-            ]
+                return Json(results)
             return Json({"model": model, "results": results, "usage": {"total_tokens": call.timing.tokens}})
 
         return Endpoint(
@@ -467,7 +423,7 @@ class Rank(Operation):
 
 
 class Ranking:
-    """Documents by how well they answer a query, as `ORTModelForSequenceClassification.rank` gives them."""
+    """Ranks documents by their relevance to a query, like `ORTModelForSequenceClassification.rank`."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._scorer = PairScorer(model, tokenizer)
@@ -475,7 +431,7 @@ class Ranking:
         self._activation = activation_of(model)
 
     def prepare(self, inputs: Any, options: Options) -> Prepared:
-        """See `Work`; the inputs are a query and its documents."""
+        """Tokenize a query with each of its documents into rows; see `Work.prepare`."""
         check_options(options, ("top_k", "return_documents", "raw_scores", "truncation", "truncation_side"))
         query, documents = inputs
         texts = check_texts(documents)
@@ -489,24 +445,19 @@ class Ranking:
         return Prepared([[text_row("rank", self._pads, row)] for row in rows])
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """See `Work`."""
+        """Return the logit of each row; see `Work.run`."""
         return list(self._scorer.logits([row.inputs for row in rows])[:, 0])
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """See `Work`."""
+        """Convert the logits to scores and rank the documents; see `Work.finish`."""
         _, documents = inputs
         logits = torch.stack([one for (one,) in outputs]) if outputs else torch.empty(0)
-        scores = (logits if options.get("raw_scores") else self._activation(logits)).tolist()
-        # The first of equals comes first.
-        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: options.get("top_k")]
-        return [
-            {"corpus_id": i, "score": scores[i], **({"text": documents[i]} if options.get("return_documents") else {})}
-            for i in order
-        ]
+        scores = logits if options.get("raw_scores") else self._activation(logits)
+        return _ranked(scores, documents, options.get("top_k"), return_documents=bool(options.get("return_documents")))
 
 
 def _function(facts: Facts) -> str:
-    """What makes scores of a classifier's outputs, as transformers' pipeline decides it."""
+    """Return the name of the function from logits to scores that transformers' pipeline would use."""
     kind = facts.config.problem_type
     if kind == "regression":
         return "none"
@@ -514,17 +465,17 @@ def _function(facts: Facts) -> str:
 
 
 def _entailment(facts: Facts) -> dict[str, Any]:
-    found = next((i for i, label in enumerate(facts.labels) if label.lower().startswith("entail")), None)
-    if found is None:
+    number = next((i for i, label in enumerate(facts.labels) if label.lower().startswith("entail")), None)
+    if number is None:
         raise TaskError(
             f"Zero-shot classification needs a model of entailment; the labels of this one are {facts.labels}.",
             fix="deploy it for text-classification, or name the label 'entailment' in its config.",
         )
-    return {"entailment": found}
+    return {"entailment": number}
 
 
 CLASSIFICATION = TextFront(
-    module="classification",
+    service="classification:TextClassifier",
     inputs=(Tensor(name="TEXT", dtype="string"), Tensor(name="TEXT_PAIR", dtype="string", optional=True)),
     outputs=lambda facts: (
         Tensor(name="LABEL", dtype="string"),
@@ -537,7 +488,7 @@ CLASSIFICATION = TextFront(
     labels="SCORES",
 )
 ZERO_SHOT = TextFront(
-    module="zero_shot",
+    service="zero_shot:ZeroShotClassifier",
     inputs=(
         Tensor(name="TEXT", dtype="string"),
         Tensor(name="CANDIDATE_LABELS", dtype="string", dims=(-1,), ragged=True),

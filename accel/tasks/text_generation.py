@@ -1,4 +1,4 @@
-"""Text generation by decoders."""
+"""Task `text-generation`: text generation with decoder-only models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..data.batches import Encoded
+from ..data.encoded_rows import Encoded
 from ..data.labels import texts
 from ..decoding.kv_cache import StateCache, one_cache
 from ..deploying.triton.text_fronts import Tensor, TextFront
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, Metric, TokenScores, Values, ratio
+from ..measuring.accuracy.metrics import Floats, TokenScores, Values, metric_of_sums, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.base import ORTModel
 from ..models.generation_mixin import Generator
@@ -31,14 +31,14 @@ _TOKENS_A_CALL = 1024
 
 
 class ORTModelForCausalLM(Generator):
-    """Text generation: `input_ids: (batch, sequence)` to `logits: (batch, sequence, vocab_size)`."""
+    """Decoder-only text generation model: `input_ids: (batch, sequence)` to `logits: (batch, sequence, vocab_size)`."""
 
     task = "text-generation"
     _decoder = "model"
 
     @property
     def main_input_name(self) -> str:
-        """The tokens."""
+        """Name of the main input, the token ids."""
         return "input_ids"
 
     @numpy_too
@@ -57,59 +57,72 @@ class ORTModelForCausalLM(Generator):
         """Run the decoder once.
 
         Args:
-            input_ids: `(batch, new)` tokens behind those in the cache.
-            attention_mask: `(batch, cached + new)`, 0 for padding; all ones when `None`.
-            position_ids: `(batch, new)`; behind the cached ones when `None`.
-            past_key_values: What an earlier call returned, continued in place; or a `DynamicCache`, whose keys and values are copied
-                in and out at each call. What a state-space model keeps stays where it is; such a cache is empty at the first call.
+            input_ids: New tokens `(batch, new)`, which follow the cached tokens.
+            attention_mask: Mask `(batch, cached + new)`, 0 for padding; all ones when `None`.
+            position_ids: Position ids `(batch, new)`; computed when `None`.
+            past_key_values: Cache returned by an earlier call, changed in place; or a `DynamicCache`, whose keys and values are copied in
+                and out at each call. States of a state-space model are not copied: its `DynamicCache` must be empty at first.
             use_cache: Whether to return the cache (default).
-            logits_to_keep: How many of the last logits to compute, 0 for all; or their positions.
-            labels: `(batch, new)` ids, -100 for those that do not count: the result has the loss of each from the logits in front of it.
-            cache: `past_key_values` by its name in transformers 5.24.
-            **rest: Refused where it would change the result.
+            logits_to_keep: Number of last tokens whose logits are computed, 0 for all; or a tensor of token indices.
+            labels: Token ids `(batch, new)`, -100 for ignored tokens. With labels, the result includes the next-token prediction loss.
+            cache: Same as `past_key_values`, under its name in transformers 5.24.
+            **rest: Other arguments; they raise if they would change the result.
 
         Raises:
-            InputError: Sizes that do not agree, a foreign cache, more tokens than positions; labels where transformers' model of this
-                architecture has another loss.
+            InputError: Sizes do not agree, the cache is of another type, there are more tokens than positions, or labels were passed for
+                an architecture with another loss.
         """
         if labels is not None and not computes_next_tokens_loss(self.config):
             self._check_rest({"labels": labels})
         tokens = {"input_ids": self._ids(input_ids, rest)}
         past = one_cache(past_key_values, cache)
-        made = self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
+        output = self._continued(tokens, attention_mask, position_ids, past, use_cache, logits_to_keep)
         if labels is None:
-            return made
-        loss = loss_of("ForCausalLM", {"logits": made.logits}, {"labels": labels}, self.config)
-        return fast_output(CausalLMOutputWithPast, {"loss": loss, **made})
+            return output
+        loss = loss_of("ForCausalLM", {"logits": output.logits}, {"labels": labels}, self.config)
+        return fast_output(CausalLMOutputWithPast, {"loss": loss, **output})
+
+
+def _losses(predictions: Values, _: Values) -> Floats:
+    return np.asarray([(row.loss, row.tokens) for row in predictions], np.float64)
+
+
+def _perplexity(sums: Floats) -> Floats:
+    # The perplexity of a very large loss overflows to infinity.
+    with np.errstate(over="ignore"):
+        return np.exp(ratio(sums))
+
+
+_PERPLEXITY = metric_of_sums(
+    "perplexity",
+    _losses,
+    {"perplexity": _perplexity, "loss": ratio, "tokens": lambda sums: sums[..., 1]},
+    points=1.0,
+    higher_is_better=False,
+)
 
 
 class NextTokens(Predictor):
-    """How well each next token of a row was predicted, in windows of `max_length` tokens; none of them is left out, and no
-    window sees a token of another.
-    """
+    """Predicts the loss of each next token of a row, in windows of `max_length` tokens without overlap."""
 
     kind = "tokens"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {"perplexity": _PERPLEXITY}
+    offline_metrics = (_PERPLEXITY,)
 
     def _references(self) -> list[Any]:
         return [None] * len(self.rows)
 
     def _longest(self, limit: int | None, asked: int | None) -> int | None:
-        # All tokens' logits are needed at once: 600 MB for 1,024 tokens of a vocabulary of 150,000.
+        # The logits of all tokens of a window are needed at once: 600 MB for 1,024 tokens and a vocabulary of 150,000.
         return asked or min(super()._longest(limit, asked) or _WINDOW, _WINDOW)
 
     def _encode(self) -> Encoded:
         length = self.max_length or _WINDOW
         self.batch_size = max(1, min(self.batch_size, _TOKENS_A_CALL // length))
         with quiet():
-            found = self.processor(texts(self.rows, "text"))["input_ids"]
+            ids_of_rows = self.processor(texts(self.rows, "text"))["input_ids"]
         pieces = [
             (row, tokens[i : i + length])
-            for row, tokens in enumerate(found)
+            for row, tokens in enumerate(ids_of_rows)
             for i in range(0, len(tokens), length)
             if len(tokens) - i > 1
         ]
@@ -123,14 +136,14 @@ class NextTokens(Predictor):
         pad = self.processor.pad_token_id
         return Encoded(
             tokens={"input_ids": tokens, "attention_mask": [[1] * len(piece) for piece in tokens]},
-            # What stands behind the last token of a window is not looked at.
+            # The padding value does not matter: padding follows the last token of a window.
             padding={"input_ids": pad if pad is not None else tokens[0][0]},
         )
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """A `TokenScores` for each row, its windows together."""
+        """Return a `TokenScores` for each row, summed over its windows."""
         losses = np.zeros(len(self.rows))
-        found: list[list[int]] = [[] for _ in range(len(self.rows))]
+        likeliest: list[list[int]] = [[] for _ in range(len(self.rows))]
         for part, feeds, output in self.batches(model, what):
             logits, targets = output["logits"][:, :-1].cpu(), feeds["input_ids"][:, 1:]
             counts = feeds["attention_mask"][:, 1:].sum(1).tolist()
@@ -138,37 +151,16 @@ class NextTokens(Predictor):
                 row, count = self._row_of[window], counts[place]
                 kept = logits[place, :count].float()
                 losses[row] += float(torch.nn.functional.cross_entropy(kept, targets[place, :count], reduction="sum"))
-                found[row] += kept.argmax(-1).tolist()
-        return [TokenScores(float(loss), len(row), tuple(row)) for loss, row in zip(losses, found, strict=True)]
+                likeliest[row] += kept.argmax(-1).tolist()
+        return [TokenScores(float(loss), len(row), tuple(row)) for loss, row in zip(losses, likeliest, strict=True)]
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Share of tokens."""
+        """Return the fraction of tokens for which two models predict the same next token."""
         return super().agreement([t for row in first for t in row.best], [t for row in second for t in row.best])
 
 
-def _losses(predictions: Values, _: Values) -> Floats:
-    return np.asarray([(row.loss, row.tokens) for row in predictions], np.float64)
-
-
-def _perplexity_finish(sums: Floats) -> Floats:
-    # A loss whose exponential is no number any more is infinitely perplexed.
-    with np.errstate(over="ignore"):
-        return np.exp(ratio(sums))
-
-
-def _perplexity(predictions: Values, references: Values) -> dict[str, float]:
-    sums = _losses(predictions, references).sum(0)
-    return {"perplexity": float(_perplexity_finish(sums)), "loss": float(ratio(sums)), "tokens": float(sums[1])}
-
-
-_PERPLEXITY = Metric(
-    name="perplexity", key="perplexity", compute=_perplexity, sums=_losses, finish=_perplexity_finish, points=1.0,
-    higher_is_better=False,
-)  # fmt: skip
-
-
 class TextGeneration(Task):
-    """Text generation by decoders."""
+    """The task `text-generation`: text generation with decoder-only models."""
 
     model = ORTModelForCausalLM
 
@@ -183,7 +175,7 @@ class TextGeneration(Task):
 
 
 class Generate(Operation):
-    """Text continued, in the batch that the tokens of all callers share."""
+    """Operation that continues a text, batched continuously with other requests."""
 
     name = "generate"
     reads = READS_TEXT
@@ -204,7 +196,6 @@ class Generate(Operation):
 
 
 GENERATION = TextFront(
-    module="text_decoder",
     inputs=(Tensor(name="PROMPT", dtype="string"),),
     outputs=lambda _: (Tensor(name="TEXT", dtype="string"),),
     sample={"PROMPT": ["The card"]},

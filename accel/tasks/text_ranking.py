@@ -1,4 +1,4 @@
-"""Ranking: documents by how well they answer a query."""
+"""Task `text-ranking`: documents ranked by their relevance to a query."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from ..artifact.sentence_settings import sentence_settings
-from ..data.batches import Encoded, cut, from_tokenizer
+from ..data.encoded_rows import Encoded, cut, from_tokenizer
 from ..data.labels import texts
 from ..data.rows import Rows
 from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, Metric, Values, ratio
+from ..measuring.accuracy.metrics import Floats, Values, metric_of_sums
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.text_rows import activation_path
 from ..serving.operations import Operation
@@ -24,18 +24,18 @@ from .text_classification import CLASSIFICATION, Classify, ORTModelForSequenceCl
 
 _SIDES = ("positive", "negative")
 _CUT = 10
-_METRICS = ("ndcg@10", "mrr@10", "map")
 
 
 def _documents(rows: Rows, uses: Sequence[str] = _SIDES) -> list[tuple[list[str], ...]]:
-    """The documents of each row, a list for each use."""
+    """Return the documents of each row: one list of texts per use (`positive`, `negative`)."""
     columns = [[[one] if isinstance(one, str) else list(one or []) for one in rows.column(use)] for use in uses]
     return list(zip(*columns, strict=True))
 
 
 def _encode_queries(rows: Rows, processor: Any, max_length: int | None, prompt: str = "") -> Encoded:
-    """One pair of texts for each document of each query, of rows without an irrelevant one (for calibration) what there is. The prompt
-    is put before each query.
+    """Tokenize a (query, document) pair for each document of each row, with the prompt before each query.
+
+    Columns that the data lacks are skipped: calibration data may have no irrelevant documents.
     """
     columns = _documents(rows, [use for use in _SIDES if rows.has(use)])
     pairs = [
@@ -50,51 +50,9 @@ def _encode_queries(rows: Rows, processor: Any, max_length: int | None, prompt: 
     return from_tokenizer(processor(first, second, **cut(max_length)), processor)
 
 
-class Rankings(Predictor):
-    """A score for each document of a row's query; what is right is 1 for the relevant ones and 0 for the others."""
-
-    kind = "rankings"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {name: _ranked(name) for name in _METRICS}
-
-    def _references(self) -> list[Any]:
-        found = _documents(self.rows)
-        for row, (good, bad) in enumerate(found):
-            if not good or not bad or not all(isinstance(text, str) for text in (*good, *bad)):
-                raise InputError(
-                    f"Row {row} of {self.rows.sample.source} has {len(good)} relevant documents and {len(bad)} others.",
-                    fix="give at least one text of each: without both there is no order to be right.",
-                )
-        return [[1.0] * len(good) + [0.0] * len(bad) for good, bad in found]
-
-    def _encode(self) -> Encoded:
-        with quiet():
-            return _encode_queries(self.rows, self.processor, self.max_length, self.settings.prompt())
-
-    def predict(self, model: Model, what: str) -> list[Any]:
-        """Scores, one list a row."""
-        scores = [0.0] * len(self.encoded)
-        for part, _, output in self.batches(model, what):
-            for i, row in zip(part, output["logits"].float().cpu().reshape(len(part), -1)[:, 0].tolist(), strict=True):
-                scores[i] = row
-        found, start = [], 0
-        for row in self.references:
-            found.append(scores[start : start + len(row)])
-            start += len(row)
-        return found
-
-    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Share of rows with the same order."""
-        orders = [[torch.tensor(row).argsort(descending=True).tolist() for row in rows] for rows in (first, second)]
-        return super().agreement(*orders)
-
-
-def _gains(found: Sequence[float], true: Sequence[float]) -> tuple[float, float, float]:
-    """nDCG and reciprocal rank over the first ten, and average precision, of one row; ties count as the worst order."""
-    order = sorted(range(len(found)), key=lambda i: (-found[i], true[i]))
+def _gains(scores: Sequence[float], true: Sequence[float]) -> tuple[float, float, float]:
+    """Return nDCG@10, MRR@10 and average precision of one row; ties count as the worst order."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], true[i]))
     relevant = [true[i] > 0 for i in order]
     best = sum(1 / np.log2(i + 2) for i in range(min(sum(relevant), _CUT)))
     gain = sum(hit / np.log2(i + 2) for i, hit in enumerate(relevant[:_CUT]))
@@ -104,23 +62,53 @@ def _gains(found: Sequence[float], true: Sequence[float]) -> tuple[float, float,
     return float(gain / best) if best else 0.0, first, precision
 
 
-def _ranked(name: str) -> Metric:
-    """`ndcg@10`, `mrr@10` or `map`: the mean over rows."""
-    place = _METRICS.index(name)
+def _gain_sums(predictions: Values, references: Values) -> Floats:
+    return np.asarray([(*_gains(a, b), 1) for a, b in zip(predictions, references, strict=True)], np.float64)
 
-    def sums(predictions: Values, references: Values) -> Floats:
-        found = [_gains(a, b)[place] for a, b in zip(predictions, references, strict=True)]
-        return np.stack([np.asarray(found, np.float64), np.ones(len(found))], axis=1)
 
-    def compute(predictions: Values, references: Values) -> dict[str, float]:
-        rows = np.asarray([_gains(a, b) for a, b in zip(predictions, references, strict=True)], np.float64)
-        return {one: float(value) for one, value in zip(_METRICS, rows.mean(0), strict=True)}
+_SCORES = {name: lambda sums, i=i: sums[..., i] / sums[..., -1] for i, name in enumerate(("ndcg@10", "mrr@10", "map"))}
 
-    return Metric(name=name, key=name, compute=compute, sums=sums, finish=ratio)
+
+class Rankings(Predictor):
+    """Predicts a score for each document of a row's query; the reference is 1 for relevant documents and 0 for others."""
+
+    kind = "rankings"
+    offline_metrics = tuple(metric_of_sums(name, _gain_sums, _SCORES, key=name) for name in _SCORES)
+
+    def _references(self) -> list[Any]:
+        documents = _documents(self.rows)
+        for row, (good, bad) in enumerate(documents):
+            if not good or not bad or not all(isinstance(text, str) for text in (*good, *bad)):
+                raise InputError(
+                    f"Row {row} of {self.rows.sample.source} has {len(good)} relevant documents and {len(bad)} others.",
+                    fix="give at least one text of each: without both there is no order to be right.",
+                )
+        return [[1.0] * len(good) + [0.0] * len(bad) for good, bad in documents]
+
+    def _encode(self) -> Encoded:
+        with quiet():
+            return _encode_queries(self.rows, self.processor, self.max_length, self.settings.prompt())
+
+    def predict(self, model: Model, what: str) -> list[Any]:
+        """Return the scores, one list per row."""
+        scores = [0.0] * len(self.encoded)
+        for part, _, output in self.batches(model, what):
+            for i, row in zip(part, output["logits"].float().cpu().reshape(len(part), -1)[:, 0].tolist(), strict=True):
+                scores[i] = row
+        predictions, start = [], 0
+        for row in self.references:
+            predictions.append(scores[start : start + len(row)])
+            start += len(row)
+        return predictions
+
+    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
+        """Return the fraction of rows in which two models rank the documents in the same order."""
+        orders = [[torch.tensor(row).argsort(descending=True).tolist() for row in rows] for rows in (first, second)]
+        return super().agreement(*orders)
 
 
 class TextRanking(Task):
-    """Ranking: documents by how well they answer a query."""
+    """The task `text-ranking`: documents ranked by their relevance to a query."""
 
     model = ORTModelForSequenceClassification
 
@@ -158,7 +146,7 @@ _FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
 
 
 RANKING = TextFront(
-    module="document_scores",
+    service="document_scores:DocumentRanker",
     inputs=(Tensor(name="QUERY", dtype="string"), Tensor(name="DOCUMENTS", dtype="string", dims=(-1,), ragged=True)),
     outputs=lambda _: (
         Tensor(name="SCORES", dtype="float32", dims=(-1,)),

@@ -1,4 +1,4 @@
-"""Speech and other sounds from texts."""
+"""Task `text-to-audio`: speech and other sounds from texts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..models.outputs import fast_output, numpy_too
 
 @dataclass
 class WaveformOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """What a model that speaks returns.
+    """Output of a text-to-speech model.
 
     Attributes:
-        waveform: `(batch, samples)` at the config's `sampling_rate`.
-        sequence_lengths: `(batch,)`: samples of each row; what is behind is padding.
-        spectrogram: `(batch, channels, frames)`
+        waveform: Samples `(batch, samples)` at the config's `sampling_rate`.
+        sequence_lengths: Number of samples of each row without padding, `(batch,)`.
+        spectrogram: Spectrogram `(batch, channels, frames)`.
     """
 
     waveform: torch.Tensor | None = None
@@ -34,14 +34,14 @@ class WaveformOutput(ModelOutput):  # type: ignore[misc]  # transformers is unty
 
 
 class ORTModelForTextToWaveform(TwoGraphModel):
-    """Texts to sounds: `waveform: (batch, samples)`.
+    """Model that converts texts to sounds: `waveform: (batch, samples)`.
 
-    The noise is PyTorch's: after `torch.manual_seed(...)` the sound is the one that the PyTorch model makes on a CPU.
+    The noise is generated with PyTorch: after the same `torch.manual_seed(...)`, the sound equals the sound of the PyTorch model on a CPU.
 
     Attributes:
-        speaking_rate: Larger values are faster; the config's at first, like the two scales of the noise.
-        noise_scale: Of the sound.
-        noise_scale_duration: Of how long each token lasts.
+        speaking_rate: Speed of the speech; larger is faster. The initial value of this and the next two attributes is from the config.
+        noise_scale: Scale of the noise in the sound.
+        noise_scale_duration: Scale of the noise in the durations of the tokens.
     """
 
     task = "text-to-audio"
@@ -56,7 +56,7 @@ class ORTModelForTextToWaveform(TwoGraphModel):
 
     @property
     def output_modalities(self) -> tuple[str, ...]:
-        """What it makes, in transformers' words."""
+        """Modality of the output, `audio`."""
         return ("audio",)
 
     @numpy_too
@@ -69,18 +69,18 @@ class ORTModelForTextToWaveform(TwoGraphModel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
-        """Speak.
+        """Generate sounds from texts.
 
         Args:
-            input_ids: `(batch, sequence)`
-            attention_mask: `(batch, sequence)`; ones when `None`.
-            speaker_id: A number, or one for each row `(batch,)`; needed where the model has several voices.
-            speaking_rate: The model's own when `None`.
-            return_dict: `False` for a tuple.
-            **others: The graph's others.
+            input_ids: Token ids `(batch, sequence)`.
+            attention_mask: Mask `(batch, sequence)`; all ones when `None`.
+            speaker_id: Index of the voice, or one index per row `(batch,)`; required if the model has several voices.
+            speaking_rate: Speed of the speech; the attribute `speaking_rate` when `None`.
+            return_dict: `False` returns a tuple.
+            **others: Further inputs of the graph.
 
         Raises:
-            InputError: No speaker where there are several, or one that is not there; a rate that is not above 0.
+            InputError: The model has several voices but no speaker was chosen, the speaker does not exist, or the rate is not above 0.
         """
         self._check_fork()
         rate = self.speaking_rate if speaking_rate is None else float(speaking_rate)
@@ -91,11 +91,11 @@ class ORTModelForTextToWaveform(TwoGraphModel):
             raise InputError(f"input_ids have the shape {tuple(ids.shape)}.", fix="pass (batch, sequence).")
         mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
         speaker = self._speaker(speaker_id, len(ids))
-        given = {"input_ids": ids, "attention_mask": mask, **speaker, **others}
+        feeds = {"input_ids": ids, "attention_mask": mask, **speaker, **others}
         if any(spec.name == NOISE for spec in self._session.inputs):
             drawn = torch.randn(ids.shape[0], 2, ids.shape[1]).to(device=ids.device, dtype=self.dtype)
-            given[NOISE] = drawn * self.noise_scale_duration
-        encoded = self._run(given)
+            feeds[NOISE] = drawn * self.noise_scale_duration
+        encoded = self._run(feeds)
         durations = torch.ceil(torch.exp(encoded["log_durations"]) * mask * (1 / rate))
         means, variances = (_laid_out(encoded[name], durations).transpose(1, 2) for name in _PRIORS)
         latents = means + torch.randn_like(means) * torch.exp(variances) * self.noise_scale
@@ -113,7 +113,8 @@ class ORTModelForTextToWaveform(TwoGraphModel):
     ) -> dict[str, torch.Tensor]:
         """Decode rows of equal length together, and pad the results with zeros.
 
-        The decoder's convolutions have biases: padded frames would reach the end of a shorter row.
+        Rows of different length cannot be decoded together: the decoder's convolutions have biases, so padding frames would change the end
+        of shorter rows.
         """
         parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for length in sorted(set(lengths.tolist())):
@@ -152,26 +153,27 @@ _PRIORS = ("prior_means", "prior_log_variances")
 
 
 def _laid_out(per_token: torch.Tensor, durations: torch.Tensor) -> torch.Tensor:
-    """Values of tokens `(batch, sequence, channels)` as those of frames `(batch, frames, channels)`, each as long as its token lasts;
-    rows that end earlier are zero behind their end.
+    """Repeat each token's values for its duration: `(batch, sequence, channels)` becomes `(batch, frames, channels)`.
+
+    Shorter rows are padded with zeros at the end.
     """
     ends = durations.cumsum(-1)
     lengths = _lengths_of(durations)
     frames = torch.arange(int(lengths.max()), device=per_token.device)
-    # How many tokens have ended at a frame is which token it is of.
+    # The number of tokens that end before or at a frame is the index of the frame's token.
     token = (ends[:, None, :] <= frames[None, :, None]).sum(-1).clamp(max=per_token.shape[1] - 1)
-    found = per_token.gather(1, token[..., None].expand(-1, -1, per_token.shape[-1]))
-    # A row of no duration at all still has one frame, which is of no token.
-    return found * (frames < ends[:, -1:]).unsqueeze(-1)
+    frame_values = per_token.gather(1, token[..., None].expand(-1, -1, per_token.shape[-1]))
+    # A row with a total duration of zero still has one frame, which belongs to no token and is set to zero.
+    return frame_values * (frames < ends[:, -1:]).unsqueeze(-1)
 
 
 def _lengths_of(durations: torch.Tensor) -> torch.Tensor:
-    """How many frames each row has, `(batch,)`; one at least."""
+    """Return the number of frames of each row, `(batch,)`; at least one."""
     return durations.sum(-1).clamp(min=1).long()
 
 
 class TextToAudio(Task):
-    """Speech and other sounds from texts."""
+    """The task `text-to-audio`: speech and other sounds from texts."""
 
     model = ORTModelForTextToWaveform
 

@@ -1,4 +1,4 @@
-"""Token classification: a tag for each word."""
+"""Task `token-classification`: a tag for each word, such as named entities."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from ..data.batches import Encoded, cut, from_tokenizer
+from ..data.encoded_rows import Encoded, cut, from_tokenizer
 from ..data.labels import IGNORED, label_ids
 from ..data.rows import Rows
 from ..deploying.triton.text_fronts import Tensor, TextFront
 from ..errors import InputError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, Metric, Values, divide
+from ..measuring.accuracy.metrics import Floats, Values, divide, metric_of_sums
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.base import ORTModel
 from ..models.modality_models import TextModel
@@ -27,20 +27,59 @@ if TYPE_CHECKING:
 
 
 class ORTModelForTokenClassification(TextModel):
-    """Named entities and the like: `logits: (batch, sequence, num_labels)`."""
+    """Token classification model, for named entities and similar tags: `logits: (batch, sequence, num_labels)`."""
 
     task = "token-classification"
 
 
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """Return spans `(type, first, last)` from tags in the IOB1, IOB2, IOE or IOBES scheme, with the rules of conlleval and seqeval.
+
+    A tag without a prefix counts as an `I-` tag.
+    """
+    spans: set[tuple[str, int, int]] = set()
+    start, kind, before = 0, "", "O"
+    for position, tag in enumerate([*tags, "O"]):
+        prefix, _, name = tag.partition("-") if tag[:2] in ("B-", "I-", "E-", "S-") else ("I", "", tag)
+        if tag == "O":
+            prefix, name = "O", ""
+        continues = before in ("B", "I") and prefix in ("I", "E") and name == kind
+        if not continues:
+            if before != "O":
+                spans.add((kind, start, position - 1))
+            start, kind = position, name
+        before = prefix
+    return spans
+
+
+def _span_sums(predictions: Values, references: Values) -> Floats:
+    rows = []
+    for predicted, true in zip(predictions, references, strict=True):
+        a, b = entities(predicted), entities(true)
+        hits = sum(x == y for x, y in zip(predicted, true, strict=True))
+        rows.append((len(a & b), len(a), len(b), hits, len(true)))
+    return np.asarray(rows, np.float64)
+
+
+_SEQEVAL = metric_of_sums(
+    "seqeval",
+    _span_sums,
+    {
+        "overall_precision": lambda sums: divide(sums[..., 0], sums[..., 1]),
+        "overall_recall": lambda sums: divide(sums[..., 0], sums[..., 2]),
+        "overall_f1": lambda sums: divide(2 * sums[..., 0], sums[..., 1] + sums[..., 2]),
+        "overall_accuracy": lambda sums: divide(sums[..., 3], sums[..., 4]),
+    },
+    key="overall_f1",
+)
+_ACCURACY = metric_of_sums("accuracy", _span_sums, {"accuracy": lambda sums: divide(sums[..., 3], sums[..., 4])})
+
+
 class Tags(Predictor):
-    """A tag for each labelled word; a word's first token stands for it."""
+    """Predicts a tag for each labelled word, from the word's first token."""
 
     kind = "tags"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
-        return {"seqeval": _SEQEVAL, "accuracy": _ACCURACY}
+    offline_metrics = (_SEQEVAL, _ACCURACY)
 
     def _references(self) -> list[Any]:
         names = {int(i): str(name) for i, name in self.config.id2label.items()}
@@ -58,7 +97,7 @@ class Tags(Predictor):
         return encoded
 
     def _words(self, row: int, words: Sequence[int | None]) -> list[tuple[int, int]]:
-        """Labelled words of a row and the token that stands for each: its first one."""
+        """Return the labelled words of a row, each with the position of its first token."""
         tags = self.references[row]
         first: dict[int, int] = {}
         for position, word in enumerate(words):
@@ -71,7 +110,7 @@ class Tags(Predictor):
         return [(word, position) for word, position in first.items() if tags[word] is not None]
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Lists of tag names."""
+        """Return the tag names of the labelled words, one list per row."""
         return self._by_row(model, what, self._tags)
 
     def _tags(self, logits: torch.Tensor, part: Sequence[int]) -> list[list[str]]:
@@ -85,76 +124,23 @@ class Tags(Predictor):
         ]
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Share of words."""
+        """Return the fraction of words for which two models predict the same tag."""
         return super().agreement([tag for row in first for tag in row], [tag for row in second for tag in row])
 
 
-def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Spans `(type, first, last)` in tags of the IOB1, IOB2, IOE and IOBES schemes, as conlleval and seqeval read them.
-
-    A tag without a prefix counts as `I-`.
-    """
-    found: set[tuple[str, int, int]] = set()
-    start, kind, before = 0, "", "O"
-    for position, tag in enumerate([*tags, "O"]):
-        prefix, _, name = tag.partition("-") if tag[:2] in ("B-", "I-", "E-", "S-") else ("I", "", tag)
-        if tag == "O":
-            prefix, name = "O", ""
-        continues = before in ("B", "I") and prefix in ("I", "E") and name == kind
-        if not continues:
-            if before != "O":
-                found.add((kind, start, position - 1))
-            start, kind = position, name
-        before = prefix
-    return found
-
-
-def _span_sums(predictions: Values, references: Values) -> Floats:
-    rows = []
-    for found, true in zip(predictions, references, strict=True):
-        a, b = entities(found), entities(true)
-        hits = sum(x == y for x, y in zip(found, true, strict=True))
-        rows.append((len(a & b), len(a), len(b), hits, len(true)))
-    return np.asarray(rows, np.float64)
-
-
-def _seqeval(predictions: Values, references: Values) -> dict[str, float]:
-    hits, predicted, true, right, tokens = _span_sums(predictions, references).sum(0)
-    return {
-        "overall_precision": float(hits / predicted) if predicted else 0.0,
-        "overall_recall": float(hits / true) if true else 0.0,
-        "overall_f1": float(2 * hits / (predicted + true)) if predicted + true else 0.0,
-        "overall_accuracy": float(right / tokens) if tokens else 0.0,
-    }
-
-
-def _span_f1(sums: Floats) -> Floats:
-    return divide(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
-
-
-def _token_accuracy(predictions: Values, references: Values) -> dict[str, float]:
-    return {"accuracy": _seqeval(predictions, references)["overall_accuracy"]}
-
-
-def _token_share(sums: Floats) -> Floats:
-    return divide(sums[..., 3], sums[..., 4])
-
-
-_SEQEVAL = Metric(name="seqeval", key="overall_f1", compute=_seqeval, sums=_span_sums, finish=_span_f1)
-_ACCURACY = Metric(name="accuracy", key="accuracy", compute=_token_accuracy, sums=_span_sums, finish=_token_share)
-
-
 class TokenClassification(Task):
-    """Token classification: a tag for each word."""
+    """The task `token-classification`: a tag for each word, such as named entities."""
 
     model = ORTModelForTokenClassification
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
         if not getattr(processor, "is_fast", False):
-            raise InputError("Words need a fast tokenizer to be found again.", fix="load it with AutoTokenizer.")
-        found = processor(rows.column("words"), is_split_into_words=True, **cut(max_length))
-        words = [found.word_ids(i) for i in range(len(found["input_ids"]))]
-        return replace(from_tokenizer(found, processor), words=words)
+            raise InputError(
+                "Rows of words need a fast tokenizer, which maps tokens to words.", fix="load it with AutoTokenizer."
+            )
+        encoding = processor(rows.column("words"), is_split_into_words=True, **cut(max_length))
+        words = [encoding.word_ids(i) for i in range(len(encoding["input_ids"]))]
+        return replace(from_tokenizer(encoding, processor), words=words)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return Tags
@@ -167,7 +153,7 @@ class TokenClassification(Task):
 
 
 class FindEntities(Operation):
-    """Named entities and the like."""
+    """Operation that returns named entities and similar tags of a text."""
 
     name = "token-classification"
     reads = READS_TEXT
@@ -199,7 +185,7 @@ class FindEntities(Operation):
         from ..serving.http.text_bodies import Texts, pipeline_answer
 
         class NerBody(Texts):
-            """What `/ner` takes."""
+            """Body of `/ner`."""
 
             aggregation_strategy: Literal["none", "simple", "first", "average", "max"] = "simple"
             ignore_labels: list[str] | None = None
@@ -216,7 +202,7 @@ class FindEntities(Operation):
 
 
 TAGS = TextFront(
-    module="tags",
+    service="tags:TokenClassifier",
     inputs=(Tensor(name="TEXT", dtype="string"),),
     outputs=lambda _: (Tensor(name="ENTITIES", dtype="string"),),
     options=lambda facts: {"labels": facts.labels, "unknown": facts.tokenizer.unk_token_id},

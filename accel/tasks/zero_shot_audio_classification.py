@@ -1,9 +1,9 @@
-"""Audio classification with labels that are named at call time."""
+"""Task `zero-shot-audio-classification`: audio classification with labels that are passed with each call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from transformers.utils import ModelOutput
 
 from ..capture.sound_text_samples import sound_text_sample
-from ..data.batches import Encoded
+from ..data.encoded_rows import Encoded
 from ..data.image_rows import tokenized
 from ..data.labels import candidate_texts
 from ..data.rows import Rows
-from ..data.sound_rows import Sounds, Wave, encode_sounds
+from ..data.sound_rows import encode_sounds
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Candidates, Predictor
 from ..models.base import ORTModel
@@ -23,13 +23,13 @@ from ..models.base import ORTModel
 
 @dataclass
 class AudioTextOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """What a model of sounds and texts returns.
+    """Output of a model that compares sounds with texts.
 
     Attributes:
-        logits_per_audio: `(batch, texts)`
-        logits_per_text: `(texts, batch)`
-        text_embeds: `(texts, projection)`
-        audio_embeds: `(batch, projection)`
+        logits_per_audio: Similarity logits `(batch, texts)`.
+        logits_per_text: Similarity logits `(texts, batch)`.
+        text_embeds: Text embeddings `(texts, projection)`.
+        audio_embeds: Audio embeddings `(batch, projection)`.
     """
 
     logits_per_audio: torch.Tensor | None = None
@@ -39,7 +39,7 @@ class AudioTextOutput(ModelOutput):  # type: ignore[misc]  # transformers is unt
 
 
 class ORTModelForZeroShotAudioClassification(ORTModel):
-    """Sounds compared with texts: `logits_per_audio: (batch, texts)`."""
+    """Model that compares sounds with texts: `logits_per_audio: (batch, texts)`."""
 
     task = "zero-shot-audio-classification"
     output_class = AudioTextOutput
@@ -49,36 +49,20 @@ class ORTModelForZeroShotAudioClassification(ORTModel):
         return self._run({"input_ids": input_ids, "input_features": input_features, **inputs})
 
 
-def _beside(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
-    """Sounds, with the same texts beside every batch of them."""
-    made = encode_sounds(rows, processor, None)
-    assert isinstance(made, Sounds)
-    return replace(made, extractor=_WithTexts(made.extractor, tokenized(processor, candidates, max_length)))
-
-
-class _WithTexts:
-    """A feature extractor whose answers also hold texts."""
-
-    def __init__(self, extractor: Any, tokens: Mapping[str, Any]) -> None:
-        self.sampling_rate = extractor.sampling_rate
-        self._extractor, self._tokens = extractor, tokens
-
-    def __call__(self, waves: Sequence[Wave], **options: Any) -> dict[str, Any]:
-        return {**self._extractor(waves, **options), **self._tokens}
-
-
 class SoundCandidates(Candidates):
-    """The likeliest of the data's classes for a sound, by their names alone."""
+    """Predicts the class of each sound by comparing it with a text for each class name."""
 
     template = "This is a sound of {}."
     output = "logits_per_audio"
 
-    def _beside(self, candidates: Sequence[str]) -> Encoded:
-        return _beside(self.rows, self.processor, candidates, self.max_length)
+    @staticmethod
+    def encode(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+        """Encode the sounds; every batch contains the same texts."""
+        return encode_sounds(rows, processor, None).beside(tokenized(processor, candidates, max_length))
 
 
 class ZeroShotAudioClassification(Task):
-    """Audio classification with labels that are named at call time."""
+    """The task `zero-shot-audio-classification`: audio classification with labels that are passed with each call."""
 
     model = ORTModelForZeroShotAudioClassification
 
@@ -86,7 +70,11 @@ class ZeroShotAudioClassification(Task):
         return sound_text_sample(module, folder)
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return _beside(rows, processor, candidate_texts(rows), max_length)
+        return SoundCandidates.encode(rows, processor, candidate_texts(rows), max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return SoundCandidates
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        sounds = {"input_features": torch.randn((rows, 1, 201, 16), generator=draw)}
+        return {**texts(rows + 1, padded=False), **sounds}

@@ -1,4 +1,4 @@
-"""Image classification with labels that are named at call time."""
+"""Task `zero-shot-image-classification`: image classification with labels that are passed with each call."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from transformers.utils import ModelOutput
 
 from ..capture.image_text_samples import image_text_sample
-from ..data.batches import Encoded, images_of
-from ..data.image_rows import makes_one_size, tokenized
+from ..data.encoded_rows import Encoded
+from ..data.image_rows import encode_images, tokenized
 from ..data.labels import candidate_texts
 from ..data.rows import Rows
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Candidates, Predictor
-from ..models.base import ORTModel
+from ..models.modality_models import ImageTextModel
 
 
 @dataclass
 class ImageTextOutput(ModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """What a model of images and texts returns.
+    """Output of a model that compares images with texts.
 
     Attributes:
-        logits_per_image: `(batch, texts)`
-        logits_per_text: `(texts, batch)`
-        image_embeds: `(batch, projection)`
-        text_embeds: `(texts, projection)`
+        logits_per_image: Similarity logits `(batch, texts)`.
+        logits_per_text: Similarity logits `(texts, batch)`.
+        image_embeds: Image embeddings `(batch, projection)`.
+        text_embeds: Text embeddings `(texts, projection)`.
     """
 
     logits_per_image: torch.Tensor | None = None
@@ -37,39 +37,28 @@ class ImageTextOutput(ModelOutput):  # type: ignore[misc]  # transformers is unt
     text_embeds: torch.Tensor | None = None
 
 
-class ORTModelForZeroShotImageClassification(ORTModel):
-    """Images compared with texts: `logits_per_image: (batch, texts)`."""
+class ORTModelForZeroShotImageClassification(ImageTextModel):
+    """Model that compares images with texts: `logits_per_image: (batch, texts)`."""
 
     task = "zero-shot-image-classification"
     output_class = ImageTextOutput
 
-    def forward(self, input_ids: Any = None, pixel_values: Any = None, **inputs: Any) -> Any:
-        """Run the graph on `input_ids: (texts, sequence)` and `pixel_values: (batch, channels, height, width)`."""
-        return self._run({"input_ids": input_ids, "pixel_values": pixel_values, **inputs})
-
-
-def _beside(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
-    """Images, with the same texts beside every batch of them."""
-    tokens = tokenized(processor, candidates, max_length)
-
-    def both(pictures: Sequence[Any], return_tensors: str) -> dict[str, Any]:
-        return {**processor.image_processor(pictures, return_tensors=return_tensors), **tokens}
-
-    return Encoded(images=(images_of(rows), both), alone=not makes_one_size(processor.image_processor))
-
 
 class ImageCandidates(Candidates):
-    """The likeliest of the data's classes for an image, by their names alone."""
+    """Predicts the class of each image by comparing it with a text for each class name."""
 
     template = "This is a photo of {}."
     output = "logits_per_image"
 
-    def _beside(self, candidates: Sequence[str]) -> Encoded:
-        return _beside(self.rows, self.processor, candidates, self.max_length)
+    @staticmethod
+    def encode(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+        """Encode the images; every batch contains the same texts."""
+        images = encode_images(rows, processor.image_processor, None)
+        return images.beside(tokenized(processor, candidates, max_length))
 
 
 class ZeroShotImageClassification(Task):
-    """Image classification with labels that are named at call time."""
+    """The task `zero-shot-image-classification`: image classification with labels that are passed with each call."""
 
     model = ORTModelForZeroShotImageClassification
 
@@ -77,7 +66,11 @@ class ZeroShotImageClassification(Task):
         return image_text_sample(module, folder)
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return _beside(rows, processor, candidate_texts(rows), max_length)
+        return ImageCandidates.encode(rows, processor, candidate_texts(rows), max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
         return ImageCandidates
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
+        return {**texts(rows + 1, padded=False), **images}

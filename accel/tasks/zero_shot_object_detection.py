@@ -1,4 +1,4 @@
-"""Detection of objects that are named at call time."""
+"""Task `zero-shot-object-detection`: detection of objects whose names are passed with each call."""
 
 from __future__ import annotations
 
@@ -10,58 +10,61 @@ from typing import Any
 import torch
 
 from ..capture.image_text_samples import detection_sample
-from ..data.batches import Encoded, images_of
 from ..data.columns import inner
-from ..data.image_rows import tokenized
+from ..data.encoded_rows import Encoded
+from ..data.image_rows import rgb_images, tokenized
 from ..data.labels import candidate_texts
 from ..data.rows import Rows
 from ..errors import InputError
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Model, Predictor
-from ..models.base import ORTModel
+from ..models.modality_models import ImageTextModel
 from .object_detection import Detections, ObjectDetectionOutput, categories
 
 
-class ORTModelForZeroShotObjectDetection(ORTModel):
-    """Objects that texts name: `logits: (batch, queries, texts of an image)` and `pred_boxes: (batch, queries, 4)`.
+class ORTModelForZeroShotObjectDetection(ImageTextModel):
+    """Model that detects objects named by texts.
 
-    Grounding DINO reads one text an image, of which it scores each token: `logits: (batch, queries, max_text_len)`.
+    Outputs are `logits: (batch, queries, texts per image)` and `pred_boxes: (batch, queries, 4)`. Grounding DINO takes one text per
+    image and scores each of its tokens: `logits: (batch, queries, max_text_len)`.
     """
 
     task = "zero-shot-object-detection"
     output_class = ObjectDetectionOutput
 
     def forward(self, input_ids: Any = None, pixel_values: Any = None, **inputs: Any) -> Any:
-        """Run the graph on `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`: as many texts
-        for each image, those of the first image before those of the second.
+        """Run the graph on `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`.
+
+        Each image needs the same number of texts; the texts of the first image come before the texts of the second image.
 
         Raises:
-            InputError: Images that cannot have as many texts each.
+            InputError: The number of texts is not a multiple of the number of images.
         """
         images, texts = (len(one) if getattr(one, "ndim", 0) else 0 for one in (pixel_values, input_ids))
         if images and texts % images:
             raise InputError(
-                f"{texts} texts came for {images} images; each image has as many.",
+                f"{texts} texts came for {images} images; each image needs the same number.",
                 fix="repeat the texts for each image, as the processor does: processor(text=[[...], ...], images=[...]).",
             )
-        return self._run({"input_ids": input_ids, "pixel_values": pixel_values, **inputs})
+        return super().forward(input_ids, pixel_values, **inputs)
 
 
 def _with_each(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
-    """Images alone, each as often as there are texts, which stand beside it: an image and a text at a time, as transformers'
-    pipeline for zero-shot detection asks.
+    """Encode each image as its own batch, repeated once per text, so that each row is one image with one text.
+
+    This equals transformers' zero-shot detection pipeline, which processes one image and one text at a time.
     """
     tokens = tokenized(processor, candidates, max_length)
 
     def each(pictures: Sequence[Any], return_tensors: str) -> dict[str, Any]:
-        made = processor.image_processor(pictures, return_tensors=return_tensors)
-        return {name: value.repeat_interleave(len(candidates), 0) for name, value in made.items()} | tokens
+        inputs = processor.image_processor(pictures, return_tensors=return_tensors)
+        return {name: value.repeat_interleave(len(candidates), 0) for name, value in inputs.items()} | tokens
 
-    return Encoded(images=(images_of(rows), each), alone=True)
+    return Encoded(media=(rgb_images(rows), each), alone=True)
 
 
 def _names_in(features: Any) -> list[str]:
-    """The names of the first classes among features, or inside of one."""
+    """Return the class names of the first feature with class names, including nested features."""
     for feature in features.values():
         for one in (feature, inner(feature)):
             names = getattr(one, "names", None) or (_names_in(one) if isinstance(one, Mapping) else None)
@@ -71,7 +74,7 @@ def _names_in(features: Any) -> list[str]:
 
 
 class DetectionsByName(Detections):
-    """The same of the data's classes, by their names alone: an image and a name at a time."""
+    """Predicts boxes of the data's classes from the class names, with one image and one name at a time."""
 
     def _references(self) -> list[Any]:
         self._names = categories(self.rows)
@@ -83,27 +86,27 @@ class DetectionsByName(Detections):
         return self._encoded_for(self._names[0])
 
     def _encoded_for(self, name: str) -> Encoded:
-        # Padding changes which of its tokens Grounding DINO takes for one phrase.
+        # One name at a time: padding would change which tokens Grounding DINO combines into a phrase.
         return _with_each(self.rows, self.processor, [name], self.max_length)
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Boxes, a list a row."""
-        found: list[list[Any]] = [[] for _ in range(len(self.rows))]
+        """Return the predicted boxes, one list per row."""
+        predictions: list[list[Any]] = [[] for _ in range(len(self.rows))]
         for number, name in enumerate(self._names):
             self.encoded = self._encoded_for(name)
-            for row, boxes_of_row in zip(found, super().predict(model, what), strict=True):
+            for row, boxes_of_row in zip(predictions, super().predict(model, what), strict=True):
                 row += [(number, *box[1:]) for box in boxes_of_row]
-        return found
+        return predictions
 
     def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
-        found: Sequence[Any] = self.processor.image_processor.post_process_object_detection(
+        answers: Sequence[Any] = self.processor.image_processor.post_process_object_detection(
             output, threshold=0.0, target_sizes=torch.tensor(sizes)
         )
-        return found
+        return answers
 
 
 class ZeroShotObjectDetection(Task):
-    """Detection of objects that are named at call time."""
+    """The task `zero-shot-object-detection`: detection of objects whose names are passed with each call."""
 
     model = ORTModelForZeroShotObjectDetection
 
@@ -115,3 +118,7 @@ class ZeroShotObjectDetection(Task):
 
     def predictor(self, config: Any) -> type[Predictor]:
         return DetectionsByName
+
+    def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
+        images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
+        return {**texts(2 * rows, padded=False), **images}

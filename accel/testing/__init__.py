@@ -1,5 +1,5 @@
-"""What tests are made of, ours and those of plugins: the conformance suite, tiny models, generators.
+"""Test utilities for accel and its plugins: the conformance suite for backends, tiny models, tiny generating models.
 
-In: the name of a backend. Out: pytest tests of the contract. A clause of the contract is one test of the suite; a family that
-tests should cover is one entry of `models` or `generators`.
+In: the name of a backend. Out: pytest tests of the backend contract. Each clause of the contract is one test of
+the suite; each model family for tests is one entry of `models` or `generators`.
 """

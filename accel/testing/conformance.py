@@ -1,15 +1,15 @@
-"""The contract of a backend as a test suite. Long because a plugin's author reads it from one end to the other.
+"""The contract of a backend as a test suite. It is a single file, so that plugin authors can read it as a whole.
 
-It ships in the wheel, and asks for capabilities, never for vendors.
+The suite is part of the wheel. It tests declared capabilities and contains no vendor names.
 
-A plugin's own tests are five lines:
+The tests of a plugin are five lines:
 
     from accel.testing.conformance import BackendConformance
 
     class TestMyBackend(BackendConformance):
         backend = "mine"
 
-Tests that the backend does not claim the capability for are skipped with that reason.
+Tests of a capability that the backend does not declare are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .models import tiny_model
 
 
 class BackendConformance:
-    """Subclass it, set `backend`, and run it with pytest.
+    """The conformance tests of a backend. Subclass it, set `backend`, and run it with pytest.
 
     Attributes:
         backend: Name of the backend.
-        device: Device to test on; the first probed when `None`.
-        tolerance: Largest absolute difference from PyTorch float32 that is accepted.
-        artifact_format: Format to export when the backend has no exporter of its own.
+        device: Device for the tests; the first available device when `None`.
+        tolerance: Largest accepted absolute difference from PyTorch in float32.
+        artifact_format: Format to export if the backend has no exporter.
     """
 
     backend: ClassVar[str]
@@ -62,13 +62,13 @@ class BackendConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls) -> BackendSpec:
-        """What the plugin says about itself."""
+        """The spec of the plugin."""
         return registry.describe(cls.backend)
 
     @pytest.fixture(scope="class")
     @classmethod
     def run_capability(cls, spec: BackendSpec, artifact: Artifact) -> Capability:
-        """What it claims about running the artifact's format."""
+        """The declared capability to run the format of the artifact."""
         capability = spec.capability("run", artifact.format)
         assert capability is not None, f"{spec.name} declares no capability to run {artifact.format}"
         return capability
@@ -76,7 +76,7 @@ class BackendConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def implementation(cls, spec: BackendSpec) -> Backend:
-        """The plugin's class."""
+        """The implementation of the backend; skip the test if the backend is not available."""
         probe = registry.probe(spec)
         if not probe.available:
             pytest.skip(f"{spec.name} is not available here: {'; '.join(map(str, probe.reasons))}")
@@ -85,7 +85,7 @@ class BackendConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def where(cls, spec: BackendSpec, implementation: Backend) -> DeviceSpec:
-        """The device tested on."""
+        """The device for the tests."""
         devices = registry.probe(spec).devices
         if cls.device is None:
             return devices[0]
@@ -94,13 +94,13 @@ class BackendConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def original(cls) -> Any:
-        """The PyTorch model behind the artifact."""
+        """The PyTorch model that is exported to the artifact."""
         return tiny_model("bert")
 
     @pytest.fixture(scope="class")
     @classmethod
     def artifact(cls, spec: BackendSpec, original: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-        """A tiny classifier in the backend's format."""
+        """A tiny classifier in the format of the backend."""
         made = [c.produces for c in spec.capabilities if c.stage == "export" and c.produces]
         folder = tmp_path_factory.mktemp("conformance") / "artifact"
         backend = cls.backend if made else None
@@ -108,7 +108,7 @@ class BackendConformance:
 
     @pytest.fixture
     def session(self, implementation: Backend, artifact: Artifact, where: DeviceSpec) -> Iterator[Session]:
-        """A fresh session."""
+        """A new session of the artifact."""
         opened = self.open(implementation, artifact, where)["model"]
         yield opened
         opened.close()
@@ -116,12 +116,14 @@ class BackendConformance:
     def open(
         self, implementation: Backend, artifact: Artifact, where: DeviceSpec, shapes: Mapping[str, int] | None = None
     ) -> Mapping[str, Session]:
-        """Open the artifact; override it to pass options."""
+        """Open the artifact. Override this method to pass options."""
         return implementation.open(artifact, OpenRequest(device=where, shapes=shapes or {}))
 
     @staticmethod
     def feeds(session: Session, batch: int = 2, sequence: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Inputs `(batch, sequence)` of a tiny model, with padding in the last row; a cache is not among them."""
+        """Return inputs of shape `(batch, sequence)` for a tiny model, with padding in the last row and without cache
+        tensors.
+        """
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(4, 100, (batch, sequence), generator=generator)
         mask = torch.ones_like(ids)
@@ -167,8 +169,8 @@ class BackendConformance:
             feeds = self.feeds(session, batch, sequence)
             with torch.inference_mode():
                 expected = original(**feeds).logits
-            found = session.run(feeds)["logits"].cpu()
-            assert (found - expected).abs().max() <= self.tolerance
+            actual = session.run(feeds)["logits"].cpu()
+            assert (actual - expected).abs().max() <= self.tolerance
 
     def test_declares_inputs_and_outputs(self, session: Session, artifact: Artifact) -> None:
         component = artifact.component("model")
@@ -195,7 +197,9 @@ class BackendConformance:
             session.run(feeds)
 
     def test_inputs_that_do_not_fit_each_other_are_an_input_error(self, session: Session) -> None:
-        """A mask of fewer tokens or rows; and the session answers the next call rightly."""
+        """A mask with fewer tokens or rows than the token ids raises an error. The next valid call returns correct
+        results.
+        """
         feeds = self.feeds(session)
         before = session.run(feeds)
         changed = False
@@ -211,7 +215,9 @@ class BackendConformance:
         assert torch.equal(session.run(feeds)["logits"], before["logits"])
 
     def test_values_that_the_model_does_not_have_are_an_input_error(self, session: Session) -> None:
-        """Of inputs with declared bounds: ids of tokens below, and beyond, those of the model."""
+        """Values outside the declared bounds of an input raise an error, such as token ids below 0 or above the
+        vocabulary.
+        """
         feeds = self.feeds(session)
         before = session.run(feeds)
         for spec in session.inputs:
@@ -224,7 +230,7 @@ class BackendConformance:
         assert torch.equal(session.run(feeds)["logits"], before["logits"])
 
     def test_a_row_without_a_token_is_an_input_error(self, session: Session) -> None:
-        """And what a runtime would make of it nobody sees; a row with one token is answered."""
+        """A fully masked row raises an error before the runtime is called; a row with one token is valid."""
         feeds = self.feeds(session, batch=3)
         before = session.run(feeds)
         masks = [spec.name for spec in session.inputs if spec.role == "mask" and spec.bounds is not None]
@@ -267,7 +273,7 @@ class BackendConformance:
         for seed, (batch, sequence) in enumerate(shapes):
             feeds = self.feeds(session, batch=batch, sequence=sequence)
             feeds["input_ids"] = feeds["input_ids"].roll(seed, dims=1)
-            # A run of its own buffers for what is asked for by name: nothing that the calls before left behind.
+            # Outputs requested by name are new buffers, without values of earlier calls.
             alone = session.run(feeds, outputs=[spec.name for spec in session.outputs])
             for name, value in session.run(feeds).items():
                 assert (value - alone[name]).abs().max() <= self.tolerance, (batch, sequence, name)
@@ -304,8 +310,8 @@ class BackendConformance:
         cases = [self.feeds(session, batch=1 + i % 3, sequence=3 + i, seed=i) for i in range(8)]
         expected = [session.run(case)["logits"] for case in cases]
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda case: session.run(case)["logits"], cases * 5))
-        for have, want in zip(found, expected * 5, strict=True):
+            actual = list(pool.map(lambda case: session.run(case)["logits"], cases * 5))
+        for have, want in zip(actual, expected * 5, strict=True):
             assert (have - want).abs().max() <= self.tolerance
 
     def test_compute_dtype_is_the_artifacts(self, session: Session, artifact: Artifact) -> None:
@@ -321,7 +327,9 @@ class BackendConformance:
     def test_a_forked_child_lets_go_of_it(
         self, implementation: Backend, artifact: Artifact, where: DeviceSpec, session: Session
     ) -> None:
-        """A child has none of its parent's threads: `accel.interfaces.forks` keeps what would wait for them."""
+        """A forked child process can close the parent's session and open a new one. The child has no threads of the
+        parent, so `accel.interfaces.forks` keeps objects whose release would wait for threads.
+        """
         if where.type != "cpu" or "fork" not in multiprocessing.get_all_start_methods():
             pytest.skip("a device's context does not survive a fork, and not every system forks")
         feeds = self.feeds(session)
@@ -335,7 +343,7 @@ class BackendConformance:
 
         gc.disable()
         try:
-            # What the collector alone finds, in the child.
+            # A reference cycle, which only the garbage collector of the child process can release.
             lost: dict[str, Any] = {"sessions": self.open(implementation, artifact, where)}
             lost["itself"] = lost
             del lost
@@ -361,14 +369,16 @@ class BackendConformance:
         assert (fixed.run(feeds)["logits"] - session.run(feeds)["logits"]).abs().max() <= self.tolerance
         fixed.close()
 
-    # Preparing PyTorch models, for backends that claim it
+    # Preparation of PyTorch models, for backends that declare it
 
     def preparation(self, scheme: str) -> PrepareConfig:
-        """Settings for a scheme of the stage `prepare`; override it where the scheme has a class of its own."""
+        """Return the settings for a scheme of the stage `prepare`. Override this method if the scheme has its own
+        settings class.
+        """
         return PrepareConfig(scheme=scheme)
 
     def test_prepares_what_it_claims(self, spec: BackendSpec, implementation: Backend) -> None:
-        """What comes out is a PyTorch model that takes the same inputs and returns the same outputs."""
+        """Each declared scheme of `prepare` returns a PyTorch model with the same inputs and outputs."""
         schemes = [scheme for c in spec.capabilities if c.stage == "prepare" for scheme in c.schemes]
         if not schemes:
             pytest.skip(f"{self.backend} prepares no PyTorch models")
@@ -384,24 +394,28 @@ class BackendConformance:
             expected = model(**feeds).logits
             prepared = preparer.prepare(model, config=self.preparation(scheme), calibration=self.ranges(scheme, feeds))
             assert isinstance(prepared, torch.nn.Module)
-            found = prepared(**feeds).logits
-            assert found.shape == expected.shape
-            assert bool(found.isfinite().all())
+            actual = prepared(**feeds).logits
+            assert actual.shape == expected.shape
+            assert bool(actual.isfinite().all())
 
     def ranges(self, scheme: str, feeds: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
-        """Calibration data for a scheme of the stage `prepare`; override it where the scheme needs some."""
+        """Return calibration data for a scheme of the stage `prepare`. Override this method if the scheme needs
+        calibration.
+        """
         return None
 
-    # State, for backends that keep any
+    # State between calls, for backends that have one
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
-        """An artifact whose session keeps a state; override it in a backend that has one."""
+        """Return an artifact whose sessions have a state, such as a KV cache. Override this method if the backend
+        supports states.
+        """
         return None
 
     @pytest.fixture(scope="class")
     @classmethod
     def generating(cls, implementation: Backend, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-        """What `stateful_artifact` makes, once; after it is known that the backend runs here."""
+        """The result of `stateful_artifact`, made once; skip the test if there is none."""
         artifact = cls().stateful_artifact(tmp_path_factory.mktemp("conformance") / "stateful")
         if artifact is None:
             pytest.skip(f"{cls.backend} offers no stateful artifact")
@@ -409,7 +423,7 @@ class BackendConformance:
 
     @pytest.fixture
     def stateful(self, implementation: Backend, generating: Artifact, where: DeviceSpec) -> Iterator[Session]:
-        """A session with a state."""
+        """A new session with a state."""
         opened = self.open(implementation, generating, where)["model"]
         yield opened
         opened.close()
@@ -417,12 +431,12 @@ class BackendConformance:
     def _continue(self, session: Session, state: State, feeds: Mapping[str, torch.Tensor], cut: slice) -> torch.Tensor:
         part = self._part(feeds, cut, state.length)
         logits = session.run(part, outputs=("logits",), state=state)["logits"]
-        # Of a logit for every token, the last.
+        # Return the logits of the last token only.
         return logits[:, -1] if logits.ndim == 3 else logits
 
     @staticmethod
     def _part(feeds: Mapping[str, torch.Tensor], cut: slice, held: int) -> dict[str, torch.Tensor]:
-        """The inputs of some tokens behind those that a state holds, which a mask covers, too."""
+        """Return the inputs for the tokens after the `held` tokens of a state. The mask covers old and new tokens."""
         new = cut.stop - cut.start
         return {
             name: tensor[:new]
@@ -434,7 +448,7 @@ class BackendConformance:
         }
 
     def _left_padded(self, session: Session) -> dict[str, torch.Tensor]:
-        """Two rows of eight tokens: the last ones are real, as logits behind padding are not defined."""
+        """Return two rows of eight tokens with left padding, because logits at padding are undefined."""
         feeds = self.feeds(session, batch=2, sequence=8)
         feeds["attention_mask"] = feeds["attention_mask"].flip(1)
         return feeds
@@ -452,7 +466,7 @@ class BackendConformance:
         assert (whole - resumed).abs().max() <= self.tolerance
 
     def test_steps_are_as_runs(self, stateful: Session) -> None:
-        """For rows with padding in front."""
+        """Prepared steps (`Session.steps`) return the same results as `run`, for rows with left padding."""
         feeds = self._left_padded(stateful)
         plain, state = stateful.new_state(2), stateful.new_state(2)
         for one in (plain, state):
@@ -472,9 +486,9 @@ class BackendConformance:
                     grown[name] = grown[name] + 1
             grown["input_ids"] = torch.tensor([[token + 3], [token + 5]])
             expected = stateful.run(grown, outputs=("logits",), state=plain)["logits"]
-            found = torch.from_numpy(step(grown["input_ids"][:, 0].tolist()))
+            actual = torch.from_numpy(step(grown["input_ids"][:, 0].tolist()))
             assert state.length == plain.length
-            assert (found - (expected[:, -1] if expected.ndim == 3 else expected)).abs().max() <= self.tolerance
+            assert (actual - (expected[:, -1] if expected.ndim == 3 else expected)).abs().max() <= self.tolerance
 
     def test_state_clones_and_crops(self, stateful: Session) -> None:
         feeds = self._left_padded(stateful)
@@ -494,12 +508,14 @@ class BackendConformance:
         state = stateful.new_state(2)
         self._continue(stateful, state, feeds, slice(0, 5))
         state.reorder(torch.tensor([1, 0]))
-        found = self._continue(stateful, state, swapped, slice(5, 8))
+        actual = self._continue(stateful, state, swapped, slice(5, 8))
         expected = self._continue(stateful, stateful.new_state(2), swapped, slice(0, 8))
-        assert (found - expected).abs().max() <= self.tolerance
+        assert (actual - expected).abs().max() <= self.tolerance
 
     def test_inputs_of_a_step_agree(self, stateful: Session) -> None:
-        """Rows, tokens, positions and the logits asked for; and the state goes on from where it was."""
+        """A step checks the sizes of rows, tokens, positions and requested logits. After an error, the state is
+        unchanged.
+        """
         feeds = self._left_padded(stateful)
         state = stateful.new_state(2)
         self._continue(stateful, state, feeds, slice(0, 5))
@@ -528,12 +544,12 @@ class BackendConformance:
         assert (self._continue(stateful, state, feeds, slice(5, 8)) - expected).abs().max() <= self.tolerance
 
     def _alone(self, session: Session, feeds: Mapping[str, torch.Tensor], row: int, length: int) -> torch.Tensor:
-        """The logits behind a row's first tokens, in a call of its own."""
+        """Return the logits after the first `length` tokens of one row, computed in a separate call."""
         one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
         return self._continue(session, session.new_state(1), one, slice(0, length))
 
     def _joined(self, session: Session, feeds: Mapping[str, torch.Tensor], lengths: tuple[int, ...]) -> State:
-        """A state whose rows hold so many of their first tokens; each was read in a state of its own."""
+        """Return a state of several rows, joined from single-row states. Row i contains its first `lengths[i]` tokens."""
         states = []
         for row, length in enumerate(lengths):
             state = session.new_state(1)
@@ -550,7 +566,7 @@ class BackendConformance:
     def _step(
         session: Session, state: State, feeds: Mapping[str, torch.Tensor], rows: list[int], lengths: list[int]
     ) -> torch.Tensor:
-        """One more token of each row, which holds so many of its first ones."""
+        """Run one more token for each row, after its first `lengths` tokens."""
         held = torch.tensor(lengths)
         total = state.length + 1
         step = {}
@@ -570,30 +586,30 @@ class BackendConformance:
         return feeds
 
     def test_rows_join(self, stateful: Session) -> None:
-        """Shorter and longer ones than those that are there, each computed as alone."""
+        """Rows of different lengths are joined to one state, and give the same results as single rows."""
         feeds = self._whole_feeds(stateful, 3)
         lengths = [5, 9, 2]
         state = self._joined(stateful, feeds, (5, 9, 2))
         assert (state.batch, state.length) == (3, 9)
         for _ in range(2):
-            found = self._step(stateful, state, feeds, [0, 1, 2], lengths)
+            actual = self._step(stateful, state, feeds, [0, 1, 2], lengths)
             lengths = [length + 1 for length in lengths]
             for row, length in enumerate(lengths):
-                assert (found[row] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
+                assert (actual[row] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
 
     def test_rows_leave(self, stateful: Session) -> None:
-        """And the columns in front go that nobody needs any more, before another row joins."""
+        """After rows are removed, unused leading positions are dropped, and another row can join."""
         feeds = self._whole_feeds(stateful, 4)
         state = self._joined(stateful, feeds, (5, 9, 2))
         state.reorder(torch.tensor([0, 2]))
         state.drop(4)
         assert (state.batch, state.length) == (2, 5)
-        found = self._step(stateful, state, feeds, [0, 2], [5, 2])
+        actual = self._step(stateful, state, feeds, [0, 2], [5, 2])
         late = self._joined(stateful, {name: t[3:] if t.ndim > 1 else t for name, t in feeds.items()}, (7,))
         state.join(late)
-        found = self._step(stateful, state, feeds, [0, 2, 3], [6, 3, 7])
+        actual = self._step(stateful, state, feeds, [0, 2, 3], [6, 3, 7])
         for i, (row, length) in enumerate([(0, 7), (2, 4), (3, 8)]):
-            assert (found[i] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
+            assert (actual[i] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
 
     def test_states_that_hold_nothing_do_not_join(self, stateful: Session) -> None:
         state = self._joined(stateful, self._whole_feeds(stateful, 1), (5,))

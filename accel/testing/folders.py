@@ -1,4 +1,4 @@
-"""Folders as others leave them: without our manifest, or with another one that its checksum fits."""
+"""Make folders without a manifest of accel, or with a modified manifest and a valid checksum."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _IR_MARK = re.compile(rf"<{MARK.split('.')[0]}>.*?</{MARK.split('.')[0]}>", re.D
 
 
 def as_foreign(artifact: Path, out: Path, *, leave_out: Sequence[str] = ()) -> Path:
-    """A copy of an artifact's folder as another tool would have written it.
+    """Copy an artifact's folder without manifest and metadata, like the export of another tool.
 
     Args:
-        artifact: The folder.
-        out: Where the copy goes.
-        leave_out: Patterns of further files that it does not get.
+        artifact: The folder of the artifact.
+        out: The folder of the copy.
+        leave_out: Name patterns of further files that are not copied.
     """
     ignored = shutil.ignore_patterns(MANIFEST, "export.json", *leave_out)
     shutil.copytree(artifact, out, ignore=ignored, dirs_exist_ok=True)
@@ -32,18 +32,16 @@ def as_foreign(artifact: Path, out: Path, *, leave_out: Sequence[str] = ()) -> P
 
 
 def unmark(graph: Path) -> None:
-    """Take the mark that it had a manifest out of an ONNX file; weights beside it are not touched."""
-    import onnx
+    """Remove the metadata key of accel from an ONNX file. Its weight files are unchanged."""
+    import onnx_ir
 
-    model = onnx.load(str(graph), load_external_data=False)
-    kept = [entry for entry in model.metadata_props if entry.key != MARK]
-    del model.metadata_props[:]
-    model.metadata_props.extend(kept)
-    onnx.save(model, str(graph))
+    model = onnx_ir.load(graph)
+    model.metadata_props.pop(MARK, None)
+    onnx_ir.save(model, graph)
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Change the values of a manifest in place, and its own checksum with them."""
+    """Change the values of a manifest and update its checksum."""
     values = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     values.pop("sha256", None)
     change(values)

@@ -1,13 +1,15 @@
-"""Seeded tiny models of the families that tests cover, with tokenizers, made from configs: no network, no downloads.
+"""Tiny models with fixed seeds and tokenizers for tests, made from configs without downloads.
 
-Their weights are scaled so that logits are of order 1 and the mask matters; with transformers' own initialisation logits
-are near zero, and a wrong graph goes unnoticed.
+Their weights are scaled so that logits are of order 1 and the mask changes the results. With transformers' default
+initialization, logits are near zero, and errors of a graph would not be detected.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,100 +26,61 @@ _WORDS = (
     "can cannot how why what account transfer cash machine fee rate open close good bad fast slow paris london berlin wolfgang"
 ).split()
 
-_COMMON: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+    **dict.fromkeys(("hidden_size", "dim"), 32),
+    **dict.fromkeys(("intermediate_size", "hidden_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_heads"), 4),
+    "embedding_size": 16,
     "max_position_embeddings": POSITIONS,
     "pad_token_id": 0,
 }
-_ROBERTA: dict[str, Any] = {**_COMMON, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "type_vocab_size": 1}
+"""Config fields of tiny models. Fields that a config class does not have are ignored."""
+_ROBERTA: dict[str, Any] = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "type_vocab_size": 1}
+_RELATIVE: dict[str, Any] = {
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False, "type_vocab_size": 0,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "albert": ("Albert", {**_COMMON, "embedding_size": 16}),
-    "bert": ("Bert", _COMMON),
-    "deberta": (
-        "Deberta",
-        {
-            **_COMMON,
-            "relative_attention": True,
-            "pos_att_type": ["c2p", "p2c"],
-            "position_biased_input": False,
-            "type_vocab_size": 0,
-        },
-    ),
+    "albert": ("Albert", {}),
+    "bert": ("Bert", {}),
+    "deberta": ("Deberta", _RELATIVE),
     "deberta-v2": (
-        "DebertaV2",
-        {
-            **_COMMON,
-            "relative_attention": True,
-            "pos_att_type": ["c2p", "p2c"],
-            "position_biased_input": False,
-            "position_buckets": 16,
-            "share_att_key": True,
-            "norm_rel_ebd": "layer_norm",
-            "type_vocab_size": 0,
-        },
+        "DebertaV2", {**_RELATIVE, "position_buckets": 16, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
     ),
-    "distilbert": (
-        "DistilBert",
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 32,
-            "n_layers": 2,
-            "n_heads": 4,
-            "hidden_dim": 48,
-            "max_position_embeddings": POSITIONS,
-            "pad_token_id": 0,
-        },
-    ),
-    "electra": ("Electra", {**_COMMON, "embedding_size": 16}),
-    "megatron-bert": ("MegatronBert", _COMMON),
+    "distilbert": ("DistilBert", {}),
+    "electra": ("Electra", {}),
+    "megatron-bert": ("MegatronBert", {}),
     "modernbert": (
         "ModernBert",
         {
-            **_COMMON,
-            "global_attn_every_n_layers": 2,
-            "local_attention": 8,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-            "cls_token_id": 2,
+            "global_attn_every_n_layers": 2, "local_attention": 8, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2,
             "sep_token_id": 3,
         },
     ),
-    "mpnet": ("MPNet", {**_COMMON, "pad_token_id": 1}),
+    "mpnet": ("MPNet", {"pad_token_id": 1}),
     "roberta": ("Roberta", _ROBERTA),
-    "vit": (
-        "ViT",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 48,
-            "image_size": 32,
-            "patch_size": 8,
-        },
-    ),
+    "vit": ("ViT", {"image_size": 32, "patch_size": 8}),
     "xlm-roberta": ("XLMRoberta", _ROBERTA),
-}
+}  # fmt: skip
+"""By family: prefix of the class names, and further config fields."""
 
-_HEADS = {
-    "text-classification": "ForSequenceClassification",
-    "text-ranking": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "question-answering": "ForQuestionAnswering",
-    "multiple-choice": "ForMultipleChoice",
-    "fill-mask": "ForMaskedLM",
-    "feature-extraction": "Model",
-    "sentence-similarity": "Model",
-    "image-classification": "ForImageClassification",
-}
+
+def small_config(cls: Any, sizes: Mapping[str, Any], **settings: Any) -> Any:
+    """Return a config with small sizes.
+
+    Args:
+        cls: A config class of transformers.
+        sizes: Values by field name; fields that the class does not have are ignored.
+        **settings: Further config fields.
+    """
+    names = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{**{name: value for name, value in sizes.items() if name in names}, **settings})
 
 
 def rescale(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Draw the weights anew so that every layer passes order-1 values on, with biases that are not zero."""
+    """Draw new weights, so that every layer returns values of order 1 and biases are not zero."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(shape: torch.Size) -> torch.Tensor:
@@ -135,28 +98,35 @@ def rescale(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model
 
 
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """Return the config of a tiny model of a family of `FAMILIES`."""
+    prefix, settings = FAMILIES[family]
+    return small_config(getattr(transformers, f"{prefix}Config"), SIZES, **{**settings, **overrides})
+
+
 def tiny_model(family: str, task: str = "text-classification", seed: int = 0, **overrides: Any) -> Any:
-    """A tiny PyTorch model of a family for a task, in evaluation mode.
+    """Return a tiny PyTorch model of a family for a task, in evaluation mode.
 
     Args:
         family: A key of `FAMILIES`.
         task: A task that the family has a head for.
-        seed: Of its weights.
-        **overrides: Fields of its config.
+        seed: Seed of the weights.
+        **overrides: Config fields.
     """
-    prefix, settings = FAMILIES[family]
-    # A question-answering head has two outputs, start and end; any other number fails in its forward.
-    labels = 2 if task_spec(task).name == "question-answering" else LABELS
-    config = getattr(transformers, f"{prefix}Config")(**{"num_labels": labels, **settings, **overrides})
+    spec = task_spec(task)
+    # A head for question answering must have two labels, start and end; its forward fails for other numbers.
+    labels = 2 if "start_logits" in spec.outputs else LABELS
+    config = tiny_config(family, **{"num_labels": labels, **overrides})
     torch.manual_seed(seed)
-    model = getattr(transformers, prefix + _HEADS[task_spec(task).name])(config)
+    model = getattr(transformers, spec.auto_model).from_config(config)
     return rescale(model, seed).eval()
 
 
 def tiny_tokenizer(roberta_like: bool = False) -> Any:
-    """A word-level tokenizer for the tiny models: lower case, `[CLS] … [SEP]`, unknown words by character.
+    """Return a word-level tokenizer for the tiny models: lower case, `[CLS] … [SEP]`, unknown words split into
+    characters.
 
-    Each caller's own: a tokenizer remembers how it was told to truncate and pad.
+    Each call returns a copy, because a tokenizer stores its truncation and padding settings.
     """
     return copy.deepcopy(_tokenizer(roberta_like))
 
@@ -189,7 +159,7 @@ def _tokenizer(roberta_like: bool) -> Any:
 
 
 def save_tiny(folder: Path, family: str, task: str = "text-classification", seed: int = 0, **overrides: Any) -> Path:
-    """Write a tiny model with its tokenizer or image processor as a transformers folder."""
+    """Save a tiny model with its tokenizer or image processor as a transformers folder."""
     model = tiny_model(family, task, seed, **overrides)
     model.save_pretrained(folder)
     if family == "vit":

@@ -1,4 +1,6 @@
-"""Seeded tiny models of images with their processors, one or more for each task of images; see `models`."""
+"""Tiny image models with fixed seeds and processors, at least one for each image task, made like the models in
+`accel.testing.models`.
+"""
 
 from __future__ import annotations
 
@@ -13,162 +15,109 @@ import transformers
 from .models import LABELS, rescale, tiny_tokenizer
 
 _WIDTHS = [16, 16, 32, 32]
-_HEADS = {"num_attention_heads": 4, "intermediate_size": 48, "hidden_size": 32}
 _TEXT = {
-    **_HEADS,
-    "num_hidden_layers": 2,
-    "vocab_size": 120,
-    "max_position_embeddings": 64,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "pad_token_id": 0,
-}
-_VISION = {**_HEADS, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 120,
+    "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
 _DETR = {
-    "use_timm_backbone": False,
-    "backbone": None,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "num_queries": 8,
-    "num_labels": LABELS,
-}
-
-
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+}  # fmt: skip
+_QUERIES = {"num_queries": 8, "num_labels": LABELS}
 _PHRASES = 1030
-"""Words of a vocabulary that has BERT's punctuation where BERT has it, which Grounding DINO looks for by number."""
+"""Size of a vocabulary that includes BERT's ids of punctuation, because Grounding DINO looks for these ids."""
 
 
-def _resnet(*stages: int) -> Any:
-    return transformers.ResNetConfig(
+def _texts_and_images(cls: Any, **settings: Any) -> Any:
+    return cls(text_config=_TEXT, vision_config=_VISION, **settings)
+
+
+def _resnet(*stages: int, cls: Any = transformers.ResNetConfig) -> Any:
+    return cls(
         embedding_size=16, hidden_sizes=_WIDTHS, depths=[1, 1, 1, 1], layer_type="basic",
         out_features=[f"stage{i}" for i in stages],
     )  # fmt: skip
 
 
+def _swin(*stages: int) -> Any:
+    return transformers.SwinConfig(
+        image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+        out_features=[f"stage{i}" for i in stages],
+    )  # fmt: skip
+
+
 def _pyramid(cls: Any, **settings: Any) -> Any:
-    """A config of SegFormer's kind: four stages, each half as high and wide."""
+    """Return a config like SegFormer's: four stages, each of which halves height and width."""
     return cls(depths=[1, 1, 1, 1], hidden_sizes=_WIDTHS, num_attention_heads=[1, 1, 2, 2], **settings)
 
 
-def _clip() -> Any:
-    config = transformers.CLIPConfig(text_config=_TEXT, vision_config=_VISION, projection_dim=16)
-    return transformers.CLIPModel(config)
-
-
-def _siglip() -> Any:
-    return transformers.SiglipModel(transformers.SiglipConfig(text_config=_TEXT, vision_config=_VISION))
-
-
-def _owl(name: str) -> Any:
-    config = getattr(transformers, f"{name}Config")(text_config=_TEXT, vision_config=_VISION, projection_dim=32)
-    return getattr(transformers, f"{name}ForObjectDetection")(config)
-
-
-def _owlvit() -> Any:
-    return _owl("OwlViT")
-
-
-def _owlv2() -> Any:
-    return _owl("Owlv2")
+def _detr() -> Any:
+    return transformers.DetrConfig(
+        backbone_config=_resnet(4), use_timm_backbone=False, backbone=None, **_DETR, **_QUERIES
+    )
 
 
 def _grounding_dino() -> Any:
-    backbone = transformers.SwinConfig(
-        image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
-        out_features=["stage2", "stage3", "stage4"],
-    )  # fmt: skip
-    config = transformers.GroundingDinoConfig(
-        backbone_config=backbone, text_config=transformers.BertConfig(**{**_TEXT, "vocab_size": _PHRASES}), d_model=32,
-        encoder_layers=1, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4,
-        decoder_attention_heads=4, num_queries=8, max_text_len=48,
-    )  # fmt: skip
-    return transformers.GroundingDinoForObjectDetection(config)
-
-
-def _detr() -> Any:
-    return transformers.DetrForObjectDetection(transformers.DetrConfig(backbone_config=_resnet(4), **_DETR))
+    text = transformers.BertConfig(**{**_TEXT, "vocab_size": _PHRASES})
+    settings = {**_DETR, "decoder_layers": 2, "num_queries": 8, "max_text_len": 48}
+    return transformers.GroundingDinoConfig(backbone_config=_swin(2, 3, 4), text_config=text, **settings)
 
 
 def _yolos() -> Any:
     settings = {**_VISION, "image_size": [64, 64], "num_detection_tokens": 8, "num_labels": LABELS}
-    return transformers.YolosForObjectDetection(transformers.YolosConfig(**settings))
+    return transformers.YolosConfig(**settings)
 
 
 def _rt_detr() -> Any:
-    backbone = transformers.RTDetrResNetConfig(
-        embedding_size=16, hidden_sizes=_WIDTHS, depths=[1, 1, 1, 1], layer_type="basic",
-        out_features=["stage2", "stage3", "stage4"],
+    settings = {name: value for name, value in _DETR.items() if name != "encoder_layers"}
+    return transformers.RTDetrConfig(
+        backbone_config=_resnet(2, 3, 4, cls=transformers.RTDetrResNetConfig), encoder_hidden_dim=32,
+        encoder_in_channels=_WIDTHS[1:], num_queries=10, decoder_in_channels=[32] * 3, num_denoising=0, num_labels=LABELS,
+        **settings,
     )  # fmt: skip
-    config = transformers.RTDetrConfig(
-        backbone_config=backbone, encoder_hidden_dim=32, encoder_in_channels=_WIDTHS[1:], encoder_ffn_dim=48,
-        encoder_attention_heads=4, d_model=32, num_queries=10, decoder_in_channels=[32] * 3, decoder_ffn_dim=48,
-        decoder_attention_heads=4, decoder_layers=1, num_denoising=0, num_labels=LABELS,
-    )  # fmt: skip
-    return transformers.RTDetrForObjectDetection(config)
 
 
 def _segformer() -> Any:
-    config = _pyramid(transformers.SegformerConfig, decoder_hidden_size=32, num_labels=LABELS)
-    return transformers.SegformerForSemanticSegmentation(config)
+    return _pyramid(transformers.SegformerConfig, decoder_hidden_size=32, num_labels=LABELS)
 
 
 def _maskformer() -> Any:
-    decoder = transformers.DetrConfig(backbone_config=_resnet(4), **_DETR)
-    config = transformers.MaskFormerConfig(
-        backbone_config=_resnet(1, 2, 3, 4), decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32,
+    return transformers.MaskFormerConfig(
+        backbone_config=_resnet(1, 2, 3, 4), decoder_config=_detr(), fpn_feature_size=32, mask_feature_size=32,
         num_labels=LABELS,
     )  # fmt: skip
-    return transformers.MaskFormerForInstanceSegmentation(config)
 
 
 def _mask2former() -> Any:
-    backbone = transformers.SwinConfig(
-        image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
+    return transformers.Mask2FormerConfig(
+        backbone_config=_swin(1, 2, 3, 4), feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=48,
+        dim_feedforward=48, encoder_layers=1, decoder_layers=2, num_attention_heads=4, **_QUERIES,
     )  # fmt: skip
-    config = transformers.Mask2FormerConfig(
-        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=48,
-        dim_feedforward=48, encoder_layers=1, decoder_layers=2, num_attention_heads=4, num_queries=8, num_labels=LABELS,
-    )  # fmt: skip
-    return transformers.Mask2FormerForUniversalSegmentation(config)
 
 
-def _sam(name: str) -> Any:
-    """Three strides of 8 pixels, one layer of attention in windows and one over all of the image."""
+def _sam(cls: Any, **decoder: Any) -> Any:
+    """Return a config with one layer of window attention and one layer of global attention."""
     edges = {"image_size": 32, "patch_size": 8}
-    config = getattr(transformers, f"{name}Config")(
+    return cls(
         vision_config={
             **edges, "hidden_size": 32, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_dim": 48,
             "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 16,
         },
         prompt_encoder_config={**edges, "hidden_size": 32, "mask_input_channels": 4},
         mask_decoder_config={
-            "hidden_size": 32, "mlp_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "iou_head_hidden_dim": 32,
-            **({"vit_dim": 32} if name == "SamHQ" else {}),
+            "hidden_size": 32, "mlp_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "iou_head_hidden_dim": 32, **decoder
         },
     )  # fmt: skip
-    return getattr(transformers, f"{name}Model")(config)
-
-
-def _sam_one() -> Any:
-    return _sam("Sam")
-
-
-def _sam_hq() -> Any:
-    return _sam("SamHQ")
 
 
 def _loftr() -> Any:
-    config = transformers.EfficientLoFTRConfig(
+    return transformers.EfficientLoFTRConfig(
         stage_num_blocks=[1, 1, 1, 1], stage_stride=[2, 1, 2, 2], out_features=[8, 8, 16, 64], hidden_size=64,
         num_attention_layers=1, num_attention_heads=8, fine_matching_slice_dim=4, coarse_matching_threshold=0.0,
     )  # fmt: skip
-    return transformers.EfficientLoFTRForKeypointMatching(config)
 
 
 def _superpoint() -> Any:
@@ -178,34 +127,25 @@ def _superpoint() -> Any:
 
 
 def superglue_config() -> Any:
-    """Points of a small SuperPoint, matched."""
+    """Return a SuperGlue config that matches keypoints of a small SuperPoint."""
     return transformers.SuperGlueConfig(
         keypoint_detector_config=_superpoint(), hidden_size=16, keypoint_encoder_sizes=[8, 16], gnn_layers_types=["self", "cross"],
         num_attention_heads=2, sinkhorn_iterations=5,
     )  # fmt: skip
 
 
-def _superglue() -> Any:
-    return transformers.SuperGlueForKeypointMatching(superglue_config())
-
-
 def lightglue_config() -> Any:
-    """Likewise, in three layers that may stop early."""
+    """Return a LightGlue config that matches keypoints of a small SuperPoint in three layers and may stop early."""
     return transformers.LightGlueConfig(
         keypoint_detector_config=_superpoint(), descriptor_dim=16, num_hidden_layers=3, num_attention_heads=2, filter_threshold=1e-5
     )  # fmt: skip
 
 
-def _lightglue() -> Any:
-    return transformers.LightGlueForKeypointMatching(lightglue_config())
-
-
 def _dpt() -> Any:
-    config = transformers.DPTConfig(
+    return transformers.DPTConfig(
         **{**_VISION, "num_hidden_layers": 4}, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[16] * 4,
         fusion_hidden_size=16, is_hybrid=False,
     )  # fmt: skip
-    return transformers.DPTForDepthEstimation(config)
 
 
 def _depth_anything() -> Any:
@@ -213,22 +153,16 @@ def _depth_anything() -> Any:
         hidden_size=32, num_hidden_layers=4, num_attention_heads=4, mlp_ratio=2, image_size=28, patch_size=14,
         out_indices=[1, 2, 3, 4], reshape_hidden_states=False, apply_layernorm=True,
     )  # fmt: skip
-    config = transformers.DepthAnythingConfig(
+    return transformers.DepthAnythingConfig(
         backbone_config=backbone, patch_size=14, reassemble_hidden_size=32, neck_hidden_sizes=[16] * 4,
         fusion_hidden_size=16, head_hidden_size=16,
     )  # fmt: skip
-    return transformers.DepthAnythingForDepthEstimation(config)
-
-
-def _glpn() -> Any:
-    return transformers.GLPNForDepthEstimation(_pyramid(transformers.GLPNConfig, decoder_hidden_size=16))
 
 
 def _swin2sr() -> Any:
-    config = transformers.Swin2SRConfig(
+    return transformers.Swin2SRConfig(
         image_size=16, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4, upscale=2
     )
-    return transformers.Swin2SRForImageSuperResolution(config)
 
 
 _SQUARE, _EDGES = {"height": 64, "width": 64}, {"shortest_edge": 64, "longest_edge": 96}
@@ -237,40 +171,63 @@ _OF_SAM = {
     "size": {"longest_edge": 32}, "pad_size": _SMALL, "mask_size": {"longest_edge": 16}, "mask_pad_size": {"height": 16, "width": 16},
 }  # fmt: skip
 
-PICTURES: Mapping[str, tuple[str, Callable[[], Any], str, Mapping[str, Any]]] = {
+_MODELS: Mapping[str, tuple[str, Callable[[], Any]]] = {
+    "clip": ("CLIPModel", lambda: _texts_and_images(transformers.CLIPConfig, projection_dim=16)),
+    "siglip": ("SiglipModel", lambda: _texts_and_images(transformers.SiglipConfig)),
+    "detr": ("DetrForObjectDetection", _detr),
+    "yolos": ("YolosForObjectDetection", _yolos),
+    "rt-detr": ("RTDetrForObjectDetection", _rt_detr),
+    "owlvit": ("OwlViTForObjectDetection", lambda: _texts_and_images(transformers.OwlViTConfig, projection_dim=32)),
+    "owlv2": ("Owlv2ForObjectDetection", lambda: _texts_and_images(transformers.Owlv2Config, projection_dim=32)),
+    "grounding-dino": ("GroundingDinoForObjectDetection", _grounding_dino),
+    "segformer": ("SegformerForSemanticSegmentation", _segformer),
+    "maskformer": ("MaskFormerForInstanceSegmentation", _maskformer),
+    "mask2former": ("Mask2FormerForUniversalSegmentation", _mask2former),
+    "sam": ("SamModel", lambda: _sam(transformers.SamConfig)),
+    "sam-hq": ("SamHQModel", lambda: _sam(transformers.SamHQConfig, vit_dim=32)),
+    "efficientloftr": ("EfficientLoFTRForKeypointMatching", _loftr),
+    "superglue": ("SuperGlueForKeypointMatching", superglue_config),
+    "lightglue": ("LightGlueForKeypointMatching", lightglue_config),
+    "dpt": ("DPTForDepthEstimation", _dpt),
+    "depth-anything": ("DepthAnythingForDepthEstimation", _depth_anything),
+    "glpn": ("GLPNForDepthEstimation", lambda: _pyramid(transformers.GLPNConfig, decoder_hidden_size=16)),
+    "swin2sr": ("Swin2SRForImageSuperResolution", _swin2sr),
+}
+PICTURES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "clip": (
-        "zero-shot-image-classification", _clip, "CLIPImageProcessorPil",
+        "zero-shot-image-classification",
+        "CLIPImageProcessorPil",
         {"size": {"shortest_edge": 32}, "crop_size": _SMALL},
     ),
-    "siglip": ("zero-shot-image-classification", _siglip, "SiglipImageProcessorPil", {"size": _SMALL}),
-    "detr": ("object-detection", _detr, "DetrImageProcessorPil", {"size": _EDGES}),
-    "yolos": ("object-detection", _yolos, "YolosImageProcessorPil", {"size": _EDGES}),
-    "rt-detr": ("object-detection", _rt_detr, "RTDetrImageProcessorPil", {"size": _SQUARE}),
-    "owlvit": ("zero-shot-object-detection", _owlvit, "OwlViTImageProcessorPil", {"size": _SMALL, "do_center_crop": False}),
-    "owlv2": ("zero-shot-object-detection", _owlv2, "Owlv2ImageProcessorPil", {"size": _SMALL}),
+    "siglip": ("zero-shot-image-classification", "SiglipImageProcessorPil", {"size": _SMALL}),
+    "detr": ("object-detection", "DetrImageProcessorPil", {"size": _EDGES}),
+    "yolos": ("object-detection", "YolosImageProcessorPil", {"size": _EDGES}),
+    "rt-detr": ("object-detection", "RTDetrImageProcessorPil", {"size": _SQUARE}),
+    "owlvit": ("zero-shot-object-detection", "OwlViTImageProcessorPil", {"size": _SMALL, "do_center_crop": False}),
+    "owlv2": ("zero-shot-object-detection", "Owlv2ImageProcessorPil", {"size": _SMALL}),
     "grounding-dino": (
-        "zero-shot-object-detection", _grounding_dino, "GroundingDinoImageProcessorPil",
+        "zero-shot-object-detection",
+        "GroundingDinoImageProcessorPil",
         {"size": {"height": 96, "width": 96}},
     ),
-    "segformer": ("image-segmentation", _segformer, "SegformerImageProcessorPil", {"size": _SQUARE}),
-    "maskformer": ("image-segmentation", _maskformer, "MaskFormerImageProcessorPil", {"size": _EDGES}),
-    "mask2former": ("image-segmentation", _mask2former, "Mask2FormerImageProcessorPil", {"size": _SQUARE}),
-    "sam": ("mask-generation", _sam_one, "SamImageProcessorPil", _OF_SAM),
-    "sam-hq": ("mask-generation", _sam_hq, "SamImageProcessorPil", _OF_SAM),
-    "efficientloftr": (
-        "keypoint-matching", _loftr, "EfficientLoFTRImageProcessorPil", {"size": {"height": 64, "width": 96}},
-    ),
-    "superglue": ("keypoint-matching", _superglue, "SuperGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
-    "lightglue": ("keypoint-matching", _lightglue, "LightGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
-    "dpt": ("depth-estimation", _dpt, "DPTImageProcessorPil", {"size": _SMALL}),
+    "segformer": ("image-segmentation", "SegformerImageProcessorPil", {"size": _SQUARE}),
+    "maskformer": ("image-segmentation", "MaskFormerImageProcessorPil", {"size": _EDGES}),
+    "mask2former": ("image-segmentation", "Mask2FormerImageProcessorPil", {"size": _SQUARE}),
+    "sam": ("mask-generation", "SamImageProcessorPil", _OF_SAM),
+    "sam-hq": ("mask-generation", "SamImageProcessorPil", _OF_SAM),
+    "efficientloftr": ("keypoint-matching", "EfficientLoFTRImageProcessorPil", {"size": {"height": 64, "width": 96}}),
+    "superglue": ("keypoint-matching", "SuperGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
+    "lightglue": ("keypoint-matching", "LightGlueImageProcessorPil", {"size": {"height": 64, "width": 80}}),
+    "dpt": ("depth-estimation", "DPTImageProcessorPil", {"size": _SMALL}),
     "depth-anything": (
-        "depth-estimation", _depth_anything, "DPTImageProcessorPil",
+        "depth-estimation",
+        "DPTImageProcessorPil",
         {"size": {"height": 56, "width": 56}, "ensure_multiple_of": 14},
     ),
-    "glpn": ("depth-estimation", _glpn, "GLPNImageProcessorPil", {"size_divisor": 32}),
-    "swin2sr": ("image-to-image", _swin2sr, "Swin2SRImageProcessorPil", {"size_divisor": 8}),
-}  # fmt: skip
-"""Task, model, and processor with its settings, by family."""
+    "glpn": ("depth-estimation", "GLPNImageProcessorPil", {"size_divisor": 32}),
+    "swin2sr": ("image-to-image", "Swin2SRImageProcessorPil", {"size_divisor": 8}),
+}
+"""By family: task, image processor class, and processor settings."""
 
 _PROCESSORS = {
     "clip": ("CLIPProcessor", ["input_ids", "attention_mask"]),
@@ -283,16 +240,17 @@ _DEFORMABLE = ("mask2former", "grounding-dino")
 
 
 def tiny_picture_model(family: str, seed: int = 0) -> Any:
-    """A tiny PyTorch model of a family of `PICTURES`, in evaluation mode."""
+    """Return a tiny PyTorch model of a family of `PICTURES`, in evaluation mode."""
+    architecture, config = _MODELS[family]
     torch.manual_seed(seed)
-    model = PICTURES[family][1]()
-    # Deformable attention samples at offsets that its own initialisation keeps inside the image.
+    model = getattr(transformers, architecture)(config())
+    # Keep the default initialization of deformable attention, so that its sampling offsets stay inside the image.
     return (model if family in _DEFORMABLE else rescale(model, seed)).eval()
 
 
 def tiny_processor(family: str) -> Any:
-    """Its processor."""
-    _, _, name, settings = PICTURES[family]
+    """Return the processor of a family of `PICTURES`."""
+    _, name, settings = PICTURES[family]
     images = getattr(transformers, name)(**settings)
     if family not in _PROCESSORS:
         return images
@@ -307,7 +265,7 @@ def tiny_processor(family: str) -> Any:
 
 
 def _with_punctuation() -> Any:
-    """The tiny tokenizer with BERT's numbers of the tokens that end phrases."""
+    """Return the tiny tokenizer with BERT's ids for the tokens that end phrases."""
     from tokenizers import models, processors
 
     backend = copy.deepcopy(tiny_tokenizer().backend_tokenizer)
@@ -321,7 +279,7 @@ def _with_punctuation() -> Any:
 
 
 def save_tiny_pictures(folder: Path, family: str, seed: int = 0) -> Path:
-    """Write a tiny model with its processor as a transformers folder."""
+    """Save a tiny image model with its processor as a transformers folder."""
     tiny_picture_model(family, seed).save_pretrained(folder)
     tiny_processor(family).save_pretrained(folder)
     return folder

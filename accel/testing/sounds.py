@@ -1,4 +1,6 @@
-"""Seeded tiny models that read sounds, with their feature extractors, and sounds for them: made offline, as in `models`."""
+"""Tiny audio models with fixed seeds and feature extractors, and test sounds, made like the models in
+`accel.testing.models`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from accel.interfaces.task_registry import task_spec
 from .models import LABELS, rescale, tiny_tokenizer
 
 RATE = 1000
-"""Samples a second of the tiny models' sounds: what they stride over is short, and so is a second."""
+"""Sampling rate of the tiny models' sounds, in samples per second."""
 
 _LETTERS = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmno"]
 _WAVES: dict[str, Any] = {
@@ -38,22 +40,16 @@ _WAVES: dict[str, Any] = {
     "num_feat_extract_layers": 2,
 }
 SOUND_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Group normalisation, whose extractors give no mask; and layer normalisation, whose do.
+    # Wav2Vec2's feature extractors return a mask for models with layer normalization, but not for group normalization.
     "wav2vec2": ("Wav2Vec2", {**_WAVES, "feat_extract_norm": "group"}),
     "wav2vec2-layer": ("Wav2Vec2", {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True}),
     "hubert": ("Hubert", _WAVES),
     "wavlm": ("WavLM", {**_WAVES, "num_buckets": 16, "max_bucket_distance": 32}),
 }
-_HEADS = {
-    "ctc": "ForCTC",
-    "audio-classification": "ForSequenceClassification",
-    "audio-frame-classification": "ForAudioFrameClassification",
-    "audio-xvector": "ForXVector",
-}
 
 
 def tiny_sound(seconds: float = 1.0, seed: int = 0) -> npt.NDArray[np.float32]:
-    """A sound of some tones and noise: `(samples,) float32`, at `RATE`."""
+    """Return a sound of three tones and noise: `(samples,) float32`, with sampling rate `RATE`."""
     draw = np.random.default_rng(seed)
     time = np.arange(round(seconds * RATE)) / RATE
     tones = sum(np.sin(2 * np.pi * pitch * time) for pitch in draw.uniform(20, 400, 3))
@@ -61,29 +57,31 @@ def tiny_sound(seconds: float = 1.0, seed: int = 0) -> npt.NDArray[np.float32]:
 
 
 def save_sound_model(folder: Path, family: str = "wav2vec2", task: str = "ctc", seed: int = 0) -> Path:
-    """Write a tiny model of a family of `SOUND_FAMILIES` for a task, with its feature extractor and, for `ctc`, its tokenizer."""
+    """Save a tiny model of a family of `SOUND_FAMILIES` for a task, with its feature extractor and, for `ctc`, its
+    tokenizer.
+    """
     folder = Path(folder)
     prefix, settings = SOUND_FAMILIES[family]
-    name = task_spec(task).name
+    spec = task_spec(task)
     torch.manual_seed(seed)
-    model = getattr(transformers, prefix + _HEADS[name])(getattr(transformers, f"{prefix}Config")(**settings))
+    model = getattr(transformers, spec.auto_model).from_config(getattr(transformers, f"{prefix}Config")(**settings))
     scaled: Any = rescale(model, seed).eval()
     scaled.save_pretrained(folder)
     masks = settings.get("feat_extract_norm") == "layer"
     transformers.Wav2Vec2FeatureExtractor(sampling_rate=RATE, return_attention_mask=masks).save_pretrained(folder)
-    if name == "ctc":
+    if "vocab_size" in spec.outputs["logits"]:
         (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(_LETTERS)}))
         transformers.Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
     return folder
 
 
 CLAP = "clap"
-"""The family of the tiny model of sounds and texts."""
+"""Family name of the tiny audio-text model."""
 _BINS, _SPECTROGRAM = 16, 64
 
 
 def save_clap(folder: Path, seed: int = 0) -> Path:
-    """Write a tiny CLAP with its feature extractor and tokenizer."""
+    """Save a tiny CLAP model with its feature extractor and tokenizer as a transformers folder."""
     text = {
         "vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
         "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3,
@@ -96,7 +94,7 @@ def save_clap(folder: Path, seed: int = 0) -> Path:
     model: Any = transformers.ClapModel(
         transformers.ClapConfig(text_config=text, audio_config=audio, projection_dim=16)
     )
-    # The scale of its logits is a logarithm, which no layer draws anew.
+    # `rescale` must not change the scale of the logits, which is stored as a logarithm.
     scales = {
         name: value.detach().clone() for name, value in model.named_parameters() if name.startswith("logit_scale")
     }
@@ -116,11 +114,11 @@ def save_clap(folder: Path, seed: int = 0) -> Path:
 
 
 VITS = "vits"
-"""The family of the tiny model that speaks."""
+"""Family name of the tiny text-to-speech model."""
 
 
 def save_vits(folder: Path, seed: int = 0, speakers: int = 1) -> Path:
-    """Write a tiny VITS with its tokenizer of letters."""
+    """Save a tiny VITS model with a tokenizer of letters as a transformers folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     letters = ["<pad>", "<unk>", " ", "'", *"abcdefghijklmnopqrstuvwxyz"]
@@ -132,7 +130,7 @@ def save_vits(folder: Path, seed: int = 0, speakers: int = 1) -> Path:
         depth_separable_num_layers=1, sampling_rate=RATE, num_speakers=speakers, speaker_embedding_size=8 if speakers > 1 else 0,
     )  # fmt: skip
     torch.manual_seed(seed)
-    # Its own initialisation: durations are exponentials, which grow beyond all bounds in a model of large weights.
+    # Weights are not rescaled, because durations are exponentials and would become huge with large weights.
     model: Any = transformers.VitsModel(config).eval()
     model.save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))

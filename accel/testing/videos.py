@@ -1,4 +1,4 @@
-"""Seeded tiny models of videos with their processors, and videos for them: made offline, as in `models`."""
+"""Tiny video models with fixed seeds and processors, and test videos, made like the models in `accel.testing.models`."""
 
 from __future__ import annotations
 
@@ -11,41 +11,33 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from .models import LABELS, rescale
+from .models import LABELS, SIZES, rescale, small_config
 
 FRAMES = 4
-"""What the tiny models read at a time."""
+"""Number of frames in a video of the tiny models."""
 
 _SIZE = 32
-_COMMON: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "image_size": _SIZE,
-    "num_frames": FRAMES,
-    "num_labels": LABELS,
-}
 VIDEO_FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "videomae": ("VideoMAE", {**_COMMON, "patch_size": 8}),
-    "timesformer": ("Timesformer", {**_COMMON, "patch_size": 8}),
-    "vivit": ("Vivit", {**_COMMON, "tubelet_size": [2, 8, 8]}),
+    "videomae": ("VideoMAE", {"patch_size": 8}),
+    "timesformer": ("Timesformer", {"patch_size": 8}),
+    "vivit": ("Vivit", {"tubelet_size": [2, 8, 8]}),
 }
-"""Names and configs of classes, by family."""
+"""By family: prefix of the class names, and further config fields."""
 
 
 def tiny_video(height: int = 40, width: int = 60, frames: int = FRAMES, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Coloured patches that move to the right: `(frames, height, width, 3) uint8`."""
+    """Return a video of coloured patches that move to the right: `(frames, height, width, 3) uint8`."""
     patches = np.random.default_rng(seed).integers(0, 255, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8)
     picture = patches.repeat(8, 0).repeat(8, 1)[:height, :width]
     return np.stack([np.roll(picture, 4 * i, axis=1) for i in range(frames)])
 
 
 def save_video_model(folder: Path, family: str = "videomae", seed: int = 0) -> Path:
-    """Write a tiny model of a family of `VIDEO_FAMILIES` with its processor as a transformers folder."""
+    """Save a tiny model of a family of `VIDEO_FAMILIES` with its processor as a transformers folder."""
     prefix, settings = VIDEO_FAMILIES[family]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{prefix}Config")(**settings)
+    cls = getattr(transformers, f"{prefix}Config")
+    config = small_config(cls, SIZES, image_size=_SIZE, num_frames=FRAMES, num_labels=LABELS, **settings)
     model: Any = rescale(getattr(transformers, f"{prefix}ForVideoClassification")(config), seed).eval()
     model.save_pretrained(folder)
     size = {"height": _SIZE, "width": _SIZE}

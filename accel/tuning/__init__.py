@@ -1,5 +1,7 @@
-"""Choose by measurement: one search, and its presets `tune`, the accuracy budget of `quantize`, and `convert`.
+"""Find the best artifact by measurement: one search, used by `accel.tune`, `accel.quantize` (accuracy budget) and `accel.convert`.
 
-In: a model, data and constraints. Out: the artifact that is best of what was tried, with the table of everything tried.
-Candidates come from the backends' declared capabilities: a new backend takes part without a line here.
+In: a model, data and constraints. Out: the best artifact, with a table of all candidates. `Search.run` is the only loop that builds
+and measures candidates. Each of the three functions has a preset, a generator that proposes the next candidates.
+
+Candidates are derived from the capabilities that backends declare, so a new backend needs no code here.
 """

@@ -1,9 +1,9 @@
-"""`accel.quantize`: quantization with data in any form and, when asked, inside an accuracy budget.
+"""`accel.quantize`: quantize a graph, if requested within an accuracy budget.
 
-The search tries the backend's schemes in the order that it declares them, fastest first, and measures each on the same
-rows as the float artifact. Where a scheme loses too much, its layers are ranked by the error that each one causes alone,
-and the most harmful go back to float until the budget holds. What fits is timed, and the fastest is kept, with the table
-of everything tried. Nothing is written when nothing fits.
+With a budget, the backend's schemes are tried in the declared order, fastest first. Each is measured on the same rows as the float
+artifact. If a scheme loses too much accuracy, its layers are ranked by the error that each causes alone, and the most harmful layers
+are kept in float until the budget is met. Candidates within the budget are timed. The fastest one is written, with the table of all
+attempts. If no candidate meets the budget, nothing is written.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from typing import Any
 
 import torch
 
+from ..artifact.json_text import finite
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.plan import make_plan
+from ..backends.stage_plan import plan_stage
 from ..config import QuantizeConfig, checked_arguments
-from ..data.batches import calibration_batches, data_name, load_processor
-from ..errors import BudgetError, ConfigError, QuantizeError, SessionError
+from ..data.batches import calibration_batches, data_name
+from ..errors import BudgetError, ConfigError, SessionError
 from ..interfaces.protocols import Feeds
 from ..interfaces.specs import WEIGHTS
 from ..interfaces.task_registry import task_spec
-from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
+from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.results import VariantResult, ratio_of, without_infinity
+from ..measuring.latency.results import VariantResult, ratio_of
 from ..measuring.latency.variants import Variant, process_path
 from ..measuring.latency.workloads import Load
 from ..models.base import ORTModel
@@ -40,8 +42,8 @@ from ..stages.quantize import quantizable
 from ..stages.quantize import quantize as quantize_once
 from ..stages.resolution import resolve
 from .candidates import Recipe, Space
-from .float_layers import FloatLayers
-from .search import Search
+from .float_layers import FloatLayers, with_float_layers
+from .search import Preset, Proposal, Search
 from .store import Store
 from .subject import Clock, Subject, Tried
 from .trials import Constraints, Goal
@@ -51,24 +53,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One line of the search table.
+    """One row of the search table.
 
     Attributes:
-        scheme: What was tried.
-        settings: Settings of `QuantizeConfig` that are not its defaults.
-        float_layers: Layers put back to float.
-        value: Its metric; `None` when it failed.
-        drop: Points lost against the float artifact.
+        scheme: Quantization scheme.
+        settings: Settings of `QuantizeConfig` that differ from the defaults.
+        float_layers: Names of layers that are kept in float.
+        value: Metric of the quantized artifact; `None` if the attempt failed.
+        drop: Points of the metric lost compared with the float artifact.
         drop_interval: Confidence interval of the drop, in points.
-        agreement: Share of predictions that are those of the float artifact.
+        agreement: Fraction of predictions that are equal to the float artifact's.
         inside: Whether the drop is within the budget.
-        bytes: Of its graph files.
-        median_ms: Of one call of `batch_size` rows of median length, of a language model one token each; measured for what is
-            inside the budget.
-        speedup: How many times faster than the float artifact, with the interval; see `accel.measuring.statistics.speedup`.
-        seconds: For quantizing and measuring it.
-        error: Why it failed.
-        chosen: Whether it was kept.
+        bytes: Total size of the quantized artifact's graph files, in bytes.
+        median_ms: Median latency in milliseconds of a call of `batch_size` rows of median length, or of one token per row for
+            language models; measured only for attempts within the budget.
+        speedup: Speed-up over the float artifact, with its interval; see `accel.measuring.statistics.speedup`.
+        seconds: Time to quantize and measure, in seconds.
+        error: Reason of the failure; `None` if the attempt succeeded.
+        chosen: Whether this attempt's artifact was written as the result.
     """
 
     scheme: str
@@ -122,44 +124,45 @@ def quantize(
     config: QuantizeConfig | None = None,
     **settings: Any,
 ) -> Artifact:
-    """Rewrite a graph into one with fewer bits, inside an accuracy budget when one is given.
+    """Quantize a graph, and stay within an accuracy budget if one is given.
 
-    Quantizing takes seconds, plus a pass over the calibration data for static schemes. A search costs one quantization
-    and one evaluation for each line of its table, and one of each on 64 rows for each layer where layers must be ranked.
+    Quantizing takes seconds, plus one pass over the calibration data for static schemes. A search takes one quantization and
+    one evaluation for each row of its table. If layers must be ranked, each layer takes one quantization and one evaluation on 64 rows.
 
     Args:
         artifact: The artifact or its folder.
-        out: Folder to make.
-        calibration: For schemes that need activation ranges: a `datasets.Dataset`, a list of dictionaries, a CSV, JSON or
-            Parquet file, the name of a data set on the Hub, or batches (dictionaries of tensors).
-        method: How activation ranges are found from it: `QuantizeConfig.calibration`, whose name the data has here. A
-            search tries `minmax` and `percentile` when `None`.
-        max_drop: Budget: points of the metric (percentage points of accuracy) that may be lost on `data`. Searches all
-            schemes that the backend declares, or only `scheme` when that is given.
-        metric: What is measured; the task's default when `None`. See `accel.evaluate`.
-        data: Labelled rows to measure on. Without `max_drop` the result's accuracy is measured and recorded.
-        columns: Column by use of `data`, where it cannot be inferred.
-        calibration_columns: Likewise of `calibration`; `columns` when `None`.
+        out: Folder to create.
+        calibration: Data for schemes that need activation ranges: a `datasets.Dataset`, a list of dictionaries, a CSV, JSON
+            or Parquet file, the name of a data set on the Hub, or batches (dictionaries of tensors).
+        method: Method that computes activation ranges from the data: `QuantizeConfig.calibration`. With `None`, a search tries
+            the methods that the backend declares.
+        max_drop: Accuracy budget: points of the metric (percentage points of accuracy) that may be lost on `data`. Searches
+            all schemes that the backend declares, or only `scheme` if it is given.
+        metric: Name of the metric; `None` for the task's default. See `accel.evaluate`.
+        data: Labelled rows to measure accuracy on. Without `max_drop`, the accuracy of the result is measured and recorded.
+        columns: Column names of `data` by use, for columns that cannot be inferred.
+        calibration_columns: Column names of `calibration` by use; `None` for those in `columns`.
         split: Split of `data`.
         calibration_split: Split of `calibration`.
-        rows: Rows of `data` at most; all when `None`.
-        batch_size: Rows a call when accuracy and speed are measured: as many as the model will get. Dynamic quantization finds its
-            ranges call by call, so both depend on it. Rows of like length share a call.
-        max_length: Tokens that longer rows are cut to, in both.
-        measure_speed: Time what fits and keep the fastest; otherwise the first in the expected order.
-        backend: Who quantizes; the owner of the artifact's format when `None`.
-        config: How; its fields may also be given as keyword arguments (`scheme="static-int8"`).
+        rows: Maximum number of rows of `data`; `None` for all rows.
+        batch_size: Number of rows in each call while accuracy and speed are measured; use the batch size of production. Dynamic
+            quantization computes its ranges separately for each call, so both depend on it. Rows of similar length share a call.
+        max_length: Number of tokens after which longer rows of `data` and `calibration` are truncated.
+        measure_speed: Time all candidates within the budget and keep the fastest. If false, keep the first one within the
+            budget, in the order of expected speed.
+        backend: Backend that quantizes; `None` for the default backend of the artifact's format.
+        config: Quantization settings; they may also be passed as keyword arguments (`scheme="static-int8"`).
         **settings: Fields of `QuantizeConfig`.
 
     Raises:
-        BudgetError: Nothing stays inside the budget; the message lists everything tried.
-        BackendUnavailableError: Nobody quantizes this format with this scheme here.
-        QuantizeError: It failed, the artifact is quantized already, or calibration data is missing.
-        InputError: Data without rows or labels, or whose columns do not map.
+        BudgetError: No candidate is within the budget; the message lists all attempts.
+        BackendUnavailableError: No available backend quantizes this format with this scheme.
+        QuantizeError: Quantization failed, the artifact is already quantized, or calibration data is missing.
+        InputError: The data has no rows or no labels, or its columns do not map.
     """
     watch = MachineWatch()
     artifact = quantizable(artifact, backend)
-    chosen = QuantizeConfig.from_dict({**(config.to_dict() if config else {}), **settings})
+    chosen = QuantizeConfig.merged(config, settings)
     if method is not None:
         chosen = QuantizeConfig.from_dict({**chosen.to_dict(), "calibration": method})
     target = check_output(out, artifact.path)
@@ -169,7 +172,6 @@ def quantize(
         raise ConfigError("A budget needs labelled data to measure on.", fix="pass data=... (--data FILE).")
     if data is None and metric is not None:
         raise ConfigError("A metric needs labelled data to measure on.", fix="pass data=... (--data FILE).")
-    _refuse_quantized(artifact)
     batches: Iterable[Feeds] | None = None
     if calibration is not None:
         batches = calibration_batches(
@@ -184,13 +186,12 @@ def quantize(
             batches = PartBatches(artifact, batches)
     if data is None:
         return quantize_once(artifact, target, calibration=batches, backend=backend, config=chosen)
-    prepared = _evaluation_set(
-        artifact,
-        EvaluationData(
-            data=data, metric=metric, columns=columns, split=split, samples=rows, seed=chosen.seed,
-            batch_size=batch_size, max_length=max_length,
-        ),
+    labelled = EvaluationData(
+        data=data, metric=metric, columns=columns, split=split, samples=rows, seed=chosen.seed, batch_size=batch_size,
+        max_length=max_length,
     )  # fmt: skip
+    with ORTModel.from_plan(make_plan(artifact)) as model:
+        prepared = EvaluationSet(labelled, model, task=artifact.task)
     searched = max_drop is not None and config is None and "scheme" not in settings
     root, recipes, skipped = _recipes(artifact, chosen, backend, calibrated=batches is not None, searched=searched)
     runs = backend is not None and registry.describe(backend).capability("run", artifact.format) is not None
@@ -205,28 +206,18 @@ def quantize(
         layers = FloatLayers(search, subject, artifact, prepared, batches, backend if runs else None, work)
         try:
             search.builder.add(root, artifact)
-            search.grader.begin()
-            layers.run(recipes)
-            if not layers.fitting and max_drop is None:
+            winner = search.run(_preset(search, layers, recipes, measure_speed=measure_speed))
+            if winner is None and max_drop is None:
                 raise next(iter(search.builder.errors.values()))
-            if not layers.fitting:
+            if winner is None:
                 raise _nothing_fits(
                     max_drop or 0.0, search, prepared, _table(layers, search) + skipped, data_name(data)
                 )
-            winner = _fastest(search, layers.fitting) if measure_speed else layers.fitting[0]
         finally:
             search.close()
-        made = _keep(winner, layers, search, prepared, skipped, max_drop, work)
+        kept = _keep(winner, layers, search, prepared, skipped, max_drop, work)
     logger.info("kept %s", winner.candidate.recipe)
-    return Artifact(target, made.manifest)
-
-
-def _refuse_quantized(artifact: Artifact) -> None:
-    if artifact.manifest.quantization is not None:
-        raise QuantizeError(
-            f"{artifact.path} is quantized already ({artifact.manifest.quantization.scheme}).",
-            fix="quantize the artifact that it was made from.",
-        )
+    return Artifact(target, kept.manifest)
 
 
 def _recipes(
@@ -235,58 +226,44 @@ def _recipes(
     """Return the artifact as a recipe, the recipes to try on it, and the schemes that are skipped.
 
     Args:
-        artifact: What is quantized.
-        config: Settings that all share.
-        backend: Who quantizes.
+        artifact: The artifact to quantize.
+        config: Settings that all recipes share.
+        backend: Backend that quantizes; `None` for the default backend of the format.
         calibrated: Whether there is calibration data.
-        searched: All schemes of the backend, fastest first, with the settings that are worth a try; else the scheme of `config`.
+        searched: Return all schemes of the backend, fastest first, also with their declared settings to try. If false, return
+            only the scheme of `config`.
     """
-    spec = registry.owner("quantize", artifact.format, backend)
-    capability = spec.capability("quantize", artifact.format)
-    assert capability is not None, "an owner has the capability"
+    plan = plan_stage("quantize", artifact.format, backend)
+    spec, capability = plan.backend, plan.capability
     defaults = QuantizeConfig().to_dict()
     settings = {name: value for name, value in config.to_dict().items() if value != defaults[name] and name != "scheme"}
     root = Recipe(stage="export", backend=spec.name, format=artifact.format, setting=artifact.dtype)
     if not searched:
-        made = capability.produces or artifact.format
+        produced = capability.produces or artifact.format
         step = Recipe(
-            stage="quantize", backend=spec.name, format=made, setting=config.scheme, settings=settings, parent=root
+            stage="quantize", backend=spec.name, format=produced, setting=config.scheme, settings=settings, parent=root
         )
         return root, [step], []
     space = Space(task=artifact.task, device=None, backends=[spec.name], half_exports=False, calibrated=calibrated)
     recipes = space.schemes(spec, capability, root, settings, same_speed=True)
-    skipped = [one for one in space.skipped if one.name.startswith(f"{spec.name}: ")]
-    return root, recipes, [Attempt(scheme=one.name.removeprefix(f"{spec.name}: "), error=one.reason) for one in skipped]
-
-
-def _evaluation_set(artifact: Artifact, data: EvaluationData) -> EvaluationSet:
-    model = ORTModel.from_plan(make_plan(artifact))
-    try:
-        return EvaluationSet(
-            data,
-            task=artifact.task,
-            config=model.config,
-            processor=load_processor(artifact.path, artifact.task),
-            limit=positions(artifact),
-            folder=artifact.path,
-        )
-    finally:
-        model.close()
+    prefix = f"{spec.name}: "
+    skipped = [s for s in space.skipped if s.name.startswith(prefix)]
+    return root, recipes, [Attempt(scheme=s.name.removeprefix(prefix), error=s.reason) for s in skipped]
 
 
 def _subject(artifact: Artifact) -> Subject:
-    """Compare every candidate with the float artifact."""
+    """Return the subject of the search, whose baseline is the float artifact."""
     baseline = Variant(
         name="the float artifact",
         path=process_path(artifact),
         task=artifact.task,
-        backend=registry.owner("export", WEIGHTS).name if artifact.format == WEIGHTS else None,
+        backend=plan_stage("export", WEIGHTS).backend.name if artifact.format == WEIGHTS else None,
     )
     return Subject(model=resolve(artifact), baseline=baseline, digest=artifact.digest, reference=baseline.name)
 
 
 def _median_rows(prepared: EvaluationSet, task: str) -> dict[str, Any]:
-    """Return the inputs of a call of median length; for language models one token a row, because generation spends its time there."""
+    """Return the inputs of a call of median length. Language models get one token per row, because generation mostly runs such calls."""
     plan = prepared.predictor.encoded.plan(prepared.predictor.batch_size)
     feeds = prepared.predictor.encoded.batch(plan[len(plan) // 2])
     if task_spec(task).generates:
@@ -294,9 +271,15 @@ def _median_rows(prepared: EvaluationSet, task: str) -> dict[str, Any]:
     return {name: value.numpy() for name, value in feeds.items() if isinstance(value, torch.Tensor)}
 
 
-def _fastest(search: Search, fitting: Sequence[Tried]) -> Tried:
-    """Time what fits next to the float artifact, and choose the fastest; of equally fast ones the simplest."""
-    search.timer.finals(fitting)
+def _preset(
+    search: Search, layers: FloatLayers, recipes: Sequence[Recipe], *, measure_speed: bool
+) -> Preset[Tried | None]:
+    """Try the recipes, time those within the budget next to the float artifact, and return the fastest (if equal, the simplest)."""
+    yield from layers.proposals(recipes)
+    fitting = layers.fitting
+    if not fitting or not measure_speed:
+        return fitting[0] if fitting else None
+    yield Proposal(stage="time", action="time", items=fitting)
     winner = search.judge.best(search.judge.finals())
     if winner is None:
         raise SessionError(fitting[0].reason, fix="run it alone to see why.")
@@ -315,23 +298,19 @@ def _median_ms(result: VariantResult) -> float:
 
 
 def _table(layers: FloatLayers, search: Search, winner: Tried | None = None) -> list[Attempt]:
-    """Return a row for each attempt, in order."""
+    """Return one row for each attempt, in order."""
     table = []
     for recipe, in_float, tried, seconds in layers.attempts:
         settings = {name: value for name, value in recipe.settings.items() if name not in ("samples", "seed")}
         attempt = Attempt(scheme=recipe.setting, settings=settings, float_layers=in_float, seconds=seconds)
         if tried is None:
-            exclude = {"exclude": (*settings.get("exclude", ()), *in_float)} if in_float else {}
-            failed = str(replace(recipe, settings={**recipe.settings, **exclude}))
-            table.append(replace(attempt, error=search.builder.errors[failed].message.splitlines()[0]))
+            error = search.builder.errors[str(with_float_layers(recipe, in_float))]
+            table.append(replace(attempt, error=error.message.splitlines()[0]))
             continue
-        assert tried.found is not None
-        assert tried.found.comparison is not None
-        attempt = replace(
-            attempt, **tried.found.comparison.in_a_table(), inside=search.fits(tried), bytes=tried.made.facts.bytes
-        )
+        measured = tried.compared.in_a_table()
+        attempt = replace(attempt, **measured, inside=search.fits(tried), bytes=tried.artifact.facts.bytes)
         if tried.final is not None:
-            speedup = without_infinity(asdict(search.judge.speedup(tried)))
+            speedup = finite(asdict(search.judge.speedup(tried)))
             attempt = replace(attempt, median_ms=_median_ms(tried.final.result), speedup=speedup)
         table.append(replace(attempt, chosen=tried is winner))
     return table
@@ -342,21 +321,19 @@ def _keep(
     max_drop: float | None, work: Path,
 ) -> Artifact:  # fmt: skip
     """Make the winner the only content of `work`, with the search table in its manifest."""
-    made, reference, found = Artifact.load(winner.made.path), search.grader.reference(), winner.found
-    assert found is not None
-    assert found.comparison is not None
-    for path in winner.made.path.iterdir():
+    artifact, reference, compared = Artifact.load(winner.artifact.path), search.grader.reference(), winner.compared
+    for path in winner.artifact.path.iterdir():
         path.replace(work / path.name)
     shutil.rmtree(work / "search")
-    step, batch_size = made.manifest.steps[-1], prepared.predictor.batch_size
+    step, batch_size = artifact.manifest.steps[-1], prepared.predictor.batch_size
     accuracy = {
-        "metric": found.metric,
-        "value": found.scored.value,
+        "metric": reference.metric,
+        "value": compared.own,
         "float": reference.scored.value,
-        "drop": found.comparison.drop,
-        "drop_interval": list(found.comparison.drop_interval),
-        "agreement": found.comparison.agreement,
-        "data": found.data,
+        "drop": compared.drop,
+        "drop_interval": list(compared.drop_interval),
+        "agreement": compared.agreement,
+        "data": reference.data,
         "max_length": prepared.predictor.max_length,
         "batch_size": batch_size,
     }
@@ -368,11 +345,12 @@ def _keep(
             "float_ms": _median_ms(timed.anchor) if timed is not None else None,
             "batch_size": batch_size,
             "disturbance": asdict(timed.disturbance) if timed is not None else None,
-            "table": [asdict(one) for one in [*_table(layers, search, winner), *skipped]],
+            "table": [asdict(attempt) for attempt in [*_table(layers, search, winner), *skipped]],
             "sensitivity": layers.sensitivity,
         }
-    moved = Artifact(work, made.manifest)
-    return moved.with_step(validation={**step.validation, "accuracy": accuracy}, report=report)
+    return Artifact(work, artifact.manifest).with_step(
+        validation={**step.validation, "accuracy": accuracy}, report=report
+    )
 
 
 def _nothing_fits(
@@ -380,10 +358,10 @@ def _nothing_fits(
 ) -> BudgetError:
     measured = [attempt for attempt in table if attempt.drop is not None]
     best = min(measured, key=lambda attempt: attempt.drop or 0.0, default=None)
-    found = f"The best found is {best}." if best is not None else "No recipe could be measured."
+    closest = f"The best found is {best}." if best is not None else "No recipe could be measured."
     lines = "\n".join(f"  {attempt}" for attempt in table)
     return BudgetError(
         f"No recipe loses at most {max_drop:g} points of {prepared.metric.name} on {data} at "
-        f"{prepared.at}, where the float artifact has {search.grader.reference().scored.value:.4f}. {found} Tried:\n{lines}",
+        f"{prepared.at}, where the float artifact has {search.grader.reference().scored.value:.4f}. {closest} Tried:\n{lines}",
         fix="allow a larger max_drop, give calibration data for static schemes, or keep the float artifact.",
     )

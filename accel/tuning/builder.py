@@ -1,4 +1,4 @@
-"""Artifacts of a search: made once, in processes of their own or in this one, and remembered."""
+"""Build each artifact of a search once, in other processes or in this one, and keep it for later searches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from .. import progress
@@ -20,7 +21,7 @@ from ..measuring.processes import Helper
 from .candidates import Recipe
 from .jobs import ArtifactFacts, CalibrationData, build, facts_of
 from .store import Store, data_digest
-from .subject import Clock, Made, Subject
+from .subject import BuiltArtifact, Clock, Subject
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ LATE = "not tried: the time limit was near"
 
 
 class _SameThread(Executor):
-    """Runs what is submitted at once."""
+    """Executor that runs each submitted call at once, in the calling thread."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -37,19 +38,20 @@ class _SameThread(Executor):
 
 
 class Builder:
-    """Makes the artifacts of recipes; a recipe that fails is a rejected candidate.
+    """Builds the artifacts of recipes. A recipe that cannot be built becomes a rejected candidate.
 
     Args:
-        subject: What is tuned.
-        store: What earlier searches made.
+        subject: The model to search for.
+        store: Store with the artifacts of earlier searches.
         clock: The time limit.
-        calibration: Rows for schemes that need them, which are not offered when `None`; or batches of inputs, with which nothing
-            is remembered from one search to the next.
-        processes: How many build at a time; 0: this process builds, with calibration data and models that no other can be sent.
+        calibration: Rows for schemes that need activation ranges; or batches of inputs, with which results are not reused by later
+            searches.
+        processes: Number of processes that build at the same time. 0: build in this process, which is necessary if the calibration
+            data or the model cannot be sent to another process.
 
     Attributes:
-        failed: Recipes that could not be made, and why.
-        errors: The errors of recipes that failed in this search.
+        failed: Reasons of failed builds, by recipe.
+        errors: Errors raised in this search, by recipe.
     """
 
     def __init__(
@@ -64,31 +66,28 @@ class Builder:
         self._subject, self._store, self._clock = subject, store, clock
         self._calibration = calibration
         self._helpers = [Helper() for _ in range(min(processes, available_processors()))]
-        self._of_thread = threading.local()
-        free = iter(self._helpers)
-        self._pool: Executor = _SameThread()
-        if processes:
-            self._pool = ThreadPoolExecutor(
-                len(self._helpers), initializer=lambda: setattr(self._of_thread, "helper", next(free))
-            )
+        self._free: SimpleQueue[Helper] = SimpleQueue()
+        for helper in self._helpers:
+            self._free.put(helper)
+        self._pool: Executor = ThreadPoolExecutor(len(self._helpers)) if processes else _SameThread()
         self._turns: dict[str, threading.Lock] = {}
-        self._made: dict[str, Made] = {}
-        self._given: dict[str, Artifact] = {}
+        self._built: dict[str, BuiltArtifact] = {}
+        self._existing: dict[str, Artifact] = {}
         self.failed: dict[str, str] = {}
         self.errors: dict[str, AccelError] = {}
 
-    def __getitem__(self, recipe: Recipe) -> Made:
-        """Return the artifact of a recipe that was built."""
-        return self._made[str(recipe)]
+    def __getitem__(self, recipe: Recipe) -> BuiltArtifact:
+        """Return the built artifact of a recipe."""
+        return self._built[str(recipe)]
 
-    def add(self, recipe: Recipe, artifact: Artifact) -> Made:
-        """Add an artifact that exists, for recipes to start from."""
-        self._given[str(recipe)] = artifact
-        made = self._made[str(recipe)] = Made(recipe, artifact.path, facts_of(artifact))
-        return made
+    def add(self, recipe: Recipe, artifact: Artifact) -> BuiltArtifact:
+        """Register an existing artifact under a recipe, so that other recipes can start from it."""
+        self._existing[str(recipe)] = artifact
+        built = self._built[str(recipe)] = BuiltArtifact(recipe, artifact.path, facts_of(artifact))
+        return built
 
     def close(self) -> None:
-        """End the processes at once, so that Ctrl-C does not wait for a build."""
+        """End all processes immediately, so that Ctrl-C does not wait for a build."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for helper in self._helpers:
             helper.end()
@@ -97,61 +96,61 @@ class Builder:
             helper.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call `function(*args)` in the next free process."""
+        """Call `function(*args)` in the next free process; return a future."""
         return self._pool.submit(self._ask, 1.0, function, *args)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(*args)` in the next free process and wait for the result."""
+        """Call `function(*args)` in the next free process; wait for the result and return it."""
         return self.start(function, *args).result()
 
-    def build(self, recipes: Sequence[Recipe], share: float) -> list[Made]:
-        """Make artifacts; see `begin`."""
-        return self.finish(self.begin(recipes, share))
-
     def begin(self, recipes: Sequence[Recipe], share: float) -> list[tuple[Recipe, Future[ArtifactFacts | str]]]:
-        """Start to make artifacts.
+        """Start to build artifacts.
 
         Args:
-            recipes: What to make.
-            share: Of the time limit; a build that is not done by then is given up.
+            recipes: Recipes of the artifacts.
+            share: Fraction of the time limit after which unfinished builds are stopped.
         """
         return [(recipe, self._pool.submit(self._one, recipe, share)) for recipe in recipes]
 
-    def finish(self, begun: Sequence[tuple[Recipe, Future[ArtifactFacts | str]]]) -> list[Made]:
-        """Wait for the builds that `begin` started; the reasons of failures go to `failed`."""
+    def finish(self, begun: Sequence[tuple[Recipe, Future[ArtifactFacts | str]]]) -> list[BuiltArtifact]:
+        """Wait for the builds that `begin` started, and return the built artifacts. Reasons of failures are stored in `failed`."""
         for recipe, future in progress.track(begun, "building"):
             facts = future.result()
             if isinstance(facts, str):
                 self.failed[str(recipe)] = facts
                 logger.info("%s: %s", recipe, facts)
             else:
-                self._made[str(recipe)] = Made(recipe, self._store.artifact(self._key(recipe)), facts)
-        return [self._made[str(recipe)] for recipe, _ in begun if str(recipe) in self._made]
+                self._built[str(recipe)] = BuiltArtifact(recipe, self._store.artifact(self._key(recipe)), facts)
+        return [self._built[str(recipe)] for recipe, _ in begun if str(recipe) in self._built]
 
-    def files(self, made: Made) -> None:
-        """Rebuild the folder of a known artifact where an earlier run removed it.
+    def files(self, built: BuiltArtifact) -> None:
+        """Build an artifact again if an earlier search removed its folder.
 
         Raises:
-            SessionError: It cannot be made any more.
+            SessionError: The artifact cannot be built any more.
         """
-        if str(made.recipe) in self._given:
+        if str(built.recipe) in self._existing:
             return
-        facts = self._pool.submit(self._one, made.recipe, 1.0, files=True).result()
+        facts = self._pool.submit(self._one, built.recipe, 1.0, files=True).result()
         if isinstance(facts, str):
             raise SessionError(facts)
 
     def tidy(self, kept: set[Path]) -> None:
-        """Remove the files of artifacts that lost; exports and all results stay."""
-        lost = [made.path for made in self._made.values() if made.recipe.parent is not None and made.path not in kept]
+        """Remove the files of optimized and quantized artifacts that are not in `kept`. Exports and all measurements are kept."""
+        rewrites = [built for built in self._built.values() if built.recipe.parent is not None]
         with self._store.alone() as alone:
-            for path in lost if alone else ():
-                discard(path)
+            for built in rewrites if alone else ():
+                if built.path not in kept:
+                    discard(built.path)
 
     def _ask(self, share: float, function: Callable[..., Any], *args: Any) -> Any:
-        helper: Helper | None = getattr(self._of_thread, "helper", None)
-        if helper is None:
+        if not self._helpers:
             return function(*args)
-        return helper.call(function, *args, timeout_s=self._clock.timeout(share))
+        helper = self._free.get()
+        try:
+            return helper.call(function, *args, timeout_s=self._clock.timeout(share))
+        finally:
+            self._free.put(helper)
 
     def _key(self, recipe: Recipe) -> dict[str, Any]:
         calibration = None
@@ -166,24 +165,20 @@ class Builder:
         }
 
     def _one(self, recipe: Recipe, share: float, *, files: bool = False) -> ArtifactFacts | str:
-        """Return facts about an artifact, or the reason why it cannot be built; with `files`, rebuild a folder that is gone."""
-        # Two recipes may start from the same one, and only one of their processes may make it.
-        with self._turns.setdefault(str(recipe), threading.Lock()):
-            return self._one_alone(recipe, share, files)
-
-    def _one_alone(self, recipe: Recipe, share: float, files: bool) -> ArtifactFacts | str:
+        """Return facts about an artifact, or the reason why it cannot be built. With `files`, build it again if its folder is missing."""
         key = self._key(recipe)
-        known = self._known(key, files)
-        if known is not None:
-            return known
-        if self._clock.left(share) <= 0:
-            return LATE
-        with self._store.building(key, self._clock.left(share)) as ours:
-            if not ours:
+        # Two recipes may have the same parent, and only one thread may build it.
+        with self._turns.setdefault(str(recipe), threading.Lock()):
+            if (known := self._known(key, files)) is not None:
+                return known
+            if self._clock.left(share) <= 0:
                 return LATE
-            # Another search on the same store may have made it while this one waited.
-            found = self._known(key, files)
-            return found if found is not None else self._build(recipe, key, share)
+            with self._store.building(key, self._clock.left(share)) as ours:
+                if not ours:
+                    return LATE
+                # Another search with the same store may have built the artifact while this one waited for the lock.
+                known = self._known(key, files)
+                return known if known is not None else self._build(recipe, key, share)
 
     def _known(self, key: Mapping[str, Any], files: bool) -> ArtifactFacts | str | None:
         out = self._store.artifact(key)
@@ -196,7 +191,7 @@ class Builder:
 
     def _build(self, recipe: Recipe, key: Mapping[str, Any], share: float) -> ArtifactFacts | str:
         out = self._store.artifact(key)
-        parent: Path | Artifact | None = self._given.get(str(recipe.parent))
+        parent: Path | Artifact | None = self._existing.get(str(recipe.parent))
         if recipe.parent is not None and parent is None:
             if isinstance(problem := self._one(recipe.parent, share, files=True), str):
                 return problem
@@ -207,7 +202,7 @@ class Builder:
         except AccelError as error:
             self.errors[str(recipe)] = error
             why = f"building it failed: {error.message.splitlines()[0]}"
-            # Others are not the candidate's: the process died, the disk was full, a folder was removed under it.
+            # Store only errors that will occur again, unlike a process that died, a full disk or a removed folder.
             if isinstance(error, StageError | ConfigError | TaskError):
                 self._store.put("builds", key, {"error": why})
             return why

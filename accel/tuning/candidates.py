@@ -1,7 +1,7 @@
-"""Candidates of searches, read from the capabilities that installed backends declare; a new plugin takes part by itself.
+"""Candidates of searches, derived from the capabilities that installed backends declare. New plugins need no code here.
 
-A candidate is an artifact, made by a chain of steps (export, optimize, quantize), and the way to run it. Nothing here
-names a backend, a format, a level or a scheme.
+A candidate is an artifact, built by a chain of steps (export, optimize, quantize), together with the way to run it. No code in this
+module names a backend, a format, a level or a scheme.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How an artifact is made: one step, and what it starts from.
+    """One step that builds an artifact, and the recipe of the artifact that the step starts from.
 
     Attributes:
-        stage: Of the step.
-        backend: Who does it.
-        format: Of the artifact.
-        setting: The dtype of an export, the level of an optimization, the scheme of a quantization.
+        stage: Stage of the step.
+        backend: Backend that executes the step.
+        format: Format of the built artifact.
+        setting: Dtype of an export, level of an optimization, or scheme of a quantization.
         settings: More settings of the step.
-        parent: What it starts from; `None` for an export of the model itself. An export may also start from what a quantizer made
-            of PyTorch weights.
+        parent: Recipe of the artifact that the step starts from; `None` for an export of the model. An export may also start from
+            quantized PyTorch weights.
     """
 
     stage: Literal["export", "optimize", "quantize"]
@@ -42,7 +42,7 @@ class Recipe:
         more = "".join(f" {name}={value}" for name, value in self.settings.items())
         if self.parent is None:
             return f"{self.format} {self.setting}{more}"
-        # A step by another backend than the one that exported is worth saying.
+        # Name the backend only if it differs from the backend of the previous step.
         who = f"{self.backend} " if self.backend != self.parent.backend else ""
         if self.stage == "export":
             return f"{self.parent} > {self.format}{more}"
@@ -50,30 +50,30 @@ class Recipe:
 
     @property
     def quantizes(self) -> bool:
-        """Whether one of its steps does."""
+        """Whether one of the steps quantizes."""
         return self.stage == "quantize" or (self.parent is not None and self.parent.quantizes)
 
     @property
     def steps(self) -> int:
-        """How many steps it takes."""
+        """Number of steps, including all parents."""
         return 1 + (self.parent.steps if self.parent is not None else 0)
 
     @property
     def exported_dtype(self) -> str:
-        """The dtype of its export."""
+        """Dtype of the first export."""
         return self.parent.exported_dtype if self.parent is not None else self.setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A recipe and the way to run what it makes.
+    """A recipe, and the way to run the artifact that it builds.
 
     Attributes:
-        recipe: How the artifact is made.
-        backend: The backend that runs it; the automatic choice when empty.
-        device: The device; the backend's choice when empty.
+        recipe: Recipe of the artifact.
+        backend: Backend that runs the artifact; empty for the automatic choice.
+        device: Device that runs the artifact; empty for the backend's choice.
         options: Session options.
-        provider_options: The backend's own options.
+        provider_options: Options that only this backend has.
     """
 
     recipe: Recipe
@@ -96,10 +96,10 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Order of equally good candidates; the least complex wins.
+        """Sort key that prefers simple candidates; among equally good candidates, the one with the smallest key wins.
 
-        Float comes before quantized, float32 before another dtype, then fewer run options (buckets, threads, the backend's
-        own), fewer steps, fewer settings, fewer layers in float.
+        Float comes before quantized, float32 before other dtypes; then follow fewer run options (buckets, threads, options of the
+        backend), fewer steps, fewer settings, and fewer layers in float.
         """
         other_dtype = self.options.compute_dtype not in (None, "float32") or self.recipe.exported_dtype != "float32"
         return (
@@ -114,20 +114,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A declared candidate that is skipped, and the reason."""
+    """Name of a declared candidate that is not tried, and the reason."""
 
     name: str
     reason: str
 
 
 def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[BackendSpec], list[Skipped]]:
-    """Return the backends to try, those that were not asked for, and every skipped one with the reason."""
+    """Return the backends to try, the backends that were not requested, and all skipped backends with the reason."""
     specs, broken = registry.describe_all()
     skipped = [Skipped(name=name, reason=str(reason)) for name, reason in broken.items()]
-    wanted = None if backends is None else {registry.describe(name).name for name in backends}
+    requested = None if backends is None else {registry.describe(name).name for name in backends}
     good, others = [], []
     for spec in specs:
-        if wanted is not None and spec.name not in wanted:
+        if requested is not None and spec.name not in requested:
             others.append(spec)
             skipped.append(Skipped(name=spec.name, reason="not among the backends asked for"))
             continue
@@ -145,14 +145,13 @@ class Space:
 
     Args:
         task: The task.
-        device: Device type to run on; every one that a backend finds when `None`.
-        backends: Limits the search to these. What they run and none of them exports, another one exports.
-        half_exports: Whether half-precision exports are worth a try on the host too: they are smaller, and no faster
-            there.
+        device: Device type that runs the candidates; `None` for all device types that a backend finds.
+        backends: Names of the backends to search. If they can run but not export a format, another backend exports it.
+        half_exports: Include half-precision exports for the host, where they are smaller but not faster.
         calibrated: Whether there is calibration data.
 
     Attributes:
-        skipped: What is declared and not tried.
+        skipped: Declared candidates that are not tried, with the reasons.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Space:
     def _fits(self, capability: Capability) -> bool:
         if not capability.does(self._task):
             return False
-        # An export is made where there is room for it, whatever runs it.
+        # Exports do not depend on the device that runs them.
         return capability.stage == "export" or self._device is None or self._device.type in capability.devices
 
     def _offers(self, stage: str, consumes: str | None) -> Iterator[tuple[BackendSpec, Capability]]:
@@ -177,8 +176,8 @@ class Space:
                     yield spec, capability
 
     def exports(self) -> list[Recipe]:
-        """One export for each format that something here can run; the first backend that makes a format makes it."""
-        made: dict[tuple[str, str], Recipe] = {}
+        """Return one export for each format and dtype that an available backend can run, by the first backend that exports the format."""
+        recipes: dict[tuple[str, str], Recipe] = {}
         for spec, capability in (*self._offers("export", None), *self._lent()):
             format = capability.produces
             if format is None or not any(self._offers("run", format)):
@@ -189,25 +188,25 @@ class Space:
             on_host = all(device.type == "cpu" for _, device in self.runners(format, "float32"))
             for dtype in capability.dtypes:
                 if dtype == "float32" or self._half or not on_host:
-                    made.setdefault(
+                    recipes.setdefault(
                         (format, dtype), Recipe(stage="export", backend=spec.name, format=format, setting=dtype)
                     )
                 else:
                     self._skip(f"{spec.name}: {format} {dtype}", "on the host half-precision files save size, not time")
-        return list(made.values())
+        return list(recipes.values())
 
     def _lent(self) -> Iterator[tuple[BackendSpec, Capability]]:
-        """Exports by other backends, for formats that the requested backends run but cannot export."""
-        own = {capability.produces for _, capability in self._offers("export", None)}
+        """Yield exports by backends that were not requested, for formats that requested backends can run but not export."""
+        exported = {capability.produces for _, capability in self._offers("export", None)}
         for spec in self._others:
             for capability in spec.capabilities:
-                if capability.stage != "export" or capability.produces in own or not self._fits(capability):
+                if capability.stage != "export" or capability.produces in exported or not self._fits(capability):
                     continue
                 if any(self._offers("run", capability.produces)) and registry.probe(spec).available:
                     yield spec, capability
 
     def optimizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
-        """The optimization levels of an artifact."""
+        """Return the recipes that optimize the artifact of a recipe, one for each level."""
         return [
             Recipe(stage="optimize", backend=spec.name, format=capability.produces or recipe.format, setting=level,
                    parent=recipe)
@@ -217,7 +216,7 @@ class Space:
         ]  # fmt: skip
 
     def _is_detour(self, spec: BackendSpec, capability: Capability) -> bool:
-        """Whether a step converts into a format that is exported as well."""
+        """Return whether a step converts to a format that can also be exported directly."""
         produces = capability.produces
         if produces in (None, capability.consumes) or produces not in {export.format for export in self.exports()}:
             return False
@@ -226,15 +225,15 @@ class Space:
         return True
 
     def quantizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
-        """The quantization schemes of an artifact, each also with the other settings that are worth a try."""
-        made = []
+        """Return the recipes that quantize the artifact of a recipe: each scheme, also with its declared settings to try."""
+        recipes = []
         for spec, capability in self._offers("quantize", recipe.format):
             if dtype not in capability.dtypes or self._is_detour(spec, capability):
                 continue
             for step in self.schemes(spec, capability, recipe):
                 runs = spec.capability("run", step.format) is not None
-                made += [step] if runs else self._exports_of(step)
-        return made
+                recipes += [step] if runs else self._exports_of(step)
+        return recipes
 
     def schemes(
         self,
@@ -245,17 +244,17 @@ class Space:
         *,
         same_speed: bool = False,
     ) -> list[Recipe]:
-        """The schemes of one quantizer, fastest first as it declares them, each also with its trials (`SchemeSettings.trials`).
+        """Return the schemes of one quantizer, fastest first as declared, each also with the settings in `SchemeSettings.trials`.
 
         Args:
-            spec: The quantizer's backend.
-            capability: What it does.
-            parent: What is quantized.
-            settings: Settings that all recipes share, which are not varied.
-            same_speed: Whether values that change accuracy alone are tried in addition.
+            spec: Backend of the quantizer.
+            capability: Declared capability of the quantizer.
+            parent: Recipe of the artifact to quantize.
+            settings: Settings that all recipes share; they are not varied.
+            same_speed: Also try settings that change accuracy but not speed.
         """
         chosen = settings or {}
-        made = []
+        recipes = []
         for scheme in capability.schemes:
             if scheme.startswith("static") and not self._calibrated:
                 self._skip(f"{spec.name}: {scheme}", "it needs calibration data: pass --calibration FILE")
@@ -267,11 +266,11 @@ class Space:
                 for t in capability.scheme_trials(scheme, self._task)
                 if t.name not in chosen and (same_speed or not t.same_speed)
             ]
-            made += [step, *(replace(step, settings={**chosen, t.name: t.value}) for t in trials)]
-        return made
+            recipes += [step, *(replace(step, settings={**chosen, t.name: t.value}) for t in trials)]
+        return recipes
 
     def _exports_of(self, recipe: Recipe) -> list[Recipe]:
-        """Exports to the other formats, for a quantizer whose backend runs nothing."""
+        """Return exports of a quantized artifact to other formats, for a quantizer whose backend cannot run its own format."""
         return [
             replace(export, parent=recipe)
             for export in self.exports()
@@ -279,25 +278,26 @@ class Space:
         ]
 
     def runners(self, format: str, dtype: str) -> list[tuple[BackendSpec, DeviceSpec]]:
-        """Backends, and their devices, that run a format."""
-        found = []
+        """Return (backend, device) pairs that can run a format with this dtype."""
+        runners = []
         for spec, capability in self._offers("run", format):
             if dtype not in capability.dtypes:
                 continue
-            # A device that stands for the backend's own choice among the others (`auto`) measures nothing of its own.
-            found += [
+            # Skip `auto`: it selects one of the other devices.
+            runners += [
                 (spec, device)
                 for device in registry.probe(spec).devices
                 if device.type in capability.devices
                 and device.type != "auto"
                 and (self._device is None or self._device.type == device.type)
             ]
-        return found
+        return runners
 
     def candidates(self, recipe: Recipe, dtype: str) -> list[Candidate]:
-        """Ways to run an artifact with default options.
+        """Return the ways to run an artifact with default options.
 
-        A rewritten graph runs on the backend that rewrote it, where that one runs the format: it was made for its kernels.
+        If a backend optimized or quantized the graph and can run its format, only this backend runs it, because the graph is made for
+        its kernels.
         """
         runners = self.runners(recipe.format, dtype)
         if recipe.parent is not None and any(spec.name == recipe.backend for spec, _ in runners):
@@ -307,66 +307,67 @@ class Space:
     def variations(
         self, candidate: Candidate, *, dtype: str, lengths: Iterable[int], masked: bool, threads: int | None = None
     ) -> list[Candidate]:
-        """The candidate with one run option changed: compute dtype, buckets, threads, or one of the backend's own.
+        """Return copies of the candidate with one changed run option: compute dtype, buckets, threads, or an option of the backend.
 
-        Options that cannot matter are not tried: buckets where all calls have one length, unless the backend's kernels for a fixed
-        shape are faster, and the number of threads that is used anyway.
+        Options without effect are skipped: buckets if all calls have the same length, unless the backend has faster kernels for fixed
+        shapes, and the number of threads that is already the default.
 
         Args:
-            candidate: What to vary.
-            dtype: Of its artifact.
-            lengths: Of the calls.
-            masked: Whether its sequences can be padded.
-            threads: That it uses by default; what the process may use when `None`.
+            candidate: The candidate to vary.
+            dtype: Dtype of its artifact.
+            lengths: Sequence lengths of the calls.
+            masked: Whether its graph has an attention mask input, so that sequences can be padded.
+            threads: Default number of threads; `None` for all processors that the process may use.
         """
         capability = registry.describe(candidate.backend).capability("run", candidate.recipe.format)
         assert capability is not None, "a candidate's backend runs its format"
         options = candidate.options
-        made = []
+        changed = []
         if options.compute_dtype is None:
             words = [d for d in capability.dtypes if d in _DTYPES and d != dtype]
-            made += [replace(options, compute_dtype=d) for d in words]  # type: ignore[arg-type]  # one of the literals
+            changed += [replace(options, compute_dtype=d) for d in words]  # type: ignore[arg-type]  # one of the literals
         sizes = set(lengths)
         if not options.buckets and masked and (len(sizes) > 1 or capability.fixed_shapes):
-            made.append(replace(options, buckets=buckets_for(sizes)))
+            changed.append(replace(options, buckets=buckets_for(sizes)))
         elif not options.buckets and masked:
             self._skip(f"{candidate.backend}: buckets", "all calls have one length, for which it has no faster kernels")
         if options.threads is None and candidate.device == "cpu":
-            made += [replace(options, threads=n) for n in thread_counts() if n != threads]
+            changed += [replace(options, threads=n) for n in thread_counts() if n != threads]
         kind = DeviceSpec.parse(candidate.device).type
         others = [
             replace(candidate, provider_options={trial.name: trial.value})
             for trial in capability.trials
             if kind in trial.devices and not candidate.provider_options
         ]
-        return [*(replace(candidate, options=changed) for changed in made), *others]
+        return [*(replace(candidate, options=one_change) for one_change in changed), *others]
 
     def _skip(self, name: str, reason: str) -> None:
-        found = Skipped(name=name, reason=reason)
-        if found not in self.skipped:
-            self.skipped.append(found)
+        skipped = Skipped(name=name, reason=reason)
+        if skipped not in self.skipped:
+            self.skipped.append(skipped)
 
 
 def combined(changes: Sequence[Candidate]) -> Candidate:
-    """Combine candidates that each change one run option of the same candidate."""
+    """Combine candidates that each change a different run option of the same candidate."""
     options: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    provider_options: dict[str, Any] = {}
     for change in changes:
         options |= _changed(change.options)
-        own |= change.provider_options
-    return replace(changes[0], options=SessionOptions(**options), provider_options=own)
+        provider_options |= change.provider_options
+    return replace(changes[0], options=SessionOptions(**options), provider_options=provider_options)
 
 
 def _changed(options: SessionOptions) -> dict[str, Any]:
-    """The options that are not the default."""
+    """Return the session options that differ from the defaults."""
     default = SessionOptions()
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def buckets_for(lengths: Iterable[int]) -> tuple[int, ...]:
-    """Powers of two below the longest, from 8 on, and the lengths themselves where there are few: padding at most doubles
-    a call.
+    """Return bucket lengths: powers of two from 8 to the longest length, and all lengths themselves if there are at most 8.
+
+    With these buckets, padding at most doubles the length of a call.
     """
     known = sorted(set(lengths))
     longest = known[-1]
@@ -375,6 +376,6 @@ def buckets_for(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def thread_counts() -> list[int]:
-    """Fewer threads than there are processors: powers of two."""
+    """Return all powers of two below the number of processors."""
     processors = available_processors()
     return [2**i for i in range(12) if 2**i < processors]

@@ -1,6 +1,6 @@
-"""`accel convert`: one command from a model to artifacts, checked, timed next to PyTorch, with a report.
+"""`accel convert`: convert a model to artifacts with one command, check them, time them next to PyTorch, and write a report.
 
-The flow and the flags are those of transformer-deploy's `convert_model`.
+The procedure and the flags are those of transformer-deploy's `convert_model`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..config import check_number
-from ..errors import BackendUnavailableError, ConfigError
+from ..errors import AccelError, BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmark import Effort, measure_variants, pytorch_variant
@@ -28,11 +28,12 @@ from ..measuring.latency.variants import Traffic
 from ..measuring.latency.workloads import Load
 from ..measuring.report import write_html
 from ..stages.resolution import original, resolve
-from .builder import Builder
 from .candidates import Recipe, Space
 from .jobs import CalibrationData
+from .search import Preset, Proposal, Search
 from .store import Store
-from .subject import Clock, Subject
+from .subject import BuiltArtifact, Clock, Subject
+from .trials import Constraints, Goal
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,10 @@ class Conversion:
     """Artifacts and measurements of a conversion.
 
     Attributes:
-        path: The folder: one subfolder for each artifact, `benchmark.json` and `report.html`.
-        artifacts: By subfolder.
-        benchmark: All of them next to PyTorch.
-        failed: What could not be made, and why.
+        path: Output folder, with one subfolder for each artifact, `benchmark.json` and `report.html`.
+        artifacts: Artifacts by name of their subfolder.
+        benchmark: Benchmark of all artifacts and PyTorch.
+        failed: Reasons of failed builds, by name of the subfolder.
     """
 
     path: Path
@@ -73,30 +74,30 @@ def convert(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
 ) -> Conversion:
-    """Export, optimize and quantize for every backend that can, check each result, and time all next to PyTorch.
+    """Export, optimize and quantize a model for all available backends, check each artifact, and time all of them next to PyTorch.
 
-    Takes one export for each format (4 to 25 s), seconds for each further artifact, and the benchmark. To let the machine
-    choose among everything, with an accuracy budget, use `accel.tune`.
+    Takes one export for each format (4 to 25 s), some seconds for each further artifact, and the time of the benchmark. To find the
+    best artifact by a search with an accuracy budget, use `accel.tune`.
 
     Args:
         model: Hub id or transformers folder.
-        out: Folder to make.
-        backends: Which ones; all that are available here when `None`.
-        task: Inferred when `None`.
-        level: Optimization level where a backend has it; `None` for no optimized artifacts.
-        scheme: Quantization scheme where a backend has it; `None` for no quantized artifacts.
+        out: Folder to create.
+        backends: Names of backends; `None` for all backends that are available here.
+        task: The task; `None` to infer it.
+        level: Optimization level, for backends that have it; `None` for no optimized artifacts.
+        scheme: Quantization scheme, for backends that have it; `None` for no quantized artifacts.
         calibration: Rows for schemes that need activation ranges.
-        batch: Rows a call; each with each sequence.
-        sequence: Tokens a row.
-        atol: Accepted absolute difference of exports from PyTorch; by dtype when `None`.
-        nb_measures: Timed calls of each variant and shape.
-        warmup: Calls before them.
-        threads: Threads of each variant; what the process may use when `None`.
+        batch: Number of rows in each call. Each batch size is measured with each sequence length.
+        sequence: Number of tokens in each row.
+        atol: Accepted absolute difference of exports from PyTorch; `None` for a default that depends on the dtype.
+        nb_measures: Number of timed calls for each variant and shape.
+        warmup: Number of calls before the timed calls.
+        threads: Threads of each variant; `None` for all processors that the process may use.
         revision, token, trust_remote_code: As in transformers.
 
     Raises:
-        BackendUnavailableError: No backend here can export the model, or none that was named.
-        ConfigError: Settings that cannot work, or a level or scheme that no backend has.
+        BackendUnavailableError: None of the named backends, or no backend at all, can export the model here.
+        ConfigError: The settings cannot work, or no backend has the level or scheme.
     """
     check_number("nb_measures", nb_measures, 1)
     watch = MachineWatch()
@@ -106,7 +107,7 @@ def convert(
     space = Space(
         task=resolved.task, device=None, backends=backends, half_exports=False, calibrated=calibration is not None
     )
-    # PyTorch itself is the baseline and not converted to.
+    # Skip the format of PyTorch weights: PyTorch is the baseline, not a target of the conversion.
     recipes = [
         replace(recipe, settings={"atol": atol} if atol is not None else {})
         for recipe in space.exports()
@@ -120,37 +121,33 @@ def convert(
         )
     _check_words(recipes, space, level, scheme)
     subject = Subject(model=resolved, baseline=pytorch_variant(resolved), digest="")
-    rows = CalibrationData(data=calibration) if calibration is not None else None
-    failed: dict[str, str] = {}
+    load = Load(batch=tuple(batch), sequence=tuple(sequence), threads=threads)
     artifacts: dict[str, Artifact] = {}
     variants = [subject.baseline]
     with staging(target) as folder:
-        builder = Builder(subject, Store(folder / "search"), Clock(limit_s=None), calibration=rows, processes=0)
-        for recipe in recipes:
-            exported = builder.build([recipe], 1.0)
-            if not exported:
-                raise builder.errors[str(recipe)]
-            dtype = exported[0].facts.dtype
-            rewrites = [r for r in space.optimizations(recipe, dtype) if r.setting == level]
-            rewrites += [r for r in space.quantizations(recipe, dtype) if r.setting == scheme and not r.settings]
-            made = [*exported, *builder.build(rewrites, 1.0)]
-            for rewrite in rewrites:
-                if (error := builder.errors.get(str(rewrite))) is not None:
-                    failed[_label(rewrite)] = error.message.splitlines()[0]
-                    logger.warning("%s could not be made: %s", _label(rewrite), error.message)
-            for one in made:
-                label = _label(one.recipe)
-                path = one.path.replace(folder / label)
-                artifacts[label] = Artifact(target / label, Artifact.load(path).manifest)
-                for candidate in space.candidates(one.recipe, one.facts.dtype):
-                    name = f"{registry.describe(candidate.backend).summary} ({label})"
-                    variants.append(replace(subject.variant(candidate, path), name=name, options=None))
-        builder.close()
+        search = Search(
+            subject=subject, data=None, calibration=CalibrationData(data=calibration) if calibration is not None else None,
+            goal=Goal(objective="latency", constraints=Constraints()), load=load, store=Store(folder / "search"),
+            clock=Clock(limit_s=None), watch=watch, processes=0,
+        )  # fmt: skip
+        try:
+            built, errors = search.run(_preset(search, space, recipes, level, scheme))
+        finally:
+            search.close()
+        for label, error in errors.items():
+            logger.warning("%s could not be made: %s", label, error.message)
+        for artifact in built:
+            label = _label(artifact.recipe)
+            path = artifact.path.replace(folder / label)
+            artifacts[label] = Artifact(target / label, Artifact.load(path).manifest)
+            for candidate in space.candidates(artifact.recipe, artifact.facts.dtype):
+                name = f"{registry.describe(candidate.backend).summary} ({label})"
+                variants.append(replace(subject.variant(candidate, path), name=name, options=None))
         shutil.rmtree(folder / "search")
         rounds = min(12, nb_measures)
         measured = measure_variants(
             variants,
-            Load(batch=tuple(batch), sequence=tuple(sequence), threads=threads),
+            load,
             Effort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds)),
             Traffic(),
             watch=watch,
@@ -160,16 +157,36 @@ def convert(
         values = measured.to_dict()
         (folder / "benchmark.json").write_text(json_text(values) + "\n", encoding="utf-8")
         write_html(values, folder / "report.html", title=f"accel convert {model}")
+    failed = {label: error.message.splitlines()[0] for label, error in errors.items()}
     return Conversion(path=target, artifacts=artifacts, benchmark=measured, failed=failed)
 
 
+def _preset(
+    search: Search, space: Space, recipes: Sequence[Recipe], level: str | None, scheme: str | None
+) -> Preset[tuple[list[BuiltArtifact], dict[str, AccelError]]]:
+    """Build every export, and its optimized and quantized artifacts; return all artifacts, and the errors by subfolder."""
+    built: list[BuiltArtifact] = []
+    errors: dict[str, AccelError] = {}
+    for recipe in recipes:
+        exports: list[BuiltArtifact] = yield Proposal(stage="export", action="build", items=[recipe])
+        if not exports:
+            raise search.builder.errors[str(recipe)]
+        dtype = exports[0].facts.dtype
+        rewrites = [r for r in space.optimizations(recipe, dtype) if r.setting == level]
+        rewrites += [r for r in space.quantizations(recipe, dtype) if r.setting == scheme and not r.settings]
+        built += exports
+        built += yield Proposal(stage="optimize and quantize", action="build", items=rewrites)
+        errors |= {_label(r): search.builder.errors[str(r)] for r in rewrites if str(r) in search.builder.errors}
+    return built, errors
+
+
 def _label(recipe: Recipe) -> str:
-    """Name of the subfolder of an artifact."""
+    """Return the subfolder name of an artifact."""
     return recipe.format if recipe.parent is None else f"{recipe.parent.format}-{recipe.setting.lower()}"
 
 
 def _check_words(recipes: Sequence[Recipe], space: Space, level: str | None, scheme: str | None) -> None:
-    """Refuse a level or a scheme that no backend has, before anything is exported."""
+    """Raise if no backend has the level or scheme; called before anything is exported."""
     levels = {r.setting for recipe in recipes for r in space.optimizations(recipe, recipe.setting)}
     schemes = {r.setting for recipe in recipes for r in space.quantizations(recipe, recipe.setting)}
     if scheme is not None and scheme not in schemes:

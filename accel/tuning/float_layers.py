@@ -1,4 +1,4 @@
-"""Layers that lose accuracy go back to float: ranked by the error of each, as few of them as the constraints allow."""
+"""Keep the layers in float whose quantization costs most accuracy: rank layers by their error, and keep as few as necessary."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..errors import AccelError
 from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.evaluation import EvaluationSet
 from ..models.base import ORTModel
-from .candidates import Recipe
+from .candidates import Candidate, Recipe
 from .jobs import build
-from .search import Search
+from .search import Preset, Proposal, Search
 from .subject import Subject, Tried
 
 logger = logging.getLogger(__name__)
@@ -32,22 +32,21 @@ _PROBE_BATCHES = 4
 
 
 class FloatLayers:
-    """Quantized candidates; where none fits, candidates with some layers in float.
+    """Tries quantized candidates; if none meets the constraints, tries candidates with some layers in float.
 
     Args:
-        search: The search that they take part in.
-        subject: Its subject.
-        artifact: What is quantized.
-        prepared: The rows that accuracy is measured on.
+        search: The search that builds and measures the candidates.
+        subject: Subject of the search.
+        artifact: The artifact to quantize.
+        prepared: Rows to measure accuracy on.
         calibration: Batches for schemes that need activation ranges.
-        backend: Who runs what is made; its own choice when `None`.
-        work: Folder for artifacts that are needed for a moment.
+        backend: Backend that runs the candidates; `None` for the automatic choice.
+        work: Folder for temporary artifacts.
 
     Attributes:
-        attempts: What was tried, in order: the recipe, the layers put back to float, the candidate (`None` where it failed), and the
-            seconds that it took.
-        fitting: Candidates that fit, in order; only their artifacts are kept.
-        sensitivity: By scheme, the error that each layer causes when it alone is quantized, most harmful first.
+        attempts: In order: the recipe, the layers kept in float, the candidate (`None` if it failed), and the time in seconds.
+        fitting: Candidates that meet the constraints, in order; the artifacts of all others are removed.
+        sensitivity: By scheme and layer, the error if only this layer is quantized; largest error first.
     """
 
     def __init__(
@@ -66,68 +65,69 @@ class FloatLayers:
         self.fitting: list[Tried] = []
         self.sensitivity: dict[str, dict[str, float]] = {}
 
-    def run(self, recipes: Sequence[Recipe]) -> None:
-        """Try every recipe; where none has fitted yet, put layers of it back to float."""
+    def proposals(self, recipes: Sequence[Recipe]) -> Preset[None]:
+        """Try every recipe. If no candidate meets the constraints yet, try the recipe again with some layers in float."""
         for recipe in recipes:
-            tried, layers = self._attempt(recipe)
+            tried, layers = yield from self._attempt(recipe)
             if tried is not None and not self.fitting and len(layers) > 1:
-                self._fall_back(recipe, layers)
+                yield from self._fall_back(recipe, layers)
 
-    def _attempt(self, recipe: Recipe, layers: Sequence[str] = ()) -> tuple[Tried | None, list[str]]:
-        """Build and measure a recipe with these layers in float: the candidate, and the layers that it quantizes."""
+    def _attempt(self, recipe: Recipe, layers: Sequence[str] = ()) -> Preset[tuple[Tried | None, list[str]]]:
+        """Build and measure a recipe with the given layers in float; return the candidate, and the layers that it quantizes."""
         started = time.perf_counter()
-        exclude = {"exclude": (*recipe.settings.get("exclude", ()), *layers)} if layers else {}
-        tried = self._search.attempt(replace(recipe, settings={**recipe.settings, **exclude}), self._backend)
+        built = yield Proposal(stage="quantize", action="build", items=[with_float_layers(recipe, layers)])
+        group = [Tried(Candidate(recipe=b.recipe, backend=self._backend or "", device=""), b) for b in built]
+        graded = yield Proposal(stage="measure accuracy", action="accuracy", items=group)
+        tried: Tried | None = graded[0] if graded else None
         seconds = round(time.perf_counter() - started, 2)
         self.attempts.append((recipe, tuple(layers), tried, seconds))
         if tried is None:
             return None, []
-        quantized = Artifact.load(tried.made.path).manifest.steps[-1].report.get("layers", ())
+        quantized = Artifact.load(tried.artifact.path).manifest.steps[-1].report.get("layers", ())
         if self._search.fits(tried):
             self.fitting.append(tried)
         else:
             _remove(tried)
         return tried, list(dict.fromkeys(quantized))
 
-    def _fall_back(self, recipe: Recipe, layers: Sequence[str]) -> None:
-        """Put the most harmful layers back to float: 1, 2, 4, ... of them, then the fewest that still fit.
+    def _fall_back(self, recipe: Recipe, layers: Sequence[str]) -> Preset[None]:
+        """Keep the 1, 2, 4, ... most harmful layers in float until the constraints are met; then find the smallest such number.
 
-        At most half of the layers: beyond that too little is left to be worth it.
+        At most half of the layers are kept in float, because a model with fewer quantized layers gains too little.
         """
         ranked = self._rank(recipe, layers)
         limit = max(1, len(layers) // 2)
         outside, count = 0, 1
         while not self.fitting:
-            if outside == limit or self._attempt(recipe, ranked[:count])[0] is None:
+            if outside == limit or (yield from self._attempt(recipe, ranked[:count]))[0] is None:
                 return
             if not self.fitting:
                 outside, count = count, min(2 * count, limit)
         while count - outside > 1:
             middle = (count + outside) // 2
-            self._attempt(recipe, ranked[:middle])
+            yield from self._attempt(recipe, ranked[:middle])
             if len(self.fitting) > 1:
-                # The same recipe with more layers in float.
+                # This is the same recipe with more layers in float: the new candidate replaces it.
                 _remove(self.fitting.pop(0))
                 count = middle
             else:
                 outside = middle
 
     def _rank(self, recipe: Recipe, layers: Sequence[str]) -> list[str]:
-        """Layers by the error that each causes when it alone is quantized, most harmful first.
+        """Return the layers, sorted by the error that each causes if it alone is quantized; largest error first.
 
-        The error is that of the outputs relative to the float artifact's, on 64 rows: much finer than a metric, and not
-        blind, as leaving one layer out would be, where two layers do harm.
+        The error is the difference of the outputs from the float artifact's outputs, on 64 rows, which is much more precise than a metric.
+        The opposite test (quantize all layers but one) would show no difference if two layers are harmful.
         """
         rows = list(range(len(self._prepared.predictor.encoded)))
         rows = rows[:: max(1, len(rows) // _PROBE_ROWS)][:_PROBE_ROWS]
         expected = self._outputs(self._artifact, None, rows)
         calibration = None if self._calibration is None else _First(self._calibration, _PROBE_BATCHES)
-        excluded = recipe.settings.get("exclude", ())
         harm: dict[str, float] = {}
         for layer in progress.track(layers, f"ranking layers ({recipe.setting})"):
             others = tuple(name for name in layers if name != layer)
             folder = self._work / "probe"
-            alone = replace(recipe, settings={**recipe.settings, "exclude": (*excluded, *others)})
+            alone = with_float_layers(recipe, others)
             try:
                 with progress.listening(_silent):
                     build(alone, self._artifact, folder, self._subject.model, calibration)
@@ -142,7 +142,7 @@ class FloatLayers:
         return ranked
 
     def _outputs(self, artifact: Artifact, backend: str | None, rows: Sequence[int]) -> list[torch.Tensor]:
-        """All floating-point outputs on some rows, without what belongs to padding."""
+        """Return all floating-point outputs for some rows, without padding positions."""
         model = ORTModel.from_plan(make_plan(artifact, RunSettings(backend=backend)))
         outputs: list[torch.Tensor] = []
         try:
@@ -159,12 +159,19 @@ class FloatLayers:
         return outputs
 
 
+def with_float_layers(recipe: Recipe, layers: Sequence[str]) -> Recipe:
+    """Return a copy of the recipe that keeps these layers in float."""
+    if not layers:
+        return recipe
+    return replace(recipe, settings={**recipe.settings, "exclude": (*recipe.settings.get("exclude", ()), *layers)})
+
+
 def _remove(tried: Tried) -> None:
-    shutil.rmtree(tried.made.path, ignore_errors=True)
+    shutil.rmtree(tried.artifact.path, ignore_errors=True)
 
 
 class _First:
-    """The first batches of an iterable, again and again."""
+    """The first batches of an iterable; can be iterated several times."""
 
     def __init__(self, batches: Iterable[Feeds], count: int) -> None:
         self._batches = batches
@@ -175,16 +182,16 @@ class _First:
 
     @property
     def parts(self) -> dict[str, Sequence[Feeds]]:
-        """The first batches of each graph, where the batches have them."""
+        """The first calibration batches of each graph, for models of several graphs."""
         return {name: batches[: self._count] for name, batches in getattr(self._batches, "parts", {}).items()}
 
 
 def _silent(what: str, done: int, total: int | None) -> None:
-    """Steps inside a step do not report."""
+    """Ignore the progress of nested steps."""
 
 
 def _distance(values: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Squared error relative to the squares of the expected values; infinite when a value is not finite."""
+    """Return the sum of squared errors relative to the sum of squared expected values; infinity if a value is not finite."""
     wrong = sum(float((a - b).square().sum()) for a, b in zip(values, expected, strict=True))
     scale = sum(float(b.square().sum()) for b in expected)
     error = wrong / scale if scale else wrong

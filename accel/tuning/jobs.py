@@ -1,27 +1,25 @@
-"""Steps of a search: build an artifact, open one, measure accuracy. `tune` runs them in processes of their own.
+"""Steps of a search: build an artifact, and measure accuracy. `tune` runs these steps in separate processes.
 
-Arguments and answers that cross the border to a process are dataclasses; a store keeps their JSON form.
+Arguments and results are dataclasses, because they are sent between processes; the store writes them as JSON.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..artifact.manifest import Artifact
 from ..artifact.resolved_model import Resolved
 from ..artifact.writing import discard
-from ..backends import registry
-from ..backends.plan import RunSettings, make_plan
-from ..backends.sessions import open_plan
+from ..backends.stage_plan import plan_stage
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
-from ..data.batches import calibration_batches, load_processor
+from ..data.batches import calibration_batches
 from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.comparison import Comparison, Scored
-from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet, positions
+from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.latency.variants import Variant, planned_variant
 from ..models.base import ORTModel
 from ..stages.export import export_resolved
@@ -33,14 +31,14 @@ from .candidates import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationData:
-    """Rows for schemes that need activation ranges.
+    """Calibration rows for schemes that need activation ranges.
 
     Attributes:
-        data: As for `accel.quantize`.
-        columns: Column by use.
-        split: Of a Hub data set.
-        max_length: Tokens that longer rows are cut to.
-        samples: Rows at most.
+        data: The rows, in any form that `accel.quantize` accepts.
+        columns: Column names by use.
+        split: Split of a Hub data set.
+        max_length: Number of tokens after which longer rows are truncated.
+        samples: Maximum number of rows.
     """
 
     data: Any
@@ -52,15 +50,15 @@ class CalibrationData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactFacts:
-    """What a search needs to know about an artifact.
+    """Facts about an artifact that a search needs.
 
     Attributes:
-        digest: Of the artifact.
-        bytes: Of its files.
-        dtype: That it computes in.
-        limits: Largest sizes of named axes.
-        masked: Whether it takes a mask.
-        seconds: That it took to make.
+        digest: Digest of the artifact's files.
+        bytes: Total size of the artifact's files, in bytes.
+        dtype: Data type that the graph uses for computation.
+        limits: Maximum sizes of named axes.
+        masked: Whether the graph has an attention mask input.
+        seconds: Time to build the artifact, in seconds.
     """
 
     digest: str
@@ -73,17 +71,17 @@ class ArtifactFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """How good a model is on the rows of a search.
+    """Accuracy of a model on the rows of a search.
 
     Attributes:
-        metric: Its name.
+        metric: Name of the metric.
         higher_is_better: Whether larger values are better.
-        scored: Value and predictions; without predictions where they are compared already.
-        rows: How many.
-        data: Which ones.
-        comparison: With PyTorch float32; `None` for that one itself.
-        batch_size: Rows a call; where the workload has several, the one that loses most.
-        by_batch: The metric by rows a call, for each of the workload's.
+        scored: Value and predictions; without predictions if they have already been compared.
+        rows: Number of rows.
+        data: The sample of rows; see `accel.data.rows.Sample`.
+        comparison: Comparison with the baseline; `None` for the baseline itself.
+        batch_size: Number of rows in each call; if several batch sizes were measured, the one with the largest drop.
+        by_batch: Value of the metric for each batch size.
     """
 
     metric: str
@@ -95,22 +93,6 @@ class Accuracy:
     batch_size: int = 0
     by_batch: Mapping[str, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Accuracy:
-        """From `to_dict` and JSON."""
-        comparison = values["comparison"]
-        return cls(
-            **{
-                **values,
-                "scored": Scored.from_dict(values["scored"]),
-                "comparison": Comparison.from_dict(comparison) if comparison is not None else None,
-            }
-        )
-
 
 def build(
     recipe: Recipe,
@@ -119,23 +101,22 @@ def build(
     source: Resolved,
     calibration: CalibrationData | Iterable[Feeds] | None,
 ) -> ArtifactFacts:
-    """Make the artifact of a recipe's last step.
+    """Build the artifact of a recipe's last step.
 
     Args:
-        recipe: What to make.
-        parent: Artifact that it starts from; `None` for an export of the model.
-        out: Folder to make.
-        source: Model to export.
-        calibration: Rows, or batches of inputs, for schemes that need them.
+        recipe: The recipe.
+        parent: Artifact that the step starts from; `None` for an export of the model.
+        out: Folder to create.
+        source: The model to export.
+        calibration: Rows, or batches of inputs, for schemes that need activation ranges.
     """
     started = time.perf_counter()
     discard(out)
     if recipe.stage == "export":
-        spec = registry.owner("export", recipe.format, recipe.backend)
         if isinstance(parent, Path):
             source = resolve(parent, task=source.task, hub=source.hub, weights=True)
         config = ExportConfig.from_dict({"dtype": recipe.setting, **recipe.settings})
-        artifact = export_resolved(source, out, spec=spec, config=config)
+        artifact = export_resolved(source, out, plan=plan_stage("export", recipe.format, recipe.backend), config=config)
     else:
         assert parent is not None
         artifact = _rewritten(recipe, Artifact.load(parent) if isinstance(parent, Path) else parent, out, calibration)
@@ -143,7 +124,7 @@ def build(
 
 
 def facts_of(artifact: Artifact, seconds: float = 0.0) -> ArtifactFacts:
-    """What a search needs to know about an artifact that took so long to make."""
+    """Return the facts about an artifact that a search needs."""
     component = artifact.components[0]
     return ArtifactFacts(
         digest=artifact.digest,
@@ -171,55 +152,39 @@ def _rewritten(
     return quantize(parent, out, calibration=calibration, backend=recipe.backend, config=scheme)
 
 
-def opens(path: Path, settings: RunSettings) -> None:
-    """Open an artifact and close it again.
-
-    Raises:
-        AccelError: The backend refuses.
-    """
-    open_plan(make_plan(Artifact.load(path), settings)).close()
-
-
 def accuracy(
     variant: Variant,
     data: EvaluationData | EvaluationSet,
     reference: tuple[str, Scored] | None,
     batch_sizes: Sequence[int] = (),
 ) -> Accuracy:
-    """Measure a model on labelled rows.
+    """Measure the accuracy of a model on labelled rows.
 
     Args:
         variant: The model and the way to run it.
-        data: The rows, or the set that was made of them.
+        data: The rows, or a prepared set of rows.
         reference: Name and scores of the model to compare with.
-        batch_sizes: Rows a call, instead of `data.batch_size`. Several are measured one after the other, and the worst one counts.
+        batch_sizes: Batch sizes, which replace `data.batch_size`. They are measured one after the other, and the result with the
+            largest drop is returned.
     """
     model = ORTModel.from_plan(planned_variant(variant))
     try:
         if isinstance(data, EvaluationSet):
             sets: Iterable[EvaluationSet] = (data,)
         else:
-            folder = model.artifact.path
-            processor = load_processor(folder, variant.task, trust_remote_code=variant.trust_remote_code)
-            limit = positions(model.artifact)
-            sets = (
-                EvaluationSet(
-                    replace(data, batch_size=size), task=variant.task, config=model.config, processor=processor,
-                    limit=limit, folder=folder,
-                )
-                for size in batch_sizes or (data.batch_size,)
-            )  # fmt: skip
-        found = [_scored(model, prepared, reference, variant.name) for prepared in sets]
+            sizes = batch_sizes or (data.batch_size,)
+            sets = (EvaluationSet(replace(data, batch_size=size), model, task=variant.task) for size in sizes)
+        results = [_scored(model, prepared, reference, variant.name) for prepared in sets]
     finally:
         model.close()
-    worst = max(found, key=lambda one: one.comparison.drop if one.comparison is not None else 0.0)
-    seconds = sum(one.scored.seconds for one in found)
-    by_batch = {str(one.batch_size): one.scored.value for one in found}
+    worst = max(results, key=lambda result: result.comparison.drop if result.comparison is not None else 0.0)
+    seconds = sum(result.scored.seconds for result in results)
+    by_batch = {str(result.batch_size): result.scored.value for result in results}
     return replace(worst, scored=replace(worst.scored, seconds=seconds), by_batch=by_batch)
 
 
 def _scored(model: Any, prepared: EvaluationSet, reference: tuple[str, Scored] | None, name: str) -> Accuracy:
-    """The accuracy with one number of rows a call."""
+    """Measure the accuracy with one batch size."""
     scored = prepared.measure(model, f"measuring {name}")
     compared = None if reference is None else prepared.compare(scored, reference[1], reference[0])
     return Accuracy(

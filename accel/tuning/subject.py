@@ -1,4 +1,4 @@
-"""Data that the parts of a search share: the model, artifacts, candidates, measurements, and the time limit."""
+"""Data classes that the parts of a search share: the model, artifacts, candidates, measurements, and the time limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.resolved_model import Resolved
+from ..measuring.accuracy.comparison import Comparison
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult
 from ..measuring.latency.variants import Variant
@@ -22,15 +23,15 @@ from .store import digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The model and the machine: everything that a measurement depends on and no candidate changes.
+    """The model and the machine: everything that measurements depend on and that is the same for all candidates.
 
     Attributes:
         model: The PyTorch model, or the artifact to quantize.
-        baseline: How it runs unchanged; every candidate is compared with it.
+        baseline: The unchanged model, with which every candidate is compared.
         reference: Name of the baseline in messages.
-        digest: Of its files.
-        machine: Processors and devices.
-        versions: Of every tool.
+        digest: Digest of the model's files.
+        machine: Processors and devices of the machine.
+        versions: Versions of the libraries that results depend on.
     """
 
     model: Resolved
@@ -42,16 +43,16 @@ class Subject:
 
     @property
     def task(self) -> str:
-        """The model's task."""
+        """Task of the model."""
         return self.model.task
 
     @property
     def folder(self) -> Path:
-        """Where the model is."""
+        """Folder of the model."""
         return self.model.location.folder
 
     def variant(self, candidate: Candidate, path: Path) -> Variant:
-        """A candidate's artifact and the way to run it."""
+        """Return the variant that runs a candidate's artifact at `path`."""
         return Variant(
             name=str(candidate), path=path, task=self.task, backend=candidate.backend or None, device=candidate.device or None,
             options=candidate.options, provider_options=candidate.provider_options or None,
@@ -60,14 +61,14 @@ class Subject:
 
 
 def load_key(load: Load) -> dict[str, Any]:
-    """Return what identifies the calls of a search."""
+    """Return the settings that identify the calls of a search, as part of the store's keys."""
     values = {name: getattr(load, name) for name in ("batch", "sequence", "max_length", "threads", "seed")}
     return {**values, "texts": digest(load.texts) if load.texts is not None else None}
 
 
 @dataclass(slots=True)
-class Made:
-    """An artifact of the search: how it was made, its folder, and what is known about it."""
+class BuiltArtifact:
+    """An artifact that the search built: its recipe, its folder, and facts about it."""
 
     recipe: Recipe
     path: Path
@@ -76,13 +77,13 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """A candidate timed next to the baseline.
+    """Measurement of a candidate that was timed next to the baseline.
 
     Attributes:
-        result: Its latencies.
-        anchor: The baseline's in the same rounds.
-        disturbance: What the machine did meanwhile.
-        search: The search that it was made in: an earlier one where it was remembered.
+        result: Latencies of the candidate.
+        anchor: Latencies of the baseline in the same rounds.
+        disturbance: Signs that other programs used the machine during the measurement.
+        search: Id of the search that made the measurement; an earlier search if the result was stored.
     """
 
     result: VariantResult
@@ -90,61 +91,57 @@ class Measurement:
     disturbance: Disturbance = field(default_factory=Disturbance)
     search: str = ""
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Measurement:
-        """Read a record of the store."""
-        noticed = record["disturbance"]
-        return cls(
-            result=VariantResult.from_dict(record["result"]),
-            anchor=VariantResult.from_dict(record["anchor"]),
-            disturbance=Disturbance(**{**noticed, "signs": tuple(noticed["signs"])}),
-            search=record.get("search", ""),
-        )
-
 
 @dataclass(slots=True)
 class Tried:
-    """A candidate and what was measured of it.
+    """A candidate and its measurements.
 
     Attributes:
         candidate: Recipe and run options.
-        made: Its artifact.
+        artifact: The artifact that the recipe builds.
         screen: The short measurement.
-        final: The long one; the short one where there was no time for it.
-        found: Its accuracy.
-        reason: Why it was not measured further.
+        final: The long measurement; the short one if there was no time for a long one.
+        accuracy: Accuracy of the candidate.
+        reason: Reason why it was not measured further; empty if there is none.
     """
 
     candidate: Candidate
-    made: Made
+    artifact: BuiltArtifact
     screen: Measurement | None = None
     final: Measurement | None = None
-    found: Accuracy | None = None
+    accuracy: Accuracy | None = None
     reason: str = ""
 
     @property
     def last(self) -> Measurement:
-        """The last measurement of a candidate that was timed."""
+        """Last measurement of a candidate that was timed."""
         last = self.final or self.screen
         assert last is not None, "it was timed"
         return last
 
     @property
+    def compared(self) -> Comparison:
+        """Comparison with the baseline, for a candidate whose accuracy was measured."""
+        assert self.accuracy is not None, "its accuracy was measured"
+        assert self.accuracy.comparison is not None
+        return self.accuracy.comparison
+
+    @property
     def identity(self) -> str:
-        """Equal for candidates that run the same files in the same way, however they were made."""
+        """Key that is equal for candidates that run the same files in the same way, even if their recipes differ."""
         c = self.candidate
         run = [c.backend, c.device, c.options.to_dict(), dict(c.provider_options)]
-        return json.dumps([self.made.facts.digest, *run], default=str)
+        return json.dumps([self.artifact.facts.digest, *run], default=str)
 
 
 @dataclass(slots=True, kw_only=True)
 class Clock:
-    """A time limit, shared out over the stages; everything that is asked of another process is cut off at its end.
+    """A time limit that is divided among the stages of a search. Work in other processes is stopped when the limit is reached.
 
     Attributes:
-        limit_s: Seconds for the search; `None`: no limit.
-        started: On the clock of `time.perf_counter`.
-        kept_s: Seconds at the end that `until` shares out no more.
+        limit_s: Time limit of the search in seconds; `None` for no limit.
+        started: Start time, as a value of `time.perf_counter`.
+        kept_s: Seconds reserved at the end, which `until` does not divide.
     """
 
     limit_s: float | None
@@ -152,24 +149,24 @@ class Clock:
     kept_s: float = 0.0
 
     def spent(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.perf_counter() - self.started
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds until a share of the limit is used up."""
+        """Return the seconds until a fraction of the limit is used up."""
         return math.inf if self.limit_s is None else share * self.limit_s - self.spent()
 
     def until(self, part: float) -> float:
-        """Return the share of the limit that is used up when this part of the time left is: a slow start shortens all stages."""
+        """Return the fraction of the time limit at which this part of the remaining time will be used up."""
         return (
             1.0 if self.limit_s is None else (self.spent() + part * max(self.left() - self.kept_s, 0.0)) / self.limit_s
         )
 
     def keep(self, seconds: float) -> None:
-        """Keep time back at the end, half of what is left at most."""
+        """Reserve time at the end, at most half of the remaining time."""
         self.kept_s = min(seconds, max(self.left(), 0.0) / 2)
 
     def timeout(self, share: float = 1.0) -> float | None:
-        """Return how long a process may take to answer; at least 0.1 s, so that nearly finished work still counts."""
+        """Return the timeout of a process in seconds; at least 0.1 s, so that nearly finished work still counts."""
         left = self.left(share)
         return None if left == math.inf else max(left, 0.1)

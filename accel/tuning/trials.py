@@ -1,4 +1,4 @@
-"""Results of a search: their types, the table, and the error when nothing fits."""
+"""Results of a search: their types, the printed table, and the error if no candidate meets the constraints."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from ..artifact.json_text import finite
 from ..artifact.manifest import Artifact
+from ..config import available_processors
 from ..errors import BudgetError, ConfigError, did_you_mean
 from ..measuring.accuracy.evaluation import rows_a_call
 from ..measuring.disturbance import Disturbance
-from ..measuring.latency.results import VariantResult, without_infinity
-from ..measuring.report import disturbed
+from ..measuring.latency.results import VariantResult
+from ..measuring.report import disturbed, printed
 from ..measuring.statistics import Ratio
 
 Objective = Literal["latency", "throughput", "size", "cost"]
 
-_REASONS = 10  # of candidates that failed, in an error
+_REASONS = 10  # maximum number of failed candidates whose reasons an error lists
 _UNITS = {
     "max_drop": "points",
     "min_accuracy": "",
@@ -29,14 +31,14 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What a winner must satisfy.
+    """Constraints that the winner must meet.
 
     Attributes:
-        max_drop: Points of the metric lost against PyTorch float32.
-        min_accuracy: Least value of the metric, on its own scale.
-        max_latency_ms: Median of the slowest workload.
-        max_memory_mb: Peak memory of the process, interpreter and PyTorch included, in 10^6 bytes.
-        max_size_mb: Files, in 10^6 bytes.
+        max_drop: Maximum points of the metric lost compared with PyTorch float32.
+        min_accuracy: Minimum value of the metric, on its own scale.
+        max_latency_ms: Maximum median latency of the slowest workload, in milliseconds.
+        max_memory_mb: Maximum peak memory of the process, including interpreter and PyTorch, in 10^6 bytes.
+        max_size_mb: Maximum total size of the files, in 10^6 bytes.
     """
 
     max_drop: float | None = None
@@ -53,11 +55,11 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is best, and what a winner must satisfy.
+    """The objective of a search, and the constraints that the winner must meet.
 
     Attributes:
-        objective: What is minimised or maximised; see `accel.tune`.
-        constraints: What holds in any case.
+        objective: Quantity that is minimised or maximised; see `accel.tune`.
+        constraints: The constraints.
     """
 
     objective: Objective
@@ -70,30 +72,39 @@ class Goal:
                 f"objective is {self.objective!r}.{did_you_mean(self.objective, words)}", fix=f"use {', '.join(words)}."
             )
 
+    @property
+    def hopeless(self) -> float:
+        """Factor by which a candidate's call may be slower than the baseline's before its timing is stopped.
+
+        For throughput and cost the limit is larger by the number of processors: one thread may win although its calls are slower than
+        calls with all threads. For size the limit is 100: latency does not count, but candidates that are 100 times slower are useless.
+        """
+        return {"latency": 3.0, "size": 100.0}.get(self.objective, 3.0 * available_processors())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One candidate.
+    """One candidate in the result of a search.
 
     Attributes:
         name: Backend, recipe and run options.
-        backend: Who runs it.
-        device: The device that ran it.
-        options: The session's options.
-        digest: Of its artifact.
-        bytes: Of its files.
-        speed: The objective relative to PyTorch float32: 2 is twice as good. The same as `speedup.value`.
-        speedup: The same with its interval; see `accel.measuring.statistics.speedup`.
-        result: Its last measurement; `None` where it was only screened.
-        disturbed: What says that other programs used the machine while it was measured.
-        value: Its metric on all rows, with the rows a call that lose most.
-        by_batch: Its metric by rows a call.
-        drop: Points lost against PyTorch float32.
+        backend: Backend that runs the candidate.
+        device: Device that ran the candidate.
+        options: Options of the session.
+        digest: Digest of the candidate's artifact.
+        bytes: Total size of the artifact's files, in bytes.
+        speed: The objective relative to PyTorch float32: 2 is twice as good. Equal to `speedup.value`.
+        speedup: The objective relative to PyTorch float32, with its interval; see `accel.measuring.statistics.speedup`.
+        result: Long measurement of the candidate; `None` if it only has a short one.
+        disturbed: Signs that other programs used the machine while the candidate was measured.
+        value: Metric on all rows, with the batch size that has the largest drop.
+        by_batch: Metric for each batch size.
+        drop: Points lost compared with PyTorch float32.
         drop_interval: Confidence interval of the drop, in points.
-        agreement: Share of predictions that are PyTorch float32's.
-        front: Whether nothing measured is both faster and at least as accurate.
-        winner: Whether it was kept.
-        reason: Why it was not.
+        agreement: Fraction of predictions that are equal to PyTorch float32's.
+        front: Whether the candidate is on the Pareto front: no other one is at least as good in speed and accuracy, and better in one.
+        winner: Whether the candidate won.
+        reason: Reason why the candidate did not win; empty for the winner.
     """
 
     name: str
@@ -121,26 +132,26 @@ class Tuning:
     """Result of a search.
 
     Attributes:
-        artifact: The winner, in its folder.
-        winner: Its trial.
-        trials: Every candidate, best first.
-        task: Of the model.
-        metric: What was measured.
-        rows: On how many rows.
-        total_rows: How many rows the data has; more than `rows` where a sample was asked for.
-        reference: PyTorch float32's value.
-        baseline: PyTorch float32, timed beside the survivors.
-        objective: What was minimised or maximised.
-        constraints: What the winner satisfies.
-        machine: Facts that the numbers depend on.
+        artifact: The winner's artifact, in the output folder.
+        winner: Trial of the winner.
+        trials: Trials of all candidates, best first.
+        task: Task of the model.
+        metric: Name of the metric.
+        rows: Number of rows on which accuracy was measured.
+        total_rows: Number of rows of the data; larger than `rows` if only a sample was measured.
+        reference: Metric of PyTorch float32.
+        baseline: Timing of PyTorch float32, measured next to the winner.
+        objective: Quantity that was minimised or maximised.
+        constraints: Constraints that the winner meets.
+        machine: Facts about the machine that influence the numbers.
         settings: Workloads and threads.
-        stages: Seconds by stage.
-        seconds: For everything.
-        resumed: Measurements that earlier runs had made.
-        batch_sizes: Rows a call that accuracy was measured with; of several the worst counts.
-        disturbance: Whether other programs used the machine while the winner was measured.
-        side_by_side: PyTorch float32 as it was timed beside all survivors; the winner's own row, and `baseline`, are of a
-            measurement of these two alone, unless time was short.
+        stages: Duration of each stage, in seconds.
+        seconds: Duration of the search, in seconds.
+        resumed: Number of measurements reused from earlier runs.
+        batch_sizes: Batch sizes with which accuracy was measured; the one with the largest drop counts.
+        disturbance: Signs that other programs used the machine while the winner was measured.
+        side_by_side: Timing of PyTorch float32 in the measurement together with all survivors. `baseline` and the winner's row
+            come from a later measurement of only these two. `None` if there was no time for that later measurement.
     """
 
     artifact: Artifact
@@ -165,16 +176,16 @@ class Tuning:
 
     @property
     def measured_on(self) -> str:
-        """Describe the rows; a sample is always called one."""
+        """Description of the number of rows; it mentions the total if only a sample was measured."""
         return f"{self.rows} rows" if self.rows == self.total_rows else f"{self.rows} of {self.total_rows} rows"
 
     @property
     def front(self) -> tuple[Trial, ...]:
-        """The Pareto front, best objective first."""
+        """Candidates on the Pareto front, best objective first."""
         return tuple(trial for trial in self.trials if trial.front)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, in the form that `accel.measuring.report` reads."""
+        """Return the result as JSON values, in the form that `accel.measuring.report` reads."""
         measured = [(trial, trial.result) for trial in self.trials if trial.result is not None]
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["artifact"], values["batch_sizes"]
@@ -193,7 +204,7 @@ class Tuning:
             "disturbance": asdict(self.disturbance),
             "side_by_side": asdict(self.side_by_side) if self.side_by_side is not None else None,
         }
-        plain: dict[str, Any] = without_infinity(values)
+        plain: dict[str, Any] = finite(values)
         return plain
 
 
@@ -203,13 +214,13 @@ def no_fit(
     limit_s: float | None,
     failed: Mapping[str, str],
 ) -> BudgetError:
-    """Return the error when no candidate satisfies all constraints: which ones bind, and by how much.
+    """Return the error for a search without a winner: it lists which constraints bind, and by how much they are missed.
 
     Args:
-        missed: Of each candidate its name, by how much it misses each constraint, and whether its accuracy was measured.
+        missed: For each candidate: its name, by how much it misses each constraint, and whether its accuracy was measured.
         limits: The constraints.
-        limit_s: The time limit.
-        failed: Why the others were not timed, by name.
+        limit_s: The time limit in seconds; `None` for no limit.
+        failed: Reasons why the other candidates were not timed, by name.
     """
     if not any(by or known for _, by, known in missed):
         within = f" within {limit_s:g} s" if limit_s is not None else ""
@@ -225,19 +236,18 @@ def no_fit(
         if limit is None:
             continue
         needs_accuracy = name in ("max_drop", "min_accuracy")
-        about = [(who, by.get(name, 0.0)) for who, by, known in missed if known or not needs_accuracy]
-        if not about:
+        judged = [(who, by) for who, by, known in missed if known or not needs_accuracy]
+        alone = sum(set(by) == {name} for _, by in judged)
+        who, by = min(((who, by.get(name, 0.0)) for who, by in judged), key=lambda item: item[1], default=("", 0.0))
+        if not judged:
             lines.append(f"  {name} {limit:g}: not reached, because every candidate fails another constraint")
-            continue
-        who, by = min(about, key=lambda item: item[1])
-        alone = sum(set(other) == {name} for _, other, known in missed if known or not needs_accuracy)
-        if by > 0:
+        elif by > 0:
             unit = f" {_UNITS[name]}".rstrip()
             lines.append(f"  {name} {limit:g} binds: the closest candidate misses it by {by:.4g}{unit} ({who})")
         elif alone:
             lines.append(f"  {name} {limit:g} binds together with others: {alone} candidates miss only this one")
         else:
-            lines.append(f"  {name} {limit:g}: satisfied by {sum(b <= 0 for _, b in about)} candidates")
+            lines.append(f"  {name} {limit:g}: satisfied by {sum(name not in by for _, by in judged)} candidates")
     return BudgetError(
         f"No candidate satisfies all constraints; {len(missed)} were measured.\n" + "\n".join(lines),
         fix="relax the constraint that binds, or give calibration data so that more recipes can be tried.",
@@ -245,10 +255,7 @@ def no_fit(
 
 
 def render(tuning: Tuning) -> str:
-    """The Pareto front, the winner and the rest, for a terminal."""
-    from io import StringIO
-
-    from rich.console import Console
+    """Return the Pareto front, the winner and the rejected candidates as text for a terminal."""
     from rich.table import Table
 
     names = [cell.workload for cell in tuning.baseline.cells]
@@ -273,19 +280,17 @@ def render(tuning: Tuning) -> str:
             f"{trial.drop:.2f} ({low:.2f} to {high:.2f})",
             f"{(trial.bytes or 0) / 1e6:.1f}",
         )
-    stream = StringIO()
-    Console(file=stream, width=150, markup=False).print(table)
     rejected = "\n".join(f"  {trial.name}: {trial.reason}" for trial in tuning.trials if not trial.winner)
     told = "".join(f"{line}\n" for line in _notes(tuning))
     return (
-        f"{stream.getvalue()}{told}Rejected:\n{rejected}\n"
+        f"{printed(table, 150)}{told}Rejected:\n{rejected}\n"
         f"Kept: {tuning.winner.name}, in {tuning.artifact.path} ({tuning.seconds:.0f} s, "
         f"{tuning.resumed} results from earlier runs)."
     )
 
 
 def _notes(tuning: Tuning) -> list[str]:
-    """Describe how the numbers of the table were measured."""
+    """Return notes about how the numbers of the table were measured."""
     notes = []
     if tuning.side_by_side is not None:
         notes.append(

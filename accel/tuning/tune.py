@@ -1,30 +1,37 @@
-"""`accel.tune`: try the candidates of every backend on this machine and data, and keep the best that fits."""
+"""`accel.tune`: try the candidates of every backend on this machine and data, and keep the best that meets the constraints."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from ..artifact.hub import HubOptions, as_folder
+from ..artifact.json_text import finite, json_text
+from ..artifact.manifest import Artifact, RunRecord
 from ..artifact.resolved_model import Resolved
-from ..artifact.writing import check_output, tool_versions
+from ..artifact.writing import check_output, staging, tool_versions
 from ..backends import registry
 from ..backends.machine import machine, tools
-from ..config import check_number, checked_arguments
+from ..config import available_processors, check_number, checked_arguments
 from ..errors import ConfigError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.benchmark import pytorch_variant
+from ..measuring.latency.results import VariantResult
 from ..measuring.latency.workloads import Load, read_texts
 from ..stages.export import source_digest
 from ..stages.resolution import original, resolve
 from .candidates import Space
 from .jobs import CalibrationData
-from .search import Search
+from .search import Preset, Proposal, Search
 from .store import Store
-from .subject import Clock, Subject
-from .trials import Constraints, Goal, Objective, Tuning
+from .subject import Clock, Subject, Tried, load_key
+from .trials import Constraints, Goal, Objective, Trial, Tuning, no_fit
+from .tune_proposals import tune_proposals
 
 logger = logging.getLogger(__name__)
 
@@ -67,47 +74,49 @@ def tune(
     """Find the best artifact and run options for this machine, this data and these constraints, and write the artifact.
 
     Takes minutes: one export for each format, seconds for each recipe, about 10 s for each candidate that is timed, and
-    one pass over the data for each survivor. What was measured is kept, so that a second run takes seconds.
+    one pass over the data for each survivor. All measurements are stored, so that a second run takes seconds.
 
     Args:
         model: Hub id or transformers folder.
-        out: Folder to make; `from_pretrained` runs it as it was measured.
-        data: Labelled rows to measure accuracy on, all of them unless `samples` says otherwise; as for `accel.evaluate`.
-        metric: What is measured; the task's default when `None`.
-        calibration: Rows for schemes that need activation ranges; these are skipped when `None`. Not the rows of `data`.
-        objective: `latency` and `throughput` (rows a second, a caller for each processor) are relative to PyTorch
-            float32, averaged over the workloads; `size` is that of the files; `cost` is processor time a row.
-        max_drop: Points of the metric (percentage points of accuracy) that may be lost against PyTorch float32.
-        min_accuracy: Least value of the metric.
-        max_latency_ms: Largest median, on every workload.
-        max_memory_mb: Largest peak memory of the serving process.
-        max_size_mb: Largest size of the files.
-        batch: Rows a call; each with each sequence. Accuracy is measured with as many rows a call, too; of several numbers the
-            one that loses most counts.
-        sequence: Tokens a row.
-        texts: Real texts instead of `sequence`; see `accel.benchmark`. Rows of `data` then share a call in their order, and
-            otherwise those of like length.
-        columns: Column by use of `data`, where it cannot be inferred.
-        calibration_columns: Likewise of `calibration`; `columns` when `None`.
-        split, calibration_split: Of a Hub data set.
-        samples: Rows of `data` at most.
-        calibration_samples: Rows of `calibration` at most.
-        max_length: Tokens that longer rows are cut to.
-        backends: Limits the search to these. What they run and none of them exports, another one exports.
-        device: Device type to run on; every one that a backend finds when `None`.
-        task: The task; inferred when `None`.
-        threads: Threads of PyTorch and of candidates that do not vary them; what the process may use when `None`.
-        time_limit_s: Seconds for the search, within one or two. Every stage has its share; what is not tried is listed
-            with that reason. `None`: no limit.
-        fresh: Measure again what earlier runs measured.
-        seed: Of inputs and of the choice of rows.
+        out: Folder to create; `from_pretrained` runs it with the measured options.
+        data: Labelled rows to measure accuracy on, in any form that `accel.evaluate` accepts. All rows are used unless
+            `samples` is given.
+        metric: Name of the metric; `None` for the task's default.
+        calibration: Rows for schemes that need activation ranges; these schemes are skipped if `None`. Use other rows than in
+            `data`.
+        objective: `latency` and `throughput` (rows per second, with one caller per processor) are relative to PyTorch
+            float32 and averaged over the workloads; `size` is the total size of the files; `cost` is processor time per row.
+        max_drop: Maximum points of the metric (percentage points of accuracy) lost compared with PyTorch float32.
+        min_accuracy: Minimum value of the metric.
+        max_latency_ms: Maximum median latency of every workload, in milliseconds.
+        max_memory_mb: Maximum peak memory of the process, in 10^6 bytes.
+        max_size_mb: Maximum total size of the files, in 10^6 bytes.
+        batch: Number of rows in each call. Each batch size is measured with each sequence length. Accuracy is measured with the same
+            batch sizes, and the largest drop counts.
+        sequence: Number of tokens in each row.
+        texts: Texts, whose lengths replace `sequence`; see `accel.benchmark`. While accuracy is measured, rows of `data` are
+            then batched in their original order; without `texts`, rows of similar length share a batch.
+        columns: Column names of `data` by use, for columns that cannot be inferred.
+        calibration_columns: Column names of `calibration` by use; `None` for those in `columns`.
+        split, calibration_split: Splits of `data` and `calibration`, for data sets on the Hub.
+        samples: Maximum number of rows of `data`.
+        calibration_samples: Maximum number of rows of `calibration`.
+        max_length: Number of tokens after which longer rows are truncated.
+        backends: Names of the backends to search. If they can run but not export a format, another backend exports it.
+        device: Device type to run on; `None` for all device types that a backend finds.
+        task: The task; `None` to infer it.
+        threads: Threads of PyTorch, and of candidates that do not vary them; `None` for all processors that the process may use.
+        time_limit_s: Time limit of the search in seconds; the search may exceed it by one or two seconds. Every stage gets a
+            part of it. Candidates that were not tried are listed with that reason. `None` for no limit.
+        fresh: Measure again, and ignore the results of earlier runs.
+        seed: Seed of the inputs and of the random choice of rows.
         revision, token, trust_remote_code: As in transformers.
 
     Raises:
-        BudgetError: No candidate fits; says which constraint binds and by how much.
-        InputError: Data without rows or labels.
-        ConfigError: Settings that cannot work.
-        ArtifactNotFoundError: The model or the data is not to be found.
+        BudgetError: No candidate meets the constraints; the message names the constraint that binds and by how much it is missed.
+        InputError: The data has no rows or no labels.
+        ConfigError: The settings cannot work.
+        ArtifactNotFoundError: The model or the data cannot be found.
     """
     if data is None:
         raise ConfigError("A search needs labelled data to measure accuracy on.", fix="pass data=... (--data FILE).")
@@ -153,12 +162,114 @@ def tune(
     )
     try:
         with store.in_use():
-            return search.run(space, target)
+            return search.run(_preset(search, space, target))
     except KeyboardInterrupt:
         logger.warning("Interrupted; what was measured is kept: the same call goes on from there.")
         raise
     finally:
         search.close()
+
+
+def _preset(search: Search, space: Space, target: Path) -> Preset[Tuning]:
+    """Propose the candidates of `accel.tune`, choose the winner, and write it.
+
+    Raises:
+        BudgetError: No candidate meets the constraints.
+    """
+    yield from tune_proposals(search, space)
+    judge = search.judge
+    finals = judge.finals()
+    winner = judge.best([tried for tried in finals if search.fits(tried)])
+    failed = {**{name: (None, why) for name, why in search.builder.failed.items()}, **search.failed}
+    if winner is None:
+        missed = [(str(t.candidate), judge.violations(t), t.accuracy is not None) for t in judge.ranked()]
+        reasons = {name: why for name, (_, why) in failed.items()}
+        raise no_fit(missed, asdict(search.goal.constraints), search.clock.limit_s, reasons)
+    assert winner.final is not None
+    trials = judge.trials(winner, failed, space)
+    side_by_side = winner.final
+    # Time the winner again, only next to the baseline: these numbers are shown and recorded everywhere.
+    yield Proposal(stage="time survivors", action="alone", items=[winner])
+    alone = winner.final is not side_by_side
+    trials = [judge.measured_again(trial, winner) if trial.winner else trial for trial in trials]
+    search.builder.files(winner.artifact)
+    tuning = _tuning(search, winner, trials, side_by_side.anchor if alone else None)
+    if tuning.disturbance.signs:
+        logger.warning(
+            "Other programs disturbed the search: %s. Search again with --fresh (fresh=True) when they have ended.",
+            "; ".join(tuning.disturbance.signs),
+        )
+    artifact = _write(winner, tuning, target)
+    search.builder.tidy({t.artifact.path for t in finals})
+    return replace(tuning, artifact=artifact)
+
+
+def _tuning(search: Search, winner: Tried, trials: Sequence[Trial], side_by_side: VariantResult | None) -> Tuning:
+    facts = machine()
+    del facts["home"], facts["executable"]
+    blocks = winner.last.result.cells[0].milliseconds
+    settings = {**load_key(search.load), "threads": search.load.threads or available_processors(),
+                "callers": search.timer.traffic.callers, "rounds": len(blocks), "calls": len(blocks[0])}  # fmt: skip
+    reference = search.grader.reference()
+    return Tuning(
+        artifact=Artifact.load(winner.artifact.path),
+        winner=next(trial for trial in trials if trial.winner),
+        trials=tuple(trials),
+        task=search.subject.task,
+        metric=reference.metric,
+        rows=reference.rows,
+        total_rows=reference.data["total"],
+        reference=reference.scored.value,
+        baseline=winner.last.anchor,
+        objective=search.goal.objective,
+        constraints=search.goal.constraints,
+        machine=facts,
+        settings=settings,
+        stages=search.stages,
+        seconds=round(search.clock.spent(), 1),
+        resumed=search.store.hits,
+        batch_sizes=search.grader.batch_sizes,
+        disturbance=search.judge.disturbance(winner),
+        side_by_side=side_by_side,
+    )
+
+
+def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
+    """Write the winner's artifact with its run options, so that it is loaded with the measured options."""
+    accuracy, result, speedup = winner.accuracy, tuning.winner.result, tuning.winner.speedup
+    assert result is not None
+    assert speedup is not None
+    assert accuracy is not None
+    run = RunRecord(
+        backend=winner.candidate.backend,
+        device=winner.candidate.device,
+        session={**result.options},
+        provider_options=dict(winner.candidate.provider_options),
+        measured={
+            "metric": tuning.metric,
+            "value": accuracy.scored.value,
+            "pytorch_float32": tuning.reference,
+            "drop": winner.compared.drop,
+            "rows": accuracy.rows,
+            "data": accuracy.data,
+            "batch_size": accuracy.batch_size,
+            "by_length": tuning.settings.get("texts") is None,
+            "by_batch": dict(accuracy.by_batch),
+            "median_ms": {c.workload: round(c.latency.median, 4) for c in result.cells},
+            "pytorch_float32_ms": {c.workload: round(c.latency.median, 4) for c in tuning.baseline.cells},
+            "speedup": finite(asdict(speedup)),
+            "disturbed": list(tuning.disturbance.signs),
+            "peak_memory_bytes": result.peak_memory_bytes,
+            "objective": tuning.objective,
+        },
+    )
+    source = tuning.artifact
+    with staging(target, needs=source.bytes) as folder:
+        shutil.copytree(source.path, folder, dirs_exist_ok=True)
+        winning = Artifact(target, Artifact.create(folder, replace(source.manifest, run=run)).manifest)
+        values = replace(tuning, artifact=winning).to_dict()
+        (folder / "tune.json").write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
+    return winning
 
 
 def _subject(model: Resolved, device: str | None) -> Subject:

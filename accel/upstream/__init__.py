@@ -1,4 +1,5 @@
-"""Private and version-dependent names of transformers, torch and onnxscript, and the output of those libraries while they work.
+"""Access to private and version-dependent names of transformers, torch and onnxscript, and control of their output.
 
-In: what the engine needs of a library. Out: a function with a stable name, whatever the installed version calls it.
+In: calls with stable names. Out: the features of the installed library versions. Each function has a stable name and
+hides how the installed version of the library names the feature.
 """

@@ -1,7 +1,7 @@
-"""Which implementation of attention a transformers model computes with.
+"""The attention implementation of a transformers model.
 
-`config._attn_implementation` is private (seen in transformers 5.23 and 5.24). `set_attn_implementation` is public and has no counterpart
-that reads it.
+`config._attn_implementation` is private (seen in transformers 5.23 and 5.24). `set_attn_implementation` is public, but there
+is no public way to read the implementation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def attention_of(model: Any, name: str | None) -> Iterator[None]:
-    """The model with another implementation of attention, and its own again afterwards; nothing happens to models without a choice."""
+    """Use another attention implementation for a while. Does nothing for `None` or for a model without a choice."""
     before = getattr(model.config, "_attn_implementation", None)
     if name is None or before in (None, name):
         yield

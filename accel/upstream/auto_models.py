@@ -1,7 +1,7 @@
-"""What the auto classes of transformers have: names of architectures and of processors.
+"""Tables of transformers' auto classes: names of architectures and of processors.
 
-Seen in transformers 5.23 and 5.24: `AutoModelForX._model_mapping._model_mapping`, class names by model type (the public
-`MODEL_FOR_X_MAPPING.values()` imports every model), and `PROCESSOR_MAPPING_NAMES`, which has no public alternative.
+Seen in transformers 5.23 and 5.24: `AutoModelForX._model_mapping._model_mapping` contains class names by model type. (The
+public `MODEL_FOR_X_MAPPING.values()` imports every model.) `PROCESSOR_MAPPING_NAMES` has no public alternative.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @functools.cache
 def architectures(auto_models: tuple[str, ...]) -> frozenset[str]:
-    """Class names of all models that these auto classes load."""
+    """Return the class names of all models that the given auto classes load."""
     import transformers
 
     names: set[str] = set()
@@ -23,7 +23,7 @@ def architectures(auto_models: tuple[str, ...]) -> frozenset[str]:
 
 
 def classes_for(auto_class: Any, config: Any) -> frozenset[str]:
-    """Names of the classes that an auto class has for a config; none where it has no class for it."""
+    """Return the names of the classes that an auto class has for a config. Empty if it has none."""
     found = auto_class._model_mapping.get(type(config), None)
     return frozenset(
         cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,)) if cls is not None
@@ -31,7 +31,7 @@ def classes_for(auto_class: Any, config: Any) -> frozenset[str]:
 
 
 def model_type_of(processor: Any) -> str | None:
-    """The model type that a processor belongs to; `None` where transformers has no such processor."""
+    """Return the model type that a processor belongs to, or `None` if transformers does not have the processor."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = type(processor).__name__

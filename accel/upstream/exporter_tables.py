@@ -1,4 +1,4 @@
-"""Tables and switches of transformers' exporters and of the tracer under them.
+"""Tables and settings of transformers' exporters and of torch's tracer.
 
 | name | seen in | public alternative |
 |---|---|---|
@@ -17,50 +17,46 @@ from typing import Any
 
 import torch
 
+from .replaced_attributes import replaced_attributes
+
 
 @contextmanager
 def without_stack_traces() -> Iterator[None]:
-    """Not to record the lines of Python behind each node, which `strip_provenance` would remove: up to a tenth of an export.
+    """Do not record Python stack traces for the nodes of a trace. This saves up to a tenth of the time of an export.
 
-    Errors of a trace name the model's lines still. A PyTorch that has no such setting does not look at it.
+    `strip_provenance` would remove them anyway. Errors of a trace still contain the model's lines. Older versions of PyTorch do
+    not have this setting.
     """
     from torch.fx import config
 
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True  # type: ignore[attr-defined, unused-ignore]
-    try:
+    name = "do_not_emit_stack_traces"
+    with replaced_attributes([(config, name, True)] if hasattr(config, name) else []):
         yield
-    finally:
-        config.do_not_emit_stack_traces = before  # type: ignore[attr-defined, unused-ignore]
 
 
 @contextmanager
 def with_conversions(conversions: Sequence[Any]) -> Iterator[None]:
-    """transformers' converter for OpenVINO with further extensions in its table."""
+    """Add extensions to the table of transformers' OpenVINO exporter for a while."""
     from transformers.exporters import exporter_openvino
 
-    table = exporter_openvino._OV_CONVERSION_EXTENSIONS
-    before = list(table)
-    table.extend(conversions)
-    try:
+    table = [*exporter_openvino._OV_CONVERSION_EXTENSIONS, *conversions]
+    with replaced_attributes([(exporter_openvino, "_OV_CONVERSION_EXTENSIONS", table)]):
         yield
-    finally:
-        table[:] = before
 
 
 @contextmanager
 def weights_read_by_other_code() -> Iterator[None]:
-    """transformers' converter puts zeros in the place of 16-bit weights of linear layers and embeddings, as these layers read what
-    it kept. Code that reads a weight itself, as Whisper's decoder its positions, gets it in float32 instead of the zeros.
+    """Restore 16-bit weights that code outside of their layer reads, during an OpenVINO export.
+
+    transformers' exporter replaces 16-bit weights of linear layers and embeddings by zeros, because the layers read a separate
+    copy. Code that reads such a weight directly (positions in Whisper's decoder) gets it in float32 instead of zeros.
     """
     from transformers.exporters import utils
 
-    fixes = utils._FX_PROGRAM_FIXES.setdefault("openvino", [])
-    fixes.append(_put_weights_back)
-    try:
+    fixes = utils._FX_PROGRAM_FIXES
+    ours = {**fixes, "openvino": [*fixes.get("openvino", ()), _put_weights_back]}
+    with replaced_attributes([(utils, "_FX_PROGRAM_FIXES", ours)]):
         yield
-    finally:
-        fixes.remove(_put_weights_back)
 
 
 def _put_weights_back(program: torch.export.ExportedProgram) -> None:
@@ -76,7 +72,7 @@ def _put_weights_back(program: torch.export.ExportedProgram) -> None:
 
 @contextmanager
 def without_telemetry() -> Iterator[None]:
-    """OpenVINO's converter reports each conversion to its vendor unless it believes that it runs in a CI job."""
+    """Prevent OpenVINO's converter from sending telemetry. It sends none if the variable `CI` is set."""
     before = os.environ.get("CI")
     os.environ["CI"] = "true"
     try:

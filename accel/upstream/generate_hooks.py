@@ -1,8 +1,8 @@
-"""Private parts of transformers' `generate`, as public methods and functions of ours.
+"""Private parts of transformers' `generate`, as public methods and functions.
 
-Seen in transformers 5.23 and 5.24; tests/integration/test_generate_overrides.py compares their signatures with the installed version.
-The public alternative, `generate(custom_generate=...)`, replaces every way of decoding, beam search included, and is an argument of
-the caller's.
+Seen in transformers 5.23 and 5.24; tests/integration/test_generate_overrides.py compares their signatures with the installed
+version. The public alternative, `generate(custom_generate=...)`, replaces every decoding method, including beam search, and
+belongs to the caller.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 @dataclass(slots=True)
 class SampleCall:
-    """A call of transformers' loop of greedy and sampled decoding, after `generate` has read its arguments.
+    """Arguments of transformers' loop for greedy and sampled decoding, after `generate` has processed its own arguments.
 
     Attributes:
         model: The generating model.
         ids: `(batch, sequence)`: the prompt, or the tokens that a decoder starts with.
-        processors: Of the logits.
-        criteria: What ends the text.
-        config: The settings of the call.
-        streamer: Gets each step's tokens; or `None`.
-        kwargs: What `generate` keeps between two steps, the cache among it.
+        processors: Processors of the logits.
+        criteria: Stopping criteria.
+        config: Generation config of the call.
+        streamer: Streamer that receives the tokens of each step, or `None`.
+        kwargs: Keyword arguments that `generate` passes from step to step, including the cache.
     """
 
     model: Any
@@ -48,13 +48,13 @@ class SampleCall:
 
     @property
     def returns_tokens(self) -> bool:
-        """Whether the caller wants tokens alone, which end at a length or at a token, from a cache that the model updates as usual."""
+        """Whether the caller requests only tokens, with standard stopping criteria and standard updates of the cache."""
         update = "_update_model_kwargs_for_generation"
         return (
             not self.config.return_dict_in_generate
             and not self.config.is_assistant
             and all(type(criterion) in _CRITERIA for criterion in self.criteria)
-            # transformers warns at a step whose text is longer than the positions.
+            # transformers warns at each step after the largest position, so its own loop must run.
             and all(
                 criterion.max_position_embeddings is None or criterion.max_length <= criterion.max_position_embeddings
                 for criterion in self.criteria
@@ -66,7 +66,7 @@ class SampleCall:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a row."""
+        """End tokens of the call."""
         return frozenset(
             end
             for criterion in self.criteria
@@ -76,11 +76,11 @@ class SampleCall:
 
     @property
     def padding_token(self) -> int:
-        """The token that follows the end of a row; 0 where no token ends one."""
+        """Token that pads a row after its end token; 0 if the call has no end token."""
         return int(self.config._pad_token_tensor) if self.end_tokens else 0
 
     def prompt_logits(self) -> torch.Tensor:
-        """Read the prompt: the logits `(batch, vocabulary)` after it."""
+        """Run the prompt and return the logits `(batch, vocabulary)` after it."""
         outputs = self.model._prefill(self.ids, self.config, self.kwargs)
         self._updated = self.model._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
@@ -89,7 +89,7 @@ class SampleCall:
         return logits
 
     def first_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits `(batch, vocabulary)` after the first new tokens `(batch, 1)`; after `prompt_logits`."""
+        """Return the logits `(batch, vocabulary)` after the first new tokens `(batch, 1)`. Requires `prompt_logits` before."""
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **self._updated)
         logits: torch.Tensor = self.model(**inputs).logits[:, -1]
         return logits
@@ -99,14 +99,14 @@ class GenerateHooks(GenerationMixin):  # type: ignore[misc]  # transformers is u
     """transformers' `generate`, whose private hooks call the public methods of this class."""
 
     can_crop: bool = True
-    """Whether tokens can be taken out of the cache."""
+    """Whether tokens can be removed from the cache."""
 
     def prepare_cache(self, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        """Put the cache of a call of `generate` into `kwargs`."""
+        """Add the cache of a call of `generate` to `kwargs`."""
         raise NotImplementedError
 
     def decode(self, call: SampleCall) -> torch.Tensor | None:
-        """The prompt and the new tokens, `(batch, sequence + new)`; `None` where transformers' own loop has to run."""
+        """Return the prompt with the new tokens, `(batch, sequence + new)`, or `None` to run transformers' own loop."""
         raise NotImplementedError
 
     @property
@@ -147,21 +147,21 @@ def token_settings(
     ignore_eos: bool,
     **overrides: Any,
 ) -> tuple[LogitsProcessorList, bool, frozenset[int]]:
-    """How `generate` would choose the next tokens of one row.
+    """Prepare the selection of next tokens for one row, as `generate` does.
 
     Args:
-        model: Its `generation_config` has what `overrides` leave open.
-        ids: `(1, sequence)`: what the answer continues.
-        encoder_ids: `(1, sequence)`: what the encoder reads, or `ids`.
-        processors: Processors of the caller's, which run after transformers'.
-        ignore_eos: Whether the text goes on after the model's end tokens.
+        model: The model. Its `generation_config` gives the defaults for `overrides`.
+        ids: `(1, sequence)`: tokens that the output continues.
+        encoder_ids: `(1, sequence)`: input tokens of the encoder, or `ids` for a decoder-only model.
+        processors: The caller's logits processors, which run after transformers' processors.
+        ignore_eos: Whether generation continues after end tokens.
         **overrides: Fields of `GenerationConfig`.
 
     Returns:
-        The processors, whether tokens are drawn, and the end tokens.
+        The logits processors, whether tokens are sampled, and the end tokens.
 
     Raises:
-        ValueError, TypeError: Settings that transformers refuses.
+        ValueError, TypeError: transformers rejects the settings.
     """
     config, _ = model._prepare_generation_config(None, num_beams=1, **overrides)
     model._prepare_special_tokens(config, device="cpu")

@@ -1,4 +1,4 @@
-"""What the libraries below us print, warn and log while they work, held back unless somebody wants to read it."""
+"""Printed output, warnings and log records of other libraries, hidden unless accel's logger is at DEBUG."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ _AT_IMPORT = ("torchao", "torch.utils._pytree")
 _CHATTY = ("transformers", "torch", "torchao", "onnxscript", "onnx_ir", "onnx")
 
 
-# What is held back belongs to the process: the first thread that asks for quiet takes it away, the last one puts it back.
+# Standard output is global: the first thread inside `quiet` redirects it, and the last one restores it.
 _lock = threading.Lock()
 _threads: Counter[int] = Counter()
 _taken_away = ExitStack()
 
 
 class _OtherThreads:
-    """A stream without what threads in `quiet` write: `torch.export` prints whole graphs, a progress bar has a thread.
+    """A stream that discards output of threads inside `quiet`: `torch.export` prints whole graphs.
+
+    Output of other threads, such as progress bars, passes through.
 
     Args:
-        stream: Standard output or error.
+        stream: Standard output or standard error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -42,9 +44,9 @@ class _OtherThreads:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence upstream prints, warnings and log lines, unless `accel`'s own logger is at DEBUG (`--verbose`).
+    """Hide printed output, warnings and log records of other libraries, unless accel's logger is at DEBUG (`--verbose`).
 
-    Prints are held back of the threads in it alone, warnings and log lines of the libraries below us in all threads.
+    Printed output is hidden only for threads inside `quiet`. Warnings and log records are hidden in all threads.
     """
     if logger.isEnabledFor(logging.DEBUG):
         yield
@@ -66,11 +68,11 @@ def quiet() -> Iterator[None]:
 
 
 def _take_away(stack: ExitStack) -> None:
-    """Silence the process; closing the stack puts everything back."""
+    """Hide the output of the whole process. Closing the stack restores everything."""
     from transformers.utils import logging as transformers_logging
 
-    # Of the loggers below them only those with a level of their own, as the others take their parent's: each change of a
-    # level empties the caches of all loggers, and PyTorch has hundreds.
+    # Only child loggers with their own level, because other loggers inherit it. Each change of a level clears the caches of all
+    # loggers, and PyTorch has hundreds.
     known = list(logging.root.manager.loggerDict.items())
     children = [
         one for name, one in known if name.startswith("torch.") and isinstance(one, logging.Logger) and one.level
@@ -90,6 +92,6 @@ def _take_away(stack: ExitStack) -> None:
 
 
 def hush_imports() -> None:
-    """Hold back what loggers warn of when transformers imports torchao: nobody who runs a command can change it."""
+    """Hide warnings that appear when transformers imports torchao. Users of a command cannot act on them."""
     for name in _AT_IMPORT:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""transformers' `generate` for recordings longer than the encoder's window, with timestamps.
+"""transformers' `generate` for audio longer than the encoder's window, with timestamps.
 
-Seen in transformers 5.23 and 5.24. The class is private to its model's module; there is no public alternative that runs over a
+Seen in transformers 5.23 and 5.24. The class is private to Whisper's module. There is no public alternative that works with a
 model of another library.
 """
 
@@ -13,10 +13,10 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 
 class LongFormSpeech(WhisperGenerationMixin):  # type: ignore[misc]  # transformers is untyped here
-    """The loop over windows; see `window_outputs` and `encoder_strides`."""
+    """Whisper's loop over windows. Subclasses may override `window_outputs`."""
 
     def window_outputs(self, outputs: Any) -> Any:
-        """What of a window's outputs is split by rows."""
+        """Return the part of a window's outputs that can be split by rows of the batch."""
         return outputs
 
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -24,6 +24,6 @@ class LongFormSpeech(WhisperGenerationMixin):  # type: ignore[misc]  # transform
 
 
 def encoder_strides(config: Any) -> SimpleNamespace:
-    """The part of a PyTorch model that the loop reads: the strides of the encoder's convolutions, one position for two frames."""
+    """Return the attributes that Whisper's loop reads from a PyTorch model: convolution strides (two frames per position)."""
     convolutions = {"conv1": SimpleNamespace(stride=(1,)), "conv2": SimpleNamespace(stride=(2,))}
     return SimpleNamespace(encoder=SimpleNamespace(**convolutions), config=config)

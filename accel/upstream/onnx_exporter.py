@@ -1,4 +1,4 @@
-"""The rewriter and the operators of onnxscript, under `torch.onnx`.
+"""The rewriter and the operators of onnxscript, which `torch.onnx` uses.
 
 | name | seen in | public alternative |
 |---|---|---|
@@ -11,14 +11,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 
 @functools.cache
 def make_rewrites_exact() -> None:
-    """Let onnxscript drop `x + 0` and `x * 1` for 0 and 1 alone.
+    """Make onnxscript remove `x + 0` and `x * 1` only for exactly 0 and 1. Call this before its optimizer runs.
 
-    Its rules take any number up to 1e-8 for 0 and up to 1.00001 for 1 (onnxscript 0.7). That removes the epsilon of an
-    RMSNorm (Helium's is 1e-8), which makes NaN of padding, whose embeddings are zeros. Call it before its optimizer runs.
+    Its rules (onnxscript 0.7) accept any number up to 1e-8 as 0 and up to 1.00001 as 1. This removes the epsilon of an RMSNorm
+    (1e-8 in Helium), so that padding, whose embeddings are zero, becomes NaN.
     """
     from onnxscript.rewriter.rules.common import _no_op
 
@@ -31,10 +32,10 @@ def make_rewrites_exact() -> None:
 
 @functools.cache
 def parse_operators_once() -> None:
-    """Let onnxscript keep the signatures of its five hundred functions for PyTorch's operators.
+    """Make onnxscript cache the signatures of its five hundred functions for PyTorch's operators.
 
-    `torch.onnx` (2.12) asks for all of them with each graph, and onnxscript 0.7 parses their source each time: a tenth of the
-    time of a small export.
+    `torch.onnx` (2.12) reads all of them for each graph, and onnxscript 0.7 parses their source each time. This takes a tenth of
+    the time of a small export.
     """
     from onnxscript import TracedOnnxFunction
 
@@ -44,15 +45,16 @@ def parse_operators_once() -> None:
 
 
 def release_traced_graphs() -> None:
-    """Let the libraries let go of the graph that they looked at last, and with it of the model's weights.
+    """Release the last graph that onnxscript and torch processed, and the model's weights in it.
 
-    Each rule of onnxscript (0.7) keeps the graph that it was tried on, and `torch.export` (2.13) the nodes of its last trace, both
-    for as long as the process runs.
+    Each rule of onnxscript (0.7) keeps the last graph that it was tried on, and `torch.export` (2.13) keeps the nodes of its last
+    trace, until the process ends.
     """
-    from onnxscript import rewriter
     from torch.fx.experimental import proxy_tensor
 
-    for rule in rewriter._DEFAULT_REWRITE_RULES:
-        for kept in ("_graph", "_match", "_current_node"):
-            vars(rule._matcher).pop(kept, None)
+    # Traces for other formats do not import the rewriter.
+    if rewriter := sys.modules.get("onnxscript.rewriter"):
+        for rule in rewriter._DEFAULT_REWRITE_RULES:
+            for kept in ("_graph", "_match", "_current_node"):
+                vars(rule._matcher).pop(kept, None)
     getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()

@@ -1,4 +1,4 @@
-"""Sizes and tensors while PyTorch traces a model.
+"""Symbolic sizes and fake tensors while PyTorch traces a model.
 
 | name | seen in | public alternative |
 |---|---|---|
@@ -18,14 +18,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 
 DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
-"""Errors of a trace that would branch on values of tensors."""
+"""Errors of a trace that would branch on the values of tensors."""
 
 
 def formula(size: torch.SymInt) -> Any:
-    """The sympy expression of a size."""
+    """Return the sympy expression of a symbolic size."""
     return size.node.expr
 
 
 def hint(size: Any) -> int | None:
-    """The sample's size; `None` for one that depends on data."""
+    """Return the sample's value of a symbolic size, or `None` for a data-dependent size."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.has_hint() else None

@@ -1,4 +1,7 @@
-"""Versions that were tested, and one warning for others: the declared ranges are wide, because private names are kept in one place."""
+"""Tested versions of libraries, and a warning for other versions.
+
+The version ranges in the package's requirements are wide, because all private names are in one package.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ TESTED = (
     ("torch", "2.11", "2.15"),
     ("transformers", "5.23", "5.24"),
 )
-"""Distributions that the core calls by version-dependent names, each with the oldest and the newest release line that was tested."""
+"""Libraries whose version-dependent names accel's core uses, with the oldest and the newest tested release line."""
 
 
 def untested(distribution: str, oldest: str, newest: str) -> str | None:
-    """The installed version of a distribution where it is outside the tested release lines; `None` where it is tested or not installed.
+    """Return the installed version if it was not tested. Return `None` if it was tested or is not installed.
 
     Args:
-        distribution: Its name on the package index.
+        distribution: Name on the package index.
         oldest: The oldest tested release.
         newest: The newest tested release line: `"2.13"` includes 2.13.1.
     """

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU provider."""
+"""Implementation of the `cpu` backend: ONNX Runtime's CPU execution provider."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from ..ortkit.provider import ProviderBackend
 from ..ortkit.quantization.presets import PRESETS
 from . import SPEC
 
-# ONNX Runtime fuses Add + LayerNormalization at load by itself, into a kernel that is five times slower on the CPU
-# (12 layers: 2.6 against 0.5 ms; measured on 2 cores with AMX, onnxruntime 1.31).
+# When ONNX Runtime loads a graph, it fuses Add + LayerNormalization into a kernel that is five times slower on the CPU
+# (12 layers: 2.6 instead of 0.5 ms; measured on 2 cores with AMX, onnxruntime 1.31).
 SLOW_FUSIONS = ("SkipLayerNormFusion",)
 
-# Lays out convolutions, and crashes the process on graphs in float16 that have none: Gemma 3, XLNet (ONNX Runtime 1.31.1).
+# This optimizer changes the memory layout of convolutions. It crashes the process on float16 graphs without
+# convolutions: Gemma 3, XLNet (ONNX Runtime 1.31.1).
 CRASHING = ("NchwcTransformer",)
 _CONVOLUTIONS = ("Conv", "ConvInteger", "QLinearConv")
 
-# Unsigned weights where 16-bit sums of signed ones would saturate: slower, and right.
+# ONNX Runtime converts weights to unsigned integers where 16-bit sums of signed weights would saturate. This is slower,
+# but exact.
 _EXACT_SUMS = "session.x64quantprecision"
 
 
 def with_exact_sums(session: SessionOptions, artifact: Artifact) -> SessionOptions:
-    """The options with which 8-bit weights of full range are multiplied exactly on a processor that adds pairs of
-    products in 16 bits: an artifact made on a newer one is up to 14 % off without (256 x 64, random weights).
-    Weights of presets that keep 7 bits cannot saturate and keep the faster kernel.
+    """Return session options with which 8-bit weights of full range are multiplied exactly on every processor.
+
+    Some processors add pairs of products in 16 bits, which can saturate. On such a processor, an artifact that was
+    quantized for a newer processor has errors of up to 14 % without the option (256 x 64, random weights). Weights of
+    presets that keep 7 bits cannot saturate, so they keep the faster kernel.
     """
     quantization = artifact.manifest.quantization
     preset = PRESETS.get(quantization.preset) if quantization is not None else None
@@ -40,7 +44,7 @@ def with_exact_sums(session: SessionOptions, artifact: Artifact) -> SessionOptio
 
 
 def _no_convolutions(artifact: Artifact, component: Component) -> bool:
-    """Of graphs in half precision; others are not looked at."""
+    """Return whether a half-precision graph has no convolutions; return `False` for graphs of other data types."""
     if artifact.dtype not in ("float16", "bfloat16"):
         return False
     from ..ortkit.graph.editing import load_graph, nodes
@@ -49,7 +53,7 @@ def _no_convolutions(artifact: Artifact, component: Component) -> bool:
 
 
 class CpuBackend(ProviderBackend):
-    """Runs ONNX graphs on the host."""
+    """Backend that runs ONNX graphs on the CPU of this machine."""
 
     spec = SPEC
     provider = "CPUExecutionProvider"
@@ -59,17 +63,17 @@ class CpuBackend(ProviderBackend):
     own_lengths = True
 
     def devices(self) -> tuple[DeviceSpec, ...]:
-        """The host, with the instruction sets that matter to kernels."""
+        """Return the CPU of this machine, with the instruction sets that kernels depend on."""
         return (DeviceSpec("cpu", name=platform.processor() or platform.machine(), arch="+".join(cpu_flags())),)
 
     def disabled_optimizers(self, artifact: Artifact, component: Component) -> Sequence[str]:
-        """Fusions that are slower than what they replace, and one that crashes where it has nothing to do."""
+        """Return the optimizers to disable: slow fusions, and the optimizer of convolution layouts for graphs that crash it."""
         return (*SLOW_FUSIONS, *(CRASHING if component.stateful or _no_convolutions(artifact, component) else ()))
 
     def session_options(self, artifact: Artifact, session: SessionOptions) -> SessionOptions:
-        """Exact products of 8-bit weights on processors that would saturate."""
+        """Return session options with exact products of 8-bit weights on processors that would saturate."""
         return with_exact_sums(super().session_options(artifact, session), artifact)
 
     def cpu_flags(self) -> Sequence[str]:
-        """This CPU's."""
+        """Return the instruction sets of this CPU."""
         return cpu_flags()

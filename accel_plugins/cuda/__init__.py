@@ -1,4 +1,4 @@
-"""ONNX Runtime on NVIDIA GPUs."""
+"""Backend that runs ONNX graphs with ONNX Runtime on NVIDIA GPUs."""
 
 from accel.interfaces.specs import GENERATES, BackendSpec, Capability
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider."""
+"""Implementation of the `cuda` backend: ONNX Runtime's CUDA execution provider."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
-from accel.interfaces.specs import Probe, Reason
+from accel.interfaces.specs import Probe
 
 from ..ortkit.runtime.nvidia import judge, survey
 
@@ -16,52 +16,40 @@ if TYPE_CHECKING:
 
 
 class CudaBackend:
-    """Runs ONNX graphs on NVIDIA GPUs.
+    """Backend that runs ONNX graphs on NVIDIA GPUs.
 
-    What opens and rewrites graphs is imported where it is used: every model that is loaded asks whether there is a GPU, on machines
-    without one, too.
+    Modules that open and rewrite graphs are imported when they are first used, because loading any model probes this
+    backend, even on machines without a GPU.
     """
 
     def __init__(self) -> None:
         self._runtimes: SharedRuntimes | None = None
 
     def probe(self) -> Probe:
-        """The GPUs, or every reason why they cannot be used. Makes no CUDA context."""
-        try:
-            return judge(survey())
-        # Foreign libraries in unknown states: whatever they raise is a reason, not a crash.
-        except Exception as error:  # noqa: BLE001
-            return Probe(
-                reasons=(
-                    Reason(
-                        "probe-failed",
-                        f"looking for GPUs failed: {type(error).__name__}: {error}",
-                        "check that `nvidia-smi` and `python -c 'import onnxruntime, torch'` work",
-                    ),
-                )
-            )
+        """Return the GPUs, or all reasons why they cannot be used. Creates no CUDA context."""
+        return judge(survey())
 
     def exporter(self) -> Exporter | None:
-        """None: the CPU backend exports ONNX."""
+        """Return `None`, because the `cpu` backend exports ONNX."""
         return None
 
     def optimizer(self) -> Optimizer:
-        """Fusions for CUDA kernels, and float16."""
+        """Return the optimizer with fusions for CUDA kernels and half precision."""
         from ..ortkit.optimization.fusions import CUDA
         from ..ortkit.optimization.optimizer import OrtOptimizer
 
         return OrtOptimizer("cuda", CUDA)
 
     def quantizer(self) -> Quantizer:
-        """Explicit Q/DQ pairs."""
+        """Return the quantizer that writes explicit Q/DQ pairs."""
         from ..ortkit.quantization.gpu_quantizer import GpuQuantizer
 
         return GpuQuantizer("cuda")
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open every component; see `accel.interfaces.protocols.Backend.open`.
+        """Open a session for every component; see `accel.interfaces.protocols.Backend.open`.
 
-        `shapes` changes nothing: each shape that comes again gets a CUDA graph of its own, over the same weights.
+        `shapes` has no effect: each input shape that is used again gets its own CUDA graph, with the same weights.
         """
         if self._runtimes is None:
             from .shared_runtimes import SharedRuntimes

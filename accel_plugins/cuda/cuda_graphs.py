@@ -1,4 +1,4 @@
-"""CUDA graphs: all kernels of a run for one input shape, replayed with one launch."""
+"""CUDA graphs: a capture of all kernels of a run for one input shape, which is replayed with one launch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from accel.errors import InputError, SessionError
 
 from .forms.masks import Held, Plan, counting_weights, flags_of, held_by_flags
 from .forms.packing import Packing
-from .runtime import Runtime, device_tensor
+from .runtime import Runtime
 
 
 @contextlib.contextmanager
-def beside(runtime: Runtime, check: Callable[[], None]) -> Iterator[None]:
-    """What `check` enqueues runs beside what is put on the runtime's stream meanwhile, and behind what was there before; the
-    stream is behind both afterwards.
+def overlapped(runtime: Runtime, check: Callable[[], None]) -> Iterator[None]:
+    """Run the kernels of `check` in parallel with the kernels that the `with` block enqueues on the runtime's stream.
+
+    Both start after the earlier work of that stream, and its later work waits for both.
     """
     runtime.aside.wait_stream(runtime.stream)
     with torch.cuda.stream(runtime.aside):
@@ -27,7 +28,7 @@ def beside(runtime: Runtime, check: Callable[[], None]) -> Iterator[None]:
 
 
 class CaptureError(SessionError):
-    """A run that cannot be captured, or whose replay computes something else."""
+    """Raised when a run cannot be captured as a CUDA graph, or when its replay gives different results."""
 
 
 def captured(
@@ -37,21 +38,21 @@ def captured(
     current: torch.cuda.Stream,
     varied: Sequence[torch.Tensor] = (),
 ) -> torch.cuda.CUDAGraph:
-    """A run as a CUDA graph. Takes a few runs.
+    """Capture a run as a CUDA graph. Takes the time of a few runs.
 
     Args:
-        runtime: What is captured.
-        enqueue: Puts the run on the runtime's stream; the same each time.
-        outputs: The fixed buffers that it writes, of any shape.
-        current: The stream that its inputs are written on.
-        varied: Buffers of inputs that other calls fill with other values: the replay is compared on such, too.
+        runtime: The runtime of the ONNX graph.
+        enqueue: A function that enqueues the run on the runtime's stream, in the same way each time.
+        outputs: The fixed output buffers that the run writes, of any shape.
+        current: The stream on which the inputs are written.
+        varied: Buffers of inputs that change between calls. The replay is also compared after their values are changed.
 
     Raises:
-        CaptureError: It cannot be captured, or replays something else than it ran.
+        CaptureError: The run cannot be captured, or the replay gives different results.
     """
     stream = runtime.stream
     stream.wait_stream(current)
-    # The first run allocates what every later one uses again.
+    # Run before the capture, because the first run allocates memory that later runs reuse.
     for _ in range(2):
         with torch.cuda.stream(stream):
             enqueue()
@@ -63,14 +64,14 @@ def captured(
     torch.cuda.synchronize(runtime.device)
     try:
         with torch.cuda.stream(stream):
-            # Other threads may allocate meanwhile.
+            # `thread_local` lets other threads allocate memory during the capture.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 enqueue()
             finally:
                 graph.capture_end()
             graph.replay()
-    # Whatever ONNX Runtime or CUDA raise: the run itself worked above, so the call goes on without a graph.
+    # Catch everything from ONNX Runtime and CUDA: the run worked above, so the call continues without a CUDA graph.
     except Exception as error:
         raise CaptureError(f"the capture failed: {type(error).__name__}: {str(error)[:300]}") from error
     torch.cuda.synchronize(runtime.device)
@@ -87,10 +88,10 @@ def _compare_on_others(
     outputs: Mapping[str, torch.Tensor],
     varied: Sequence[torch.Tensor],
 ) -> None:
-    """Replay a graph on other inputs than it was captured with: what the capture baked in shows there alone.
+    """Compare the replay of a CUDA graph with a run on changed inputs, which shows values that were baked into the capture.
 
     Raises:
-        CaptureError: The run itself gives something else on them.
+        CaptureError: The replay and the run give different results.
     """
     before = [buffer.clone() for buffer in varied]
     torch.cuda.synchronize(runtime.device)
@@ -117,32 +118,33 @@ def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
 
 
 class LateCheck:
-    """Tells that ids of tokens which came on the GPU were none that the model has. Nothing waits for it: where no mask is
-    waited for either, it is told a call later.
+    """Reports token ids on the GPU that are out of bounds, without waiting for the GPU.
+
+    If the call does not wait for an attention mask either, an invalid id is reported by a later call.
 
     Args:
-        bounds: Least and greatest value by input.
+        bounds: The smallest and largest valid value for each input.
         device: The GPU.
     """
 
     def __init__(self, bounds: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self.bounds = dict(bounds)
-        # Buffers made in inference mode could not be written outside of it.
+        # Create the buffers outside of inference mode: inference tensors cannot be written outside of it.
         with torch.inference_mode(False):
             self._wrong = torch.zeros((), dtype=torch.bool, device=device)
             self._host = torch.zeros((), dtype=torch.bool).pin_memory()
         self._view = self._host.numpy()
 
     def note(self, found: torch.Tensor) -> None:
-        """Put kernels on the current stream that keep whether any of `found`, booleans of any shape, was true."""
+        """Enqueue kernels on the current stream that record whether any element of the boolean tensor `found` is true."""
         self._wrong.logical_or_(found.any())
         self._host.copy_(self._wrong, non_blocking=True)
 
     def report(self) -> None:
-        """Tell what finished calls brought.
+        """Raise if a finished call had invalid ids.
 
         Raises:
-            InputError: One brought what the model does not have. It is told once.
+            InputError: A call had ids that the model does not have. Each error is reported once.
         """
         if not self._view:
             return
@@ -157,12 +159,13 @@ class LateCheck:
 
 
 class Bounded:
-    """Inputs with bounds as the graph reads them: what a call gave, or the nearest value within. A kernel that looks
-    embeddings up and normalises them would read beyond its tables otherwise.
+    """Inputs with bounds, clamped to valid values before the graph reads them.
+
+    Without clamping, a fused kernel for embeddings and normalization would read beyond its tables.
 
     Args:
-        late: What is told when they were not within.
-        inputs: All inputs by name; their shapes are used.
+        late: Records whether a value is out of bounds; `None` for no check.
+        inputs: All inputs by name; only their shapes, data types and device are used.
     """
 
     def __init__(self, late: LateCheck | None, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -171,7 +174,7 @@ class Bounded:
         self._late = late
         self._blocks: list[tuple[torch.Tensor, ...]] = []
         bounds = late.bounds if late is not None else {}
-        # One block for those of a type: one kernel instead of one for each.
+        # Inputs with the same data type share one block of memory, so that one kernel clamps all of them.
         for dtype in {inputs[name].dtype for name in bounds}:
             names = [name for name in bounds if inputs[name].dtype is dtype]
             sizes = [inputs[name].numel() for name in names]
@@ -187,23 +190,24 @@ class Bounded:
                 views.update({name: part.view(inputs[name].shape) for name, part in parts})
 
     def clamp(self) -> None:
-        """Put kernels on the current stream that fill `within` from `given`."""
+        """Enqueue kernels on the current stream that write the clamped values of `given` to `within`."""
         for given, within, least, most in self._blocks:
             torch.clamp(given, least, most, out=within)
 
     def check(self) -> None:
-        """Put kernels on the current stream that note whether what is given is within bounds."""
+        """Enqueue kernels on the current stream that record whether values of `given` are out of bounds."""
         for given, _, least, most in self._blocks:
             if self._late is not None:
                 self._late.note(given.clamp(least, most) != given)
 
 
 class MaskCheck:
-    """Finds out what a mask on the GPU holds, and whether ids are within bounds, while the GPU is busy with the call that
-    assumes it.
+    """Determines the kind of padding in a mask on the GPU, and whether ids are within bounds.
+
+    The check runs while the GPU computes the call under an assumption about the mask.
 
     Args:
-        mask: The fixed buffer `(batch, sequence)` that holds each call's mask.
+        mask: The fixed buffer `(batch, sequence)` for each call's mask.
         bounded: The inputs with bounds.
     """
 
@@ -214,7 +218,7 @@ class MaskCheck:
         self._flags = torch.zeros((mask.shape[0], 2), dtype=torch.int64).pin_memory()
         self._view = self._flags.numpy()
         self._sequence = mask.shape[1]
-        # Kept: the graph reads it.
+        # Keep a reference, because the captured graph reads this tensor.
         self._weights = counting_weights(self._sequence, mask.device)
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(mask.device)
@@ -228,11 +232,14 @@ class MaskCheck:
             self._graph.capture_end()
 
     def mark(self, current: torch.cuda.Stream) -> None:
-        """The mask is in its buffer once `current` gets here."""
+        """Record an event on the stream `current`, after the mask was written to its buffer."""
         self._ready.record(current)
 
     def held(self) -> Held:
-        """What the marked mask holds; waits for that alone, not for the work enqueued after it."""
+        """Return the kind of padding in the mask of the last `mark` call.
+
+        Wait only for that mask, not for work that was enqueued later.
+        """
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
             self._graph.replay()
@@ -242,13 +249,13 @@ class MaskCheck:
 
 
 class ShapeGraphs:
-    """The graphs of one input shape, one for each plan, over the same fixed buffers.
+    """The CUDA graphs of one input shape, one for each plan, with shared fixed buffers.
 
     Args:
-        runtime: What is captured.
-        inputs: Tensors of the shape; their values are used for a first run.
-        outputs: Shape and type of each output.
-        late: What checks the values of calls; `None` for no check.
+        runtime: The runtime of the ONNX graph.
+        inputs: Tensors of the input shape; their values are used for the first run.
+        outputs: The shape and data type of each output.
+        late: Checks the values of calls; `None` for no check.
     """
 
     def __init__(
@@ -263,7 +270,9 @@ class ShapeGraphs:
         self._bounded = Bounded(late, buffers)
         self.inputs = {**buffers, **self._bounded.given}
         self.input_list = list(self.inputs.values())
-        self.outputs = {name: device_tensor(shape, dtype, runtime.device) for name, (shape, dtype) in outputs.items()}
+        self.outputs = {
+            name: torch.empty(shape, dtype=dtype, device=runtime.device) for name, (shape, dtype) in outputs.items()
+        }
         self.load(list(inputs.values()))
         self.graphs: dict[Plan, torch.cuda.CUDAGraph] = {}
         self.expected = Plan("general")
@@ -274,41 +283,43 @@ class ShapeGraphs:
         self.check = MaskCheck(self._mask, self._bounded) if self._mask is not None and checked else None
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy inputs, in order and of the buffers' shapes, into the fixed buffers, on the current stream; see `on_device` about
+        """Copy inputs into the fixed buffers on the current stream.
+
+        The inputs are in the order of the buffers and have the same shapes. `on_device` describes the handling of
         pinned memory.
         """
         for buffer, value in zip(self.input_list, values, strict=True):
             buffer.copy_(value, non_blocking=not value.is_pinned())
 
     def capture(self, plan: Plan) -> torch.cuda.CUDAGraph:
-        """The graph of a plan, made from what the input buffers hold when it is first asked for.
+        """Return the CUDA graph of a plan; at the first request, capture it with the current values of the input buffers.
 
-        Takes a few runs.
+        A capture takes the time of a few runs.
 
         Raises:
-            CaptureError: It cannot be captured, or replays something else than it ran.
+            CaptureError: The run cannot be captured, or its replay gives different results.
         """
         found = self.graphs.get(plan)
         if found is not None:
             return found
         runtime = self._runtime
         enqueue = self._prepared(plan)
-        # Behind the inputs and what was just prepared, which are written on the current stream.
+        # The capture starts after the inputs and the preparation, which are written on the current stream.
         varied = [buffer for buffer in self.input_list if buffer is not self._mask]
         graph = captured(runtime, enqueue, self.outputs, torch.cuda.current_stream(runtime.device), varied)
         self.graphs[plan] = graph
-        # From now on calls of this shape wait for their mask: 40 microseconds that a wrong guess costs many times over.
+        # Later calls of this shape wait for their mask: this takes 40 microseconds, but a wrong plan costs much more.
         self.waits = self.waits or plan.form == "packed"
         return graph
 
     def _prepared(self, plan: Plan) -> Callable[[], None]:
-        """What enqueues a run over the fixed buffers, on the current stream as far as it is ours."""
+        """Return a function that enqueues a run with the fixed buffers; buffers for packing are created first."""
         runtime, mask, bounded = self._runtime, self._mask, self._bounded
         inputs = {**self.inputs, **bounded.within}
         packing = None
         if plan.form == "packed" and mask is not None:
             packing = Packing(mask.shape, plan.rows, runtime.device)
-            # Kept: the graph reads and writes its buffers.
+            # Keep a reference, because the captured graph reads and writes its buffers.
             self._packings.append(packing)
             inputs |= packing.inputs
         binding = runtime.bind(plan.form, inputs, self.outputs)
@@ -317,18 +328,18 @@ class ShapeGraphs:
             bounded.clamp()
             if packing is not None and mask is not None:
                 packing.fill(mask)
-            # A `MaskCheck` looks at them as well.
+            # A `MaskCheck` also checks the bounds of ids, so do not check them twice.
             if self.check is not None or not bounded.within:
                 runtime.enqueue(plan.form, binding)
                 return
-            with beside(runtime, bounded.check):
+            with overlapped(runtime, bounded.check):
                 runtime.enqueue(plan.form, binding)
 
         return enqueue
 
 
 def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal up to what atomics and algorithm choice may change between two runs."""
+    """Return whether results are equal up to differences that atomics and the choice of algorithms cause between two runs."""
     if not found.is_floating_point():
         return torch.equal(found, expected)
     scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0

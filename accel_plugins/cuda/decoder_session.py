@@ -1,4 +1,4 @@
-"""Decoders on an NVIDIA GPU: the cache stays there, a step is one CUDA graph."""
+"""Sessions of decoders on an NVIDIA GPU: the KV cache stays in GPU memory, and a decoding step is one CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from .state import CudaState
 
 
 class CudaDecoderSession(CudaSession[DecoderRuntime]):
-    """Runs a decoder over caches that stay on the GPU.
+    """Session that runs a decoder with KV caches in GPU memory.
 
-    The first call of a state, and any that brings several tokens, reads the attention mask on the host. A call that brings
-    one token for each row waits for nothing; from the second on it replays a CUDA graph.
+    The first call of a state, and any call with several tokens, copies the attention mask to CPU memory and waits for the
+    copy. A call with one token for each row does not wait. The second call of this kind captures a CUDA graph, and
+    later calls replay the graph.
 
     Args:
-        runtime: The decoder on its GPU.
-        device: That GPU.
-        compute_dtype: What its kernels compute in.
+        runtime: The runtime of the decoder on its GPU.
+        device: The GPU.
+        compute_dtype: The data type of the computation.
     """
 
     def __init__(self, runtime: DecoderRuntime, device: DeviceSpec, compute_dtype: str) -> None:
@@ -40,10 +41,13 @@ class CudaDecoderSession(CudaSession[DecoderRuntime]):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`. The cache's tensors are the state's; the caller gives and gets the rest.
+        """Run the decoder; see `accel.interfaces.protocols.Session.run`.
+
+        The state holds the cache tensors; callers pass the rest.
 
         Raises:
-            InputError: No state, another session's, or a mask that does not continue the state's.
+            InputError: The state is missing or belongs to another session, or the mask does not continue the earlier
+                masks.
         """
         return BaseSession.run(self, feeds, outputs=outputs, out=out, state=state)
 
@@ -58,23 +62,23 @@ class CudaDecoderSession(CudaSession[DecoderRuntime]):
         return {"logits": logits} if "logits" in names else {}
 
     def on_device(self) -> AbstractContextManager[object]:
-        """The GPU as torch's current one."""
+        """Return a context manager that makes the session's GPU torch's current device."""
         if torch.cuda.current_device() == self._index:
             return nullcontext()
         return torch.cuda.device(self._where)
 
     def new_state(self, batch: int) -> State:
-        """An empty cache. Memory is taken at the first call."""
+        """Return an empty state for this many rows; its memory is allocated at the first call."""
         return CudaState(self, self._component, batch)
 
     def close(self) -> None:
-        """Give ONNX Runtime's memory and that of all caches back."""
+        """Release ONNX Runtime's memory and the memory of all KV caches."""
         super().close()
         with on_gpu(self._where.index):
             self.slots.clear()
 
     def __del__(self) -> None:
-        # A forked process has no GPU.
+        # Suppress errors in a forked process, where the GPU is not available.
         with contextlib.suppress(AttributeError, RuntimeError):
             if not sys.is_finalizing():
                 self.close()

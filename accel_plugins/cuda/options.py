@@ -1,4 +1,4 @@
-"""Options of the CUDA backend: ours, and ONNX Runtime's own for its CUDA provider."""
+"""Options of the CUDA backend: accel's own options, and ONNX Runtime's options of its CUDA provider."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ortkit.runtime.nvidia import CUDA, check_option_names, device_index
 
 Padding = Literal["check", "right", "any"]
 
-# https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#configuration-options
+# The list is from https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#configuration-options
 PROVIDER_OPTIONS = (
     "arena_extend_strategy",
     "cudnn_conv1d_pad_to_nc1d",
@@ -41,18 +41,20 @@ _TRUE, _FALSE = ("1", "true"), ("0", "false")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
-    """Checked options.
+    """Checked options of the CUDA backend.
 
     Attributes:
-        cuda_graphs: How many input shapes may have a CUDA graph; 0 turns them off. A graph replays all kernels of a run
-            with one launch. Its buffers stay allocated.
-        padding: What may be assumed about the padding mask. `check` looks at each call's mask and picks the fastest
-            kernels that are right for it; `right` promises that padding only ever stands on the right of at least one
-            token (a wrong promise gives wrong results); `any` never looks and always takes the general kernels.
-        packing: Whether calls with much padding on the right are computed on their tokens alone. Only with `check`.
+        cuda_graphs: The maximum number of input shapes with a CUDA graph; 0 disables CUDA graphs. A CUDA graph replays
+            all kernels of a run with one launch. Its buffers stay allocated.
+        padding: The assumption about the padding mask. `check`: inspect each call's mask and use the fastest kernels
+            that are correct for it. `right`: assume that every row starts with at least one token and has padding only
+            on the right; results are wrong if this is not true. `any`: never inspect the mask, and always use the
+            general kernels.
+        packing: Whether calls with much padding on the right are computed without the padding. Applies only with
+            `check`.
         tf32: Whether float32 matrix products may round their inputs to 10 bits of mantissa (TF32). ONNX Runtime's
-            default is yes; ours is no.
-        provider: ONNX Runtime's options, as strings.
+            default is yes; accel's default is no.
+        provider: ONNX Runtime's provider options, as strings.
     """
 
     cuda_graphs: int = 16
@@ -63,10 +65,10 @@ class CudaOptions:
 
 
 def read_options(options: Mapping[str, object], device: DeviceSpec) -> CudaOptions:
-    """Check names and values.
+    """Check the names and values of options.
 
     Raises:
-        ConfigError: An option that does not exist, a value that cannot work, or a `device_id` other than the device's.
+        ConfigError: An option does not exist, a value is invalid, or `device_id` differs from the device.
     """
     known = (*PROVIDER_OPTIONS, *OWN_OPTIONS)
     check_option_names(options, known, _TAKEN, CUDA)

@@ -1,4 +1,4 @@
-"""ONNX Runtime's sessions of one graph on one GPU: one for each form of the graph that calls have needed so far."""
+"""ONNX Runtime's sessions of one graph on one GPU. Each form of the graph gets a session when a call first needs it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import onnx_ir as ir
 import onnxruntime as ort
 import torch
 
@@ -37,27 +39,17 @@ from .weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 
-# Element types by their numbers in ONNX's TensorProto, which ONNX Runtime's binding takes.
-ELEMENT_TYPES: Mapping[torch.dtype, int] = {
-    torch.float32: 1,
-    torch.uint8: 2,
-    torch.int8: 3,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 9,
-    torch.float16: 10,
-    torch.float64: 11,
-    torch.bfloat16: 16,
-}
+# ONNX Runtime's IO binding takes element types by their numbers in ONNX's TensorProto.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+ELEMENT_TYPES = {dtype: int(ir.tensor_adapters.from_torch_dtype(dtype)) for dtype in (*_FLOATS, *_INTEGERS)}
 
-
-# A run over a binding raises `RuntimeError` whatever has failed; so does torch.
+# A run with IO binding raises `RuntimeError` for every kind of failure, and torch does so as well.
 RUN_ERRORS = (*upstream.RUN_ERRORS, RuntimeError)
 
-# Which form computes a call instead, where one is not right.
+# For each form, the form that is used instead if the results of the former are not correct.
 _INSTEAD: Mapping[Form, Form] = {"packed": "lengths", "short": "full", "full": "general", "lengths": "general"}
-# At which length each is compared: one that calls of that form have.
+# The sequence length at which each form is compared: a length that calls of this form typically have.
 _CHECKED_LENGTH: Mapping[Form, int] = {
     "packed": 128,
     "short": SHORT_UP_TO // 2,
@@ -66,87 +58,96 @@ _CHECKED_LENGTH: Mapping[Form, int] = {
     "general": 80,
 }
 _CHECKED_ROWS = 4
-# Of caches, for which ONNX Runtime has an attention on GPUs.
+# Data types of the KV cache that ONNX Runtime's attention with a cache supports on GPUs.
 _CACHE_TYPES = ("float16", "bfloat16")
 
 _SIZED_BY_VALUES = {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
 
 _KERNELS = "sdpa_kernel"
 _MEMORY_EFFICIENT = "2"
-# cuDNN's, memory efficient and spelled-out attention.
+# A bit mask that enables cuDNN's attention, memory-efficient attention and unfused attention.
 _ALL_BUT_FLASH = str(8 | 2 | 16)
 _HOPPER = 90
 
 
 def _capability(device: DeviceSpec) -> int:
-    """Compute capability as in `sm_90`; 0 when unknown."""
+    """Return the compute capability as a number (90 for `sm_90`); 0 if unknown."""
     number = (device.arch or "").removeprefix("sm_")
     return int(number) if number.isdigit() else 0
 
 
 def _graph_obstacle(path: Path) -> str | None:
-    """Why a graph's runs cannot be captured: a kernel that reads a number back from the GPU, to know how much to allocate,
-    cannot be replayed, and a capture that it breaks may take the process with it.
+    """Return why runs of a graph cannot be captured, or `None`.
+
+    Some kernels read a number from the GPU to decide how much memory to allocate. Such kernels cannot be replayed, and
+    a failed capture may crash the process.
     """
     model = read_graph(path)
-    found = sorted({node.op_type for graph in model.graphs() for node in graph if node.op_type in _SIZED_BY_VALUES})
-    return f"the sizes that {', '.join(found)} makes depend on values" if found else None
-
-
-def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory on the GPU of this shape, not initialised."""
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
+    operators = sorted({node.op_type for graph in model.graphs() for node in graph if node.op_type in _SIZED_BY_VALUES})
+    return f"the sizes that {', '.join(operators)} makes depend on values" if operators else None
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of any shape on the GPU; the caller may change the original as soon as this returns."""
-    # From pageable memory CUDA takes its copy before it returns; from pinned memory it reads later.
+    """Return a tensor of any shape on the GPU; the caller may change the original as soon as this returns."""
+    # CUDA copies pageable memory before the call returns. Pinned memory is read later, so that copy must not be
+    # asynchronous.
     return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def copy_in(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a tensor into a buffer of its shape on the GPU, on the current stream; the caller may change it as soon as this
-    returns.
+    """Copy a tensor to a buffer of the same shape on the GPU, on the current stream.
+
+    The caller may change the tensor as soon as this returns.
     """
     buffer.copy_(value, non_blocking=value.is_cuda or not value.is_pinned())
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRequest:
+    """A request to open a graph on a GPU.
+
+    Attributes:
+        path: The graph file.
+        component: The component of the artifact that describes the graph.
+        device: The GPU.
+        options: The backend's options.
+        session: The session options.
+        checks: The stored verdicts on forms of the graph.
+    """
+
+    path: Path
+    component: Component
+    device: DeviceSpec
+    options: CudaOptions
+    session: SessionOptions
+    checks: FormChecks
 
 
 class Runtime:
     """A graph on one GPU, shared by the sessions that run it.
 
-    ONNX Runtime enqueues all work on `stream`, which callers order against torch's current stream; checks run beside it on
-    `aside`. `lock` is held while a
-    call is enqueued. Runs use the same memory one after another, so a call on another stream than the last one's waits, on
-    the GPU, for that one (`follow`).
+    ONNX Runtime enqueues all work on `stream`, which is synchronized with torch's current stream. Checks run in
+    parallel on the stream `aside`. `lock` is held while a call is enqueued. Runs reuse the same memory, so a call on
+    another stream than the previous call's waits for the previous call on the GPU (`follow`).
 
     Args:
-        path: The graph file.
-        component: What the artifact says about it.
-        device: The GPU.
-        options: The backend's options.
-        session: How to run.
-        checks: The verdicts on its forms.
+        request: The graph and its options.
     """
 
-    # Lays out convolutions of the host, and crashes the process on graphs in float16 that have none (1.31).
+    # This optimizer changes the memory layout of convolutions on the CPU. It crashes the process on float16 graphs
+    # without convolutions (1.31).
     disabled_optimizers: ClassVar[tuple[str, ...]] = ("NchwcTransformer",)
-    """ONNX Runtime's graph optimizers that are wrong for such graphs."""
+    """ONNX Runtime's graph optimizers that must be disabled."""
 
-    def __init__(
-        self,
-        path: Path,
-        component: Component,
-        device: DeviceSpec,
-        options: CudaOptions,
-        session: SessionOptions,
-        checks: FormChecks,
-    ) -> None:
-        self.component = component
-        self.checks = checks
+    def __init__(self, request: GraphRequest) -> None:
+        path, options, session = request.path, request.options, request.session
+        self.component = request.component
+        self.checks = request.checks
         self.options = options
-        self.device = torch.device("cuda", device.index)
+        self.device = torch.device("cuda", request.device.index)
         self.lock = threading.RLock()
-        # Never the default stream: work on it cannot be captured, and ONNX Runtime takes its number for "none given".
+        # Do not use the default stream: its work cannot be captured, and ONNX Runtime treats its number 0 as "no
+        # stream".
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Stream | None = None
@@ -154,33 +155,33 @@ class Runtime:
         self.mask = mask_input(path)
         checked = self.mask is not None and options.padding == "check"
         self.packs = checked and options.packing and packs(path)
-        # Measured where cuDNN's attention is ONNX Runtime's choice.
-        self._short = checked and _capability(device) >= _HOPPER and _KERNELS not in options.provider
+        # `short` was measured on GPUs where ONNX Runtime would select cuDNN's attention.
+        self._short = checked and _capability(request.device) >= _HOPPER and _KERNELS not in options.provider
         self._path = path
         self._session_options = session
         self._sessions: dict[Form, ort.InferenceSession] = {}
-        # Weights outside of ONNX Runtime's arena would escape its limit, and the user's own options object is not ours to
-        # put them in.
+        # Share weights only if allowed: shared weights are outside of ONNX Runtime's arena, so `gpu_mem_limit` would
+        # not apply to them, and they cannot be added to the user's own options object.
         shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
         self._weights = SharedWeights(path, self.device) if shared else None
         self.graph_obstacle = _graph_obstacle(path) if options.cuda_graphs else "cuda_graphs=0"
-        # Forms that were found right; the general one is what they are compared with.
+        # Forms whose results agreed with those of the general form.
         self._right: set[Form] = {"general"}
-        # Whether all of the graph runs on the GPU, as far as is known.
+        # Whether the whole graph runs on the GPU, as far as is known.
         self._whole = True
         self._run_options = ort.RunOptions()
-        # Graphs are captured by us, for each shape; ONNX Runtime's own capture stays out of it.
+        # accel captures CUDA graphs for each shape, so disable ONNX Runtime's own capture.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
-        # The order on the stream is all that is needed; nothing waits for the GPU. A graph that does not run on it as a whole
-        # waits anyway, and would keep the host memory of its kernels until it is closed, where freeing it ends the process
-        # (ONNX Runtime 1.31).
+        # Runs need not synchronize, because the order on the stream is sufficient. Graphs that partly run on the CPU do
+        # synchronize. Without that, ONNX Runtime would keep the CPU memory of their kernels until the session is
+        # closed, and freeing it then crashes the process (ONNX Runtime 1.31).
         self._waiting_options = ort.RunOptions()
         self._waiting_options.add_run_config_entry("gpu_graph_id", "-1")
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self.session("full" if checked else self.safe_form)
 
     def follow(self) -> torch.cuda.Stream:
-        """torch's current stream, ordered behind the stream of the call before."""
+        """Return torch's current stream, after making it wait for the stream of the previous call."""
         number = current_stream_number(self.device.index)
         if self._last is None or number != self._last_number:
             current = torch.cuda.current_stream(self.device)
@@ -191,17 +192,17 @@ class Runtime:
 
     @property
     def safe_form(self) -> Form:
-        """The form that is right for every mask that the options allow."""
+        """The form of the graph that is correct for every mask that the options allow."""
         return "lengths" if self.mask is not None and self.options.padding == "right" else "general"
 
     @property
     def assignment(self) -> Assignment | None:
-        """Which provider runs which nodes of the form that was opened first; `None` where ONNX Runtime does not say."""
+        """The assignment of nodes to providers in the form that was opened first; `None` if ONNX Runtime does not record it."""
         opened = next(iter(self._sessions.values()), None)
         return assignment_of(opened, CUDA) if opened is not None else None
 
     def plan(self, held: Held, mask: torch.Tensor) -> Plan:
-        """The fastest way to compute a call whose mask `(batch, sequence)` holds that, of those that were found right here."""
+        """Return the fastest plan for a call with this mask `(batch, sequence)`, using only forms that gave correct results."""
         plan = plan_for(held, mask.shape, packs=self.packs, short=self._short)
         while plan.form not in self._right:
             if self._verdict(plan.form).passed:
@@ -211,7 +212,7 @@ class Runtime:
         return plan
 
     def check_forms(self) -> list[FormVerdict]:
-        """Compare every form that calls may get with the general one."""
+        """Compare every form that calls may use with the general form, and return the verdicts."""
         if self.mask is None:
             return []
         forms: list[Form] = ["lengths"]
@@ -224,7 +225,7 @@ class Runtime:
         return [self._verdict(form) for form in forms]
 
     def _verdict(self, form: Form) -> FormVerdict:
-        """Whether a form may answer; compared with the general one when that was not done here before."""
+        """Return the verdict on a form's results; compare the form with the general form if there is no stored verdict."""
         limit = self.component.max_sizes.get("sequence", _CHECKED_LENGTH[form])
         sequence = min(_CHECKED_LENGTH[form], limit)
         batch = max(_CHECKED_ROWS, 2 * PACKED_FROM // sequence) if form == "packed" else _CHECKED_ROWS
@@ -243,10 +244,10 @@ class Runtime:
         return self.checks.check(described, compute, lambda feeds: compute(feeds, "general"))
 
     def _computed(self, plan: Plan, feeds: Feeds) -> dict[str, torch.Tensor]:
-        """Copies of all outputs of one run, kernel by kernel; waits for it.
+        """Run the graph once without a CUDA graph, and return copies of all outputs in CPU memory; waits for the GPU.
 
         Raises:
-            SessionError: It failed.
+            SessionError: The run failed.
         """
         names = [spec.name for spec in self.component.outputs]
         inputs = {name: tensor.to(self.device) for name, tensor in feeds.items()}
@@ -266,12 +267,12 @@ class Runtime:
         results: Mapping[str, torch.Tensor | None],
         current: torch.cuda.Stream,
     ) -> Any:
-        """ONNX Runtime's binding of a run that is on its way, kernel by kernel; `current` is behind it.
+        """Start a run without a CUDA graph, and return its IO binding; later work on `current` waits for the run.
 
         Args:
-            plan: How to compute it.
-            inputs: On the GPU.
-            results: Buffers for the outputs, or `None` where ONNX Runtime allocates.
+            plan: How to compute the call.
+            inputs: The inputs, on the GPU.
+            results: Buffers for the outputs; `None` for outputs that ONNX Runtime allocates.
             current: torch's current stream.
         """
         if plan.form == "packed" and self.mask is not None:
@@ -286,28 +287,28 @@ class Runtime:
         return binding
 
     def without_packing(self, held: Held, error: Exception) -> Plan:
-        """How to compute a call after its packed form failed. It is not tried again."""
+        """Return the plan for a call after its packed form failed; the packed form is not tried again."""
         self.packs = False
         self.checks.refuse("packed", error)
         return Plan(held.form)
 
     def session(self, form: Form) -> ort.InferenceSession:
-        """ONNX Runtime's session of a form of the graph; opened when it is first needed."""
-        found = self._sessions.get(form)
-        if found is None:
-            found = self._sessions[form] = self._open(self._model(form), form)
-        return found
+        """Return ONNX Runtime's session of a form of the graph; it is opened at the first request."""
+        session = self._sessions.get(form)
+        if session is None:
+            session = self._sessions[form] = self._open(self._model(form), form)
+        return session
 
     def _model(self, form: Form) -> bytes | None:
-        """The graph in a form; `None` for the file as it is."""
+        """Return the graph in a form, serialized; `None` for the unchanged file."""
         return in_form(self._path, form) if form != "general" else None
 
     def _kernels(self, form: Form) -> dict[str, str]:
-        """The provider option that chooses among attention's kernels, where a form needs some of them."""
+        """Return the provider option that selects attention kernels, if a form needs particular kernels."""
         return {_KERNELS: _MEMORY_EFFICIENT} if form == "short" else {}
 
     def _open(self, model: bytes | None, form: Form) -> ort.InferenceSession:
-        """Open a graph, such that it can be captured if ONNX Runtime finds that all of it runs on the GPU."""
+        """Open a form of the graph, with support for CUDA graphs if the whole graph runs on the GPU."""
         extra = self._kernels(form)
         if self._whole:
             weights = self._weights.values() if self._weights is not None else {}
@@ -321,7 +322,7 @@ class Runtime:
                 self.graph_obstacle = f"ONNX Runtime cannot run all of it on the GPU ({error.message[-300:]})"
                 logger.info("no CUDA graphs for %s: %s", self._path.name, self.graph_obstacle)
                 return session
-        # What runs on the host cannot read weights on the GPU.
+        # Without shared weights: nodes on the CPU cannot read weights in GPU memory.
         return self._open_with(model, {}, **extra)
 
     def _open_with(self, model: bytes | None, weights: Mapping[str, Any], **extra: str) -> ort.InferenceSession:
@@ -338,10 +339,10 @@ class Runtime:
         )
 
     def bind(self, form: Form, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> Any:
-        """ONNX Runtime's binding of tensors, whose shapes are those of the call, by their addresses; `None` lets it allocate an
-        output on the GPU.
+        """Return an IO binding of tensors by address; `None` lets ONNX Runtime allocate an output on the GPU.
 
-        Of `inputs` those are bound that this form of the graph has.
+        The tensors have the shapes of the call. Entries of `inputs` that this form of the graph does not have are
+        ignored.
         """
         session = self.session(form)
         binding = session.io_binding()
@@ -362,24 +363,24 @@ class Runtime:
         return binding
 
     def enqueue(self, form: Form, binding: Any) -> None:
-        """Put a run on `stream`; returns before the GPU is done where all of the graph runs there."""
+        """Enqueue a run on `stream`. If the whole graph runs on the GPU, this returns before the run is finished."""
         session = self.session(form)
         session.run_with_iobinding(binding, self._run_options if self._whole else self._waiting_options)
 
     def refuse_graphs(self, error: SessionError) -> None:
-        """Run kernel by kernel from now on."""
+        """Disable CUDA graphs from now on and log the reason."""
         self.graph_obstacle = error.message
         logger.warning("no CUDA graphs: %s. Calls run kernel by kernel, which is slower.", error.message)
 
     def close(self) -> None:
-        """Wait for the GPU and give ONNX Runtime's memory back."""
+        """Wait for the GPU and release ONNX Runtime's memory."""
         with self.lock, torch.cuda.device(self.device):
             if self._sessions:
                 self.stream.synchronize()
             self._sessions.clear()
 
     def __del__(self) -> None:
-        # A forked process has no GPU.
+        # Suppress errors in a forked process, where the GPU is not available.
         with contextlib.suppress(AttributeError, RuntimeError):
             if not sys.is_finalizing():
                 with on_gpu(self.device.index):
@@ -387,62 +388,58 @@ class Runtime:
 
 
 def _is_of_tokens(spec: TensorSpec) -> bool:
-    """Whether an input is a decoder's own: tokens, their mask, what is kept of them, and whose logits are wanted."""
+    """Return whether a decoder input is a token input, the attention mask, a cache tensor, or `logits_to_keep`."""
     tokens = spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))
     return tokens or spec.pair is not None or spec.shape == ("kept",)
 
 
+def _decoder_obstacle(component: Component) -> tuple[str, str] | None:
+    """Return (reason, fix) if a decoder cannot be rewritten to take row lengths instead of a mask, else `None`."""
+    pasts = [spec for spec in component.inputs if spec.pair is not None]
+    presents = {spec.name: spec.shape for spec in component.outputs}
+    on_cpu = "open it on the CPU: backend='cpu'."
+    if len(growing_axes(component)) < len(pasts):
+        return (
+            "keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
+            on_cpu,
+        )
+    if not all(map(_is_of_tokens, component.inputs)):
+        return "attends to what an encoder says, which the GPU's form of a decoder does not have.", on_cpu
+    if any(spec.shape != presents[spec.pair or ""] for spec in pasts):
+        what = "returns a longer cache at each call; the GPU's form of a decoder writes it where it is."
+        return what, "export the original: accel export MODEL OUT --dtype float16."
+    if pasts[0].dtype not in _CACHE_TYPES:
+        what = f"keeps its cache in {pasts[0].dtype}; ONNX Runtime's attention with a cache computes {' and '.join(_CACHE_TYPES)}"
+        return (
+            f"{what} on NVIDIA GPUs.",
+            "make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
+        )
+    return None
+
+
 class DecoderRuntime(Runtime):
-    """A decoder graph on one GPU, in the form that takes lengths instead of a mask.
+    """A decoder graph on one GPU, rewritten to take the lengths of rows instead of a mask.
 
     Raises:
-        NoCausalFormError: The graph has no such form, or its cache is of a type that has no kernels.
+        NoCausalFormError: The graph cannot be rewritten to this form, or has no kernels for the data type of its cache.
     """
 
-    # It moves rotary positions into the attention, which then takes a row's length for the position of its token and our
-    # table of this call's angles for one of all positions (1.31).
+    # Disable this fusion, which moves rotary position embeddings into attention. Attention then uses a row's length as
+    # the token's position and reads accel's table of the current call's angles as a table of all positions (1.31).
     disabled_optimizers = (*Runtime.disabled_optimizers, "GroupQueryAttentionFusion")
 
-    def __init__(
-        self,
-        path: Path,
-        component: Component,
-        device: DeviceSpec,
-        options: CudaOptions,
-        session: SessionOptions,
-        checks: FormChecks,
-    ) -> None:
-        kept = [spec for spec in component.inputs if spec.pair is not None]
-        if len(growing_axes(component)) < len(kept):
-            raise NoCausalFormError(
-                f"{path.name} keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
-                fix="open it on the CPU: backend='cpu'.",
-            )
-        if not all(map(_is_of_tokens, component.inputs)):
-            raise NoCausalFormError(
-                f"{path.name} attends to what an encoder says, which the GPU's form of a decoder does not have.",
-                fix="open it on the CPU: backend='cpu'.",
-            )
-        presents = {spec.name: spec.shape for spec in component.outputs}
-        if any(spec.shape != presents[spec.pair or ""] for spec in kept):
-            raise NoCausalFormError(
-                f"{path.name} returns a longer cache at each call; the GPU's form of a decoder writes it where it is.",
-                fix="export the original: accel export MODEL OUT --dtype float16.",
-            )
-        dtype = kept[0].dtype
-        if dtype not in _CACHE_TYPES:
-            raise NoCausalFormError(
-                f"{path.name} keeps its cache in {dtype}; ONNX Runtime's attention with a cache computes "
-                f"{' and '.join(_CACHE_TYPES)} on NVIDIA GPUs.",
-                fix="make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
-            )
-        # Whoever chooses kernels may choose flash attention.
-        self._form = causal_form(path, rotary_inside=_KERNELS not in options.provider)
-        super().__init__(path, component, device, options, session, checks)
+    def __init__(self, request: GraphRequest) -> None:
+        obstacle = _decoder_obstacle(request.component)
+        if obstacle is not None:
+            what, fix = obstacle
+            raise NoCausalFormError(f"{request.path.name} {what}", fix=fix)
+        # Keep rotary embeddings outside of attention if the user selects kernels, because these may be flash attention.
+        self._form = causal_form(request.path, rotary_inside=_KERNELS not in request.options.provider)
+        super().__init__(request)
 
     @property
     def windowed(self) -> bool:
-        """Whether a layer sees the last tokens only."""
+        """Whether a layer attends only to a window of the last tokens."""
         return self._form.windowed
 
     def _model(self, form: Form) -> bytes | None:
@@ -452,11 +449,8 @@ class DecoderRuntime(Runtime):
         return {_KERNELS: _ALL_BUT_FLASH} if self._form.rotary_inside else {}
 
     def compute(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> None:
-        """One run behind what is on torch's current stream, which is behind it afterwards. Tensors by name, on the GPU, of the
-        shapes that the graph declares.
+        """Run the graph once, after earlier work on torch's current stream; later work on that stream waits for the run.
+
+        Inputs and outputs are tensors by name, on the GPU, with the shapes that the graph declares.
         """
-        current = self.follow()
-        binding = self.bind("general", inputs, outputs)
-        self.stream.wait_stream(current)
-        self.enqueue("general", binding)
-        current.wait_stream(self.stream)
+        self.launch(Plan("general"), inputs, outputs, self.follow())

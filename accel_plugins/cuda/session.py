@@ -1,4 +1,4 @@
-"""A session on an NVIDIA GPU: torch tensors in and out by their addresses, CUDA graphs for shapes that come again."""
+"""Sessions on an NVIDIA GPU, with torch tensors bound by address and CUDA graphs for input shapes that are used again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..ortkit.runtime.nvidia import on_gpu
 from ..ortkit.upstream import ort_value_as_tensor
 from .cuda_graphs import CaptureError, LateCheck, MaskCheck, ShapeGraphs
 from .forms.masks import Form, Held, Plan, held_by
-from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, device_tensor, on_device
+from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, on_device
 from .upstream import current_device
 
 logger = logging.getLogger(__name__)
@@ -37,21 +37,25 @@ _RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
     "lengths": ("full", "lengths"),
     "general": ("full", "lengths", "general"),
 }
-"""Masks by what they hold that a form of the graph computes rightly, whatever its number of rows."""
+"""The kinds of masks for which each form gives correct results. The packed form is missing, because it also depends on
+the number of rows.
+"""
 Key = tuple[torch.Size, ...]
 R = TypeVar("R", bound=Runtime)
 
 
 class CudaSession(BaseSession[R]):
-    """Runs a graph on one GPU. Calls are ordered on torch's current stream and return before the GPU is done.
+    """Session that runs a graph on one GPU.
 
-    A call may come from any thread and any stream: enqueueing is serialized, and a call on another stream than the one
-    before waits, on the GPU, for that one.
+    Calls are ordered on torch's current stream and return before the GPU is done.
+
+    Calls may come from any thread and any stream. Only one thread enqueues at a time, and a call on another stream than
+    the previous call's waits for the previous call on the GPU.
 
     Args:
-        runtime: The graph on its GPU.
-        device: That GPU.
-        compute_dtype: What its kernels compute in.
+        runtime: The runtime of the graph on its GPU.
+        device: The GPU.
+        compute_dtype: The data type of the computation.
     """
 
     runtime_name = "ONNX Runtime on the GPU"
@@ -79,21 +83,24 @@ class CudaSession(BaseSession[R]):
 
     @property
     def left_to_cpu(self) -> int:
-        """Nodes that run on the CPU: those about shapes do so rightly, others were warned of."""
-        found = self._runtime.assignment if self._runtime is not None else None
-        return found.left_to_cpu if found is not None else 0
+        """Number of nodes that run on the CPU.
+
+        Nodes that compute shapes belong there; for others, a warning was logged.
+        """
+        assignment = self._runtime.assignment if self._runtime is not None else None
+        return assignment.left_to_cpu if assignment is not None else 0
 
     @property
     def graph_count(self) -> int:
-        """Input shapes that have a CUDA graph."""
+        """Number of input shapes with a CUDA graph."""
         return len(self._graphs)
 
     @property
     def last_graph(self) -> torch.cuda.CUDAGraph:
-        """The CUDA graph that the next call of the shape captured last starts with; for measuring it alone.
+        """The CUDA graph that the next call with the last captured input shape replays first; for measurements.
 
         Raises:
-            SessionError: Nothing was captured yet.
+            SessionError: No CUDA graph was captured yet.
         """
         if not self._graphs:
             raise SessionError("No CUDA graph was captured yet.", fix="call it twice with one input shape.")
@@ -103,10 +110,10 @@ class CudaSession(BaseSession[R]):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`.
+        """Run the graph; see `accel.interfaces.protocols.Session.run`.
 
-        A shape that comes for the second time is captured as a CUDA graph, and from then on replayed; each input and
-        output is then copied once on the device. A shape seen once runs kernel by kernel, without any copy.
+        The first call with an input shape runs without a CUDA graph and without copies. The second call captures a CUDA
+        graph, which later calls replay; each input and output is then copied once on the device.
         """
         runtime = self.runtime
         if state is not None:
@@ -114,7 +121,7 @@ class CudaSession(BaseSession[R]):
         names = self._output_names if outputs is None else wanted_outputs(outputs, self._output_names)
         if out:
             check_buffers(out, names, self._output_dtypes, self._where)
-        # What comes before the first launch is what a small model waits for, so the common case does little here.
+        # Check common inputs with little Python code, because the GPU is idle before the first launch.
         try:
             values = [feeds[name] for name in self._names]
             usual = len(feeds) == len(values)
@@ -154,21 +161,22 @@ class CudaSession(BaseSession[R]):
                     return self._run_kernels(runtime, tensors, names, out, current)
             return self._replay(runtime, graphs, values, names, out, current, resident)
         except SessionError:
-            # A `RuntimeError` as well, with words of its own.
+            # Raise accel's own errors unchanged; the next clause would catch them, because `SessionError` is a
+            # `RuntimeError`.
             raise
         except RUN_ERRORS as error:
             raise self.failed(error, dict(zip(self._names, values, strict=True))) from error
 
     def check_forms(self) -> list[FormVerdict]:
-        """Compare every form in which this graph is computed with the general one, on this GPU."""
+        """Compare every form of this graph with the general form on this GPU, and return the verdicts."""
         runtime = self.runtime
         with runtime.lock, torch.cuda.device(self._where):
             return runtime.check_forms()
 
-    # Replaying
+    # Replay of CUDA graphs
 
     def _new_graphs(self, runtime: Runtime, key: Key, tensors: Feeds) -> ShapeGraphs | None:
-        """Buffers for a shape that comes for the second time, or `None`."""
+        """Return CUDA graphs and buffers for a shape that is used for the second time; `None` to run without CUDA graphs."""
         self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
         if runtime.graph_obstacle is not None:
             return None
@@ -176,7 +184,7 @@ class CudaSession(BaseSession[R]):
             self._tell("no CUDA graphs: the sizes of its outputs are not known before it runs")
             return None
         if key not in self._seen:
-            # Lengths that come once only must not fill the memory of what keeps track of them.
+            # Limit the number of remembered shapes, because shapes that are used only once would fill the memory.
             if len(self._seen) < 4096:
                 self._seen.add(key)
             return None
@@ -187,7 +195,7 @@ class CudaSession(BaseSession[R]):
             )
             return None
         shapes = self._output_shapes(tensors)
-        # Buffers made in inference mode could not be written outside of it.
+        # Create the buffers outside of inference mode: inference tensors cannot be written outside of it.
         with torch.inference_mode(False):
             outputs = {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
             graphs = ShapeGraphs(runtime, tensors, outputs, self._late)
@@ -210,9 +218,12 @@ class CudaSession(BaseSession[R]):
         current: torch.cuda.Stream,
         resident: bool,
     ) -> dict[str, torch.Tensor]:
-        """Copy in, replay, copy out. With a mask on the GPU the form that was right last time is replayed before it is
-        known to be right this time, and another one after it where it was not. The number of rows of a packed call is
-        too likely to change for that: where calls of a shape were packed, the mask is waited for.
+        """Copy the inputs to their buffers, replay a CUDA graph, and copy the outputs.
+
+        If the mask is on the GPU, the plan of the previous call is replayed before the mask is known. If that plan is
+        wrong for this mask, the correct one is replayed afterwards. The number of rows in a packed plan changes too
+        often for
+        this: if calls of a shape were packed, the call waits for its mask first.
         """
         if resident or all(tensor.is_cuda for tensor in values):
             torch._foreach_copy_(graphs.input_list, values)
@@ -248,10 +259,10 @@ class CudaSession(BaseSession[R]):
         return results
 
     def _found(self, check: MaskCheck) -> Held:
-        """What the mask of this call holds.
+        """Return the kind of padding in the mask of this call.
 
         Raises:
-            InputError: Its ids are none that the model has.
+            InputError: The call has ids that the model does not have.
         """
         held = check.held()
         if self._late is not None:
@@ -259,7 +270,7 @@ class CudaSession(BaseSession[R]):
         return held
 
     def _captured(self, runtime: Runtime, graphs: ShapeGraphs, held: Held) -> torch.cuda.CUDAGraph:
-        """The fastest graph for a mask that holds that; expected for the next call, too."""
+        """Return the fastest CUDA graph for a mask; the next call of this shape is expected to use the same plan."""
         mask = graphs.input_list[self._mask_position]
         plan = runtime.plan(held, mask) if runtime.mask is not None else Plan(held.form)
         try:
@@ -280,12 +291,12 @@ class CudaSession(BaseSession[R]):
         return buffer.copy_(value)
 
     def _held(self, runtime: Runtime, tensors: Feeds) -> Held:
-        """What the mask of these inputs holds, or what the options promise; waits for the GPU where the mask is there."""
+        """Return the kind of padding in the mask, or that which the options assume; waits for a mask on the GPU."""
         if runtime.mask is None or runtime.options.padding != "check":
             return Held(runtime.safe_form, 0)
         return held_by(tensors[runtime.mask])
 
-    # Running kernel by kernel
+    # Runs without CUDA graphs
 
     def _run_kernels(
         self,
@@ -295,7 +306,7 @@ class CudaSession(BaseSession[R]):
         out: Mapping[str, torch.Tensor],
         current: torch.cuda.Stream,
     ) -> dict[str, torch.Tensor]:
-        # The mask is waited for here as well.
+        # Check ids in GPU memory immediately, because the call waits for the mask anyway.
         self._check_values.waiting(tensors)
         held = self._held(runtime, tensors)
         inputs = {name: on_device(tensor, self._where) for name, tensor in tensors.items()}
@@ -304,11 +315,13 @@ class CudaSession(BaseSession[R]):
         if self._known_shapes:
             shapes = self._output_shapes(inputs)
             for name in names:
-                given = out.get(name)
+                buffer = out.get(name)
                 dtype = self._output_dtypes[name]
-                if given is not None:
-                    check_buffer_shape(name, given, shapes[name])
-                results[name] = device_tensor(shapes[name], dtype, self._where) if given is None else given
+                if buffer is not None:
+                    check_buffer_shape(name, buffer, shapes[name])
+                results[name] = (
+                    buffer if buffer is not None else torch.empty(shapes[name], dtype=dtype, device=self._where)
+                )
         try:
             binding = runtime.launch(plan, inputs, results, current)
         except (SessionError, *RUN_ERRORS) as error:
@@ -317,10 +330,10 @@ class CudaSession(BaseSession[R]):
             binding = runtime.launch(runtime.without_packing(held, error), inputs, results, current)
         if self._known_shapes:
             return {name: value for name, value in results.items() if value is not None}
-        found = dict(zip(names, binding.get_outputs(), strict=True))
-        made = {name: ort_value_as_tensor(value) for name, value in found.items()}
-        # ONNX Runtime may use its memory again as soon as the tensor is gone: the caller gets a copy.
-        return {name: self._copied(name, tensor, out.get(name)) for name, tensor in made.items()}
+        values = dict(zip(names, binding.get_outputs(), strict=True))
+        outputs = {name: ort_value_as_tensor(value) for name, value in values.items()}
+        # Return copies: ONNX Runtime may reuse the memory as soon as its value is deleted.
+        return {name: self._copied(name, tensor, out.get(name)) for name, tensor in outputs.items()}
 
     def _output_shapes(self, tensors: Feeds) -> dict[str, tuple[int, ...]]:
         sizes: dict[int | str, int] = {}
@@ -328,10 +341,13 @@ class CudaSession(BaseSession[R]):
             sizes.update(zip(spec.shape, tensors[spec.name].shape, strict=True))
         return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self.outputs}
 
-    # Checking
+    # Input checks
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
-        """The inputs in the graph's order, of the declared type, on this GPU or on the host; shapes are checked when they are new."""
+        """Return the inputs in the graph's order, with the declared data types, on this GPU or in CPU memory.
+
+        Shapes are checked elsewhere, when they are new.
+        """
         read = read_feeds(feeds, self._dtypes if state is None else self._stateless_dtypes)
         self._check_values(read)
         return {name: self._placed(tensor) for name, tensor in read.items()}
@@ -340,17 +356,17 @@ class CudaSession(BaseSession[R]):
         return (tensor.to(self._where) if tensor.is_cuda and tensor.device != self._where else tensor).detach()
 
     def _tell(self, reason: str) -> None:
-        """Log a reason once."""
+        """Log a reason, but only once."""
         if reason not in self._told:
             self._told.add(reason)
             logger.info("%s", reason)
 
     def close(self) -> None:
-        """Give the graphs' buffers back, and ONNX Runtime's memory once no other session shares it."""
+        """Release the buffers of CUDA graphs, and ONNX Runtime's memory if no other session shares it."""
         runtime, self._runtime = self._runtime, None
         if runtime is None:
             return
-        # A binding may hold the last reference to ONNX Runtime's session, which makes its GPU current when it is freed.
+        # Restore the current GPU: freeing ONNX Runtime's session changes it, and a binding may hold the last reference.
         with runtime.lock, on_gpu(self._where.index):
             if self._graphs:
                 torch.cuda.synchronize(self._where)

@@ -1,4 +1,4 @@
-"""Opens ONNX graphs on NVIDIA GPUs: what runs them, and what it computes in."""
+"""Opening of ONNX graphs on NVIDIA GPUs: the runtimes that sessions share, and the data type of the computation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder_session import CudaDecoderSession
 from .options import CudaOptions, read_options
-from .runtime import DecoderRuntime, Runtime
+from .runtime import DecoderRuntime, GraphRequest, Runtime
 from .session import CudaSession
 
 logger = logging.getLogger(__name__)
 
-# Kernels that multiply 8-bit integers. Quantize/Dequantize pairs and packed weights are computed in floating point.
+# Operators with kernels for 8-bit integer products. Q/DQ pairs and packed weights are computed in floating point.
 _INTEGER_KERNELS = {
     "MatMulInteger",
     "MatMulIntegerToFloat",
@@ -40,18 +40,22 @@ _INTEGER_KERNELS = {
     "ConvInteger",
 }
 
-# ONNX Runtime 1.31 warns at every session that no plugin device is registered for its built-in CUDA provider.
+# ONNX Runtime 1.31 logs a needless warning for every session: no plugin device is registered for its built-in CUDA
+# provider.
 _ERRORS_ONLY = 3
 
 
 class SharedRuntimes:
-    """Opens sessions; those of one graph with the same options share its weights: shape buckets, several loads of a model."""
+    """Opens sessions that share weights if they have the same graph and options.
+
+    Examples are the sessions of different shape buckets, and several loads of one model.
+    """
 
     def __init__(self) -> None:
         self._runtimes: weakref.WeakValueDictionary[str, Runtime] = weakref.WeakValueDictionary()
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """See `CudaBackend.open`."""
+        """Open a session for every component; see `CudaBackend.open`."""
         checked = read_options(request.options, request.device)
         if request.session.compute_dtype not in (None, artifact.dtype):
             raise ConfigError(
@@ -60,87 +64,76 @@ class SharedRuntimes:
                 f"accel export --dtype {request.session.compute_dtype}.",
             )
         session = for_float8(request.session, artifact)
-        with on_gpu(request.device.index):
-            return self._opened(artifact, request, checked, session)
-
-    def _opened(
-        self, artifact: Artifact, request: OpenRequest, checked: CudaOptions, session: SessionOptions
-    ) -> dict[str, Session]:
         ort.set_default_logger_severity(_ERRORS_ONLY)
-        opened: dict[str, Session] = {}
-        for component in artifact.components:
-            dtype = _compute_dtype(artifact, component, checked)
-            checks = FormChecks(
-                artifact, component, device=request.device, compute_dtype=dtype,
-                versions={"onnxruntime": ort.__version__, "cuda": str(torch.version.cuda)},
-            )  # fmt: skip
-            try:
-                runtime = self._runtime(artifact, component, request.device, checked, session, checks)
-            except NoCausalFormError as error:
-                opened[component.name] = _plainly(artifact, component, request.device, checked, session, dtype, error)
-                continue
-            if isinstance(runtime, DecoderRuntime):
-                opened[component.name] = CudaDecoderSession(runtime, request.device, dtype)
-            else:
-                opened[component.name] = CudaSession(runtime, request.device, dtype)
-        return opened
+        with on_gpu(request.device.index):
+            return {
+                component.name: self._session(artifact, component, request.device, checked, session)
+                for component in artifact.components
+            }
 
-    def _runtime(
+    def _session(
         self,
         artifact: Artifact,
         component: Component,
         device: DeviceSpec,
         options: CudaOptions,
         session: SessionOptions,
-        checks: FormChecks,
-    ) -> Runtime:
-        path = artifact.path / component.file
+    ) -> Session:
+        dtype = _compute_dtype(artifact, component, options)
+        checks = FormChecks(
+            artifact, component, device=device, compute_dtype=dtype,
+            versions={"onnxruntime": ort.__version__, "cuda": str(torch.version.cuda)},
+        )  # fmt: skip
+        request = GraphRequest(artifact.path / component.file, component, device, options, session, checks)
+        try:
+            runtime = self._runtime(request)
+        except NoCausalFormError as error:
+            logger.info("%s runs without CUDA graphs, kernel by kernel: %s", request.path.name, error.message)
+            return _growing_session(request, dtype)
+        if isinstance(runtime, DecoderRuntime):
+            return CudaDecoderSession(runtime, device, dtype)
+        return CudaSession(runtime, device, dtype)
+
+    def _runtime(self, request: GraphRequest) -> Runtime:
+        component, options, session = request.component, request.options, request.session
         kind = DecoderRuntime if component.stateful else Runtime
         if OPTIONS_OBJECT in session.native:
-            return kind(path, component, device, options, session, checks)
+            return kind(request)
         key = json.dumps(
-            [str(path), component.files[0].sha256, device.index, options.cuda_graphs, options.padding,
+            [str(request.path), component.files[0].sha256, request.device.index, options.cuda_graphs, options.padding,
              options.packing, dict(options.provider), session.to_dict()],
             default=str, sort_keys=True,
         )  # fmt: skip
-        found = self._runtimes.get(key)
-        if found is None:
-            found = self._runtimes[key] = kind(path, component, device, options, session, checks)
-        return found
+        runtime = self._runtimes.get(key)
+        if runtime is None:
+            runtime = self._runtimes[key] = kind(request)
+        return runtime
 
 
-def _plainly(
-    artifact: Artifact,
-    component: Component,
-    device: DeviceSpec,
-    options: CudaOptions,
-    session: SessionOptions,
-    compute_dtype: str,
-    error: NoCausalFormError,
-) -> DeviceSession:
-    """A decoder kernel by kernel, its cache a new tensor on the GPU after each step: for attention with biases of its own, for
-    masks that are read elsewhere, for float32 and for states of one size.
+def _growing_session(request: GraphRequest, compute_dtype: str) -> DeviceSession:
+    """Open a decoder without CUDA graphs, with a cache that is a new tensor on the GPU after each step.
+
+    This is used for attention with biases, for masks that are read outside of attention, for float32, and for recurrent
+    states of fixed size.
 
     Raises:
-        SessionError: The graph has attentions that no kernel of the GPU computes.
+        SessionError: The graph has an attention that cannot be computed on the GPU.
     """
-    path = artifact.path / component.file
-    logger.info("%s runs without CUDA graphs, kernel by kernel: %s", path.name, error.message)
-    form = growing_form(path, component)
+    form = growing_form(request.path, request.component)
     runtime = open_runtime(
-        path,
+        request.path,
         form.component,
         provider=CUDA,
-        provider_options=options.provider,
-        options=session,
+        provider_options=request.options.provider,
+        options=request.session,
         model=form.model,
         disabled_optimizers=DecoderRuntime.disabled_optimizers,
     )
-    return DeviceSession(runtime, form.component, device, compute_dtype)
+    return DeviceSession(runtime, form.component, request.device, compute_dtype)
 
 
 def _compute_dtype(artifact: Artifact, component: Component, options: CudaOptions) -> str:
-    """What the kernels compute in: TF32 where it was asked for, int8 only where a kernel multiplies integers."""
+    """Return the data type of the computation: TF32 if requested, int8 only if a kernel multiplies integers."""
     if artifact.manifest.quantization is not None:
         model = load_graph(artifact, component)
         if any(node.op_type in _INTEGER_KERNELS for graph in model.graphs() for node in graph):

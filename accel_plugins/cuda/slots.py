@@ -1,4 +1,4 @@
-"""Buffers of KV caches on the GPU, each with the CUDA graph of one more token."""
+"""Buffers of KV caches on the GPU, each with the CUDA graph of a single-token step."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from accel.artifact import Component
 
 from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
-from .cuda_graphs import Bounded, CaptureError, LateCheck, beside, captured
+from .cuda_graphs import Bounded, CaptureError, LateCheck, captured, overlapped
 from .runtime import Runtime, copy_in
 
 _LEAST = 256
 _ROOM = 64
-# Of caches that nobody uses any more these many keep their buffers and graph: the next `generate` is alike.
+# Number of unused caches that keep their buffers and CUDA graph for the next `generate` call.
 _SPARE = 2
 
 
 def capacity_for(tokens: int, limit: int) -> int:
-    """How many tokens buffers get room for: a power of two, so that a growing cache is seldom copied and captured anew.
+    """Return the capacity of cache buffers in tokens: a power of two, so that copies and captures are rare.
 
     Args:
-        tokens: Tokens to hold now.
-        limit: Tokens that the model has positions for; 0 when it knows none.
+        tokens: The number of tokens to store now.
+        limit: The number of positions that the model supports; 0 for no limit.
     """
     size = _LEAST
     while size < tokens + _ROOM:
@@ -33,14 +33,14 @@ def capacity_for(tokens: int, limit: int) -> int:
 
 
 class Slot:
-    """The buffers of one cache, and what a step reads and writes, at fixed addresses.
+    """The buffers of one KV cache and the inputs and outputs of a step, at fixed addresses.
 
     Args:
-        runtime: The decoder on its GPU.
-        component: What the artifact says about it.
-        batch: Rows.
-        capacity: Tokens that each row has room for.
-        late: What checks the values of steps; `None` for no check.
+        runtime: The runtime of the decoder on its GPU.
+        component: The component of the artifact that describes the decoder.
+        batch: The number of rows.
+        capacity: The maximum number of tokens in each row.
+        late: Checks the values of steps; `None` for no check.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Slot:
         for spec in pasts:
             kinds.setdefault((int(spec.shape[1]), int(spec.shape[3]), spec.dtype), []).append(spec.name)
         self.blocks: list[torch.Tensor] = []
-        """All buffers of one shape together: `(buffers, batch, heads, capacity, head_size)`."""
+        """Blocks of all buffers with the same shape: `(buffers, batch, heads, capacity, head_size)`."""
         self.buffers: dict[str, torch.Tensor] = {}
         for (heads, size, dtype), names in kinds.items():
             shape = (len(names), batch, heads, capacity, size)
@@ -64,7 +64,7 @@ class Slot:
             self.buffers.update(zip(names, block, strict=True))
         self._presents = {spec.name: spec.pair or "" for spec in pasts}
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        """Tokens of each row before the next step."""
+        """Number of tokens in each row before the next step."""
         self.mask = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
         self._odd = torch.zeros((), dtype=torch.bool, device=device)
         self._odd_host = torch.zeros((), dtype=torch.bool).pin_memory()
@@ -82,11 +82,11 @@ class Slot:
             for spec in component.inputs
             if spec.shape == ("kept",)
         }
-        # Kept: ONNX Runtime reads it on the host in each run.
+        # Keep a reference, because ONNX Runtime reads this tensor in CPU memory at each run.
         self._total = torch.full((1,), capacity, dtype=torch.int32)
         logits = next(spec for spec in component.outputs if spec.name == "logits")
         self.logits = torch.empty((batch, 1, int(logits.shape[-1])), dtype=getattr(torch, logits.dtype), device=device)
-        # Kept: a binding holds addresses alone.
+        # Keep references, because a binding holds only addresses.
         self._bound = {
             **self.inputs,
             **self._bounded.within,
@@ -101,15 +101,15 @@ class Slot:
 
     @property
     def captured(self) -> bool:
-        """Whether a step is one CUDA graph."""
+        """Whether a step replays a CUDA graph."""
         return self._graph is not None
 
     def presents(self, row: int | None = None) -> dict[str, torch.Tensor]:
-        """The graph's cache outputs: the buffers `(rows, heads, capacity, head_size)`, of all rows or of one."""
+        """Return the graph's cache outputs: the buffers `(rows, heads, capacity, head_size)` of all rows or of one row."""
         return {self._presents[name]: buffer for name, buffer in self.pasts(row).items()}
 
     def pasts(self, row: int | None = None) -> dict[str, torch.Tensor]:
-        """The graph's cache inputs: the same buffers, `(rows, heads, capacity, head_size)`."""
+        """Return the graph's cache inputs: the same buffers as the outputs, `(rows, heads, capacity, head_size)`."""
         if row is None:
             return self.buffers
         return {name: buffer[row : row + 1] for name, buffer in self.buffers.items()}
@@ -118,40 +118,42 @@ class Slot:
         """Copy the first tokens of another slot's rows, on the current stream.
 
         Args:
-            other: May be this one.
-            tokens: How many of each row.
-            rows: `(batch,)` the other's row for each of these; the same rows when `None`.
+            other: The other slot; may be this slot.
+            tokens: The number of tokens to copy from each row.
+            rows: `(batch,)`, the other slot's row for each row of this slot; `None` for the same rows.
         """
         for mine, block in zip(self.blocks, other.blocks, strict=True):
-            held = block[:, :, :, :tokens]
-            mine[:, :, :, :tokens].copy_(held if rows is None else held.index_select(1, rows))
+            first_tokens = block[:, :, :, :tokens]
+            mine[:, :, :, :tokens].copy_(first_tokens if rows is None else first_tokens.index_select(1, rows))
 
     def set_lengths(self, lengths: torch.Tensor) -> None:
-        """Tokens of each row, `lengths: (batch,)` on the host; forgets the mask."""
+        """Set the number of tokens in each row from `lengths: (batch,)` in CPU memory, and clear the mask."""
         self.lengths.copy_(lengths)
         self.mask.zero_()
 
     def reset_check(self) -> None:
-        """Forget what earlier masks were. Waits for the GPU."""
+        """Reset the check of masks. Waits for the GPU."""
         torch.cuda.synchronize(self._odd.device)
         self._odd.zero_()
         self._odd_host.zero_()
 
     @property
     def mask_was_odd(self) -> bool:
-        """Whether a finished step had a mask that kept another number of tokens than the cache holds.
+        """Whether a finished step had a mask with another number of tokens than the cache holds.
 
-        Nothing waits for the GPU, so the last step may not count yet.
+        Reading this does not wait for the GPU, so the last step may not be included yet.
         """
         return bool(self._odd_host)
 
     def step(self, feeds: Mapping[str, torch.Tensor], mask: torch.Tensor, current: torch.cuda.Stream) -> torch.Tensor:
-        """Logits `(batch, 1, vocabulary)` behind one more token of each row, overwritten by the next step.
+        """Run one more token of each row, and return the logits `(batch, 1, vocabulary)`.
+
+        The next step overwrites them.
 
         Args:
-            feeds: What each token brings, ids or embeddings, and positions: `(batch, 1, ...)`.
-            mask: `(batch, columns)`, checked against the tokens held.
-            current: The stream that they are written on; ordered behind the last run's.
+            feeds: The id or embedding, and the position, of each token: `(batch, 1, ...)`.
+            mask: `(batch, columns)`; its number of tokens is checked against the cache.
+            current: The stream on which these tensors are written; it waits for the previous run.
         """
         for name, buffer in self.inputs.items():
             copy_in(buffer, feeds[name])
@@ -169,10 +171,10 @@ class Slot:
         return self.logits
 
     def _enqueue(self) -> None:
-        """The run, and the checks beside it, on the runtime's stream."""
+        """Enqueue a run on the runtime's stream, with checks in parallel."""
         with torch.cuda.stream(self._runtime.stream):
             self._bounded.clamp()
-            with beside(self._runtime, self._check):
+            with overlapped(self._runtime, self._check):
                 self._runtime.enqueue("general", self._binding)
 
     def _check(self) -> None:
@@ -181,7 +183,10 @@ class Slot:
         self._bounded.check()
 
     def _capture(self, current: torch.cuda.Stream) -> None:
-        """A step as one graph. Takes a few steps' time; each writes the same token to the same place."""
+        """Capture a step as a CUDA graph.
+
+        Takes the time of a few steps, which all write the same token to the same position.
+        """
         try:
             self._graph = captured(self._runtime, self._enqueue, {"logits": self.logits}, current)
         except CaptureError as error:
@@ -189,10 +194,10 @@ class Slot:
 
 
 class Slots:
-    """The slots of one decoder, for one state at a time each.
+    """The slots of one decoder. Each slot is used by one state at a time.
 
     Args:
-        late: What checks the values of steps.
+        late: Checks the values of steps.
     """
 
     def __init__(self, late: LateCheck | None = None) -> None:
@@ -200,28 +205,28 @@ class Slots:
         self._slots: list[Slot] = []
 
     def acquire(self, user: object, runtime: Runtime, component: Component, batch: int, capacity: int) -> Slot:
-        """A slot for a state, as long as that lives or until it is released. Waits for the GPU."""
+        """Return a slot for a state, until the state is deleted or the slot is released. Waits for the GPU."""
         free = [slot for slot in self._slots if slot.user is None or slot.user() is None]
-        found = next((s for s in free if (s.batch, s.capacity) == (batch, capacity)), None)
-        if found is None:
+        chosen = next((s for s in free if (s.batch, s.capacity) == (batch, capacity)), None)
+        if chosen is None:
             for slot in free[: max(0, len(free) - _SPARE + 1)]:
                 self._slots.remove(slot)
-            # Buffers made in inference mode could not be written outside of it.
+            # Create the buffers outside of inference mode: inference tensors cannot be written outside of it.
             with torch.inference_mode(False):
-                found = Slot(runtime, component, batch, capacity, self._late)
+                chosen = Slot(runtime, component, batch, capacity, self._late)
         else:
-            # The one used last is the last to go.
-            self._slots.remove(found)
-        self._slots.append(found)
-        found.user = weakref.ref(user)
-        found.reset_check()
-        return found
+            # Move the slot to the end of the list, because slots at the start are discarded first.
+            self._slots.remove(chosen)
+        self._slots.append(chosen)
+        chosen.user = weakref.ref(user)
+        chosen.reset_check()
+        return chosen
 
     @staticmethod
     def release(slot: Slot) -> None:
-        """Let other states have a slot."""
+        """Make a slot available to other states."""
         slot.user = None
 
     def clear(self) -> None:
-        """Let go of all buffers."""
+        """Release all buffers."""
         self._slots.clear()

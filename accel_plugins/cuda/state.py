@@ -1,65 +1,43 @@
-"""A KV cache in GPU memory that ONNX Runtime reads and writes where it is."""
+"""State of a decoder: a KV cache in GPU memory that ONNX Runtime reads and writes in place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from accel.artifact import Component
 from accel.errors import InputError
 from accel.interfaces.protocols import Feeds
-from accel.interfaces.session_contract import ValueCheck
-from accel.interfaces.state import State, StateOwner
+from accel.interfaces.state import State
 
 from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
 from .forms.rows import Added, Rows
-from .runtime import DecoderRuntime, on_device
-from .slots import Slot, Slots, capacity_for
+from .runtime import on_device
+from .slots import Slot, capacity_for
 
-
-class Decoder(StateOwner, Protocol):
-    """The session of a state.
-
-    Attributes:
-        slots: Buffers of caches, free ones among them.
-        check_values: Checks ids against the model's vocabulary.
-    """
-
-    slots: Slots
-    check_values: ValueCheck
-
-    @property
-    def runtime(self) -> DecoderRuntime:
-        """The decoder on its GPU.
-
-        Raises:
-            SessionClosedError: After `close`.
-        """
-
-    def on_device(self) -> AbstractContextManager[object]:
-        """The GPU as torch's current one."""
+if TYPE_CHECKING:
+    from .decoder_session import CudaDecoderSession
 
 
 class CudaState(State):
-    """Keys and values of one batch of sequences.
+    """The KV cache of one batch of sequences.
 
-    Each row's tokens stand at the beginning of its buffers, whatever padding the caller's mask has (`Rows`). Several tokens
-    after a past go row by row, as the attention operator wants it.
+    Each row's tokens are stored from the start of its buffers, without the padding of the caller's mask (`Rows`). If
+    several tokens follow a past, the rows are computed one after another, because the attention operator requires it.
 
     Args:
-        session: The decoder's.
-        component: Its graph.
-        batch: Rows.
+        session: The decoder's session.
+        component: The component that describes the decoder's graph.
+        batch: The number of rows.
     """
 
-    session: Decoder
+    session: CudaDecoderSession
     joinable = False
     readable = False
 
-    def __init__(self, session: Decoder, component: Component, batch: int) -> None:
+    def __init__(self, session: CudaDecoderSession, component: Component, batch: int) -> None:
         super().__init__(session, component, batch)
         assert self.check_step.mask is not None
         self._mask, self._tokens, self._kept = self.check_step.mask, self.check_step.tokens, self.check_step.kept
@@ -70,11 +48,11 @@ class CudaState(State):
 
     @property
     def captured(self) -> bool:
-        """Whether a step is one CUDA graph."""
+        """Whether a step replays a CUDA graph."""
         return self._slot is not None and self._slot.captured
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let row `i` become what row `rows[i]` was. Waits for the indices."""
+        """Set row `i` to the previous row `rows[i]`. Waits for the copy of the row indices to the GPU."""
         with self.session.runtime.lock, self.session.on_device():
             self._batch = len(rows)
             slot, index = self._slot, torch.tensor(rows)
@@ -91,7 +69,7 @@ class CudaState(State):
             self._set_lengths()
 
     def keep_columns(self, start: int, stop: int) -> None:
-        """Forget all tokens from column `stop` on; `start` is 0."""
+        """Remove all tokens from column `stop` on; `start` must be 0."""
         self._rows_held.crop(stop)
         if self._slot is not None:
             with self.session.runtime.lock, self.session.on_device():
@@ -99,11 +77,11 @@ class CudaState(State):
                 self._set_lengths()
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Remove all tokens."""
         self.keep_columns(0, 0)
 
     def copy_from(self, other: Self) -> None:
-        """Hold a copy of what another state holds."""
+        """Copy the content of another state into this state."""
         self._rows_held, slot = other._rows_held.clone(), other._slot
         if slot is not None:
             with self.session.runtime.lock, self.session.on_device():
@@ -113,13 +91,13 @@ class CudaState(State):
                 self._set_lengths()
 
     def run(self, feeds: Feeds) -> torch.Tensor:
-        """Logits `(batch, kept, vocabulary)` behind the next tokens, whose keys and values are kept.
+        """Run the next tokens, append their keys and values, and return the logits `(batch, kept, vocabulary)`.
 
         Args:
-            feeds: The graph's inputs without the cache, of the declared types, anywhere.
+            feeds: The graph's inputs without the cache, with the declared data types, on any device.
 
         Raises:
-            InputError: A mask that does not continue the earlier ones.
+            InputError: The mask does not continue the earlier masks.
         """
         new = self.check_step(feeds, self._batch, self._length)
         mask = feeds[self._mask]
@@ -130,7 +108,7 @@ class CudaState(State):
                 fix="pass the prompt's mask with a 1 behind it for each token since; start with an empty cache.",
             )
         if slot is None or new > 1 or not self._continues(mask):
-            # The mask is waited for here as well.
+            # Check ids in GPU memory immediately, because the call waits for the mask anyway.
             self.session.check_values.waiting(feeds)
             return self._extend(feeds, new, mask.to("cpu") != 0)
         if self._length >= slot.capacity:
@@ -142,15 +120,16 @@ class CudaState(State):
         return logits if kept is None or kept.numel() == 1 else logits.expand(-1, kept.numel(), -1).clone()
 
     def _continues(self, mask: torch.Tensor) -> bool:
-        """Whether a mask keeps one more token of each row, and all those held; one on the GPU is taken to, and checked
-        there.
+        """Return whether a mask keeps all stored tokens and one new token of each row.
+
+        A mask on the GPU is assumed to do so, and is checked on the GPU during the step.
         """
         if mask.is_cuda:
             return True
         kept = mask != 0
         return bool(kept[:, -1].all()) and self._rows_held.agree(kept)
 
-    # Several tokens
+    # Calls with several tokens
 
     def _extend(self, feeds: Feeds, new: int, mask: torch.Tensor) -> torch.Tensor:
         before = self._rows_held.lengths
@@ -175,21 +154,21 @@ class CudaState(State):
         return logits
 
     def _columns(self, feeds: Feeds, new: int) -> torch.Tensor:
-        """The new columns whose logits are wanted, on the host."""
+        """Return the new columns whose logits are requested, in CPU memory."""
         return torch.arange(new) if self._kept is None else feeds[self._kept].to("cpu")
 
     def _prompt(self, slot: Slot, feeds: Feeds, added: Added, columns: torch.Tensor) -> torch.Tensor:
-        """All rows at once, none of which holds a token yet."""
+        """Run the prompt of all rows together; no row has tokens in the cache yet."""
         tokens = {name: self._placed(feeds[name]) for name in self._each}
         if not added.whole:
             order = added.order.to(slot.lengths.device)
             row = torch.arange(self._batch, device=order.device).unsqueeze(1)
             tokens = {name: tensor[row, order] for name, tensor in tokens.items()}
-        wanted = added.places[:, columns]
-        places, inverse = _distinct(wanted)
+        requested_places = added.places[:, columns]
+        places, inverse = _distinct(requested_places)
         logits = self._compute(slot, tokens, added.counts, int(added.counts.max()), places, None)
         if self._kept is None:
-            inverse = wanted
+            inverse = requested_places
         if torch.equal(inverse, torch.arange(logits.shape[1]).expand(self._batch, -1)):
             return logits
         chosen = inverse.to(logits.device)
@@ -198,7 +177,7 @@ class CudaState(State):
     def _row_by_row(
         self, slot: Slot, feeds: Feeds, added: Added, before: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Rows that hold tokens already, one after another; rows without a new token are left out."""
+        """Run rows that already have tokens in the cache one after another; rows without new tokens are skipped."""
         tokens = {name: self._placed(feeds[name]) for name in self._each}
         parts: list[torch.Tensor | None] = []
         for row in range(self._batch):
@@ -213,10 +192,10 @@ class CudaState(State):
             logits = self._compute(slot, mine, torch.tensor([total]), total, places, row)
             chosen = added.places[row, columns] if self._kept is None else inverse
             parts.append(logits.index_select(1, chosen.to(logits.device)))
-        found = [part for part in parts if part is not None]
-        if not found:
+        computed = [part for part in parts if part is not None]
+        if not computed:
             raise InputError("The attention mask keeps no new token.", fix="pass at least one token that it keeps.")
-        return torch.cat([torch.zeros_like(found[0]) if part is None else part for part in parts])
+        return torch.cat([torch.zeros_like(computed[0]) if part is None else part for part in parts])
 
     def _compute(
         self,
@@ -227,15 +206,16 @@ class CudaState(State):
         places: torch.Tensor,
         row: int | None,
     ) -> torch.Tensor:
-        """Logits `(rows, places, vocabulary)` of one run.
+        """Run the graph once and return the logits `(rows, places, vocabulary)`.
 
         Args:
             slot: The buffers.
-            tokens: What each new token brings, `(rows, new, ...)`, on the GPU.
-            lengths: `(rows,)` tokens of each row after the run, on the host.
-            total: The longest of them.
-            places: Places among the new tokens whose logits are computed, where the graph lets one choose.
-            row: The only row that runs, or `None` for all.
+            tokens: The inputs of each new token, `(rows, new, ...)`, on the GPU.
+            lengths: `(rows,)`, the number of tokens in each row after the run, in CPU memory.
+            total: The largest of the lengths.
+            places: Indices of the new tokens whose logits are computed; ignored by graphs that always compute all
+                logits.
+            row: The only row to run; `None` for all rows.
         """
         where = slot.lengths.device
         inputs = {**tokens, **slot.pasts(row)}
@@ -252,18 +232,18 @@ class CudaState(State):
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return on_device(tensor, self.session.runtime.device).contiguous()
 
-    # Buffers
+    # Buffers of the cache
 
     def _new_slot(self, capacity: int) -> Slot:
         session = self.session
         return session.slots.acquire(self, session.runtime, self.component, self._batch, capacity)
 
     def _grown(self, tokens: int) -> Slot:
-        """Buffers with room for so many tokens, and what was held in them."""
+        """Move the cache to buffers with capacity for this many tokens."""
         return self._move(capacity_for(tokens, self._limit), int(self._rows_held.lengths.max()))
 
     def _move(self, capacity: int, tokens: int, rows: torch.Tensor | None = None) -> Slot:
-        """Other buffers, with the first tokens of these in them."""
+        """Move the first tokens of the cache to another slot, and return it."""
         before = self._slot
         slot = self._slot = self._new_slot(capacity)
         if before is not None:
@@ -279,6 +259,6 @@ class CudaState(State):
 
 
 def _distinct(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different ones in order, and for each place which of them it is."""
-    found = torch.tensor(sorted(set(places.flatten().tolist())), dtype=torch.int64)
-    return found, torch.searchsorted(found, places.contiguous())
+    """Return the sorted distinct values of `places`, and for each place the index of its value among them."""
+    distinct = torch.tensor(sorted(set(places.flatten().tolist())), dtype=torch.int64)
+    return distinct, torch.searchsorted(distinct, places.contiguous())

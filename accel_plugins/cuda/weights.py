@@ -1,4 +1,4 @@
-"""Weights on the GPU once, for all ONNX Runtime sessions that run forms of one graph."""
+"""Weights on the GPU that all ONNX Runtime sessions of one graph's forms share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ..ortkit.graph.editing import read_graph
 from ..ortkit.runtime.values import as_ort_value
 
-# What ONNX Runtime may want on the host (shapes, axes, scalars) is small and mostly integer.
+# Smaller values are not shared: ONNX Runtime may need them on the CPU (shapes, axes, scalars).
 _LEAST_BYTES = 1 << 16
 _KINDS: Mapping[ir.DataType | None, torch.dtype] = {
     ir.DataType.FLOAT: torch.float32,
@@ -23,9 +23,9 @@ _KINDS: Mapping[ir.DataType | None, torch.dtype] = {
 
 
 class SharedWeights:
-    """The large floating-point weights of a graph, put on the GPU when they are first asked for.
+    """The large floating-point weights of a graph, copied to the GPU when they are first requested.
 
-    Must outlive the sessions that use them.
+    The object must outlive the sessions that use its weights.
 
     Args:
         path: The graph file.
@@ -39,14 +39,14 @@ class SharedWeights:
         self._tensors: list[torch.Tensor] = []
 
     def values(self) -> Mapping[str, Any]:
-        """ONNX Runtime's values over them, by the names of the initializers; complete when this returns."""
+        """Return ONNX Runtime's values of the weights by initializer name; the copy to the GPU is finished."""
         if self._values is None:
             self._values = {}
             for name, value in read_graph(self._path).graph.initializers.items():
                 dtype = _KINDS.get(value.dtype)
                 if dtype is None or value.const_value is None or value.const_value.nbytes < _LEAST_BYTES:
                     continue
-                # torch reads no bfloat16 from NumPy, so the bits travel.
+                # torch cannot read bfloat16 from NumPy, so the bits are copied as unsigned integers.
                 bits = np.ascontiguousarray(value.const_value.numpy()).view(f"u{dtype.itemsize}")
                 tensor = torch.from_numpy(bits.copy()).to(self._device).view(dtype)
                 self._tensors.append(tensor)

@@ -1,17 +1,19 @@
-"""Intel Neural Compressor: quantizes PyTorch models; ONNX Runtime and OpenVINO run what is exported from them."""
+"""The backend `neural-compressor`: Intel Neural Compressor quantizes PyTorch models; ONNX Runtime and OpenVINO run
+their exports.
+"""
 
 from accel.interfaces.specs import WEIGHTS, BackendSpec, Capability, SchemeSettings
 
 AUTO_ROUND = 'pip install "auto-round>=0.9"'
 ALGORITHMS = ("rtn", "gptq", "awq", "teq", "autoround")
-_WEIGHT_ONLY = ("exclude", "symmetric", "block_size", "algorithm", "max_drop")
+_WEIGHT_ONLY = ("exclude", "symmetric", "block_size", "algorithm")
 
 SPEC = BackendSpec(
     name="neural-compressor",
     summary="Intel Neural Compressor, which quantizes PyTorch models for other backends to run",
     extra="neural-compressor",
     impl="accel_plugins.neural_compressor.backend:NeuralCompressorBackend",
-    # `accelerate`: its packed layers are imported through it, without its package saying so.
+    # The packed layers of Neural Compressor import `accelerate`, which its package does not declare as a dependency.
     requires=("neural_compressor", "torchao", "accelerate"),
     aliases=("inc",),
     distributions=("neural-compressor-pt", "torchao", "auto-round"),
@@ -23,7 +25,7 @@ SPEC = BackendSpec(
             produces=WEIGHTS,
             schemes=("static-int8", "weight-int8", "weight-int4"),
             settings=(
-                SchemeSettings("static-int8", ("exclude", "per_channel", "calibration", "max_drop")),
+                SchemeSettings("static-int8", ("exclude", "per_channel", "calibration")),
                 SchemeSettings("weight-int8", _WEIGHT_ONLY),
                 SchemeSettings("weight-int4", _WEIGHT_ONLY),
             ),

@@ -1,4 +1,4 @@
-"""Intel Neural Compressor as a backend: it quantizes, and runs nothing."""
+"""The backend `neural-compressor`: it quantizes models and runs none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from . import AUTO_ROUND
 
 _DISTRIBUTION = "neural-compressor-pt"
-# What it offers and does not give here, whatever else is installed (3.10, torch 2.13).
+# Algorithms that this backend does not offer, whatever packages are installed (Neural Compressor 3.10, torch 2.13).
 _NEVER = (
     Reason(
         "hqq",
@@ -31,44 +31,34 @@ _NEVER = (
 
 
 class NeuralCompressorBackend:
-    """Quantizes PyTorch models."""
+    """Quantizes PyTorch models with Intel Neural Compressor."""
 
     def probe(self) -> Probe:
-        """The host; and the algorithms that are missing here."""
-        try:
-            version = metadata.version(_DISTRIBUTION)
-        except metadata.PackageNotFoundError:
-            return Probe(
-                reasons=(
-                    Reason(
-                        "not-installed",
-                        f"{_DISTRIBUTION} is not installed",
-                        'pip install "accel-transformers[neural-compressor]"',
-                    ),
-                )
-            )
+        """Return the CPU, with the algorithms that are not available as reasons."""
         reasons = list(_NEVER)
         if util.find_spec("auto_round") is None:
             reasons.insert(0, Reason("autoround", "algorithm 'autoround' needs auto-round", AUTO_ROUND))
         device = DeviceSpec("cpu", name=platform.processor() or platform.machine())
-        return Probe(devices=(device,), reasons=tuple(reasons), versions={_DISTRIBUTION: version})
+        return Probe(
+            devices=(device,), reasons=tuple(reasons), versions={_DISTRIBUTION: metadata.version(_DISTRIBUTION)}
+        )
 
     def exporter(self) -> Exporter | None:
-        """None: PyTorch's own backend writes models."""
+        """Return `None`: the backend `pytorch` writes models."""
         return None
 
     def optimizer(self) -> Optimizer | None:
-        """None."""
+        """Return `None`: this backend has no optimizer."""
         return None
 
     def quantizer(self) -> Quantizer:
-        """Scales and zero points by Neural Compressor."""
+        """Return the quantizer, which takes scales and zero points from Neural Compressor."""
         from .quantizer import CompressorQuantizer
 
         return CompressorQuantizer()
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Nothing is run here.
+        """Raise, because this backend does not run models.
 
         Raises:
             SessionError: Always.

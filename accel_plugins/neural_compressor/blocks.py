@@ -1,8 +1,8 @@
-"""What GPTQ and AWQ take for granted of a model, checked before they begin.
+"""Checks that GPTQ and AWQ can call the blocks of a model one by one.
 
-Neural Compressor's GPTQ and AWQ run the blocks of a model one after the other by themselves: each gets the answer of the one before it,
-and everything else as the first block was called. Of a model whose blocks are called in another way they would choose weights for
-activations that the model never has, and say nothing.
+GPTQ and AWQ of Neural Compressor call the blocks of a model one after another. Each block gets the output of the
+previous block and the other arguments of the first block. If a model calls its blocks differently, the algorithms would
+silently optimize the weights for activations that never occur in the model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import Conv1D
 from accel.errors import QuantizeError
 
 _FIX = "use algorithm='rtn', or export the model and quantize the graph with backend='openvino'."
-# What GPTQ keeps besides tensors; it drops the rest.
+# Arguments that GPTQ keeps although they are not tensors.
 _PAIRS = ("alibi", "position_embeddings")
-# Attention of another kind for short and for long rows adds up in another order.
+# Attention kernels for short and for long rows add numbers in a different order.
 _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How a block was called."""
+    """Recorded call of a model block during a normal run of the model: arguments and output."""
 
     args: tuple[Any, ...]
     kept: dict[str, Any]
@@ -36,16 +36,16 @@ class _Call:
 def check_chain(
     model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rows: Sequence[Mapping[str, Any]], algorithm: str
 ) -> None:
-    """Refuse a model whose blocks do not compute the same when they are called as an algorithm calls them.
+    """Raise if the blocks of a model compute different outputs when an algorithm calls them one by one.
 
     Args:
-        model: In floating point.
-        blocks: Those that Neural Compressor found in it.
-        rows: Of the calibration data, a shortest and a longest one; costs two calls of the model for each.
+        model: The model in floating point.
+        blocks: The blocks that Neural Compressor found.
+        rows: The shortest and the longest row of the calibration data. Each row costs about two runs of the model.
         algorithm: `gptq` or `awq`.
 
     Raises:
-        QuantizeError: They do not, with the first one that differs.
+        QuantizeError: A block differs or cannot be called; the message names the first one.
     """
     if not blocks:
         raise QuantizeError(f"{algorithm} finds no list of blocks in the model.", fix=_FIX)
@@ -72,7 +72,7 @@ def check_chain(
             try:
                 with torch.no_grad():
                     hidden = _first(block(*args, **kept))
-            # The block's own code, which may miss anything that it was called with in the model.
+            # The block is model code and may raise any exception, for example because an argument is missing.
             except Exception as error:
                 raise QuantizeError(
                     f"{algorithm} calls every block as the first one, and block {number} of the model's {len(blocks)} cannot be: "
@@ -95,12 +95,12 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _calls(
     model: torch.nn.Module, blocks: Sequence[torch.nn.Module], row: Mapping[str, Any], *, tensors: bool
 ) -> list[_Call]:
-    found: dict[int, _Call] = {}
+    calls: dict[int, _Call] = {}
 
     def watch(number: int) -> Any:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> None:
             kept = {n: one for n, one in kwargs.items() if not tensors or isinstance(one, torch.Tensor) or n in _PAIRS}
-            found[number] = _Call(args, kept, _first(answer))
+            calls[number] = _Call(args, kept, _first(answer))
 
         return hook
 
@@ -111,14 +111,14 @@ def _calls(
     finally:
         for hook in hooks:
             hook.remove()
-    missing = [number for number in range(len(blocks)) if number not in found]
+    missing = [number for number in range(len(blocks)) if number not in calls]
     if missing:
         raise QuantizeError(
             f"It takes {type(blocks[0]).__name__} and what follows it for the model's blocks, and the model does not call "
             f"number {missing[0]} of the {len(blocks)}.",
             fix=_FIX,
         )
-    return [found[number] for number in range(len(blocks))]
+    return [calls[number] for number in range(len(blocks))]
 
 
 def _first(answer: Any) -> Any:
@@ -127,12 +127,13 @@ def _first(answer: Any) -> Any:
 
 @contextmanager
 def called_plainly(model: Any, *, masks: bool) -> Iterator[None]:
-    """Calls of a model leave nothing behind: no cache, in which blocks that run again and again would find what they computed before.
+    """Context manager that runs a model without a KV cache: blocks that run repeatedly would find their earlier results
+    in it.
 
     Args:
-        model: To call.
-        masks: Attention always gets its mask. It gets none for rows that need none, and GPTQ, which keeps the masks of all rows in one
-            list, would take those of other rows for them.
+        model: The model.
+        masks: Whether attention always gets a mask. Without this, rows without padding get no mask. GPTQ keeps the
+            masks of all rows in one list and would then use another row's mask.
     """
     configs = [model.config, model.config.get_text_config()] if hasattr(model, "config") else []
     caching = [one for one in configs if getattr(one, "use_cache", False)]
@@ -152,7 +153,7 @@ def called_plainly(model: Any, *, masks: bool) -> Iterator[None]:
 
 
 class _InFloat(torch.nn.Module):
-    """A linear layer that no search for linear layers finds."""
+    """Linear layer of another class, so that Neural Compressor does not find it."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -164,8 +165,8 @@ class _InFloat(torch.nn.Module):
 
 @contextmanager
 def hidden(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Layers that are to stay in floating point are out of sight: GPTQ takes for a layer without settings those of the first that
-    has some.
+    """Context manager that hides layers which stay in floating point. GPTQ would quantize a layer without settings with
+    the settings of another layer.
     """
     layers = {name: model.get_submodule(name) for name in names}
 

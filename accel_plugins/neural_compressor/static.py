@@ -1,8 +1,11 @@
-"""Activations and weights in 8 bits: Neural Compressor observes a traced model, and our layers keep the scales that it found."""
+"""Static int8: Neural Compressor observes a traced model, and integer layers of `accel` store the scales and zero
+points.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,14 +14,14 @@ from accel.capture import IntegerLinear, Source, capture_program
 from accel.config import QuantizeConfig
 from accel.errors import ExportError, QuantizeError
 
-from .library import library, mapped
+from .upstream import library, mapped
 
 _FIX = "use backend='cpu' or 'openvino' on an exported graph."
 _ALGORITHMS = {"minmax": "minmax", "moving_average": "minmax", "entropy": "kl"}
 
 
 def static_config(config: QuantizeConfig) -> Any:
-    """Neural Compressor's settings for ours: unsigned activations and signed weights, the pair that CPUs multiply fast."""
+    """Return Neural Compressor's settings: uint8 activations and int8 weights, which CPUs multiply fast."""
     granularity = "per_tensor" if config.per_channel is False else "per_channel"
     return library().StaticQuantConfig(
         w_dtype="int8",
@@ -31,8 +34,10 @@ def static_config(config: QuantizeConfig) -> Any:
 
 
 def traced(source: Source) -> Any:
-    """The model as Neural Compressor observes it: a graph module with the source's inputs; for images of the usual size alone where a
-    trace for any does not end. What is quantized is the model, which takes images of any size as before.
+    """Trace the model to a graph module for Neural Compressor, with the source's inputs.
+
+    If the trace with dynamic image sizes fails, the model is traced for its usual image size. The quantized model still
+    accepts images of any size.
     """
     try:
         program = capture_program(source)
@@ -45,13 +50,13 @@ def traced(source: Source) -> Any:
     module._exported, module.dynamic_shapes = True, None
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.linear.default:
-            # It finds layers by this alone with PyTorch 2.11, whose traces do not have it.
+            # Neural Compressor finds layers by this metadata entry, which traces of PyTorch 2.11 do not have.
             node.meta.setdefault("source_fn_stack", [(node.name, torch.nn.functional.linear)])
     return module
 
 
 def observed(graph: Any, settings: Any, batches: Iterable[dict[str, torch.Tensor]]) -> Any:
-    """The graph module with pairs of quantize and dequantize around what Neural Compressor would round."""
+    """Return the graph module with quantize and dequantize nodes, calibrated on the batches."""
     inc = library()
     with mapped("static-int8", _FIX), torch.no_grad():
         prepared = inc.prepare(graph, settings)
@@ -63,18 +68,18 @@ def observed(graph: Any, settings: Any, batches: Iterable[dict[str, torch.Tensor
 def integer_layers(
     converted: Any, model: torch.nn.Module, prefix: str, wanted: Callable[[str], bool]
 ) -> dict[str, IntegerLinear]:
-    """Our layers, by name, with the scales and zero points that stand around a converted graph's products.
+    """Return integer layers by name, with the scales and zero points of a converted graph.
 
     Args:
-        converted: From `observed`.
-        model: The model whose layers are meant.
-        prefix: What the graph puts before the model's names.
-        wanted: Whether a layer is to be quantized.
+        converted: The graph module from `observed`.
+        model: The model whose layers are quantized.
+        prefix: Prefix of the model's module names in the graph.
+        wanted: Function that tells by name whether a layer is quantized.
 
     Raises:
-        QuantizeError: There is none.
+        QuantizeError: No layer is quantized, or a layer is used twice with different inputs.
     """
-    found: dict[str, IntegerLinear] = {}
+    layers: dict[str, IntegerLinear] = {}
     for node in converted.graph.nodes:
         if node.op != "call_function" or node.target is not torch.ops.aten.linear.default:
             continue
@@ -85,15 +90,15 @@ def integer_layers(
         layer = _layer(model, name)
         if layer is None or not wanted(name):
             continue
-        made = _integer_layer(converted, layer, x, weight)
-        known = found.setdefault(name, made)
-        if not torch.equal(known.x_scale, made.x_scale) or not torch.equal(known.x_zero, made.x_zero):
+        integers = _integer_layer(converted, layer, x, weight)
+        first = layers.setdefault(name, integers)
+        if not torch.equal(first.x_scale, integers.x_scale) or not torch.equal(first.x_zero, integers.x_zero):
             raise QuantizeError(f"{name} is used twice with different inputs.", fix="leave it in float: exclude=...")
-    if not found:
+    if not layers:
         raise QuantizeError(
             "Neural Compressor found nothing to quantize in the model: no linear layer with constant weights.", fix=_FIX
         )
-    return found
+    return layers
 
 
 def _is(node: Any, word: str) -> bool:
@@ -101,45 +106,40 @@ def _is(node: Any, word: str) -> bool:
 
 
 def _name_of(weight: Any, prefix: str) -> str:
-    """The module that the weights under a dequantization belong to."""
+    """Return the name of the module that owns the weights under a dequantize node."""
     source = weight.args[0].args[0]
     return str(source.target).removeprefix(prefix).rpartition(".")[0]
 
 
 def _layer(model: torch.nn.Module, name: str) -> torch.nn.Linear | None:
     try:
-        found = model.get_submodule(name)
+        module = model.get_submodule(name)
     except AttributeError:
         return None
-    return found if isinstance(found, torch.nn.Linear) else None
+    return module if isinstance(module, torch.nn.Linear) else None
 
 
 def _integer_layer(converted: Any, layer: torch.nn.Linear, x: Any, weight: Any) -> IntegerLinear:
     _, x_scale, x_zero, low, high, _ = x.args
     if (low, high) != (0, 255):
         raise QuantizeError(f"Activations from {low} to {high} are not 8 unsigned bits.", fix=_FIX)
-    made = IntegerLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    made.x_scale = torch.tensor(float(_value(converted, x_scale)), dtype=torch.float32)
-    made.x_zero = torch.tensor(int(_value(converted, x_zero)), dtype=torch.uint8)
+    integers = IntegerLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    integers.x_scale = torch.tensor(float(_value(converted, x_scale)), dtype=torch.float32)
+    integers.x_zero = torch.tensor(int(_value(converted, x_zero)), dtype=torch.uint8)
     quantize = weight.args[0]
     scale = torch.as_tensor(_value(converted, quantize.args[1])).detach().float().reshape(-1)
     zero = torch.as_tensor(_value(converted, quantize.args[2])).detach().reshape(-1)
     low, high = quantize.args[-3:-1]
-    made.scale = scale.expand(layer.out_features).clone()
-    made.zero = zero.to(torch.int8).expand(layer.out_features).clone()
-    # As its own operator rounds: quantized_decomposed.quantize_per_channel multiplies by the inverse.
-    rounded = torch.round(layer.weight.detach().float() * (1.0 / made.scale)[:, None]) + made.zero[:, None]
-    made.weight = rounded.clamp(low, high).to(torch.int8)
+    integers.scale = scale.expand(layer.out_features).clone()
+    integers.zero = zero.to(torch.int8).expand(layer.out_features).clone()
+    # Round like the operator quantized_decomposed.quantize_per_channel, which multiplies by the inverse.
+    rounded = torch.round(layer.weight.detach().float() * (1.0 / integers.scale)[:, None]) + integers.zero[:, None]
+    integers.weight = rounded.clamp(low, high).to(torch.int8)
     if layer.bias is not None:
-        made.bias = layer.bias.detach().float().clone()
-    return made
+        integers.bias = layer.bias.detach().float().clone()
+    return integers
 
 
 def _value(converted: Any, given: Any) -> Any:
-    """A number of a node's arguments, or the tensor that a node gets."""
-    if not hasattr(given, "op"):
-        return given
-    found = converted
-    for part in str(given.target).split("."):
-        found = getattr(found, part)
-    return found
+    """Return the value of a node's argument: the argument itself if it is a number, else the tensor that it refers to."""
+    return attrgetter(str(given.target))(converted) if hasattr(given, "op") else given

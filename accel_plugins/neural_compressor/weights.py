@@ -1,4 +1,6 @@
-"""Weights in 4 or 8 bits: Neural Compressor chooses integers, scales and zero points; our layers keep them as they are."""
+"""Weight-only quantization to 4 or 8 bits: layers of `accel` store Neural Compressor's integers, scales and zero points
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,24 @@ from typing import Any
 
 import torch
 
-from accel.capture import BlockLinear, pack, replace_layer
+from accel.capture import BlockLinear, pack
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
 from . import ALGORITHMS, AUTO_ROUND
 from .blocks import called_plainly, check_chain
-from .library import library, mapped
+from .upstream import blocks_of, has_norms_to_scale, library, mapped, packed_layers
 
 NEEDS_DATA = ("gptq", "awq", "teq", "autoround")
 _FIX = "use algorithm='rtn', or another backend (`accel doctor` lists what is missing here)."
 
 
 def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
-    """Refuse what cannot work.
+    """Raise if an algorithm cannot be used.
 
     Raises:
-        ConfigError: An algorithm that is not offered, or whose packed weights cannot be kept.
-        QuantizeError: Its package is missing, or there is no calibration data for one that needs it.
+        ConfigError: The algorithm is not offered.
+        QuantizeError: The package or the calibration data of the algorithm is missing.
     """
     name = config.algorithm
     if name not in ALGORITHMS:
@@ -42,10 +44,11 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
 
 
 def check_blocks(model: torch.nn.Module, config: QuantizeConfig, exclude: Sequence[str]) -> None:
-    """AWQ reads whole blocks, where the other algorithms fill up the last one.
+    """Raise if the inputs of a layer are not a multiple of the block size. AWQ needs this; other algorithms pad the
+    last block.
 
     Raises:
-        ConfigError: The block size does not divide a layer's inputs.
+        ConfigError: The block size does not divide the inputs of a layer.
     """
     layers = {n: one for n, one in model.named_modules() if isinstance(one, torch.nn.Linear) and n not in exclude}
     odd = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
@@ -58,16 +61,17 @@ def check_blocks(model: torch.nn.Module, config: QuantizeConfig, exclude: Sequen
 
 
 def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -> Any:
-    """Neural Compressor's settings for ours.
+    """Translate the quantization config into Neural Compressor's settings.
 
     Args:
-        config: Ours.
-        exclude: Names of layers that stay in float.
-        folder: Where the model's weights are: GPTQ wants to know, even when it does not read them.
+        config: The quantization config of `accel`.
+        exclude: Names of layers that stay in floating point.
+        folder: Folder of the model's weights. GPTQ requires it even if it does not read it.
     """
     inc, bits = library(), 4 if config.scheme == "weight-int4" else 8
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        # Layer by layer it reads weights by their names in the file, which are not always those in the model.
+        # Not layer-wise: that mode reads weights by their names in the file, which may differ from the names in the
+        # model.
         "rtn": ("RTNConfig", {"use_layer_wise": False}),
         "gptq": ("GPTQConfig", {"model_path": folder}),
         "awq": ("AWQConfig", {}),
@@ -76,22 +80,22 @@ def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -
     }
     name, more = kinds[config.algorithm]
     kind = getattr(inc, name)
-    made = kind(bits=bits, group_size=config.block_size, use_sym=bool(config.symmetric), **more)
+    settings = kind(bits=bits, group_size=config.block_size, use_sym=bool(config.symmetric), **more)
     for layer in exclude:
-        made.set_local(layer, kind(dtype="fp32", **more))
-    return made
+        settings.set_local(layer, kind(dtype="fp32", **more))
+    return settings
 
 
 def quantize_weights(
     model: torch.nn.Module, config: QuantizeConfig, settings: Any, rows: Sequence[Mapping[str, torch.Tensor]]
 ) -> Any:
-    """The model with Neural Compressor's packed layers in it; changed in place.
+    """Quantize a model in place and return it with Neural Compressor's packed layers.
 
     Args:
-        model: To quantize.
-        config: Which algorithm.
-        settings: From `weight_config`.
-        rows: Calibration data, as the model is called.
+        model: The model to quantize.
+        config: The quantization config; it names the algorithm.
+        settings: Settings from `weight_config`.
+        rows: Calibration data: model inputs by name.
     """
     inc = library()
 
@@ -106,7 +110,7 @@ def quantize_weights(
             return inc.convert(inc.prepare(model, settings), use_optimum_format=False)
         traced = {}
         if config.algorithm in ("awq", "teq"):
-            # The model is called with them where it is traced.
+            # AWQ and TEQ trace the model, and call it with these inputs to do so.
             if "input_ids" not in rows[0]:
                 raise QuantizeError(
                     f"{config.algorithm} traces models with ids of tokens, and this one takes {', '.join(rows[0])}.",
@@ -115,77 +119,45 @@ def quantize_weights(
             traced = {"example_inputs": rows[0]["input_ids"]}
         with called_plainly(model, masks=config.algorithm == "gptq"):
             if config.algorithm in ("gptq", "awq"):
-                check_chain(model, _blocks(model, config.algorithm), _extremes(rows), config.algorithm)
-            if config.algorithm == "teq":
-                _check_norms(model, traced["example_inputs"])
+                check_chain(model, blocks_of(model, config.algorithm), _extremes(rows), config.algorithm)
+            if config.algorithm == "teq" and not has_norms_to_scale(model, traced["example_inputs"]):
+                raise QuantizeError(
+                    "teq finds no norm in front of the model's layers that could be scaled with them.", fix=_FIX
+                )
             return calibrated(**traced)
 
 
-def _blocks(model: torch.nn.Module, algorithm: str) -> Sequence[torch.nn.Module]:
-    """What an algorithm takes for the model's blocks."""
-    from neural_compressor.torch.algorithms.weight_only import gptq, utility
-
-    if algorithm == "gptq":
-        return list(gptq.trace_gptq_target_blocks(model)["transformers"])
-    found: Any = model.get_submodule(utility.get_block_prefix(model)[0])
-    return list(found)
-
-
-def _check_norms(model: torch.nn.Module, example: Any) -> None:
-    """Refuse a model whose layers could not be scaled.
-
-    Raises:
-        QuantizeError: TEQ finds no norm that could take the scales up.
-    """
-    from neural_compressor.torch.algorithms.weight_only.utility import GraphTrace
-
-    if not GraphTrace().get_absorb_to_layer(model, example, ["Linear"])[0]:
-        raise QuantizeError(
-            "teq finds no norm in front of the model's layers that could be scaled with them.", fix=_FIX
-        )
-
-
 def _extremes(rows: Sequence[Mapping[str, torch.Tensor]]) -> list[Mapping[str, torch.Tensor]]:
-    """The shortest row and the longest."""
+    """Return the shortest and the longest calibration row."""
     by_size = sorted(rows, key=lambda row: sum(tensor.numel() for tensor in row.values()))
     return [by_size[0], by_size[-1]]
 
 
 def with_block_layers(model: torch.nn.Module, before: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Put our layers in the place of Neural Compressor's; gives their names.
+    """Replace Neural Compressor's packed layers by layers of `accel`. Return the names of the layers.
 
     Args:
-        model: From `quantize_weights`; changed in place.
-        before: The layers as they were, for biases, which packed layers keep in half precision.
+        model: The model from `quantize_weights`; it is changed in place.
+        before: The floating-point layers by name. Their biases are used, because packed layers store biases in 16 bits.
 
     Raises:
-        QuantizeError: There is no packed layer, or one that cannot be written down exactly.
+        QuantizeError: The model has no packed layer, or a packed layer cannot be stored exactly.
     """
-    from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear, MulLinear
-
-    scaled = {name: one for name, one in model.named_modules() if isinstance(one, MulLinear)}
-    packed = {name: one for name, one in model.named_modules() if isinstance(one, INCWeightOnlyLinear)}
-    names = []
-    for name, module in packed.items():
-        outer = name.removesuffix(".linear") if name.removesuffix(".linear") in scaled else name
-        factor = scaled[outer].input_scale if outer in scaled else None
-        replace_layer(model, outer, _block_layer(outer, module, factor, before.get(outer)))
-        names.append(outer)
-    if not names:
+    packed = packed_layers(model)
+    if not packed:
         raise QuantizeError(
             "Neural Compressor quantized no layer of the model.", fix="check exclude=..., or use another backend."
         )
-    for name in scaled:
-        if name not in names:
-            raise QuantizeError(f"{name} has scaled inputs and no packed weights.", fix=_FIX)
-    return names
+    for name, (module, factor) in packed.items():
+        model.set_submodule(name, _block_layer(name, module, factor, before.get(name)))
+    return list(packed)
 
 
 def _block_layer(name: str, module: Any, factor: torch.Tensor | None, before: torch.nn.Module | None) -> BlockLinear:
     if module.g_idx is not None:
         raise QuantizeError(f"The groups of {name} are not in order, which no runtime reads.", fix=_FIX)
-    found = module.unpack()
-    values, scales, zeros = found["int_weight"].to(torch.int16), found["scales"].float(), found["zp"]
+    unpacked = module.unpack()
+    values, scales, zeros = unpacked["int_weight"].to(torch.int16), unpacked["scales"].float(), unpacked["zp"]
     middle = 2 ** (module.bits - 1)
     if zeros is None:
         values, zeros = values + middle, torch.full_like(scales, middle)
@@ -193,22 +165,24 @@ def _block_layer(name: str, module: Any, factor: torch.Tensor | None, before: to
     size = module.group_size
     blocks = -(-inner // size)
     bias = _bias(module.bias, getattr(before, "bias", None))
-    made = BlockLinear(
+    packed_layer = BlockLinear(
         inner, outer, bits=module.bits, block_size=size, bias=bias is not None, factor=factor is not None
     )
     padded = torch.full((outer, blocks * size), middle, dtype=torch.uint8)
     padded[:, :inner] = values.to(torch.uint8)
-    made.packed = pack(padded.reshape(outer, blocks, size), module.bits)
-    made.scales = scales.reshape(outer, blocks).contiguous()
-    made.zeros = pack(zeros.reshape(outer, blocks).to(torch.uint8), module.bits)
-    made.bias = bias
+    packed_layer.packed = pack(padded.reshape(outer, blocks, size), module.bits)
+    packed_layer.scales = scales.reshape(outer, blocks).contiguous()
+    packed_layer.zeros = pack(zeros.reshape(outer, blocks).to(torch.uint8), module.bits)
+    packed_layer.bias = bias
     if factor is not None:
-        made.factor = factor.detach().float().reshape(-1).clone()
-    return made
+        packed_layer.factor = factor.detach().float().reshape(-1).clone()
+    return packed_layer
 
 
 def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor | None:
-    """The float bias where the packed one is its rounding; else the packed one, which an algorithm has changed."""
+    """Return the floating-point bias if the packed bias is its rounded value, else the packed bias, which the algorithm
+    changed.
+    """
     if packed is None:
         return None
     kept = packed.detach().float().reshape(-1)
@@ -218,8 +192,9 @@ def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Ten
 
 
 def with_weights_of_their_own(model: torch.nn.Module) -> torch.nn.Module:
-    """The model, where a linear layer that shares its weight, with the table of tokens as a rule, has a copy: Neural Compressor writes
-    integers into the weights that it reads.
+    """Give each linear layer with a shared weight its own copy, and return the model.
+
+    Weights are usually shared with the token embeddings, and Neural Compressor overwrites the weights that it reads.
     """
     owners: dict[int, int] = {}
     for _, one in model.named_parameters(remove_duplicate=False):
@@ -231,18 +206,19 @@ def with_weights_of_their_own(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def share_again(model: torch.nn.Module, before: torch.nn.Module) -> None:
-    """Make one parameter of those that were one in the float model, where an algorithm left copies; where it changed one of
-    them, the config says that they are two.
+    """Share parameters again that the floating-point model shares, if their values are still equal.
+
+    If the algorithm changed one of them, `tie_word_embeddings` is turned off.
     """
     groups: dict[int, list[str]] = {}
     for name, one in before.named_parameters(remove_duplicate=False):
         groups.setdefault(id(one), []).append(name)
-    found = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for names in groups.values():
-        kept = [name for name in names if name in found]
-        for name in kept[1:]:
-            if torch.equal(found[name], found[kept[0]]):
+        shared = [name for name in names if name in parameters]
+        for name in shared[1:]:
+            if torch.equal(parameters[name], parameters[shared[0]]):
                 parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, found[kept[0]])
+                setattr(model.get_submodule(parent), last, parameters[shared[0]])
             elif getattr(getattr(model, "config", None), "tie_word_embeddings", False):
                 model.config.tie_word_embeddings = False  # type: ignore[union-attr]

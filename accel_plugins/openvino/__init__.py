@@ -1,22 +1,16 @@
-"""OpenVINO: its graphs and ONNX graphs on Intel's runtime, quantization with NNCF."""
+"""The backend `openvino`: runs OpenVINO IR and ONNX graphs, and quantizes with NNCF."""
 
-from accel.interfaces.specs import (
-    GENERATES,
-    BackendSpec,
-    Capability,
-    OptionTrial,
-    SchemeSettings,
-)
+from dataclasses import replace
+
+from accel.interfaces.specs import GENERATES, BackendSpec, Capability, OptionTrial, SchemeSettings
 
 FORMAT = "openvino_ir"
 _FLOATS = ("float32", "float16", "bfloat16")
-_DEVICES = ("cpu", "gpu", "npu", "auto")
-_SCHEMES = ("static-int8", "weight-int8", "weight-int4")
 _COMMON = ("preset", "operators", "exclude")
 _SETTINGS = (
     SchemeSettings(
         "static-int8",
-        (*_COMMON, "per_channel", "calibration", "percentile", "smooth_quant", "max_drop"),
+        (*_COMMON, "per_channel", "calibration", "percentile", "smooth_quant"),
         (OptionTrial("calibration", "percentile", same_speed=True),),
     ),
     SchemeSettings("weight-int8", (*_COMMON, "symmetric")),
@@ -27,12 +21,29 @@ _SETTINGS = (
     ),
 )
 
+_RUN = Capability(
+    stage="run",
+    consumes=FORMAT,
+    devices=("cpu", "gpu", "npu", "auto"),
+    dtypes=_FLOATS,
+    thread_safe=True,
+    preferred_multiple=16,
+    fixed_shapes=True,
+)
+_QUANTIZE = Capability(
+    stage="quantize",
+    consumes=FORMAT,
+    produces=FORMAT,
+    schemes=tuple(settings.scheme for settings in _SETTINGS),
+    settings=_SETTINGS,
+)
+
 SPEC = BackendSpec(
     name="openvino",
     summary="OpenVINO on Intel and other x86 or ARM CPUs, Intel GPUs and NPUs",
     extra="openvino",
     impl="accel_plugins.openvino.backend:OpenVinoBackend",
-    # Below ONNX Runtime: an ONNX graph comes here by itself only where that is not installed.
+    # Lower priority than ONNX Runtime: chosen for an ONNX graph only if ONNX Runtime is not installed.
     priority=5,
     auto=True,
     requires=("openvino",),
@@ -44,27 +55,10 @@ SPEC = BackendSpec(
     recorded_options=("performance_hint", "streams", "pinning"),
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
-        Capability(
-            stage="run",
-            consumes=FORMAT,
-            devices=_DEVICES,
-            dtypes=_FLOATS,
-            thread_safe=True,
-            preferred_multiple=16,
-            fixed_shapes=True,
-        ),
-        # An ONNX decoder keeps its cache outside of the graph, which OpenVINO has inside.
-        Capability(
-            stage="run",
-            consumes="onnx",
-            devices=_DEVICES,
-            dtypes=_FLOATS,
-            excludes=(GENERATES,),
-            thread_safe=True,
-            preferred_multiple=16,
-            fixed_shapes=True,
-        ),
-        # ONNX that exists already is converted; both levels do the same, exactly.
+        _RUN,
+        # Not ONNX decoders: their KV cache is outside of the graph, and OpenVINO needs it inside.
+        replace(_RUN, consumes="onnx", excludes=(GENERATES,)),
+        # Conversion of ONNX graphs. Both levels do the same, without loss of accuracy.
         Capability(
             stage="optimize",
             consumes="onnx",
@@ -73,14 +67,7 @@ SPEC = BackendSpec(
             schemes=("O1", "O2"),
             excludes=(GENERATES,),
         ),
-        Capability(stage="quantize", consumes=FORMAT, produces=FORMAT, schemes=_SCHEMES, settings=_SETTINGS),
-        Capability(
-            stage="quantize",
-            consumes="onnx",
-            produces=FORMAT,
-            schemes=_SCHEMES,
-            settings=_SETTINGS,
-            excludes=(GENERATES,),
-        ),
+        _QUANTIZE,
+        replace(_QUANTIZE, consumes="onnx", excludes=(GENERATES,)),
     ),
 )

@@ -1,8 +1,7 @@
-"""OpenVINO's devices."""
+"""The backend `openvino`: devices and compilation of graphs."""
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import openvino as ov
 
 from accel.artifact import Artifact, Component
 from accel.config import SessionOptions
-from accel.errors import ConfigError, SessionError, TargetMismatchError
+from accel.errors import ConfigError, SessionError
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 from accel.interfaces.forks import kept_in_children
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
@@ -42,7 +41,7 @@ class OpenVinoBackend:
     """Runs OpenVINO IR and ONNX graphs."""
 
     def probe(self) -> Probe:
-        """The devices that OpenVINO lists, and `auto`."""
+        """Return the devices that OpenVINO lists, and the device `auto`."""
         versions = {"openvino": ov.__version__}
         try:
             return Probe(devices=devices(), versions=versions)
@@ -51,19 +50,19 @@ class OpenVinoBackend:
             return Probe(reasons=(reason,), versions=versions)
 
     def exporter(self) -> Exporter:
-        """Captures from torch."""
+        """Return the exporter, which traces PyTorch models."""
         from .exporter import OpenVinoExporter
 
         return OpenVinoExporter()
 
     def optimizer(self) -> Optimizer:
-        """Converts ONNX; the rest OpenVINO does when it compiles a graph."""
+        """Return the optimizer, which converts ONNX to OpenVINO IR. OpenVINO optimizes a graph when it compiles it."""
         from .optimizer import OnnxConverter
 
         return OnnxConverter()
 
     def quantizer(self) -> Quantizer:
-        """NNCF."""
+        """Return the quantizer, which uses NNCF."""
         from .quantizer import NncfQuantizer
 
         return NncfQuantizer()
@@ -82,11 +81,9 @@ class OpenVinoBackend:
         for component in artifact.components:
 
             def compile_(component: Component = component) -> ov.CompiledModel:
-                if artifact.manifest.target is not None:
-                    return _import(artifact, component, name, settings)
                 return _compile(artifact, component, name, settings, request.shapes)
 
-            if artifact.manifest.target is None and folder is not None:
+            if folder is not None:
                 compiled = cached(
                     Path(folder), artifact, component, device=name, settings=settings, shapes=request.shapes,
                     compile_=compile_,
@@ -106,43 +103,45 @@ class OpenVinoBackend:
 
 
 def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> str:
-    """What to compute in: as asked, else the artifact's dtype, or float32 where the device does not have that.
+    """Return the data type for computation: the requested one, or else the artifact's, or float32 if the device does
+    not support that.
 
     Raises:
-        ConfigError: The device does not compute in the dtype asked for, or not in 8 bits beside it.
+        ConfigError: The device does not support the requested data type, or has no fast int8 matrix products in
+            combination with it.
     """
-    wanted = session.compute_dtype or artifact.dtype
-    if wanted == "float32":
-        return wanted
-    word = {"float16": "FP16", "bfloat16": "BF16"}[wanted]
-    # `AUTO` may take any of them.
+    dtype = session.compute_dtype or artifact.dtype
+    if dtype == "float32":
+        return dtype
+    word = {"float16": "FP16", "bfloat16": "BF16"}[dtype]
+    # The device `AUTO` may choose any of these devices, so all of them must support the data type.
     names = usable_names() if device.startswith("AUTO") else [device]
-    have = set.intersection(*(set(core().get_property(name, "OPTIMIZATION_CAPABILITIES")) for name in names))
-    made = artifact.manifest.quantization
-    slow = wanted == "float16" and "CPU" in names and made is not None and made.scheme == "static-int8"
-    if word in have and not slow:
-        return wanted
-    if word in have and session.compute_dtype is not None:
-        # Reference code: a thousand times slower than others, and wrong for decoders.
+    supported = set.intersection(*(set(core().get_property(name, "OPTIMIZATION_CAPABILITIES")) for name in names))
+    quantization = artifact.manifest.quantization
+    slow = dtype == "float16" and "CPU" in names and quantization is not None and quantization.scheme == "static-int8"
+    if word in supported and not slow:
+        return dtype
+    if word in supported and session.compute_dtype is not None:
+        # OpenVINO would use its reference implementation, which is a thousand times slower and wrong for decoders.
         raise ConfigError(
             "OpenVINO has no kernels of its own for 8-bit products in float16 on a CPU.",
             fix='use "float32" or "bfloat16", or leave compute_dtype out.',
         )
     if session.compute_dtype is not None:
-        able = [ours for ours, w in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if w in have]
-        raise ConfigError(f"{device} does not compute in {wanted} here.", fix=f"use one of {', '.join(able)}.")
-    # OpenVINO would take bfloat16 for float16 without a word.
+        able = [ours for ours, w in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if w in supported]
+        raise ConfigError(f"{device} does not compute in {dtype} here.", fix=f"use one of {', '.join(able)}.")
+    # OpenVINO would silently compute in bfloat16 if float16 is requested and not supported.
     return "float32"
 
 
 def _compile(
     artifact: Artifact, component: Component, device: str, settings: Mapping[str, Any], shapes: Shapes
 ) -> ov.CompiledModel:
-    """Read the graph, fix the axes in `shapes`, compile.
+    """Read the graph, fix the axes in `shapes`, and compile it.
 
     Raises:
-        ConfigError: OpenVINO refuses a setting.
-        SessionError: It refuses the graph.
+        ConfigError: OpenVINO rejects a setting.
+        SessionError: OpenVINO cannot compile the graph.
     """
     model = read_model(artifact, component)
     if device.startswith(("CPU", "AUTO")) and adds_in_16_bits(cpu_flags()):
@@ -159,21 +158,3 @@ def _compile(
             f"OpenVINO cannot compile {artifact.path} for {device}: {text}",
             fix="export the model again, or use the device 'cpu'.",
         ) from error
-
-
-def _import(artifact: Artifact, component: Component, device: str, settings: Mapping[str, Any]) -> ov.CompiledModel:
-    """A model that was compiled before, for this device by this OpenVINO.
-
-    Raises:
-        TargetMismatchError: It was compiled for another.
-    """
-    target, here = artifact.manifest.target, {"device": device, "openvino": ov.__version__}
-    if target != here:
-        raise TargetMismatchError(f"{artifact.path} was compiled for {target}; this is {here}.", fix="export it again.")
-    with (artifact.path / component.file).open("rb") as file:
-        try:
-            return kept_in_children(core().import_model(io.BytesIO(file.read()), device, dict(settings)))
-        except RuntimeError as error:
-            raise SessionError(
-                f"OpenVINO cannot load {file.name}: {one_line(error)}", fix="export it again."
-            ) from error

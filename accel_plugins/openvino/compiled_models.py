@@ -1,8 +1,8 @@
-"""Compiled models kept on disk, checked when they are read.
+"""Cache of compiled models on disk, with checksums.
 
-OpenVINO's own model cache has no checksum: a blob with changed bytes in its weights loads and computes something else,
-and a truncated one is compiled anew without a word. So the folder is ours: one blob and one line with its checksum for
-each model, device, OpenVINO version and set of properties.
+OpenVINO's own model cache has no checksums: if bytes of the weights are damaged, the model loads and computes wrong
+results; a truncated file is silently compiled again. This cache therefore stores a compiled model (`.blob`) and its
+checksum for each combination of model, device, OpenVINO version and properties.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def cached(
     shapes: Mapping[str, int],
     compile_: Callable[[], ov.CompiledModel],
 ) -> ov.CompiledModel:
-    """The compiled model from the folder, or a new one, which is then kept there. A damaged entry is made again, with
-    one warning.
+    """Return the compiled model from the cache folder. If it is missing, compile it and store it there. A damaged entry
+    is replaced and a warning is logged.
 
     Raises:
         ConfigError: The folder cannot be written.
@@ -61,7 +61,7 @@ def cached(
             return _load(blob, checksum, device, settings)
     except (OSError, ValueError, RuntimeError) as error:
         logger.warning("the compiled model %s is damaged (%s): compiling it again.", blob, error)
-    # Before the model is compiled, which takes long.
+    # Check the folder before the compilation, which takes long.
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -84,14 +84,14 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _load(blob: Path, checksum: Path, device: str, settings: Mapping[str, Any]) -> ov.CompiledModel:
     content = blob.read_bytes()
-    expected, found = checksum.read_text(encoding="ascii").strip(), f"{zlib.crc32(content):08x}"
-    if expected != found:
-        raise ValueError(f"checksum {found} instead of {expected or 'one'}")
+    expected, checksum_of_blob = checksum.read_text(encoding="ascii").strip(), f"{zlib.crc32(content):08x}"
+    if expected != checksum_of_blob:
+        raise ValueError(f"checksum {checksum_of_blob} instead of {expected or 'one'}")
     return kept_in_children(core().import_model(io.BytesIO(content), device, dict(settings)))
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Into a file beside it first, so that a reader in another process never sees half of it."""
+    """Write a temporary file and rename it, so that other processes never read an incomplete file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Division of whole numbers rounded down, as Python and PyTorch do it, where a quotient is below 0."""
+"""Floor division of integers: negative quotients are rounded down, as in Python and PyTorch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import openvino.opset13 as operators
 
 
 def divide_down(model: ov.Model) -> None:
-    """Let quotients of whole numbers that PyTorch rounds down be rounded down: -1 by 8 is -1, as the place of a point that has no match.
+    """Fix floor division of integers in a graph, so that -1 divided by 8 is -1. Models use it, for example, on the
+    index of a point without a match.
 
-    OpenVINO's converter writes them as the floor of a quotient, which of whole numbers (OpenVINO 2026.4) is rounded to zero before.
+    OpenVINO's converter emits the floor of a quotient, but OpenVINO (2026.4) first rounds integer quotients towards
+    zero.
     """
     for node in model.get_ops():
         if node.get_type_name() != "Floor" or not node.get_element_type().is_integral_number():

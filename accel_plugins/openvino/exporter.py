@@ -1,4 +1,6 @@
-"""PyTorch model to OpenVINO IR, captured from torch: IR made from the ONNX file runs int8 1.5 to 2 times slower."""
+"""Export of PyTorch models to OpenVINO IR, traced with torch.export. IR that is converted from ONNX runs int8 1.5 to 2
+times slower.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import openvino as ov
 
 from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
@@ -20,17 +23,18 @@ from .state import fold_cache
 from .unit_axes import keep_unit_axes
 
 GRAPH = "openvino_model.xml"
-WEIGHTS = "openvino_model.bin"
-# Two sizes of every axis, all different and unlikely as sizes of anything else in a model.
+# Two sizes for every axis. All are different and unlikely to occur as other sizes in a model.
 _PROBES = ((11, 13, 17, 19, 23), (29, 31, 37, 41, 43))
 VERSIONS = ("torch", "transformers", "openvino", "nncf")
 
 
 class OpenVinoExporter:
-    """Writes `openvino_model.xml` and `.bin`, and transformers' own manifest beside ours."""
+    """Exporter that writes `openvino_model.xml` and `.bin`, the `accel` manifest and the manifest of transformers'
+    exporter.
+    """
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace, convert and write; see `accel.interfaces.protocols.Exporter`."""
+        """Trace, convert and write the model; see `accel.interfaces.protocols.Exporter`."""
         if config.opset is not None:
             raise ConfigError("OpenVINO IR has no opset to choose.", fix="leave opset out.")
         parts = split(source)
@@ -48,7 +52,7 @@ class OpenVinoExporter:
         return Artifact.create(out, manifest)
 
     def _component(self, source: Source, out: Path, *, alone: bool) -> Component:
-        """Write one graph, the cache of a decoder inside it."""
+        """Write one graph. The KV cache of a decoder becomes part of the graph."""
         exported = capture_openvino(source, (*recurrence.CONVERSIONS, *quantized.CONVERSIONS))
         model: ov.Model = exported.program
         taken = {port.any_name for port in model.inputs}
@@ -89,17 +93,19 @@ class OpenVinoExporter:
 
 
 def graph_file(component: str, *, alone: bool) -> str:
-    """The file of a component's graph: `openvino_model.xml`, or `openvino_encoder.xml` and the like of several."""
+    """Return the file name of a component's graph: `openvino_model.xml` for a single graph, otherwise for example
+    `openvino_encoder.xml`.
+    """
     return GRAPH if alone else f"openvino_{component}.xml"
 
 
 def weights_file(graph: str) -> str:
-    """The file of a graph's weights, beside it."""
+    """Return the name of the file with a graph's weights."""
     return str(Path(graph).with_suffix(".bin"))
 
 
 def write_graph(model: ov.Model, component: Component, out: Path, *, alone: bool) -> Component:
-    """Write a component's graph and weights; gives the component with its new files."""
+    """Write a component's graph and weights. Return the component with its new files."""
     file = graph_file(component.name, alone=alone)
     model.set_rt_info(MANIFEST, MARK.split("."))
     with quiet():
@@ -108,7 +114,7 @@ def write_graph(model: ov.Model, component: Component, out: Path, *, alone: bool
 
 
 def _input_specs(model: ov.Model, source: Source) -> tuple[TensorSpec, ...]:
-    """The captured inputs, with the axes that the core named."""
+    """Return the specs of the captured inputs, with axis names."""
     pad = getattr(source.config, "pad_token_id", None)
     specs = []
     for port in model.inputs:
@@ -120,7 +126,7 @@ def _input_specs(model: ov.Model, source: Source) -> tuple[TensorSpec, ...]:
 
 
 def input_spec(name: str, port: ov.Output, shape: tuple[int | str, ...], pad: int) -> TensorSpec:
-    """An input as a spec, with the role and pad value of a transformers model's name."""
+    """Return the spec of an input. Its role and padding value follow from the input names of transformers models."""
     return TensorSpec(
         name,
         dtype_word(port.element_type),
@@ -131,21 +137,17 @@ def input_spec(name: str, port: ov.Output, shape: tuple[int | str, ...], pad: in
 
 
 def dtype_word(type_: ov.Type) -> str:
-    """An OpenVINO element type in torch's words."""
-    name = str(type_.get_type_name())
-    if name == "boolean":
-        return "bool"
-    for short, long in (("bf", "bfloat"), ("f", "float"), ("i", "int"), ("u", "uint")):
-        if name.startswith(short):
-            return long + name.removeprefix(short)
-    return name
+    """Return the PyTorch name of an OpenVINO element type."""
+    return "bfloat16" if type_ == ov.Type.bf16 else str(np.dtype(type_.to_dtype()))
 
 
 def output_specs(
     model: ov.Model, inputs: tuple[TensorSpec, ...], limits: Mapping[str, int] | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Outputs as specs: OpenVINO names no axes, so each is recognised by its size under two sets of input sizes, up to what the model
-    has positions for.
+    """Return the output specs of a graph, with axis names.
+
+    OpenVINO does not name axes. Each axis is identified by its size for two sets of input sizes. These sizes stay
+    within `limits`, the model's maximum number of positions.
     """
     axes = list(dict.fromkeys(axis for spec in inputs for axis in spec.shape if isinstance(axis, str)))
     probes = [
@@ -153,7 +155,7 @@ def output_specs(
     ]
     for times, made in enumerate(probes, start=2):
         if {"texts", "batch"} <= set(made):
-            # Where texts belong to images, each image has as many.
+            # Each image has the same number of texts.
             made["texts"] = times * made["batch"]
     for axis, limit in (limits or {}).items():
         if probes[1].get(axis, 0) > limit:
@@ -172,16 +174,16 @@ def output_specs(
 
 
 def _probe(model: ov.Model, inputs: tuple[TensorSpec, ...], sizes: Mapping[str, int]) -> list[list[int]]:
-    """Output shapes for these sizes; -1 where they depend on values."""
+    """Return the output shapes for these input sizes. A size is -1 if it depends on values."""
     if "capacity" in sizes:
-        # A cache that holds exactly what came before the new tokens.
+        # The mask covers the tokens in the cache and the new tokens.
         sizes = {**sizes, "total": sizes["capacity"] + sizes["sequence"]}
     copy = model.clone()
     try:
         copy.reshape(
             {s.name: ov.PartialShape([n if isinstance(n, int) else sizes[n] for n in s.shape]) for s in inputs}
         )
-    # What OpenVINO raises for a graph that does not fit together.
+    # OpenVINO raises RuntimeError for shapes that do not fit together.
     except RuntimeError as error:
         raise ExportError(
             f"OpenVINO's graph fails at inputs of sizes {dict(sizes)}: {first_lines(error, 3)}",

@@ -1,8 +1,9 @@
-"""Folders of OpenVINO IR without our manifest, as optimum-intel and transformers' exporter write them."""
+"""Reader for folders of OpenVINO IR without an `accel` manifest, as optimum-intel and transformers' exporter write
+them.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +16,14 @@ from accel.artifact import (
     MARK,
     Artifact,
     Component,
-    FileRecord,
     Manifest,
     Origin,
     Quantization,
     TensorSpec,
     check_file,
     lost_manifest,
+    read_json,
+    stamp_files,
 )
 from accel.errors import ArtifactNotFoundError, ExportError, IntegrityError, SessionError
 from accel.interfaces.family_registry import max_text_sizes
@@ -39,7 +41,8 @@ ENCODER, DECODER, FOLLOWING = (f"openvino_{part}_model.xml" for part in ("encode
 DECODE = "openvino_decode.xml"
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _TEXT_AXES = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
-# Names of axes as capture gives them. Their sizes in probes are large enough for convolutions with strides.
+# Axis names, the same as in an export by `accel`. The sizes that are tried for these axes are large enough for strided
+# convolutions.
 _INPUT_AXES = {
     ("pixel_values", 4): ("batch", "channels", "height", "width"),
     ("input_values", 2): ("batch", "samples"),
@@ -54,18 +57,20 @@ _DECODER_AXES = {
 
 
 class OpenVinoFolderReader:
-    """See `accel.interfaces.folder_reader.FolderReader`. Variants and parts are those of ONNX folders only."""
+    """Folder reader for OpenVINO IR; see `accel.interfaces.folder_reader.FolderReader`. Variants and parts exist only
+    in ONNX folders.
+    """
 
     def choose(
         self, name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
     ) -> list[str]:
-        """The named graph, or all graphs."""
+        """Return the named graph file, or all graph files."""
         return [file for file in files if "/" not in file and file.endswith(".xml") and file_name in (None, file)]
 
     def parts(
         self, folder: Path, *, file_name: str | None = None, variant: str | None = None, encoder: bool = False
     ) -> Mapping[Part, str]:
-        """None: graphs are not brought to another form."""
+        """Return an empty mapping: OpenVINO graphs are not split into parts."""
         return {}
 
     def adopt(
@@ -77,28 +82,28 @@ class OpenVinoFolderReader:
         file_name: str | None = None,
         variant: str | None = None,
     ) -> Artifact:
-        """An artifact for `openvino_model.xml` and `.bin`, or for the graphs of an encoder and a decoder, where they are.
+        """Return an artifact for `openvino_model.xml` and `.bin`, or for the graphs of an encoder and a decoder.
 
         Raises:
-            ArtifactNotFoundError: There is no such graph; lists the graphs found.
-            IntegrityError: The `.bin` with the weights is missing, or the graph cannot be read or does not fit its config.
-            SessionError: A graph with internal state, which a single-graph task cannot use.
+            ArtifactNotFoundError: The graph file is missing; the message lists the graphs in the folder.
+            IntegrityError: The `.bin` file with the weights is missing, or the graph cannot be read or does not match
+                its config.
+            SessionError: The graph keeps a state between calls, but the task uses no state.
         """
         if variant is not None:
             raise ArtifactNotFoundError(
                 f"{folder} holds no ONNX graphs, which variants are of.", fix="leave variant=... out."
             )
-        name = task or infer_task(read_config(folder), folder)
-        return _adopted(folder, folder / subfolder, file_name or GRAPH, name)
+        config = read_config(folder)
+        return _adopted(folder, folder / subfolder, file_name or GRAPH, task or infer_task(config, folder), config)
 
 
-def _adopted(root: Path, folder: Path, named: str, task: str) -> Artifact:
-    """An artifact for the graphs in `folder`, whose config is in `root`."""
-    config = _config(root)
+def _adopted(root: Path, folder: Path, named: str, task: str, config: dict[str, Any]) -> Artifact:
+    """Return an artifact for the graphs in `folder`; the config file is in `root`."""
     generates = task_spec(task).generates
     several = generates and (bool(config.get("is_encoder_decoder")) or (folder / ENCODER).is_file())
     if generates and not (folder / named).is_file() and (folder / DECODE).is_file():
-        # transformers' exporter: what takes several tokens behind a past takes a prompt behind none.
+        # Exports by transformers: this graph, which takes several tokens after a past, also takes a prompt.
         named = DECODE
         _check_decode(folder)
     models = {"encoder": ENCODER, "decoder": DECODER} if several else {"model": named}
@@ -108,9 +113,8 @@ def _adopted(root: Path, folder: Path, named: str, task: str) -> Artifact:
     components = []
     for name, model in read.items():
         component = made[name](name, model, config, folder / models[name])
-        files = tuple(
-            _stamp(path, root) for path in (folder / models[name], (folder / models[name]).with_suffix(".bin"))
-        )
+        graph = (folder / models[name]).relative_to(root)
+        files = stamp_files(root, [path.as_posix() for path in (graph, graph.with_suffix(".bin"))])
         components.append(replace(component, file=files[0].name, files=files))
     if several and components[1].continues == "none" and (folder / FOLLOWING).is_file():
         logger.warning(
@@ -133,15 +137,16 @@ def _adopted(root: Path, folder: Path, named: str, task: str) -> Artifact:
 
 
 def _check_decode(folder: Path) -> None:
-    """Refuse a graph of single steps, which says so in its manifest alone.
+    """Raise if the graph takes only one token per call. Only the manifest of the export (`export.json`) shows this.
 
     Raises:
-        IntegrityError: It was traced with one token.
+        IntegrityError: The graph was traced with one token.
     """
-    found: Any = _json(folder / "export.json")
+    export = folder / "export.json"
+    shape: Any = read_json(export) if export.is_file() else {}
     for key in ("components", "decode", "metadata", "kwargs", "input_ids", "shape"):
-        found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, list) or len(found) != 2 or found[1] == 1:
+        shape = shape.get(key) if isinstance(shape, dict) else None
+    if not isinstance(shape, list) or len(shape) != 2 or shape[1] == 1:
         raise IntegrityError(
             f"{folder / DECODE} makes one token a call, and nothing hands it a prompt's keys and values.",
             fix="export the model with multi_token_decode=True, or by `accel export MODEL OUT --backend openvino`.",
@@ -171,7 +176,7 @@ def _read(folder: Path, file: str, root: Path) -> ov.Model:
 
 
 def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> Component:
-    """A graph without a cache."""
+    """Return the component of a graph without a KV cache."""
     if model.get_sinks():
         raise SessionError(f"{path} keeps a state between calls, which this task has no use for.")
     pad = config.get("pad_token_id")
@@ -184,7 +189,7 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
     try:
         outputs = output_specs(model, inputs)
     except ExportError:
-        # A graph that declares any height and width may hold positions for images of one size.
+        # A graph with dynamic height and width may still have position embeddings for images of one size only.
         sizes = _image_sizes(config)
         if not sizes:
             raise
@@ -204,8 +209,12 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
 
 
 def _rows(model: ov.Model) -> dict[str, int]:
-    """By input of ids: rows of the smallest table that they are looked up in as they are. OpenVINO answers others with what it likes."""
-    found: dict[str, int] = {}
+    """Return, by name of an id input, the number of rows of the smallest embedding table that the input indexes
+    directly.
+
+    OpenVINO does not check ids: an id out of range gives arbitrary values.
+    """
+    limits: dict[str, int] = {}
     for node in model.get_ops():
         if node.get_type_name() != "Gather":
             continue
@@ -216,31 +225,31 @@ def _rows(model: ov.Model) -> dict[str, int]:
         by_row = axis.get_type_name() == "Constant" and not axis.get_data().any()
         if ids.get_type_name() != "Parameter" or not by_row or table.rank.is_dynamic or not table[0].is_static:
             continue
-        # The others are no ids: a mask that chooses between two vectors, say.
+        # An attention mask that chooses between two vectors is also an index, but it contains no ids.
         for name in ids.output(0).get_names() & set(_TEXT) - {"attention_mask"}:
             size = table[0].get_length()
-            found[name] = min(size, found.get(name, size))
-    return found
+            limits[name] = min(size, limits.get(name, size))
+    return limits
 
 
 def _encoder(name: str, model: ov.Model, _: dict[str, Any], path: Path) -> Component:
-    """A graph that reads text, sounds or an image. Sizes that it has for one image alone it tells when it runs."""
-    made = model.output("last_hidden_state") if "last_hidden_state" in _names(model.outputs) else None
-    if made is None or len(made.partial_shape) != 3:
+    """Return the component of an encoder graph, which reads text, audio or an image."""
+    output = model.output("last_hidden_state") if "last_hidden_state" in _names(model.outputs) else None
+    if output is None or len(output.partial_shape) != 3:
         raise IntegrityError(
             f"{path} returns {sorted(_names(model.outputs))}; an encoder returns last_hidden_state with 3 axes.",
             fix="export the model again: `accel export MODEL OUT --backend openvino`.",
         )
     inputs = tuple(input_spec(port.any_name, port, _named_shape(port, model), 0) for port in model.inputs)
     axes = ("batch", "sequence" if "input_ids" in _names(model.inputs) else "encoder_sequence", "hidden")
-    sizes = zip(axes, made.partial_shape, strict=True)
+    sizes = zip(axes, output.partial_shape, strict=True)
     shape = tuple(dim.get_length() if dim.is_static and axis != "batch" else axis for axis, dim in sizes)
     return Component(
         name=name,
         file="",
         files=(),
         inputs=inputs,
-        outputs=(TensorSpec("last_hidden_state", dtype_word(made.element_type), shape),),
+        outputs=(TensorSpec("last_hidden_state", dtype_word(output.element_type), shape),),
     )
 
 
@@ -249,10 +258,11 @@ def _names(ports: Iterable[ov.Output]) -> set[str]:
 
 
 def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> Component:
-    """A graph that makes the next token: with its cache inside, outside, or none.
+    """Return the component of a decoder graph. Its KV cache is inside the graph or in inputs and outputs, or it has
+    none.
 
     Raises:
-        IntegrityError: It takes what a decoder here is not given, or is another model's.
+        IntegrityError: The graph has unknown inputs or belongs to another model.
     """
     inside = {str(sink.get_variable_id()) for sink in model.get_sinks()}
     pairs = cache_pairs(model)
@@ -261,8 +271,8 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
     for port in model.inputs:
         if port.any_name == BEAM_INDEX:
             continue
-        known = {**_DECODER_AXES, "attention_mask": ("batch", "total" if cached else "sequence")}
-        axes: tuple[str | None, ...] | None = known.get(port.any_name)
+        names_of_axes = {**_DECODER_AXES, "attention_mask": ("batch", "total" if cached else "sequence")}
+        axes: tuple[str | None, ...] | None = names_of_axes.get(port.any_name)
         if port.any_name in pairs:
             axes = ("batch", None, "past", None)
         if axes is None:
@@ -297,8 +307,8 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
     size = words.get_length() if words.is_static else "vocabulary"
     limit = max_text_sizes(config).get("sequence")
     bounds = None if vocabulary is None else (0, vocabulary - 1)
-    made = [TensorSpec("logits", dtype_word(logits.element_type), ("batch", "sequence", size))]
-    made += [
+    outputs = [TensorSpec("logits", dtype_word(logits.element_type), ("batch", "sequence", size))]
+    outputs += [
         replace(spec, name=str(spec.pair), pair=spec.name, shape=(*spec.shape[:2], "total", *spec.shape[3:]))
         for spec in specs
         if spec.pair is not None
@@ -308,7 +318,7 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
         file="",
         files=(),
         inputs=tuple(replace(spec, bounds=bounds) if spec.name == "input_ids" else spec for spec in specs),
-        outputs=tuple(made),
+        outputs=tuple(outputs),
         max_sizes={} if limit is None else {"total": limit},
         stateful=cached,
         continues="any" if cached else "none",
@@ -316,7 +326,7 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
 
 
 def cache_pairs(model: ov.Model) -> dict[str, str]:
-    """Outputs with keys and values by the input that they come in again."""
+    """Return the names of KV cache inputs, each with the output that holds its value for the next call."""
     outputs = {name for port in model.outputs for name in port.get_names()}
     pairs = {}
     for port in model.inputs:
@@ -327,20 +337,10 @@ def cache_pairs(model: ov.Model) -> dict[str, str]:
     return pairs
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return _json(folder / "config.json")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise IntegrityError(f"{path} is not valid JSON: {error}.", fix="copy the file again.") from error
-    return values if isinstance(values, dict) else {}
-
-
 def _named_shape(port: ov.Output, model: ov.Model) -> tuple[int | str, ...]:
-    """OpenVINO names no axes: they follow from the names of a transformers model's inputs."""
+    """Return the shape of an input, with axis names derived from the input names of transformers models. OpenVINO does
+    not name axes.
+    """
     name, shape = port.any_name, port.partial_shape
     if name == "attention_mask" and "input_values" in _names(model.inputs):
         known = _INPUT_AXES["input_values", 2][: len(shape)]
@@ -354,34 +354,27 @@ def _named_shape(port: ov.Output, model: ov.Model) -> tuple[int | str, ...]:
     )
 
 
-def _stamp(path: Path, root: Path) -> FileRecord:
-    """Identifies a file without reading it; adopted folders have no checksums to compare with."""
-    stat = path.stat()
-    return FileRecord(name=path.relative_to(root).as_posix(), bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
-
-
 def _scheme(model: ov.Model) -> str | None:
-    """`static-int8` where activations are quantized, `weight-…` where only constants are stored in few bits."""
-    types = set()
+    """Return the quantization scheme of a graph: `static-int8` if activations are quantized, `weight-int8` or
+    `weight-int4` if only constants are stored in 8 or 4 bits, or `None`.
+    """
+    stored = set()
     for node in model.get_ops():
         if node.get_type_name() == "FakeQuantize":
             return "static-int8"
-        if node.get_type_name() == "Constant":
-            types.add(str(node.get_output_element_type(0).get_type_name()))
-    if types & {"i4", "u4", "nf4"}:
+        if node.get_type_name() == "Convert" and node.get_output_element_type(0).is_real():
+            constant = node.input_value(0)
+            if constant.get_node().get_type_name() == "Constant":
+                stored.add(str(constant.get_element_type().get_type_name()))
+    if stored & {"i4", "u4", "nf4"}:
         return "weight-int4"
-    decompressed = any(
-        node.get_type_name() == "Convert"
-        and node.input_value(0).get_node().get_type_name() == "Constant"
-        and str(node.input_value(0).get_element_type().get_type_name()) in ("i8", "u8")
-        and node.get_output_element_type(0).is_real()
-        for node in model.get_ops()
-    )
-    return "weight-int8" if decompressed else None
+    return "weight-int8" if stored & {"i8", "u8"} else None
 
 
 def _dtype(model: ov.Model) -> str:
-    """What the graph says it was exported to compute in; weights alone may be stored in half precision."""
+    """Return the data type for computation, from the graph's precision hint. The weights alone may be stored in 16
+    bits.
+    """
     if model.has_rt_info(["runtime_options", "INFERENCE_PRECISION_HINT"]):
         word = str(model.get_rt_info(["runtime_options", "INFERENCE_PRECISION_HINT"]).value)
         return {"f16": "float16", "bf16": "bfloat16"}.get(word, "float32")
@@ -389,7 +382,7 @@ def _dtype(model: ov.Model) -> str:
 
 
 def _image_sizes(config: dict[str, Any]) -> dict[str, int]:
-    """Height and width of the images that a model was made for, from its config."""
+    """Return the height and width of the model's images from its config, or an empty mapping."""
     size = config.get("image_size", (config.get("vision_config") or {}).get("image_size"))
     pair = (size, size) if isinstance(size, int) else size
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(one, int) for one in pair):

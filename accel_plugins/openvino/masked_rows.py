@@ -1,4 +1,6 @@
-"""Attention of tokens whose mask hides all tokens, in models that answer from a token found by its id (CLIP's end of text)."""
+"""Attention of fully masked tokens, for models that read their output at a token that is found by its id (CLIP's
+end-of-text token).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ _ATTENTION = "ScaledDotProductAttention"
 
 
 def zero_hidden_tokens(model: ov.Model) -> None:
-    """Make attention return zeros for tokens whose mask hides all tokens, as PyTorch's does; OpenVINO's averages all tokens.
+    """Make attention return zeros for fully masked tokens, as PyTorch does. OpenVINO's attention returns the average of
+    all tokens.
 
-    In a causal model that is a masked token before which all tokens are masked. Its result is read only where a model takes its answer
-    from that token; other models keep their operators.
+    In a causal model, fully masked tokens are the padding at the start of a row. Their results matter only if the model
+    may read its output at such a token. The graphs of other models are not changed.
     """
     if not _finds_by_id(model):
         return
@@ -21,7 +24,7 @@ def zero_hidden_tokens(model: ov.Model) -> None:
             continue
         mask, result = node.input_value(3), node.output(0)
         if mask.get_element_type() != ov.Type.boolean:
-            # As transformers' exporter writes a mask of booleans: nothing, or a large negative number.
+            # transformers' exporter converts a boolean mask to 0 or a large negative number with a Select operator.
             chooses = mask.get_node()
             if chooses.get_type_name() != "Select":
                 continue
@@ -36,7 +39,7 @@ def zero_hidden_tokens(model: ov.Model) -> None:
 
 
 def _finds_by_id(model: ov.Model) -> bool:
-    """Whether the place of the largest id, or of one that equals another, is looked for."""
+    """Whether the model searches `input_ids` for the largest id or for a given id."""
     return any(node.get_type_name() == "TopK" and _is_ids(node.input_value(0).get_node()) for node in model.get_ops())
 
 

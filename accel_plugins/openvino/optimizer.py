@@ -1,13 +1,13 @@
-"""ONNX graphs that exist already as OpenVINO IR.
+"""Conversion of ONNX graphs to OpenVINO IR.
 
-OpenVINO optimizes a graph when it compiles it, so this only converts: the folder then needs no ONNX and loads faster. A graph that
-is exported from PyTorch with `backend="openvino"` is the better start, above all for int8.
+OpenVINO optimizes a graph when it compiles it, so this module only converts. The converted folder needs no ONNX package
+and loads faster. A model that is exported from PyTorch with `backend="openvino"` runs faster than a converted graph,
+above all in int8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from accel.artifact import Artifact, Step, copy_companions, tool_versions
@@ -21,16 +21,17 @@ from .runtime import read_model
 
 
 class OnnxConverter:
-    """Reads ONNX, writes OpenVINO IR."""
+    """Optimizer that reads ONNX and writes OpenVINO IR."""
 
     def optimize(
         self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
     ) -> Artifact:
-        """Convert the graphs as they are; see `accel.interfaces.protocols.Optimizer`. Takes a second for encoders.
+        """Convert the graphs without changes; see `accel.interfaces.protocols.Optimizer`. Takes about a second for
+        encoders.
 
         Raises:
-            ConfigError: Named fusions were asked for or left out, or there is calibration data, which nothing reads.
-            OptimizeError: A decoder with a cache.
+            ConfigError: The config names fusions, or calibration data is given, which is not used.
+            OptimizeError: The artifact has a decoder with a KV cache.
         """
         if config.enable or config.disable:
             raise ConfigError("OpenVINO has no named fusions.", fix="leave enable and disable out.")
@@ -46,26 +47,15 @@ class OnnxConverter:
             for component in artifact.components
         )
         copy_companions(artifact.path, out)
-        step = Step(
-            stage="optimize", backend="openvino", config=config.to_dict(), versions=tool_versions("openvino"),
-            parent=artifact.digest,
-        )  # fmt: skip
-        manifest = replace(
-            artifact.manifest,
-            format=FORMAT,
-            opset=None,
-            components=components,
-            steps=(*artifact.manifest.steps, step),
-            run=None,
-        )
-        return Artifact.create(out, manifest)
+        step = Step(stage="optimize", backend="openvino", config=config.to_dict(), versions=tool_versions("openvino"))
+        return artifact.after(step, out, components=components, format=FORMAT, opset=None)
 
 
 def refuse_onnx_decoders(artifact: Artifact) -> None:
-    """Refuse ONNX graphs with a cache, which OpenVINO would have inside of its graph.
+    """Raise if an ONNX artifact has a decoder with a KV cache. OpenVINO IR needs the cache inside of the graph.
 
     Raises:
-        OptimizeError: With the way that works.
+        OptimizeError: The artifact has such a decoder; the message names a remedy.
     """
     stateful = [component.name for component in artifact.components if component.stateful]
     if artifact.format == "onnx" and stateful:
@@ -76,10 +66,11 @@ def refuse_onnx_decoders(artifact: Artifact) -> None:
 
 
 def refuse_outer_caches(artifact: Artifact) -> None:
-    """Refuse a decoder whose cache goes in and out of its graph: it is moved into the graph's state when it is opened.
+    """Raise if a decoder has its KV cache as inputs and outputs. The cache moves into the graph only when the artifact
+    is opened.
 
     Raises:
-        QuantizeError: The artifact holds one.
+        QuantizeError: The artifact has such a decoder.
     """
     if any(spec.pair is not None for component in artifact.components for spec in component.inputs):
         raise QuantizeError(

@@ -1,95 +1,99 @@
-"""Options of the OpenVINO backend, checked and translated into OpenVINO's properties."""
+"""Options of the OpenVINO backend: validation and translation into OpenVINO properties."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+# No `from __future__ import annotations` here: the option check reads the field types at run time.
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openvino as ov
 
-from accel.config import SessionOptions, available_processors
+from accel.config import JsonConfig, SessionOptions, available_processors, check_number
 from accel.errors import ConfigError, did_you_mean
 
 from .runtime import core
 
 PRECISIONS: Mapping[str, ov.Type] = {"float32": ov.Type.f32, "float16": ov.Type.f16, "bfloat16": ov.Type.bf16}
-_HINTS = ("latency", "throughput", "cumulative_throughput")
-# Properties that belong to the core or to a compile call, which no device lists as its own.
+# Properties of the core or of a compile call; no device lists them in its supported properties.
 _CORE_PROPERTIES = ("CACHE_DIR", "CACHE_MODE", "ENABLE_MMAP", "FORCE_TBB_TERMINATE", "MULTI_DEVICE_PRIORITIES")
 _SETTABLE = ("RW", "WO")
 
 
-def _hint(value: object) -> str:
-    if str(value).lower() not in _HINTS:
-        raise ConfigError(
-            f"performance_hint is {value!r}.{did_you_mean(str(value), _HINTS)}", fix=f"use one of {', '.join(_HINTS)}."
-        )
-    return str(value).upper()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenVinoOptions(JsonConfig):
+    """Options of the backend by the names that `accel` uses; `None` means OpenVINO's default.
+
+    Attributes:
+        performance_hint: The goal for which OpenVINO chooses its threads and streams.
+        streams: Number of calls that run in parallel, or `auto`.
+        pinning: Whether threads are pinned to CPU cores.
+        cache_dir: Folder for compiled models.
+        dynamic_quantization_group_size: Number of activations that share a scale when the inputs of compressed weights
+            are quantized at run time; 0 keeps them in floating point.
+        runtime_cache_capacity: Maximum number of kernels in the CPU plugin's cache.
+    """
+
+    performance_hint: Literal["latency", "throughput", "cumulative_throughput"] | None = None
+    streams: int | str | None = None
+    pinning: bool | None = None
+    cache_dir: str | Path | None = None
+    dynamic_quantization_group_size: int | None = None
+    runtime_cache_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        super(OpenVinoOptions, self).__post_init__()
+        if self.streams != "auto":
+            check_number("streams", self.streams, 1)  # type: ignore[arg-type]  # it refuses text
+        for name in ("dynamic_quantization_group_size", "runtime_cache_capacity"):
+            check_number(name, getattr(self, name), 0)
+
+    def properties(self) -> dict[str, Any]:
+        """Return the OpenVINO properties for the options that are not `None`.
+
+        Raises:
+            ConfigError: `cache_dir` cannot be read or is a file.
+        """
+        made = {
+            "PERFORMANCE_HINT": self.performance_hint and self.performance_hint.upper(),
+            "NUM_STREAMS": "AUTO" if self.streams == "auto" else self.streams,
+            "ENABLE_CPU_PINNING": self.pinning,
+            "CACHE_DIR": self.cache_dir and _folder(self.cache_dir),
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.dynamic_quantization_group_size,
+            "CPU_RUNTIME_CACHE_CAPACITY": self.runtime_cache_capacity,
+        }
+        return {name: value for name, value in made.items() if value is not None}
 
 
-def _streams(value: object) -> int | str:
-    if value == "auto":
-        return "AUTO"
-    return _count("streams", value)
+_OURS = tuple(field.name for field in fields(OpenVinoOptions))
 
 
-def _count(name: str, value: object, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}.", fix=f"use a whole number from {least} on.")
-    return value
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}.", fix="use True or False.")
-    return value
-
-
-def _folder(value: object) -> str:
-    path = Path(str(value)).expanduser().absolute()
+def _folder(value: str | Path) -> str:
+    path = Path(value).expanduser().absolute()
     try:
-        file = path.exists() and not path.is_dir()
+        is_file = path.exists() and not path.is_dir()
     except OSError as error:
         raise ConfigError(f"cache_dir {path} cannot be read: {error}.", fix="name another folder.") from error
-    if file:
+    if is_file:
         raise ConfigError(f"cache_dir is {path}, which is a file.", fix="name a folder.")
     return str(path)
 
 
-OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "performance_hint": ("PERFORMANCE_HINT", _hint),
-    "streams": ("NUM_STREAMS", _streams),
-    "pinning": ("ENABLE_CPU_PINNING", lambda value: _flag("pinning", value)),
-    "cache_dir": ("CACHE_DIR", _folder),
-    "dynamic_quantization_group_size": (
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE",
-        lambda value: _count("dynamic_quantization_group_size", value, 0),
-    ),
-    "runtime_cache_capacity": (
-        "CPU_RUNTIME_CACHE_CAPACITY",
-        lambda value: _count("runtime_cache_capacity", value, 0),
-    ),
-}
-"""Our options: OpenVINO's property, and what checks and translates a value."""
-
-
 def properties(device: str, options: Mapping[str, object], session: SessionOptions, dtype: str) -> dict[str, Any]:
-    """OpenVINO's properties for a compile call.
+    """Return the OpenVINO properties for a compile call.
 
     Args:
         device: OpenVINO's name of the device.
-        options: Ours by name, or OpenVINO's own in capitals.
-        session: How to run; `native` holds OpenVINO's own properties as well.
-        dtype: What to compute in.
+        options: Options of `accel` by name, or OpenVINO properties by their names in capitals.
+        session: Session settings; `native` may contain OpenVINO properties as well.
+        dtype: Data type used for computation.
 
     Raises:
-        ConfigError: An option that neither we nor OpenVINO have, or a value that cannot work.
+        ConfigError: An option is unknown to `accel` and to OpenVINO, or a value is invalid.
     """
-    made: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": PRECISIONS[dtype]}
+    settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": PRECISIONS[dtype]}
     if device != "CPU" and session.threads is not None:
         raise ConfigError(f"{device} has no threads to set.", fix="leave threads out, or use the device 'cpu'.")
-    # Also where the processor is one of the devices to choose from.
+    # The device `AUTO` may choose the CPU, so it needs these settings as well.
     processor = _on_the_processor(session, dtype) if device == "CPU" or device.startswith("AUTO") else {}
     if session.inter_op_threads != 1:
         raise ConfigError("OpenVINO has no inter-operator threads.", fix="use the option streams=... instead.")
@@ -98,41 +102,46 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
             f"OpenVINO has no graph optimization level {session.graph_optimization!r}.", fix="leave it out."
         )
     if session.profile is not None:
-        made["PERF_COUNT"] = True
-    for name, value in {**options, **session.native}.items():
-        own = name if name in processor else None
-        word, translate = OPTIONS.get(name) or (own or _native(device, name), lambda given: given)
-        (processor if word in processor else made)[word] = translate(value)
+        settings["PERF_COUNT"] = True
+    given = {**options, **session.native}
+    if isinstance(hint := given.get("performance_hint"), str):
+        given["performance_hint"] = hint.lower()
+    ours = OpenVinoOptions.from_dict({name: value for name, value in given.items() if name in _OURS}).properties()
+    native = {name: value for name, value in given.items() if name not in _OURS}
+    for name in native:
+        if name not in processor:
+            _check_native(device, name)
+    for name, value in {**ours, **native}.items():
+        (processor if name in processor else settings)[name] = value
     if processor and device != "CPU":
-        return {**made, "DEVICE_PROPERTIES": {"CPU": processor}}
-    return made | processor
+        return {**settings, "DEVICE_PROPERTIES": {"CPU": processor}}
+    return settings | processor
 
 
 def _on_the_processor(session: SessionOptions, dtype: str) -> dict[str, Any]:
     return {
         "INFERENCE_NUM_THREADS": session.threads or available_processors(),
         "ENABLE_CPU_PINNING": False,
-        # OpenVINO quantizes the activations in front of compressed weights to 8 bits by default.
+        # By default, OpenVINO quantizes the inputs of compressed weights to 8 bits.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-        # It keeps keys and values in half precision or in 8 bits where a graph's file says so.
+        # OpenVINO stores the KV cache in 16 or 8 bits if the graph file asks for it.
         "KV_CACHE_PRECISION": PRECISIONS[dtype],
-        # Kernels are kept for each shape of each layer, 5,000 by OpenVINO's default: gigabytes where lengths vary.
+        # The cache has an entry for each input shape of each layer. OpenVINO's default of 5,000 entries needs gigabytes
+        # of memory if sequence lengths vary.
         "CPU_RUNTIME_CACHE_CAPACITY": 1500,
     }
 
 
-def _native(device: str, name: str) -> str:
-    """OpenVINO's own property of that name.
+def _check_native(device: str, name: str) -> None:
+    """Raise if a name is not an OpenVINO property that can be set.
 
     Raises:
-        ConfigError: There is none that can be set.
+        ConfigError: The property is unknown or read-only; the message suggests a similar name.
     """
     listed = core().get_property(device, "SUPPORTED_PROPERTIES")
     known = [word for word, mode in listed.items() if mode in _SETTABLE] + list(_CORE_PROPERTIES)
-    if name in known:
-        return name
-    close = did_you_mean(name, known if name.isupper() else OPTIONS)
-    raise ConfigError(
-        f"OpenVINO has no option {name!r} for {device}.{close}",
-        fix=f"use one of {', '.join(OPTIONS)}, or a property of OpenVINO in capitals.",
-    )
+    if name not in known:
+        raise ConfigError(
+            f"OpenVINO has no option {name!r} for {device}.{did_you_mean(name, known if name.isupper() else _OURS)}",
+            fix=f"use one of {', '.join(_OURS)}, or a property of OpenVINO in capitals.",
+        )

@@ -1,6 +1,7 @@
-"""Quantized layers of PyTorch models in OpenVINO: a `FakeQuantize` before integers with scales, or weights of 4 bits in blocks.
+"""Conversion of quantized PyTorch layers: to `FakeQuantize` and integer weights with scales, or to 4-bit weights in
+blocks.
 
-The integers, scales and zero points are the model's own, bit for bit.
+Integers, scales and zero points are kept bit by bit.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _blocks(context: Any) -> list[ov.Output]:
 
 
 def _held(context: Any, place: int) -> np.ndarray:
-    """A constant that a quantized layer holds."""
+    """Return the values of a constant input of a quantized layer."""
     node = context.get_input(place).get_node()
     while node.get_type_name() != "Constant":
         node = node.input_value(0).get_node()
@@ -74,4 +75,4 @@ CONVERSIONS = (
     ConversionExtension(f"{OPERATOR_DOMAIN}.{INTEGER_LINEAR}.default", _integers),
     ConversionExtension(f"{OPERATOR_DOMAIN}.{BLOCK_LINEAR}.default", _blocks),
 )
-"""For transformers' exporter: how the operators are converted."""
+"""Conversion rules of the quantized layers' operators, for transformers' exporter."""

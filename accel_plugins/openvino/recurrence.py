@@ -1,4 +1,4 @@
-"""Recurrent layers as loops of OpenVINO: `accel::recurrence` becomes a `TensorIterator` over the tokens."""
+"""Conversion of recurrent layers: the operator `accel::recurrence` becomes a loop over the tokens (`TensorIterator`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _PARTS = ("decay", "key", "value", "query", "beta")
 
 
 def _convert(context: Any, *, delta: bool) -> list[ov.Output]:
-    """The results of all tokens and behind them the state, as `accel.capture.recurrence` packs them."""
+    """Convert the operator. The output holds the results of all tokens, then the final state, packed as in
+    `accel.capture.recurrence`.
+    """
     decay, rate, key, value, query, *beta, state = (context.get_input(i) for i in range(7 if delta else 6))
     scanned = [decay, key, value, query, *beta]
     before = ops.parameter(state.get_partial_shape(), ov.Type.f32, name="state")
@@ -55,4 +57,4 @@ CONVERSIONS = (
         f"{RECURRENCE_DOMAIN}.{DELTA_RECURRENCE}.default", lambda context: _convert(context, delta=True)
     ),
 )
-"""For transformers' exporter: how the operators are converted."""
+"""Conversion rules of the recurrence operators, for transformers' exporter."""

@@ -1,4 +1,4 @@
-"""OpenVINO's core object, its devices, and its errors as ours."""
+"""OpenVINO's core object and devices, reading of graphs, and conversion of errors."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ from .pooled_token import compute_pooled_token
 from .state import fold_cache
 from .unit_axes import keep_unit_axes
 
-# OpenVINO reads many of ONNX Runtime's own operators, not all: which ones, its reader alone says.
+# OpenVINO can read many operators of ONNX Runtime, but not all. Only its error message names the unsupported ones.
 _UNKNOWN_OPERATORS = re.compile(r"No conversion rule found for operations: (.+?)\.?$")
-_PRECISIONS = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "INT4": "int4"}
+_PRECISIONS = ("FP32", "FP16", "BF16", "INT8", "INT4")
 
 
 @functools.cache
 def core() -> ov.Core:
-    """The process's one `openvino.Core`: plugins are loaded once."""
+    """Return the single `openvino.Core` of this process, so that plugins are loaded once."""
     return ov.Core()
 
 
 def _before_fork() -> None:
-    """OpenVINO keeps the threads of models that were closed for those that are compiled next. In a child they would be threads that
-    are none, and compiling would wait for them for ever; unloading a plugin lets them go. Open models keep theirs.
+    """Before a fork: unload the CPU plugin, so that OpenVINO releases the threads of closed models.
+
+    OpenVINO keeps these threads for the next models. A child process does not have them, and compilation in it would
+    wait for them forever. Open models keep their threads.
     """
     if core.cache_info().currsize:
         with contextlib.suppress(RuntimeError):
             other = ov.Core()
-            other.get_property("CPU", "FULL_DEVICE_NAME")  # loads the plugin
+            other.get_property("CPU", "FULL_DEVICE_NAME")  # Reading a property loads the CPU plugin.
             other.unload_plugin("CPU")
 
 
 def _after_fork() -> None:
-    """Its threads do not survive a fork: the child makes its own, and never tears down the inherited one, which would
-    wait for them.
+    """After a fork: make the child process create a new core. Threads do not survive a fork, so destroying the
+    inherited core would wait forever.
     """
     if core.cache_info().currsize:
         never_destroyed(core())
@@ -56,29 +58,31 @@ at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def device_name(device: DeviceSpec) -> str:
-    """OpenVINO's word for a device.
+    """Return OpenVINO's name of a device.
 
     Raises:
-        BackendUnavailableError: OpenVINO does not list it; the message says what it lists.
+        BackendUnavailableError: OpenVINO does not list the device; the message names the devices that it lists.
     """
-    have = usable_names()
+    usable = usable_names()
     if device.type == "auto":
-        return "AUTO" if have == core().available_devices else f"AUTO:{','.join(have)}"
-    wanted = device.type.upper()
-    names = [name for name in have if name.split(".")[0] == wanted]
-    numbered = f"{wanted}.{device.index}"
+        return "AUTO" if usable == core().available_devices else f"AUTO:{','.join(usable)}"
+    kind = device.type.upper()
+    names = [name for name in usable if name.split(".")[0] == kind]
+    numbered = f"{kind}.{device.index}"
     if numbered in names:
         return numbered
-    if device.index == 0 and wanted in names:
-        return wanted
+    if device.index == 0 and kind in names:
+        return kind
     raise BackendUnavailableError(
-        f"OpenVINO has no device {device}{did_you_mean(wanted, have)}; it lists {', '.join(have)} and AUTO.",
+        f"OpenVINO has no device {device}{did_you_mean(kind, usable)}; it lists {', '.join(usable)} and AUTO.",
         fix="use one of these, in lower case, as device=...; a GPU or an NPU needs its driver.",
     )
 
 
 def usable_names() -> list[str]:
-    """What OpenVINO lists, without GPUs of others that it finds through OpenCL: its kernels are for Intel's, and fail there."""
+    """Return the names of OpenVINO's devices. GPUs of other vendors are left out: OpenVINO finds them through OpenCL,
+    but its kernels fail there.
+    """
     return [
         name
         for name in core().available_devices
@@ -87,24 +91,24 @@ def usable_names() -> list[str]:
 
 
 def devices() -> tuple[DeviceSpec, ...]:
-    """What OpenVINO lists and can use, the host first, and `auto`, which lets OpenVINO choose among them."""
-    found = []
+    """Return OpenVINO's usable devices, the CPU first, and the device `auto`, which lets OpenVINO choose."""
+    specs = []
     for name in sorted(usable_names(), key=lambda name: (name != "CPU", name)):
         kind, _, index = name.partition(".")
         capabilities = core().get_property(name, "OPTIMIZATION_CAPABILITIES")
-        found.append(
+        specs.append(
             DeviceSpec(
                 kind.lower(),
                 int(index) if index.isdigit() else 0,
                 name=str(core().get_property(name, "FULL_DEVICE_NAME")),
-                arch="+".join(_PRECISIONS[word] for word in _PRECISIONS if word in capabilities),
+                arch="+".join(word.lower() for word in _PRECISIONS if word in capabilities),
             )
         )
-    return (*found, DeviceSpec("auto", name="OpenVINO's choice among the devices above"))
+    return (*specs, DeviceSpec("auto", name="OpenVINO's choice among the devices above"))
 
 
 def executing_device(compiled: ov.CompiledModel, asked: DeviceSpec) -> DeviceSpec:
-    """The device that a compiled model runs on, as OpenVINO says; `asked` where it does not say."""
+    """Return the device on which a compiled model runs according to OpenVINO; `asked` if OpenVINO reports none."""
     names = [str(name).strip("()") for name in compiled.get_property("EXECUTION_DEVICES")]
     kind, _, index = (names[0] if names else "").partition(".")
     wanted = (kind.lower(), int(index) if index.isdigit() else 0)
@@ -112,15 +116,18 @@ def executing_device(compiled: ov.CompiledModel, asked: DeviceSpec) -> DeviceSpe
 
 
 READ_ERRORS = (RuntimeError, UnicodeDecodeError)
-"""What OpenVINO raises for a graph that it refuses; the latter where its message quotes bytes of the file that are no text."""
+"""Errors that OpenVINO raises for an invalid graph. UnicodeDecodeError occurs if a message quotes bytes that are not
+text.
+"""
 
 
 def read_model(artifact: Artifact, component: Component) -> ov.Model:
-    """A component's graph, with the axes that the manifest fixes fixed; weights stay in the mapped file.
+    """Read a component's graph and fix the axes that are numbers in the manifest. Weights stay in the memory-mapped
+    file.
 
     Raises:
-        IntegrityError: The graph, or the file with its weights, is missing or damaged.
-        SessionError: It uses operators that OpenVINO does not have.
+        IntegrityError: The graph or its weight file is missing or damaged.
+        SessionError: The graph has operators that OpenVINO does not support.
     """
     path = artifact.path / component.file
     weights = path.with_suffix(".bin")
@@ -152,10 +159,10 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
 
 @contextlib.contextmanager
 def _without_links(artifact: Artifact, component: Component) -> Iterator[Path]:
-    """A component's graph as a file that OpenVINO reads with its weights.
+    """Yield a component's graph file in a form that OpenVINO can read with its weights.
 
-    OpenVINO refuses an ONNX graph whose weights are a link that leaves the folder, as every file of a Hub snapshot is. Other names of
-    the same files (hard links) take no space; between file systems they are copied.
+    OpenVINO rejects an ONNX graph if its weight file is a link to a file outside of the folder, as in every Hub
+    snapshot. Hard links to these files take no disk space; across file systems the files are copied.
     """
     path, root = artifact.path / component.file, artifact.path.resolve()
     files = [(artifact.path / record.name).resolve() for record in component.files]
@@ -176,10 +183,11 @@ def _without_links(artifact: Artifact, component: Component) -> Iterator[Path]:
 
 
 def _check_transforms(model: ov.Model, path: Path) -> None:
-    """Refuse Fourier transforms read from ONNX: OpenVINO 2026.4 computes others (FNet is as far off as its answer is large).
+    """Raise if a graph from ONNX has Fourier transforms, which OpenVINO 2026.4 computes wrongly (in FNet, with an error
+    as large as the largest value).
 
     Raises:
-        SessionError: With the way that works.
+        SessionError: The graph has a Fourier transform; the message names a backend that works.
     """
     if path.suffix == ".xml" or not any(node.get_type_name().endswith("DFT") for node in model.get_ops()):
         return
@@ -190,19 +198,17 @@ def _check_transforms(model: ov.Model, path: Path) -> None:
 
 
 def answers_masked_rows(artifact: Artifact, component: Component) -> bool:
-    """Whether a row that is masked as a whole is answered as PyTorch does, whose attention gives zeros.
+    """Whether attention of a fully masked row returns zeros, as in PyTorch.
 
-    OpenVINO's own operator for attention averages all tokens there (2026.4: logits of a tiny BERT 0.75 off); graphs from ONNX
-    select zeros after each softmax.
+    OpenVINO's attention operator averages all tokens (2026.4: logits of a tiny BERT differ by 0.75). Graphs from ONNX
+    select zeros after each softmax instead.
     """
-    if artifact.manifest.target is not None:
-        return False
     path = artifact.path / component.file
     return path.suffix != ".xml" or b'type="ScaledDotProductAttention"' not in path.read_bytes()
 
 
 def missing_weights(path: Path) -> IntegrityError:
-    """The error about an `.xml` without its `.bin`."""
+    """Return the error for an `.xml` file without its `.bin` file."""
     return IntegrityError(
         f"{path.name} keeps its weights in {path.with_suffix('.bin').name}, which is missing from {path.parent}.",
         fix="copy that file beside the graph, or export the model again.",
@@ -210,22 +216,22 @@ def missing_weights(path: Path) -> IntegrityError:
 
 
 def reshape(model: ov.Model, component: Component, sizes: Mapping[str, int]) -> None:
-    """Fix the named axes in `sizes`, and those that the manifest gives as numbers; leave the others open."""
-    wanted: dict[str, list[int]] = {}
+    """Fix the named axes in `sizes` and the axes that are numbers in the manifest. Other axes stay dynamic."""
+    shapes: dict[str, list[int]] = {}
     for spec in component.inputs:
-        wanted[spec.name] = [size if isinstance(size, int) else sizes.get(size, -1) for size in spec.shape]
+        shapes[spec.name] = [size if isinstance(size, int) else sizes.get(size, -1) for size in spec.shape]
     current = {
         port.any_name: [d.get_length() if d.is_static else -1 for d in port.partial_shape] for port in model.inputs
     }
-    if {name: shape for name, shape in wanted.items() if name in current} != current:
-        model.reshape({name: ov.PartialShape(shape) for name, shape in wanted.items() if name in current})
+    if {name: shape for name, shape in shapes.items() if name in current} != current:
+        model.reshape({name: ov.PartialShape(shape) for name, shape in shapes.items() if name in current})
 
 
 def port_order(ports: Sequence[ov.Output], names: Sequence[str], what: str) -> list[int]:
-    """Positions of the ports of these names.
+    """Return the positions of the ports with these names.
 
     Raises:
-        SessionError: The graph has no port of a name that the manifest declares.
+        SessionError: The graph does not have a port that the manifest declares.
     """
     by_name = {name: index for index, port in enumerate(ports) for name in port.get_names()}
     missing = [name for name in names if name not in by_name]
@@ -238,7 +244,7 @@ def port_order(ports: Sequence[ov.Output], names: Sequence[str], what: str) -> l
 
 
 def one_line(error: Exception) -> str:
-    """An OpenVINO error without its C++ source locations and line breaks."""
+    """Return an OpenVINO error message on one line, without C++ source locations."""
     lines = [
         line for line in str(error).splitlines() if line.strip() and not line.startswith(("Exception from", "Check '"))
     ]

@@ -1,7 +1,7 @@
-"""8-bit products of graphs that were quantized for other processors, where this one adds them in 16 bits.
+"""Int8 graphs that were quantized for other processors, on processors that add int8 products in 16 bits.
 
-Such sums saturate at the full range of weights: silently, and by as much as the answer is large. What would be added so is computed in
-floating point instead, with the same integers.
+On such processors the sums saturate silently if weights use all 8 bits. The error can be as large as the largest value.
+These matrix products are therefore computed in floating point, with the same quantized values.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from openvino.passes import ConstantFolding, Manager
 logger = logging.getLogger(__name__)
 
 _INTEGERS = (ov.Type.i8, ov.Type.u8)
-_PRODUCTS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData")
+PRODUCTS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData")
 _LAYOUTS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
-# From -64 to 64: weights that keep 7 bits, as all quantizers here write them for such processors.
+# Range of 7-bit weights, from -64 to 64. The quantizers of `accel` write such weights for processors that add int8
+# products in 16 bits.
 _NARROW = 128
 
 
 def compute_in_float(model: ov.Model, name: str) -> None:
-    """Turn weights of 8 bits beside quantized activations into floating-point constants, and leave one side of products of two
-    activations as it is. Graphs whose weights keep 7 bits stay as they are, and weights beside activations that are not quantized.
+    """Compute quantized products in floating point if the graph has 8-bit weights.
+
+    Int8 weights become floating-point constants. In products of two activations, only one input stays quantized. A graph with
+    7-bit weights is not changed. Weights whose activations are not quantized stay as they are.
 
     Args:
-        model: Changed in place.
-        name: What to call it in the warning.
+        model: The graph; it is changed in place.
+        name: Name of the graph for the warning.
     """
     nodes = model.get_ordered_ops()
-    weights = [_weights_of(place) for node in nodes if node.get_type_name() in _PRODUCTS for place in node.inputs()]
+    weights = [_weights_of(place) for node in nodes if node.get_type_name() in PRODUCTS for place in node.inputs()]
     if not any(node.get_type_name() == "FakeQuantize" for node in nodes) or not any(map(_are_wide, weights)):
         return
     logger.warning(
@@ -38,9 +41,9 @@ def compute_in_float(model: ov.Model, name: str) -> None:
         "computed in floating point. Quantize it for OpenVINO on this one for its full speed.", name,
     )  # fmt: skip
     for node in nodes:
-        if node.get_type_name() != "MatMul" or _rounded(node.input(0)) is None:
+        if node.get_type_name() != "MatMul" or rounded(node.input(0)) is None:
             continue
-        if (found := _rounded(node.input(1))) is not None:
+        if (found := rounded(node.input(1))) is not None:
             reader, source = found
             reader.replace_source_output(source)
     folding = Manager()
@@ -49,7 +52,7 @@ def compute_in_float(model: ov.Model, name: str) -> None:
 
 
 def _weights_of(place: ov.Input) -> ov.Node | None:
-    """The integers that an input of a product is made of; `None` where it is computed. Tables that are looked up are no weights."""
+    """Return the integer constant that an input of a product is computed from, or `None` if there is none."""
     node = place.get_source_output().get_node()
     while node.get_type_name() in (*_LAYOUTS, "Convert", "Subtract", "Multiply"):
         node = node.input_value(0).get_node()
@@ -57,28 +60,35 @@ def _weights_of(place: ov.Input) -> ov.Node | None:
 
 
 def _are_wide(weights: ov.Node | None) -> bool:
-    """Whether weights have more than 7 bits."""
+    """Whether weights use more than 7 bits."""
     if weights is None:
         return False
     values = weights.data
     return values.ndim > 1 and values.size > 0 and int(np.max(values)) - int(np.min(values)) > _NARROW
 
 
-def _rounded(place: ov.Input) -> tuple[ov.Input, ov.Output] | None:
-    """Where an input's activations were quantized: who reads them, and what they were before; `None` where they are none."""
+def rounded(place: ov.Input) -> tuple[ov.Input, ov.Output] | None:
+    """Find the quantization of an input's activations.
+
+    Returns:
+        The node input that reads the quantized tensor, and the tensor before quantization; `None` if the input is not
+        quantized.
+    """
     while True:
         node = place.get_source_output().get_node()
         quantized = _quantized_by(node)
         if quantized is not None:
             return place, quantized.input_value(0)
-        # A product scales what was quantized, and stays.
+        # A Multiply that scales the quantized values is kept; only the quantization before it is removed.
         if node.get_type_name() not in (*_LAYOUTS, "Multiply"):
             return None
         place = node.input(0)
 
 
 def _quantized_by(node: ov.Node) -> ov.Node | None:
-    """The `FakeQuantize` that a node is, or with which it goes through whole numbers and back, as graphs from ONNX do."""
+    """Return the `FakeQuantize` that a node is, or that comes before the node's conversion to integers and back, as in
+    graphs from ONNX; `None` if there is none.
+    """
     if node.get_type_name() == "Multiply":
         node = node.input_value(0).get_node()
         if node.get_type_name() == "Subtract":

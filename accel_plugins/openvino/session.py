@@ -1,4 +1,4 @@
-"""A compiled OpenVINO model behind `accel.interfaces.protocols.Session`."""
+"""Session that runs a compiled OpenVINO model (`accel.interfaces.protocols.Session`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from accel.artifact import Component
 from accel.interfaces.protocols import Feeds, Names, TokenStep
-from accel.interfaces.session import HostSession
+from accel.interfaces.session import BaseSession
 from accel.interfaces.session_contract import FiniteCheck, MaskCheck, check_buffer_shape, no_state, session_closed
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
@@ -25,32 +25,20 @@ from .runtime import one_line, port_order
 from .state import OpenVinoState, OpenVinoSteps
 from .upstream import native_infer, native_start
 
-# Up to this size, copying an input into a buffer that the request holds costs less than making a tensor around it
-# (3 inputs of 1x16 int64 with cold caches, 2 Zen 4 cores: 54 against 104 microseconds for the whole wrapper).
+# Up to this size in bytes, copying an input into a bound buffer is faster than creating a tensor that shares its
+# memory. Measured with 3 inputs of 1x16 int64, cold caches, 2 Zen 4 cores: 54 against 104 microseconds per call for all
+# code around the inference.
 _COPIED_BYTES = 1 << 16
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_TYPES = {
-    torch.float32: ov.Type.f32,
-    torch.float64: ov.Type.f64,
-    torch.float16: ov.Type.f16,
-    torch.bfloat16: ov.Type.bf16,
-    torch.int64: ov.Type.i64,
-    torch.int32: ov.Type.i32,
-    torch.int16: ov.Type.i16,
-    torch.int8: ov.Type.i8,
-    torch.uint8: ov.Type.u8,
-    torch.bool: ov.Type.boolean,
-}
 _WORDS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i8": "int8"}
 _PRODUCTS = ("FullyConnected", "MatMul", "Convolution")
 _NOTHING: dict[int, Any] = {}
-_HOST = torch.device("cpu")
 
 
 class _Request:
-    """One infer request and the small buffers bound to it. Used by one thread at a time."""
+    """One infer request and the small buffers that are bound to it. Only one thread uses it at a time."""
 
     __slots__ = ("_start", "buffers", "infer", "of", "outputs", "request", "shapes", "views")
 
@@ -59,17 +47,19 @@ class _Request:
         self.request = request = compiled.create_infer_request()
         self.infer = native_infer(request)
         self._start = native_start(request)
-        # Of the last call, where it can be repeated with the buffers below; else `None`.
+        # Input shapes of the last call if a call of the same shapes can reuse the buffers below; otherwise `None`.
         self.shapes: list[tuple[int, ...]] | None = None
         self.buffers: list[ov.Tensor] = []
         self.views: list[Array] = []
         self.outputs: list[Array] = []
 
     def compute(self, *, alone: bool) -> None:
-        """Run it, beside other requests on OpenVINO's own threads.
+        """Run the request. If other requests may run at the same time (`alone` is False), it runs on OpenVINO's
+        threads.
 
-        A request that a thread runs itself brings its own thread pool; with ten callers these take the processors from each
-        other (MiniLM 1x16 on two cores: 266 calls a second against 313 of one caller; 311 on OpenVINO's threads).
+        A request that runs on its caller's thread creates its own thread pool, and the pools of many callers compete
+        for the cores. Measured with MiniLM 1x16 on two cores: 313 calls/s with one caller; with ten callers 266 on
+        their own threads and 311 on OpenVINO's threads.
         """
         if alone:
             self.infer(_NOTHING, share_outputs=True, decode_strings=True)
@@ -78,17 +68,18 @@ class _Request:
             self.request.wait()
 
 
-class OpenVinoSession(HostSession[ov.CompiledModel]):
-    """Runs a compiled model on host memory. Thread-safe: every call takes an infer request of its own from a pool.
+class OpenVinoSession(BaseSession[ov.CompiledModel]):
+    """Session that runs a compiled model on CPU tensors. Several threads may call it: each call takes its own infer
+    request from a pool.
 
     Args:
-        compiled: The model.
-        component: What the artifact says about it.
-        device: Where it runs.
-        shapes: Sizes that it was opened with for named axes.
-        compile_again: Makes the model anew behind a call that failed.
-        masked_rows: Whether it answers rows as PyTorch does that a mask hides as a whole; else they are refused.
-        profile: Folder for a profile of its operators.
+        compiled: The compiled model.
+        component: The component of the artifact.
+        device: The device that the model runs on.
+        shapes: Fixed sizes of named axes.
+        compile_again: Function that compiles the model again after a failed call.
+        masked_rows: Whether fully masked rows give the same results as in PyTorch; if not, they are rejected.
+        profile: Folder for a profile of the operators.
     """
 
     runtime_name = "OpenVINO"
@@ -104,7 +95,7 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
         masked_rows: bool = True,
         profile: str | None = None,
     ) -> None:
-        # What a cache outside of the graph was is inside of the compiled model.
+        # The KV cache is inside the compiled model, so cache inputs and outputs are left out.
         component = replace(
             component,
             inputs=tuple(spec for spec in component.inputs if spec.pair is None),
@@ -116,14 +107,16 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
         self._profile = profile
         self._compile_again = compile_again
         self._anew = threading.Lock()
-        self._types = [_TYPES[dtype] for dtype in self._dtypes.values()]
+        self._types = [
+            ov.Type.bf16 if spec.dtype == "bfloat16" else ov.Type(np.dtype(spec.dtype)) for spec in component.inputs
+        ]
         self._input_ports = port_order(compiled.inputs, list(self._dtypes), "input")
         self._output_ports = port_order(compiled.outputs, self._output_names, "output")
-        # As many as OpenVINO runs at once and one that is ready behind them: further callers wait here, where they cost no
-        # memory and do not compete.
+        # The pool has one request more than OpenVINO runs in parallel. Further callers wait here without using memory
+        # or CPU time.
         self._pool: SimpleQueue[_Request] | _ClosedPool
         self._requests: list[_Request]
-        # Requests whose outputs of these names are bound to callers' buffers; never used for other calls.
+        # Requests with outputs bound to buffers of callers, by the names of these outputs. Other calls do not use them.
         self._bound: dict[frozenset[str], list[_Request]]
         self._fill(compiled)
         self._others = len(self._requests) - 1
@@ -131,13 +124,19 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`.
+        """Run the model; see `accel.interfaces.protocols.Session.run`.
 
-        Large inputs of the declared type on the host are read in place and large outputs handed out as they were
-        written; small ones are copied through buffers that stay bound, which is faster. Written for cold caches, like
-        the ONNX Runtime session: a call with the shapes of the request's last one does as little as it can.
+        Large CPU inputs of the declared type are read in place, and large outputs are returned without a copy. Small
+        inputs and outputs are copied through buffers that stay bound, which is faster. A call with the same shapes as
+        the request's last call does as little work as possible, because CPU caches are often cold.
         """
-        if outputs is not None or out is not None or state is not None or not self._plain or self._component.stateful:
+        if (
+            outputs is not None
+            or out is not None
+            or state is not None
+            or not self._numpy_only
+            or self._component.stateful
+        ):
             return super().run(feeds, outputs=outputs, out=out, state=state)
         arrays = self._arrays(feeds)
         self._check_masks.arrays(arrays)
@@ -161,21 +160,22 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
         return dict(zip(self._output_names, results, strict=True))
 
     def _run_new_shapes(self, request: _Request, arrays: list[Array], *, alone: bool) -> list[torch.Tensor]:
-        """Other shapes than the request's last ones, or large tensors."""
+        """Run a call with shapes that differ from the request's last call, or with large tensors."""
         request.shapes = None
         inputs = [self._bindable(array, type_) for array, type_ in zip(arrays, self._types, strict=True)]
         for port, tensor in zip(self._input_ports, inputs, strict=True):
             request.request.set_input_tensor(port, tensor)
         request.compute(alone=alone)
-        found = [request.request.get_output_tensor(port) for port in self._output_ports]
-        views = [tensor.data for tensor in found]
+        outputs = [request.request.get_output_tensor(port) for port in self._output_ports]
+        views = [tensor.data for tensor in outputs]
         results = [
             torch.from_numpy(self._detached(request, *item))
-            for item in zip(self._output_ports, found, views, strict=True)
+            for item in zip(self._output_ports, outputs, views, strict=True)
         ]
         if all(a.nbytes <= _COPIED_BYTES for a in (*arrays, *views)):
-            # Outputs that OpenVINO allocates may lie elsewhere after the next call.
-            kept = [ov.Tensor(tensor.element_type, tensor.shape) for tensor in found]
+            # Bind output buffers of this session: OpenVINO may allocate its own outputs at another address in the next
+            # call.
+            kept = [ov.Tensor(tensor.element_type, tensor.shape) for tensor in outputs]
             for port, tensor in zip(self._output_ports, kept, strict=True):
                 request.request.set_output_tensor(port, tensor)
             request.buffers, request.views = [*inputs, *kept], [tensor.data for tensor in inputs]
@@ -185,7 +185,7 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
 
     @staticmethod
     def _bindable(array: Array, type_: ov.Type) -> ov.Tensor:
-        """A small array copied into a tensor that a request may keep, or a large one's own memory."""
+        """Return a tensor with a copy of a small array, or a tensor that shares the memory of a large array."""
         if array.nbytes > _COPIED_BYTES:
             return ov.Tensor(np.ascontiguousarray(array), shared_memory=True)
         tensor = ov.Tensor(type_, ov.Shape(array.shape))
@@ -194,14 +194,16 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
 
     @staticmethod
     def _detached(request: _Request, port: int, tensor: ov.Tensor, view: Array) -> Array:
-        """A copy of a small output; a large one itself, and a new tensor for the request's next call."""
+        """Return a copy of a small output. A large output is returned itself, and the request gets a new tensor for its
+        next call.
+        """
         if view.nbytes <= _COPIED_BYTES:
             return view.copy()
         request.request.set_output_tensor(port, ov.Tensor(tensor.element_type, tensor.shape))
         return view
 
     def _fill(self, compiled: ov.CompiledModel) -> None:
-        """Requests of a compiled model in the place of all that there were."""
+        """Replace all infer requests by requests of a compiled model."""
         requests = [_Request(compiled) for _ in range(_concurrency(compiled) + 1)]
         pool: SimpleQueue[_Request] = SimpleQueue()
         for request in requests:
@@ -209,26 +211,27 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
         self._runtime, self._requests, self._bound, self._pool = compiled, requests, {}, pool
 
     def _taken(self) -> tuple[SimpleQueue[_Request] | _ClosedPool, _Request]:
-        """A request that is free, and where it goes back to."""
+        """Return a free request and the pool to return it to."""
         while True:
             pool = self._pool
             request = pool.get()
             if request.of is self._runtime or self._runtime is None:
                 return pool, request
-            # Of a model that a call failed in while this one waited.
+            # The model of this request was replaced while this call waited.
             pool.put(request)
 
     def renew(self, failed: ov.CompiledModel) -> None:
-        """Another compiled model in the place of one whose call failed, unless it has been replaced already.
+        """Replace a compiled model after a failed call, unless another thread did so already. Takes as long as opening
+        the model.
 
-        Its operators keep what they prepared for the sizes of a call, and one that fails in the middle leaves some of them with the sizes
-        of the call before: that call again then fails as well (2026.4: a convolution behind an image that is smaller than its kernel), also
-        in a new request. Another request of the same model is no help, and compiling again takes as long as opening did.
+        Operators cache data for the input sizes of a call. After a call that fails in the middle, some operators still
+        have data for the sizes of the previous call. Later calls then fail as well, even in a new request (OpenVINO
+        2026.4: a convolution of an image that is smaller than its kernel).
         """
         with self._anew:
             if self._runtime is failed:
                 compiled = self._compile_again()
-                # Beside `close`.
+                # `close` may run at the same time in another thread.
                 if self._runtime is not None:
                     self._fill(compiled)
 
@@ -245,24 +248,24 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
             return state.run(tensors, names)
         pool = self._bound.setdefault(frozenset(out), [])
         try:
-            taken = pool.pop()
+            free = pool.pop()
         except IndexError:
-            taken = _Request(self.runtime)
-        request = taken.request
+            free = _Request(self.runtime)
+        request = free.request
         try:
             for port, tensor in zip(self._input_ports, tensors.values(), strict=True):
                 request.set_input_tensor(port, _wrapped(tensor))
             for name, buffer in out.items():
                 request.set_output_tensor(self._port(name), _wrapped(buffer))
             request.infer(_NOTHING)
-            found = {name: request.get_output_tensor(self._port(name)) for name in names}
+            outputs = {name: request.get_output_tensor(self._port(name)) for name in names}
         except RuntimeError:
-            self.renew(taken.of)
+            self.renew(free.of)
             raise
         for name, buffer in out.items():
-            check_buffer_shape(name, buffer, tuple(found[name].shape))
-        results = {name: out[name] if name in out else _unwrapped(found[name]).clone() for name in names}
-        pool.append(taken)
+            check_buffer_shape(name, buffer, tuple(outputs[name].shape))
+        results = {name: out[name] if name in out else _unwrapped(outputs[name]).clone() for name in names}
+        pool.append(free)
         return results
 
     def _reason(self, error: Exception) -> str:
@@ -272,20 +275,20 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
         return self._output_ports[self._output_names.index(name)]
 
     def new_state(self, batch: int) -> State:
-        """An empty KV cache; see `accel.interfaces.protocols.Session.new_state`."""
+        """Return a state with an empty KV cache; see `accel.interfaces.protocols.Session.new_state`."""
         if not self._component.stateful:
             raise no_state()
         return OpenVinoState(self, self._component, batch)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """See `accel.interfaces.protocols.Session.steps`."""
+        """Return the decoding steps of a state; see `accel.interfaces.protocols.Session.steps`."""
         if not isinstance(state, OpenVinoState):
             return None
         tensors = self._read(feeds, state)
         return OpenVinoSteps(self, state, tensors, calls) if OpenVinoSteps.fits(state, tensors, calls) else None
 
     def close(self) -> None:
-        """Give OpenVINO's memory back, once the calls under way are through."""
+        """Release OpenVINO's memory when the running calls have ended."""
         if self._runtime is not None and self._profile is not None:
             self._write_profile(Path(self._profile))
         with self._anew:
@@ -295,7 +298,7 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
             self._bound = {}
 
     def _write_profile(self, folder: Path) -> None:
-        """Time of each node in the last call of one request, in microseconds, slowest first."""
+        """Write a JSON file with the time of each node in the last call of one request, in microseconds, slowest first."""
         requests = [r.request for r in self._requests if r.shapes is not None]
         if not requests:
             return
@@ -310,14 +313,14 @@ class OpenVinoSession(HostSession[ov.CompiledModel]):
 
 
 class _ClosedPool:
-    """The pool of a closed session."""
+    """Pool of a closed session; it has no requests."""
 
     def qsize(self) -> int:
-        """No requests."""
+        """Return 0: a closed session has no free infer requests."""
         return 0
 
     def get(self) -> NoReturn:
-        """Refuse.
+        """Raise, because the session is closed.
 
         Raises:
             SessionClosedError: Always.
@@ -325,7 +328,7 @@ class _ClosedPool:
         raise session_closed()
 
     def put(self, request: _Request) -> None:
-        """Let the request go."""
+        """Discard an infer request that a running call returns after the session was closed."""
 
 
 def _concurrency(compiled: ov.CompiledModel) -> int:
@@ -333,9 +336,11 @@ def _concurrency(compiled: ov.CompiledModel) -> int:
 
 
 def compute_dtype(compiled: ov.CompiledModel) -> str:
-    """What most matrix products of a compiled model run in, read from its execution graph; int8 where any does.
+    """Return the data type of most matrix products of a compiled model, from its execution graph; int8 if any product
+    has it.
 
-    The kernel's name ends in it (`brgemm_avx512_bf16`); `runtimePrecision` is that of the stored weights instead.
+    The data type is the end of the kernel's name (`brgemm_avx512_bf16`). `runtimePrecision` is not used, because it is
+    the data type of the stored weights.
     """
     counts: dict[str, int] = {}
     for node in compiled.get_runtime_model().get_ops():
@@ -348,23 +353,27 @@ def compute_dtype(compiled: ov.CompiledModel) -> str:
         return "int8"
     if known:
         return max(known, key=lambda word: known[word])
-    # The device that chooses a device has its settings, and none of its own.
+    # For the device `AUTO`, OpenVINO reports this hint only in the properties of the single devices.
     listed = "INFERENCE_PRECISION_HINT" in compiled.get_property("SUPPORTED_PROPERTIES")
     devices = [] if listed else list(compiled.get_property("DEVICE_PROPERTIES").values())
-    found = devices[0]["INFERENCE_PRECISION_HINT"] if devices else compiled.get_property("INFERENCE_PRECISION_HINT")
-    hint = str(found.get_type_name())
+    hint_type = devices[0]["INFERENCE_PRECISION_HINT"] if devices else compiled.get_property("INFERENCE_PRECISION_HINT")
+    hint = str(hint_type.get_type_name())
     return _WORDS.get(hint, hint)
 
 
 def _wrapped(tensor: torch.Tensor) -> ov.Tensor:
-    """A torch tensor's memory as OpenVINO's; it must outlive the value."""
+    """Return an OpenVINO tensor that shares the memory of a PyTorch tensor. The PyTorch tensor must live as long as the
+    result.
+    """
     if tensor.dtype is torch.bfloat16:
         return ov.Tensor(tensor.view(torch.int16).numpy(), ov.Shape(tuple(tensor.shape)), ov.Type.bf16)
     return ov.Tensor(tensor.numpy(), shared_memory=True)
 
 
 def _unwrapped(tensor: ov.Tensor) -> torch.Tensor:
-    """OpenVINO's memory as a torch tensor, valid while the tensor is."""
+    """Return a PyTorch tensor that shares the memory of an OpenVINO tensor. It is valid as long as the OpenVINO tensor
+    lives.
+    """
     if tensor.element_type == ov.Type.bf16:
         return torch.from_numpy(tensor.data.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(tensor.data)

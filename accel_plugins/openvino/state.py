@@ -1,9 +1,9 @@
-"""A decoder's state as variables inside an OpenVINO graph."""
+"""Decoder state in variables of an OpenVINO graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openvino as ov
@@ -15,34 +15,38 @@ from accel.errors import InputError
 from accel.interfaces.bound_steps import BoundSteps
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.session import BaseSession
-from accel.interfaces.state import State, StateOwner, kept_name
+from accel.interfaces.state import State, kept_name
 
 from .upstream import make_stateful
+
+if TYPE_CHECKING:
+    from .session import OpenVinoSession
 
 BEAM_INDEX = "beam_idx"
 
 
 def fold_cache(model: ov.Model, pairs: Mapping[str, str], specs: Sequence[TensorSpec]) -> None:
-    """Make inputs and outputs that are the same tensors, before and after a call, variables of the graph.
+    """Turn the KV cache inputs and outputs of a graph into variables of the graph.
 
-    Each is read through a `Gather` by the new input `beam_idx: (batch,) int32`, so that beams change places without a copy
-    of their own. OpenVINO's CPU plugin fuses this form with the attention behind it and writes new tokens in place.
+    Each variable is read through a `Gather` with the new input `beam_idx: (batch,) int32`, so that beams are reordered
+    without another copy. OpenVINO's CPU plugin fuses this pattern with the attention after it and writes new tokens in
+    place.
 
     Args:
-        model: With inputs and outputs for the cache; changed in place.
-        pairs: Output by input.
-        specs: Of the inputs: which axes of a tensor that is kept have one size.
+        model: A graph with KV cache inputs and outputs; it is changed in place.
+        pairs: Cache output name by cache input name.
+        specs: The inputs; they give the fixed axes of the cache.
     """
     _restore_broadcasts(model)
     tokens = next(port for port in model.inputs if port.any_name not in pairs)
     beams = ops.parameter([-1], ov.Type.i32, name=BEAM_INDEX)
     beams.output(0).get_tensor().set_names({BEAM_INDEX})
     model.add_parameters([beams])
-    # The axis behind the batch's that varies is that of the tokens: none at first.
+    # The dynamic axis after the batch axis is the token axis. Its size is 0 at the start.
     shapes = {s.name: [n if isinstance(n, int) else None for n in s.shape[1:]] for s in specs if s.name in pairs}
     for name in pairs:
         port = model.input(name)
-        # The converter leaves all of them open where nothing but a loop reads the tensor.
+        # The converter makes all axes dynamic if only a loop reads the tensor.
         port.get_node().set_partial_shape(ov.PartialShape([-1, *(-1 if n is None else n for n in shapes[name])]))
         readers = port.get_target_inputs()
         chosen = ops.gather(port, beams, ops.constant(np.int64(0)))
@@ -51,7 +55,7 @@ def fold_cache(model: ov.Model, pairs: Mapping[str, str], specs: Sequence[Tensor
     model.validate_nodes_and_infer_types()
     make_stateful(model, pairs)
     batch = ops.gather(ops.shape_of(tokens, output_type="i64"), ops.constant(np.array([0], np.int64)), ops.constant(0))
-    # Written as a difference: of a constant 0 the CPU plugin concludes that the cache stays empty.
+    # Zero, computed as a difference: from a constant 0 the CPU plugin would infer that the cache always stays empty.
     nothing = ops.subtract(batch, batch)
     by_variable = {f"{name}{pairs[name]}": shapes[name] for name in pairs}
     for node in model.get_ops():
@@ -68,11 +72,11 @@ def fold_cache(model: ov.Model, pairs: Mapping[str, str], specs: Sequence[Tensor
 
 
 def _restore_broadcasts(model: ov.Model) -> None:
-    """Repeat keys and values for grouped queries by a bidirectional `Broadcast` again.
+    """Use a bidirectional `Broadcast` to repeat keys and values for grouped queries.
 
-    transformers' exporter (5.23) writes it as one to a computed shape, which OpenVINO's CPU plugin (2026.4) does not
-    recognise: it then copies the cache at each step and computes attention in four operators (2,048 tokens of context halve
-    the speed of a 0.5-billion-parameter model).
+    transformers' exporter (5.23) broadcasts to a computed shape, which OpenVINO's CPU plugin (2026.4) does not
+    recognize. The plugin then copies the cache in each step and computes attention in four operators. A model of 0.5
+    billion parameters then runs at half the speed with 2,048 tokens of context.
     """
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Broadcast" or node.get_attributes().get("mode") != "numpy":
@@ -84,70 +88,62 @@ def _restore_broadcasts(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-class CompiledDecoder(StateOwner, Protocol):
-    """The session of a state."""
-
-    @property
-    def runtime(self) -> ov.CompiledModel:
-        """The compiled model that calls go to now."""
-
-    def renew(self, failed: ov.CompiledModel) -> None:
-        """Compile again, unless another call has done so, after a call of that model failed."""
-
-
 class OpenVinoState(State):
-    """The state of one batch of sequences, in the variables of an infer request of its own.
+    """Decoder state of one batch, in the variables of its own infer request.
 
     Args:
-        session: Has the compiled model, which is another one after a call that failed.
-        component: The decoder's graph.
-        batch: Sequences.
+        session: The session. It replaces its compiled model after a failed call.
+        component: The decoder component.
+        batch: Number of rows of the batch.
     """
 
-    session: CompiledDecoder
+    session: OpenVinoSession
 
-    def __init__(self, session: CompiledDecoder, component: Component, batch: int) -> None:
+    def __init__(self, session: OpenVinoSession, component: Component, batch: int) -> None:
         super().__init__(session, component, batch)
         self._compiled = session.runtime
         self._request = self._compiled.create_infer_request()
-        # The rows of the variables that the next call starts from.
+        # Order in which the next call reads the rows of the variables.
         self._order = np.arange(batch, dtype=np.int32)
         names = self.loaded_names()
-        # An encoder's keys and values, and for each row the first row with the same.
+        # `_encoded`: variables with an encoder's keys and values. `_alike`: for each row of the batch, the first row
+        # with equal encoder values.
         self._encoded = [name for name in names if not _is_cache(name)]
         self._recurrent = any(_is_cache(name) and not self.growing_axis(name) for name in names)
         self._alike: np.ndarray | None = None
-        # OpenVINO (2026.4) would compute later texts with another number of rows.
+        # With encoder variables, OpenVINO (2026.4) would compute later texts with a wrong number of rows.
         self.joinable = not self._encoded
 
     def loaded_names(self) -> list[str]:
-        """The cache inputs that the variables were: a variable is called as its tensors before and after a call."""
+        """Return the cache input names of the variables. The name of a variable begins with the name of its input."""
         return list(self._variables())
 
     def growing_axis(self, name: str) -> int | None:
-        """The axis of tokens of a variable: of keys and values `(batch, heads, tokens, size)`, or of an indexer's keys."""
+        """Return the token axis of a variable: of keys and values `(batch, heads, tokens, size)`, or of an indexer's
+        keys. `None` if it has no token axis.
+        """
         if not _is_cache(name):
             return None
         if "_indexer" in name:
             return 1
-        # Graphs of other tools name keys and values differently; they keep nothing else.
+        # Graphs of other tools use other names for keys and values, and have no other variables.
         return 2 if self.component.croppable or kept_name(name).endswith((".key", ".value")) else None
 
     def _variables(self) -> dict[str, Any]:
         return {state.name.partition("present")[0]: state for state in self._request.query_state()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the variables, their rows in order."""
-        held = {}
+        """Return copies of the variables by cache input name, with their rows in the current order."""
+        tensors = {}
         for name, variable in self._variables().items():
             values, axis = variable.state.data, self.growing_axis(name)
             tensor = torch.from_numpy(values[self._order] if _is_cache(name) else values.copy())
-            # A call that failed may have left more tokens.
-            held[name] = tensor.narrow(axis, 0, self._length) if axis else tensor
-        return held
+            # A failed call may have added tokens to some variables.
+            tensors[name] = tensor.narrow(axis, 0, self._length) if axis else tensor
+        return tensors
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the variables."""
+        """Copy tensors into the variables; the keys are cache input names."""
         for name, variable in self._variables().items():
             tensor = tensors[name].cpu()
             values = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
@@ -155,15 +151,15 @@ class OpenVinoState(State):
             self._order = np.arange(len(values), dtype=np.int32)
 
     def clear(self) -> None:
-        """Reset the variables."""
+        """Reset the variables to their initial values."""
         self._request.reset_state()
         self._order, self._alike = np.arange(self._batch, dtype=np.int32), None
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let the next call read row `rows[i]` as row `i`.
+        """Reorder the rows of the batch: the next call reads row `rows[i]` as row `i`.
 
         Raises:
-            InputError: Another number of rows, of a graph that keeps its encoder's keys and values.
+            InputError: The number of rows changes, but the graph stores the keys and values of its encoder.
         """
         if not self._length:
             self._order = np.arange(len(rows), dtype=np.int32)
@@ -178,25 +174,27 @@ class OpenVinoState(State):
         self._order = self._order[list(rows)]
 
     def _move_encoded(self, rows: list[int]) -> None:
-        """Put an encoder's keys and values in order, which a graph of another tool does not do; beams of one text have the same."""
+        """Reorder the stored keys and values of the encoder, because graphs of other tools do not. Nothing is copied if
+        the values of the rows are equal, as for beams of one text.
+        """
         if self._alike is not None and (self._alike[rows] == self._alike).all():
             return
         variables = self._variables()
         values = {name: np.array(variables[name].state.data) for name in self._encoded}
         if self._alike is None:
-            found = [[value[row].tobytes() for value in values.values()] for row in range(self._batch)]
-            self._alike = np.array([found.index(row) for row in found])
+            rows_as_bytes = [[value[row].tobytes() for value in values.values()] for row in range(self._batch)]
+            self._alike = np.array([rows_as_bytes.index(row) for row in rows_as_bytes])
         if (self._alike[rows] != self._alike).any():
             for name, value in values.items():
                 variables[name].state = ov.Tensor(np.ascontiguousarray(value[rows]))
             self._alike = self._alike[rows]
 
     def run(self, tensors: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Compute the outputs `names` for the next tokens, and keep their keys and values.
+        """Compute the outputs `names` for the next tokens and add their keys and values to the state.
 
         Args:
-            tensors: The graph's inputs `(batch, new, ...)`, contiguous, on the host, of the declared types.
-            names: Outputs wanted.
+            tensors: The graph's inputs `(batch, new, ...)`: contiguous CPU tensors of the declared types.
+            names: Names of the outputs to return.
         """
         new = self.check_step(tensors, self._batch, self._length)
         request = self._present_request()
@@ -210,8 +208,10 @@ class OpenVinoState(State):
         return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
 
     def _begin(self) -> None:
-        """Let the keys and values hold no tokens, in so many words: beside recurrent states OpenVINO (2026.4) may begin with the tokens
-        of another request of the compiled model (Kimi Linear's and Bailing's).
+        """Set empty keys and values at the start.
+
+        In graphs that also have recurrent states, OpenVINO (2026.4) may otherwise start with the tokens of another
+        request of the same compiled model (Kimi Linear, Bailing).
         """
         for name, variable in self._variables().items():
             if axis := self.growing_axis(name):
@@ -220,7 +220,7 @@ class OpenVinoState(State):
                 variable.state = ov.Tensor(held.element_type, sizes)
 
     def _infer(self, new: int) -> None:
-        """Compute what is set, for so many tokens; a request that failed is no more asked."""
+        """Compute `new` tokens. If the request fails, it is replaced by a new one."""
         try:
             self._request.infer()
         except RuntimeError:
@@ -230,22 +230,24 @@ class OpenVinoState(State):
         self._length += new
 
     def _present_request(self) -> ov.InferRequest:
-        """Of the session's present model."""
+        """Return the infer request, after moving the state to the session's current compiled model if needed."""
         if self._compiled is not self.session.runtime:
             self._move()
         return self._request
 
     def _move(self) -> None:
-        """A request of the session's present model, with what was held before the call that failed, of this state or of another."""
-        held = self.tensors() if self._length else {}
+        """Create a request of the session's current compiled model, with the variables as they were before a call of
+        this or another state failed.
+        """
+        tensors = self.tensors() if self._length else {}
         self._compiled = self.session.runtime
         self._request = self._compiled.create_infer_request()
-        if held:
-            self.store(held)
+        if tensors:
+            self.store(tensors)
 
 
 class OpenVinoSteps(BoundSteps):
-    """Steps of a state: a graph's inputs are written in place, its logits are not copied."""
+    """Decoding steps of a state: inputs are written in place, and the logits are not copied."""
 
     def __init__(self, session: BaseSession[Any], state: OpenVinoState, feeds: Feeds, calls: int) -> None:
         super().__init__(session, state, feeds, calls)
@@ -253,11 +255,11 @@ class OpenVinoSteps(BoundSteps):
         self._request: ov.InferRequest | None = None
 
     def bound(self, mask: torch.Tensor) -> ov.Tensor:
-        """OpenVINO's tensor over a mask."""
+        """Return an OpenVINO tensor that shares the mask's memory."""
         return _shared(mask)
 
     def compute(self, mask: Any) -> np.ndarray:
-        """Run the call; see `BoundSteps.compute`."""
+        """Run one decoding step and return its logits; see `BoundSteps.compute`."""
         state = self._state
         request = state._present_request()
         if request is not self._request:
@@ -273,10 +275,12 @@ class OpenVinoSteps(BoundSteps):
 
 
 def _shared(tensor: torch.Tensor) -> ov.Tensor:
-    """OpenVINO's tensor over the memory of a torch tensor on the host."""
+    """Return an OpenVINO tensor that shares the memory of a PyTorch CPU tensor."""
     return ov.Tensor(tensor.numpy(), shared_memory=True)
 
 
 def _is_cache(variable: str) -> bool:
-    """Whether a variable holds the keys and values of the tokens so far, by its name: ours, optimum-intel's, transformers'."""
+    """Whether a variable holds keys and values of earlier tokens. Its name shows it, in exports of `accel`,
+    optimum-intel and transformers.
+    """
     return "past" in variable

@@ -1,4 +1,6 @@
-"""Axes of one entry, along which OpenVINO's compiler drops repeats and its int8 layers misread what is reduced."""
+"""Workarounds for axes of size 1: OpenVINO's compiler removes repeats along them, and computes reductions wrongly after
+int8 layers.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,24 @@ import numpy as np
 import openvino as ov
 import openvino.opset13 as operators
 
-# Reductions that return a single number unchanged.
+# Reductions that return a single element unchanged, so they can be removed along an axis of size 1.
 _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
 
 
 def keep_unit_axes(model: ov.Model) -> None:
-    """Rewrite repeats and reductions along axes of one entry, so that the compiled model computes the same as the model."""
+    """Rewrite repeats and reductions along axes of size 1, so that the compiled model computes the same results as the
+    graph.
+    """
     keep_repeats(model)
     tile_one_axis_each(model)
     drop_reductions(model)
 
 
 def drop_reductions(model: ov.Model) -> None:
-    """Take away axes of one without reducing them.
+    """Replace reductions along axes of size 1 by a removal of the axis.
 
-    Behind layers in 8 bits, OpenVINO (2026.4, AVX2) answered another mean of such an axis in batches than for each row alone:
-    SwiftFormer and LeViT pool one place where images are small.
+    After int8 layers, OpenVINO (2026.4, AVX2) computes different means of such an axis in a batch and for a single row.
+    SwiftFormer and LeViT have such an axis for small images, because they pool over one position.
     """
     for node in [node for node in model.get_ops() if node.get_type_name() in _REDUCTIONS]:
         data, axes = node.input_values()
@@ -35,14 +39,14 @@ def drop_reductions(model: ov.Model) -> None:
 
 
 def keep_repeats(model: ov.Model) -> None:
-    """Let `Broadcast` repeat what `Gather` takes by a list of indices from an axis that `Unsqueeze` made.
+    """Replace a `Gather` that repeats an axis created by `Unsqueeze` with a `Broadcast`.
 
-    That is how `repeat_interleave` along an axis of one is converted (YOSO's mask for each head). Where sizes vary, OpenVINO
-    (2026.4, `EliminateUnsqueezeGather`) drops both operators, however many indices there are: the result has another shape, or
-    other numbers where that broadcasts.
+    `repeat_interleave` along an axis of size 1 is converted to this pattern (YOSO's mask for each head). If sizes are
+    dynamic, OpenVINO (2026.4, `EliminateUnsqueezeGather`) removes both operators, even if there are several indices.
+    The result then has another shape, or wrong values where that shape is broadcast.
     """
-    found = [node for node in model.get_ops() if _repeats(node)]
-    for node in found:
+    repeats = [node for node in model.get_ops() if _repeats(node)]
+    for node in repeats:
         data, indices = node.input_value(0), node.input_value(1)
         axis, rank, added = _axis(node), _rank(data), _rank(indices) - 1
         if added:
@@ -52,15 +56,15 @@ def keep_repeats(model: ov.Model) -> None:
         repeated = operators.broadcast(data, operators.multiply(operators.shape_of(data), times))
         repeated.set_friendly_name(node.get_friendly_name())
         node.output(0).replace(repeated.output(0))
-    if found:
+    if repeats:
         model.validate_nodes_and_infer_types()
 
 
 def tile_one_axis_each(model: ov.Model) -> None:
-    """Let each `Tile` repeat one axis.
+    """Split each `Tile` that repeats several axes into one `Tile` per axis.
 
-    Where one that repeats two begins with an axis of one and other sizes vary, OpenVINO (2026.4) puts the repeats of one row in the
-    place of another's: Grounding DINO's mask of its texts for heads and queries.
+    OpenVINO (2026.4) computes a `Tile` of two axes wrongly if the first has size 1 and other sizes are dynamic: repeats
+    of one row end up in another row. This affects Grounding DINO's text mask for heads and queries.
     """
     for node in [node for node in model.get_ops() if node.get_type_name() == "Tile"]:
         data, times = node.input_values()
@@ -78,7 +82,9 @@ def tile_one_axis_each(model: ov.Model) -> None:
 
 
 def _known_numbers(value: ov.Output) -> list[int | None]:
-    """The numbers of a list, `None` for each that only a run knows; empty where their count is not known."""
+    """Return the numbers in a 1-D tensor, with `None` for numbers that are not constant; an empty list if their count
+    is unknown.
+    """
     node, shape = value.get_node(), value.get_partial_shape()
     if node.get_type_name() == "Constant":
         return [int(number) for number in node.get_data().reshape(-1)]
@@ -89,7 +95,7 @@ def _known_numbers(value: ov.Output) -> list[int | None]:
 
 
 def _repeats(node: ov.Node) -> bool:
-    """Whether a node gathers by a list of indices, not by one number, from an axis that was made with one entry."""
+    """Whether a node gathers several indices (not a single number) from an axis of size 1 that `Unsqueeze` created."""
     if node.get_type_name() != "Gather" or node.get_attributes().get("batch_dims"):
         return False
     data, indices, axis = node.input_values()

@@ -1,5 +1,6 @@
-"""What backends on ONNX Runtime are built from, ours and others'. Not a backend: it has no spec and no entry point.
+"""Shared parts of the backends that use ONNX Runtime, including third-party backends.
 
-A backend for another execution provider needs `provider` and a spec; what its kernels want is chosen from `optimization`
-and `quantization`, whose tables name it as a target.
+The package is not a backend itself: it has no spec and no entry point. A backend for another execution provider needs
+`provider` and a spec. It chooses graph rewrites and schemes from the tables in `optimization` and `quantization`, which
+name the targets that they apply to.
 """

@@ -1,10 +1,10 @@
-"""What this kit does to graphs, as specs declare it; imports nothing but `accel.interfaces.specs`."""
+"""Capabilities of ONNX Runtime backends, for use in their specs. Imports only `accel.interfaces.specs`."""
 
 from accel.interfaces.specs import Capability, OptionTrial, SchemeSettings
 
 ONNX_LAYOUTS = ("*.onnx", "onnx/*.onnx", "genai_config.json")
 ONNX_FOLDERS = "accel_plugins.ortkit.foreign.reader:OnnxFolderReader"
-"""Reader of ONNX folders of other tools; needs no ONNX Runtime."""
+"""Import path of the reader for ONNX folders that other tools wrote; the reader does not need ONNX Runtime."""
 FLOATS = ("float32", "float16", "bfloat16")
 _PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")
 
@@ -30,6 +30,8 @@ NVIDIA = (
         ),
     ),
 )
-"""Rewriting and quantizing graphs for NVIDIA GPUs. Eight bits are computed in floating point by ONNX Runtime's CUDA provider,
-and so slower: there they show the accuracy of what TensorRT computes in 8 bits.
+"""Capabilities to rewrite and quantize graphs for NVIDIA GPUs.
+
+ONNX Runtime's CUDA provider computes 8-bit graphs in floating point, so they are slower there. Use them to measure the
+accuracy that TensorRT reaches when it computes in 8 bits.
 """

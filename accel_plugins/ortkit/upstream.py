@@ -1,14 +1,15 @@
-"""Private names of ONNX Runtime, as functions of ours.
+"""Functions that wrap private names of ONNX Runtime.
 
-Seen in onnxruntime 1.30 to 1.32; tests/backends/test_ort_upstream.py calls each of them on the installed version.
+The names exist in onnxruntime 1.30 to 1.32; tests/backends/test_ort_upstream.py calls each function on the installed
+version.
 
 | name | reason | public alternative |
 |---|---|---|
-| `onnxruntime_pybind11_state.Fail`, ... | the exceptions that sessions raise | `RuntimeError`, which says nothing of the kind |
-| `InferenceSession._sess.run` | `run` checks names again: 20 microseconds with cold caches | `InferenceSession.run` |
-| `InferenceSession._sess.run_with_iobinding`, `SessionIOBinding` | the public class costs half of a small decoder's step | `IOBinding` |
-| `OrtDevice._get_c_device` | what `SessionIOBinding` takes | `IOBinding.bind_output` |
-| `OrtValue._ortvalue`, `OrtValue.from_dlpack` | a tensor on a device without a copy | `OrtValue.ortvalue_from_numpy`, on the host only |
+| `onnxruntime_pybind11_state.Fail`, ... | exceptions that sessions raise | `RuntimeError`, which does not tell the kind of error |
+| `InferenceSession._sess.run` | the public `run` checks names again: 20 microseconds with cold caches | `InferenceSession.run` |
+| `InferenceSession._sess.run_with_iobinding`, `SessionIOBinding` | the public class takes half of a small decoder's step | `IOBinding` |
+| `OrtDevice._get_c_device` | argument type of `SessionIOBinding` | `IOBinding.bind_output` |
+| `OrtValue._ortvalue`, `OrtValue.from_dlpack` | a tensor on a device without a copy | `OrtValue.ortvalue_from_numpy`, on the CPU only |
 | `build_and_package_info.cuda_version` | the CUDA version of the build | none |
 """
 
@@ -26,35 +27,39 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 """Major and minor version of ONNX Runtime."""
 INVALID_GRAPH_ERRORS = (native.InvalidProtobuf, native.InvalidGraph, native.Fail, native.NoSuchFile)
-"""Raised when a file is no graph that ONNX Runtime opens."""
+"""Exceptions that ONNX Runtime raises when a file is not a valid graph."""
 INVALID_OPTION_ERRORS = (native.InvalidArgument, native.NotImplemented, native.RuntimeException, ValueError)
-"""Raised when a graph cannot be opened with these options."""
+"""Exceptions that ONNX Runtime raises when it cannot open a graph with the given options."""
 PROVIDER_ERRORS = (native.EPFail,)
-"""Raised when a provider fails."""
+"""Exceptions that ONNX Runtime raises when an execution provider fails."""
 RUN_ERRORS = (native.InvalidArgument, native.Fail, native.RuntimeException, native.NotImplemented, native.EPFail)
-"""Raised when a run fails; with IO binding a plain `RuntimeError`, too."""
-# DLPack's tensors of bytes may be declared booleans; from 1.32 on DLPack's own booleans are.
+"""Exceptions that ONNX Runtime raises when a run fails; runs with IO binding also raise a plain `RuntimeError`."""
+# Before 1.32, ONNX Runtime imports booleans from DLPack as bytes with a flag. Since 1.32, it accepts DLPack's own
+# booleans.
 _BOOLS_ARE_BYTES = VERSION < (1, 32)
 
 
 def native_run(session: ort.InferenceSession) -> Callable[[list[str], dict[str, Any], Any], list[Any]]:
-    """The session's run without checks: names of outputs, arrays by input name, and run options or `None`."""
+    """Return the session's run function without checks.
+
+    It takes output names, arrays by input name, and run options or `None`.
+    """
     run: Callable[[list[str], dict[str, Any], Any], list[Any]] = session._sess.run
     return run
 
 
 def native_binding(session: ort.InferenceSession) -> tuple[Any, Callable[[Any, Any], None]]:
-    """A new binding of a session's inputs and outputs, and the function that runs it (with run options or `None`)."""
+    """Return a new IO binding of the session and the function that runs it; the function takes run options or `None`."""
     return native.SessionIOBinding(session._sess), session._sess.run_with_iobinding
 
 
 def native_device(device: torch.device) -> Any:
-    """The device as bindings take it."""
+    """Return ONNX Runtime's device object for use in IO bindings."""
     return ort.OrtDevice.make(device.type, device.index or 0)._get_c_device()
 
 
 def native_value(tensor: torch.Tensor) -> Any:
-    """The memory of a torch tensor as what `OrtValue` wraps."""
+    """Return ONNX Runtime's native value (the object inside an `OrtValue`) that shares memory with a torch tensor."""
     if not _BOOLS_ARE_BYTES:
         return native.OrtValue.from_dlpack(to_dlpack(tensor))
     is_bool = tensor.dtype is torch.bool
@@ -62,18 +67,18 @@ def native_value(tensor: torch.Tensor) -> Any:
 
 
 def native_as_tensor(value: Any) -> torch.Tensor:
-    """The memory of what `OrtValue` wraps as a torch tensor of its shape, on its device."""
+    """Return a torch tensor that shares memory with ONNX Runtime's native value, on the same device."""
     tensor: torch.Tensor = from_dlpack(value.to_dlpack())
     return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
 
 def ort_value_as_tensor(value: ort.OrtValue) -> torch.Tensor:
-    """The memory of an `OrtValue` as a torch tensor of its shape, on its device."""
+    """Return a torch tensor that shares memory with an `OrtValue`, on the same device."""
     return native_as_tensor(value._ortvalue)
 
 
 def cuda_of_build() -> str | None:
-    """CUDA version that ONNX Runtime was built for; its CPU build has no such entry."""
+    """Return the CUDA version that ONNX Runtime was built for; `None` for its CPU build."""
     if importlib.util.find_spec("onnxruntime.capi.build_and_package_info") is None:
         return None
     from onnxruntime.capi import build_and_package_info

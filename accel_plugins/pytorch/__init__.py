@@ -1,16 +1,19 @@
-"""PyTorch itself: transformers models as they are, the baseline of every measurement."""
+"""PyTorch backends. `pytorch` runs transformers models unchanged and is the baseline of every benchmark."""
+
+from dataclasses import replace
 
 from accel.interfaces.specs import GENERATES, WEIGHTS, BackendSpec, Capability, OptionTrial
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _DEVICES = ("cpu", "cuda")
+_RUN = Capability(stage="run", consumes=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS, device_io=True, thread_safe=True)
 
 SPEC = BackendSpec(
     name="pytorch",
     summary="PyTorch running transformers models as they are",
     extra="pytorch",
     impl="accel_plugins.pytorch.backend:PytorchBackend",
-    # Folders that hold a graph are not in its format, so it is chosen for PyTorch's own alone.
+    # Chosen automatically only for folders of PyTorch weights; folders that hold a graph have another format.
     auto=True,
     requires=("torch", "transformers"),
     aliases=("torch", "eager"),
@@ -19,7 +22,7 @@ SPEC = BackendSpec(
     capabilities=(
         Capability(stage="prepare", devices=_DEVICES, schemes=("qat",)),
         Capability(stage="export", produces=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS),
-        Capability(stage="run", consumes=WEIGHTS, devices=_DEVICES, dtypes=_FLOATS, device_io=True, thread_safe=True),
+        _RUN,
     ),
 )
 
@@ -35,30 +38,18 @@ INDUCTOR = BackendSpec(
     recorded_options=("quantization", "graphs", "cuda_graph", "packing", "freezing"),
     capabilities=(
         Capability(stage="prepare", devices=_DEVICES, dtypes=_FLOATS, schemes=("accelerate",)),
-        Capability(
-            stage="run",
-            consumes=WEIGHTS,
-            devices=_DEVICES,
-            dtypes=_FLOATS,
+        replace(
+            _RUN,
             excludes=(GENERATES,),
             trials=(OptionTrial("quantization", "int8"), OptionTrial("quantization", "float8", ("cuda",))),
-            device_io=True,
-            thread_safe=True,
         ),
-        # Steps of a decoder; what else generates, `accel.accelerate(model)` compiles over transformers' static cache.
-        Capability(
-            stage="run",
-            consumes=WEIGHTS,
-            devices=("cuda",),
-            dtypes=_FLOATS,
-            tasks=("text-generation",),
-            device_io=True,
-            thread_safe=True,
-        ),
+        # Decoding steps of a decoder. `accel.accelerate(model)` compiles other generating models, with the static KV
+        # cache of transformers.
+        replace(_RUN, devices=("cuda",), tasks=("text-generation",)),
     ),
 )
 
-# Of points whose number varies the compiled mask decoder makes other masks (PyTorch 2.11 to 2.13).
+# The compiled mask decoder computes wrong masks if the number of points varies (PyTorch 2.11 to 2.13).
 _NOT_COMPILED = (GENERATES, "mask-generation")
 
 AOTINDUCTOR = BackendSpec(
@@ -66,7 +57,7 @@ AOTINDUCTOR = BackendSpec(
     summary="packages of code that PyTorch's compiler made once (.pt2)",
     extra="pytorch",
     impl="accel_plugins.pytorch.aotinductor.backend:AotInductorBackend",
-    # Nothing else runs its format.
+    # No other backend runs this format.
     auto=True,
     requires=("torch", "transformers"),
     aliases=("pt2", "aoti"),
@@ -77,16 +68,9 @@ AOTINDUCTOR = BackendSpec(
             produces="pt2",
             dtypes=_FLOATS,
             excludes=_NOT_COMPILED,
-            # The backend `inductor` runs what the compiler makes of each size.
+            # `accel tune` tries the backend `inductor` instead, which compiles for each input size.
             searched=False,
         ),
-        Capability(
-            stage="run",
-            consumes="pt2",
-            dtypes=_FLOATS,
-            excludes=_NOT_COMPILED,
-            device_io=True,
-            thread_safe=True,
-        ),
+        replace(_RUN, consumes="pt2", devices=("cpu",), excludes=_NOT_COMPILED),
     ),
 )

@@ -1,11 +1,11 @@
-"""Opens transformers models as sessions."""
+"""The backend `pytorch`: opens transformers models as sessions."""
 
 from __future__ import annotations
 
 import platform
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import transformers
 
 from accel.artifact import Artifact, Component, HubOptions, Location
 from accel.capture import Source, load_source, split
-from accel.config import ExportConfig, SessionOptions
+from accel.config import ExportConfig, SessionOptions, check_type
 from accel.errors import ConfigError, did_you_mean
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
 from accel.interfaces.specs import DeviceSpec, Probe
@@ -24,47 +24,34 @@ from .exporter import WeightsExporter, describe
 from .session import CapturedModule, Module, ModuleSession
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    """A model in memory, and which one it is."""
-
-    folder: Path
-    config: ExportConfig
-    source: Source
-
-    def is_of(self, artifact: Artifact, config: ExportConfig) -> bool:
-        """Whether it is this artifact's model, in this type."""
-        same = {**self.config.to_dict(), "atol": None} == config.to_dict()
-        return same and (self.folder, self.source.task) == (artifact.path, artifact.task)
-
-
 class _HandedOver(threading.local):
-    """What this thread described last: whoever describes weights opens them next, with this backend or one derived from it, and
-    reading them twice takes seconds.
+    """Per thread: the model that `adopt` loaded last, with its folder, task and settings.
+
+    This backend or a derived backend usually opens the same model next; loading the weights again would take seconds.
     """
 
-    loaded: _Loaded | None = None
+    model: tuple[tuple[Path, str, ExportConfig], Source] | None = None
 
 
 class PytorchBackend:
-    """Runs models eagerly; on request replayed from a CUDA graph for each shape."""
+    """Runs models in PyTorch's eager mode, or replays one CUDA graph per input shape (option `cuda_graph`)."""
 
     name = "pytorch"
     options: tuple[str, ...] = ("cuda_graph",)
     _handed_over: ClassVar[_HandedOver] = _HandedOver()
 
     def probe(self) -> Probe:
-        """The host, and the NVIDIA GPUs that this build of PyTorch finds."""
+        """Return the CPU and the NVIDIA GPUs that this build of PyTorch finds."""
         devices = [DeviceSpec("cpu", name=platform.processor() or platform.machine())]
         for index in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(index)
+            properties = torch.cuda.get_device_properties(index)
             devices.append(
                 DeviceSpec(
                     "cuda",
                     index,
-                    name=found.name,
-                    arch=f"sm_{found.major}{found.minor}",
-                    memory_bytes=found.total_memory,
+                    name=properties.name,
+                    arch=f"sm_{properties.major}{properties.minor}",
+                    memory_bytes=properties.total_memory,
                 )
             )
         return Probe(
@@ -72,74 +59,76 @@ class PytorchBackend:
         )
 
     def exporter(self) -> Exporter | None:
-        """Saves the model in transformers' own layout."""
+        """Return the exporter, which saves a model with `save_pretrained`."""
         return WeightsExporter()
 
     def optimizer(self) -> Optimizer | None:
-        """None."""
+        """Return `None`: this backend has no optimizer."""
         return None
 
     def quantizer(self) -> Quantizer | None:
-        """None."""
+        """Return `None`: this backend has no quantizer."""
         return None
 
-    def preparer(self) -> Preparer:
-        """Quantization-aware training."""
+    def preparer(self) -> Preparer | None:
+        """Return the preparer for quantization-aware training."""
         from .training import TrainingPreparer
 
         return TrainingPreparer()
 
     def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
-        """A transformers folder as an artifact; nothing is written. Reads the weights, and keeps them for `open`."""
+        """Describe a transformers model folder as an artifact; no file is written. The loaded model is kept for the
+        next `open`.
+        """
         source = _load(folder, task, config, trust_remote_code)
-        self._handed_over.loaded = _Loaded(folder=folder, config=config, source=source)
+        self._handed_over.model = (folder, source.task, replace(config, atol=None)), source
         return describe(source, folder, config)
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Load the model and open its parts; see `accel.interfaces.protocols.Backend.open`.
+        """Load the model and open a session for each of its components; see `accel.interfaces.protocols.Backend.open`.
 
         Args:
-            artifact: PyTorch weights.
-            device: The host or a GPU.
-            options: `cuda_graph`: on a GPU, replay a captured graph for each shape, which launches kernels without the host.
-            session: `threads` and `compute_dtype`; PyTorch has one thread pool for the whole process.
-            shapes: Only checked: eager PyTorch gains nothing from fixed shapes.
-            trust_remote_code: Run code that comes with the model.
+            artifact: An artifact of PyTorch weights.
+            request: The device (CPU or GPU), options and settings. The option `cuda_graph` replays one CUDA graph per
+                input shape on a GPU, which saves the time to launch each kernel. The session settings are `threads`,
+                which applies to the whole process, and `compute_dtype`. `shapes` are only checked: fixed shapes do not
+                make eager PyTorch faster. `trust_remote_code` allows code that comes with the model to run.
 
         Raises:
-            ConfigError: An option that PyTorch does not have, or a CUDA graph on the host.
+            ConfigError: PyTorch does not have an option of the request, or `cuda_graph` is used on the CPU.
         """
-        loaded, self._handed_over.loaded = self._handed_over.loaded, None
+        handed, self._handed_over.model = self._handed_over.model, None
         self.check(request)
-        recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
+        settings = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
         dtype = request.session.compute_dtype or artifact.dtype
-        config = ExportConfig.from_dict({**recorded, "dtype": dtype, "atol": None})
+        config = ExportConfig.from_dict({**settings, "dtype": dtype, "atol": None})
         if request.session.threads is not None:
             torch.set_num_threads(request.session.threads)
-        if loaded is not None and loaded.is_of(artifact, config):
-            source = loaded.source
+        if handed is not None and handed[0] == (artifact.path, artifact.task, config):
+            source = handed[1]
         else:
             source = _load(artifact.path, artifact.task, config, request.trust_remote_code)
-        where = torch.device(str(request.device))
-        # Taken apart on the host, where what it is asked lies; the parts are one model, which moves as a whole.
+        device = torch.device(str(request.device))
+        # Split on the CPU, because the sample inputs are there. The parts share one model, which moves to the device as
+        # a whole.
         parts = split(source)
-        source.model.to(where)
-        opened: dict[str, Session] = {}
+        source.model.to(device)
+        sessions: dict[str, Session] = {}
         for part in parts:
-            part.model.to(where)
+            part.model.to(device)
             component = artifact.component(part.name)
             if part.stateful:
-                opened[part.name] = self.decoder(source.model, part, component, request, dtype)
+                sessions[part.name] = self.decoder(source.model, part, component, request, dtype)
                 continue
             module = self.module(part.model, request)
-            opened[part.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
-        return opened
+            sessions[part.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
+        return sessions
 
     def check(self, request: OpenRequest) -> None:
-        """Refuse what this backend does not have.
+        """Raise if the request has options or session settings that this backend does not have.
 
         Raises:
-            ConfigError: An option, or a setting of sessions.
+            ConfigError: The backend does not have an option or a session setting of the request.
         """
         for name in request.options:
             if name not in self.options:
@@ -147,6 +136,7 @@ class PytorchBackend:
                     f"The backend {self.name!r} has no option {name!r}.{did_you_mean(name, self.options)}",
                     fix=f"use {' or '.join(self.options)}, or leave it out.",
                 )
+        check_type("cuda_graph", request.options.get("cuda_graph", False), (bool,))
         if request.options.get("cuda_graph") and request.device.type != "cuda":
             raise ConfigError(
                 f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {request.device} here.",
@@ -158,11 +148,11 @@ class PytorchBackend:
                 raise ConfigError(f"PyTorch has no setting for SessionOptions.{name}.", fix="leave it out.")
 
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
-        """What runs a part without a state."""
+        """Return the module that runs a component without a KV cache."""
         return CapturedModule(model, torch.device(str(request.device))) if request.options.get("cuda_graph") else model
 
     def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
-        """What runs a part with a state."""
+        """Return the session that runs a component with a KV cache."""
         return ModuleDecoderSession(model, part, component, request.device, dtype)
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of PyTorch's calls."""
+"""CUDA graphs of PyTorch calls: capture and synchronization."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current device of this thread; does nothing for a CPU.
+    """Return a context manager that makes a GPU the current device of this thread; for a CPU it does nothing.
 
-    PyTorch's own operations go to the device of their tensors. Triton's launches, events, captures and PyTorch's compiler go to the
-    current device.
+    PyTorch's own operations run on the device of their tensors. Triton kernels, events, graph captures and PyTorch's
+    compiler use the current device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -26,16 +26,17 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def captured(
     call: Callable[[], Result], device: torch.device, *, warm_up: int = 3
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A call as a graph, and what each replay writes its answer to.
+    """Capture a call as a CUDA graph. Return the graph and the result tensors, which each replay overwrites.
 
-    It warms up on a side stream, as PyTorch's documentation of CUDA graphs asks for. The scratch memory of cuBLAS is the
-    graph's own: PyTorch keeps it by stream, for later graphs as well, and gives it back with the first of them that goes, or
-    when `torch.compile` records one, while others still write to it (pytorch/pytorch#193402).
+    The call first runs on a side stream, as PyTorch's documentation of CUDA graphs requires. The graph gets its own
+    cuBLAS workspace. PyTorch keeps one workspace per stream and shares it between graphs. The shared workspace would be
+    freed with the first of these graphs, or when `torch.compile` records a graph, although other graphs still write to
+    it (pytorch/pytorch#193402).
 
     Args:
-        call: The same each time: no sizes that change, no memory but what stays.
-        device: The GPU that it runs on.
-        warm_up: Calls before the captured one.
+        call: The function to capture. Each call must use the same sizes and the same memory.
+        device: The GPU that the function runs on.
+        warm_up: Number of calls before the captured call.
     """
     with on_device(device):
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -47,8 +48,8 @@ def captured(
         graph = torch.cuda.CUDAGraph()
         clear_cublas_workspaces()
         try:
-            # Other threads may allocate meanwhile.
-            # On this device's stream: the default capture stream belongs to the device on which the process captured first.
+            # "thread_local": other threads may allocate memory during the capture. `stream=side`: the default capture
+            # stream belongs to the device of the first capture in this process.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 result = call()
         finally:
@@ -57,10 +58,11 @@ def captured(
 
 
 class Turns:
-    """Calls that use the same memory of a GPU, one after another, on whatever streams they come. Not for several threads at once.
+    """Orders calls on different CUDA streams that use the same GPU memory. An instance must not be used by several
+    threads at once.
 
     Args:
-        device: The GPU; on a CPU nothing is to be ordered.
+        device: The GPU. For a CPU, nothing is ordered.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +71,7 @@ class Turns:
         self._handle = 0
 
     def take(self) -> None:
-        """Order the current stream behind the one of the call before."""
+        """Make the current stream wait for the stream of the previous call."""
         if self._device.type != "cuda":
             return
         handle = current_stream_number(self._index)

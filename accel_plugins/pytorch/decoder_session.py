@@ -1,4 +1,4 @@
-"""Generating models in PyTorch: one call of the decoder over transformers' own cache."""
+"""Session for generating models in PyTorch: runs the decoder with a KV cache of transformers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ENCODER_MASK = "encoder_attention_mask"
 
 
 class ModuleDecoderSession(ModuleSession):
-    """The decoder of a generating model, with its cache in a `CacheState`.
+    """Session that runs the decoder of a generating model. Its KV cache is in a `CacheState`.
 
     Args:
         model: The whole model.
-        part: Its decoder as the exporters see it: which inputs it has.
-        component: What goes in and out.
-        device: Where the model is.
-        dtype: What it computes in.
+        part: The decoder part that exporters trace; it gives the input names.
+        component: The component, which describes the inputs and outputs.
+        device: The device of the model.
+        dtype: Data type used for computation.
     """
 
     def __init__(self, model: Any, part: Source, component: Component, device: DeviceSpec, dtype: str) -> None:
@@ -38,8 +38,8 @@ class ModuleDecoderSession(ModuleSession):
         self._cross = sum(name.startswith("cross_") for name in part.example) // 2
         self._hidden_size = getattr(part.model, "encoder_size", 0)
         kinds = {name.rpartition("_")[2] for name in part.example if name.startswith("past_")}
-        # All layers hold all tokens where they hold nothing else: what a sliding window hides, the mask hides, and tokens can
-        # be taken back.
+        # Without a config, every layer of the cache keeps all tokens, so that the cache can be cropped. The attention
+        # mask excludes tokens outside a sliding window.
         self._config = None if kinds <= {"key", "value"} else model.config.get_text_config(decoder=True)
         self._alone = "key" not in kinds
         self._argument = cache_argument(model)
@@ -47,7 +47,8 @@ class ModuleDecoderSession(ModuleSession):
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
         tensors = super()._read(feeds)
         assert state is not None
-        # Which logits are wanted is read where the caller has it: a GPU that gathers beyond the end ends the process.
+        # Check `logits_to_keep` on the caller's device: an out-of-range index on a GPU makes CUDA unusable for the
+        # whole process.
         state.check_step(feeds, state.batch, state.length)
         return tensors
 
@@ -74,14 +75,15 @@ class ModuleDecoderSession(ModuleSession):
         return {"logits": self._declared("logits", logits)}
 
     def _extend(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
-        """One call of a model that keeps keys and values of every token."""
-        found: torch.Tensor = model(**tensors, use_cache=True, **{CACHE_NAME: state.cache}).logits
-        return found
+        """Run a decoder whose cache holds keys and values of every token; return the logits."""
+        logits: torch.Tensor = model(**tensors, use_cache=True, **{CACHE_NAME: state.cache}).logits
+        return logits
 
     def _advance(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
-        """One call of a model with states of one size.
+        """Run a decoder whose cache has states of a fixed size; return the logits.
 
-        Behind others, tokens go one by one: transformers' functions that take several begin with an empty state (Mamba's).
+        After the first call, tokens run one at a time: the functions of transformers that process several tokens start
+        from an empty state (for example in Mamba).
         """
         mask, length = tensors["attention_mask"], state.length
         if new == 1 or not length:
@@ -100,29 +102,31 @@ class ModuleDecoderSession(ModuleSession):
     def _call(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
         inputs: dict[str, Any] = dict(tensors)
         if self._alone:
-            # Nothing looks back at the tokens before: the model's code masks the new ones alone.
+            # No layer attends to earlier tokens, so the model code expects the mask of the new tokens only.
             new = inputs["input_ids"].shape[1]
             inputs["attention_mask"] = inputs["attention_mask"][:, -new:] if new > 1 else None
         inputs[self._argument] = state.cache
-        found: torch.Tensor = model(**inputs, use_cache=True).logits
-        return found
+        logits: torch.Tensor = model(**inputs, use_cache=True).logits
+        return logits
 
     def _decode(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
-        """One call of a decoder that attends to an encoder, whose keys and values are among the inputs."""
+        """Run a decoder with cross-attention; the inputs contain the keys and values of the encoder output. Return the
+        logits.
+        """
         cross = DynamicCache()
         for i in range(self._cross):
             cross.update(tensors[f"cross.{i}.key"], tensors[f"cross.{i}.value"], i)
         cache = EncoderDecoderCache(state.cache, cross)
         cache.is_updated = dict.fromkeys(range(self._cross), True)
         key = tensors["cross.0.key"]
-        # Nothing reads the hidden states behind the keys and values, only their shape.
+        # The model reads only the shape of the encoder's hidden states, because their keys and values are in the cache.
         hidden = key.new_zeros(1).expand(key.shape[0], key.shape[2], self._hidden_size)
         optional = {}
         if _ENCODER_MASK in tensors:
             optional["attention_mask"] = tensors[_ENCODER_MASK]
         if "position_ids" in tensors:
             optional["decoder_position_ids"] = tensors["position_ids"]
-        found: torch.Tensor = model(
+        logits: torch.Tensor = model(
             decoder_input_ids=tensors["input_ids"],
             decoder_attention_mask=tensors["attention_mask"],
             encoder_outputs=encoder_output(hidden, tensors.get(_ENCODER_MASK)),
@@ -130,10 +134,10 @@ class ModuleDecoderSession(ModuleSession):
             **{CACHE_NAME: cache},
             **optional,
         ).logits
-        return found
+        return logits
 
     def new_state(self, batch: int) -> CacheState:
-        """An empty cache for `batch` rows."""
+        """Return a decoder state with an empty KV cache for `batch` rows."""
         return CacheState(
             self, self._component, batch, self._new_cache, joinable=self._component.croppable and not self._cross
         )

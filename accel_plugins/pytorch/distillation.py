@@ -1,4 +1,4 @@
-"""Distillation in training for integers: the float model's answers are part of the loss."""
+"""Distillation in quantization-aware training: the loss includes the distance to the outputs of the float model."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ logger = logging.getLogger(__name__)
 
 
 class Distillation:
-    """Adds to the loss that a model computes how far its answers are from those of the model before it was rounded (Hinton et al.,
-    2015, https://arxiv.org/abs/1503.02531).
+    """Forward hook that adds a distillation term to the loss: the distance between the model's logits and the float
+    model's logits.
+
+    Source: Hinton et al., 2015, https://arxiv.org/abs/1503.02531.
     """
 
     def __init__(self, teacher: torch.nn.Module, share: float, temperature: float) -> None:
         self._teacher, self._share, self._temperature = teacher, share, temperature
         self._told = False
-        # What the model's loss is a sum of, where it divides by `num_items_in_batch`; `None`: not known yet.
+        # How the model counts labels when it divides its loss by `num_items_in_batch`: a key of `counts` in `_weight`,
+        # "nothing" if it does not divide, or `None` before the first check.
         self._counts: str | None = None
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Distillation:
         return self
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """What a model answers in training, with a loss that the teacher is part of: a forward hook with keyword arguments.
+        """Add the distillation term to the loss of a model output in training mode. This is a forward hook with keyword
+        arguments.
 
         Raises:
-            PrepareError: Its answers or its loss cannot be distilled.
+            PrepareError: The output has no logits, or it is unknown how the model scales its loss.
         """
         loss = getattr(output, "loss", None)
         if not model.training:
@@ -54,10 +58,11 @@ class Distillation:
 
     @staticmethod
     def _names(model: torch.nn.Module, output: Any) -> list[str]:
-        """What a model answers: `logits`, or several of them, as where a span begins and where it ends.
+        """Return the names of the logits in a model output: `logits`, or several names that end in `_logits`, such as
+        the start and end of a span.
 
         Raises:
-            PrepareError: Neither.
+            PrepareError: The output has no logits.
         """
         names = ["logits"] if "logits" in output else [name for name in output if name.endswith("_logits")]
         if not names:
@@ -69,15 +74,17 @@ class Distillation:
 
     def _apart(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if logits.shape[-1] == 1:
-            # A number: there are no classes whose shares could differ.
+            # Regression: the model outputs one number and no classes.
             return functional.mse_loss(logits, target)
         hot = self._temperature
         soft, aim = (functional.log_softmax(one.flatten(0, -2) / hot, dim=-1) for one in (logits, target))
         return functional.kl_div(soft, aim, reduction="batchmean", log_target=True) * hot * hot
 
     def _weight(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | float:
-        """What the model's loss was multiplied by: transformers' Trainer sums over the batches of a step the losses of models that
-        divide by the labels of all these batches, `num_items_in_batch`, and what is distilled has to count like them.
+        """Return the factor that the model applied to its loss; the distillation term needs the same factor.
+
+        With gradient accumulation, the Trainer of transformers adds the losses of all batches of a step, and models
+        divide each loss by the number of labels in all these batches, `num_items_in_batch`.
         """
         items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
         if items is None or not isinstance(labels, torch.Tensor) or self._counts == "nothing":
@@ -85,21 +92,22 @@ class Distillation:
         counts = {"labels": labels.ne(-100).sum(), "labels behind others": labels[..., 1:].ne(-100).sum()}
         if self._counts is None:
             with torch.no_grad():
-                rest = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
-                mean, whole = (self._teacher(*args, **rest, **one).loss for one in ({}, {"num_items_in_batch": 1}))
-            found = [name for name, count in counts.items() if torch.isclose(mean * count, whole, rtol=1e-3)]
+                arguments = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+                mean, whole = (self._teacher(*args, **arguments, **one).loss for one in ({}, {"num_items_in_batch": 1}))
+            matching = [name for name, count in counts.items() if torch.isclose(mean * count, whole, rtol=1e-3)]
             if torch.isclose(mean, whole, rtol=1e-3):
-                if found:
-                    # One label: the next batch will tell.
+                if matching:
+                    # With only one label, both ways to compute the loss give the same value. Check again with the next
+                    # batch.
                     return 1.0
-                found = ["nothing"]
-            if not found:
+                matching = ["nothing"]
+            if not matching:
                 raise PrepareError(
                     "The model divides its loss by num_items_in_batch, and not as transformers counts them, so that it cannot be said "
                     "how much what is distilled counts.",
                     fix="train with gradient_accumulation_steps=1 and without num_items_in_batch, or without distillation.",
                 )
-            self._counts = found[-1]
+            self._counts = matching[-1]
             return self._weight(args, kwargs)
         weight: torch.Tensor = counts[self._counts] / items
         return weight

@@ -1,4 +1,4 @@
-"""Transformers models as artifacts: their own folder, and a manifest that says what goes in and out."""
+"""Transformers models as artifacts: the model folder and a manifest that describes inputs and outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel.artifact import Artifact, Component, FileRecord, Manifest, Step, TensorSpec, record_files, tool_versions
+from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, stamp_files, tool_versions
 from accel.capture import (
     AXIS_STEPS,
     IMAGE_AXES,
@@ -24,16 +24,19 @@ from accel.capture import (
     unwrapped,
 )
 from accel.config import ExportConfig
+from accel.errors import ExportError
 from accel.interfaces.specs import WEIGHTS
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json", "accel_quantized.json")
 
 
 class WeightsExporter:
-    """Writes a model as `save_pretrained` does: safetensors, config, generation config. One with quantized layers keeps its integers."""
+    """Exporter that writes a model with `save_pretrained` (safetensors, config, generation config). Quantized layers
+    are saved as integers.
+    """
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Write the weights; see `accel.interfaces.protocols.Exporter`."""
+        """Write the weights and the manifest; see `accel.interfaces.protocols.Exporter`."""
         model: Any = unwrapped(source.model)
         with quiet():
             if source.quantization is None:
@@ -48,11 +51,15 @@ class WeightsExporter:
 
 
 def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
-    """The artifact of a model whose weights are in `folder`; nothing is written."""
+    """Return the artifact of a model whose weights are in `folder`. No file is written."""
     names = _weight_files(folder)
+    if not names:
+        raise ExportError(
+            f"{folder} holds no weights by a name of transformers.",
+            fix="save them as model.safetensors in this folder.",
+        )
     file = next((name for name in names if not name.endswith(".json")), names[0])
-    # Identified by size and time: there is no checksum to compare with.
-    files = tuple(_stamp(folder, name) for name in names)
+    files = stamp_files(folder, names)
     components = tuple(replace(component, file=file, files=files) for component in components_of(source))
     step = Step(
         stage="export", backend="pytorch", config=config.to_dict(), versions=tool_versions("torch", "transformers")
@@ -70,9 +77,9 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
 
 
 def components_of(source: Source) -> tuple[Component, ...]:
-    """The parts of a model, and what goes in and out of each; their files are left to whoever writes them.
+    """Return the components of a model with their inputs and outputs, without files.
 
-    A model of one graph runs twice on inputs of a few tokens, to see what it returns.
+    To find the outputs of a component without a KV cache, the model runs twice on inputs of a few tokens.
     """
     return tuple(
         Component(
@@ -96,13 +103,8 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted({path.name for pattern in _WEIGHTS for path in folder.glob(pattern)})
 
 
-def _stamp(folder: Path, name: str) -> FileRecord:
-    stat = (folder / name).stat()
-    return FileRecord(name=name, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
-
-
 def _input_specs(part: Source, bounds: Mapping[str, tuple[int, int]]) -> tuple[TensorSpec, ...]:
-    """What a part takes; a cache is the session's state, not an input."""
+    """Return the input specs of a part. The KV cache is left out: it belongs to the session's state."""
     return tuple(
         TensorSpec(
             graph_name(name),
@@ -119,27 +121,31 @@ def _input_specs(part: Source, bounds: Mapping[str, tuple[int, int]]) -> tuple[T
 
 
 def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
-    """What a part returns, and which of its axes vary: those that differ between two calls of other sizes."""
+    """Return the output specs of a part. An output axis is dynamic if its size differs between two runs with different
+    input sizes.
+    """
     if part.stateful:
         axes = ("batch", "kept" if "logits_to_keep" in part.example else "sequence", "vocabulary")
         return (TensorSpec("logits", part.dtype, axes),)
     names = list(dict.fromkeys(axis for named in part.axes.values() for axis in named.values()))
     runs: list[tuple[dict[str, int], Tensors]] = []
-    # Large images take long: Swin2SR has a token for each pixel.
-    # Longformer's head for questions counts three separators even in a padded text.
-    for first in (2, 5) if set(IMAGE_AXES) <= set(names) else (5, 11):
-        sizes = {axis: first + place for place, axis in enumerate(names)}
-        sizes |= {axis: AXIS_STEPS[axis] * (first + names.index(axis)) for axis in names if axis in AXIS_STEPS}
+    # Small sizes for images, because Swin2SR has one token per pixel. At least 5 for texts, because Longformer's
+    # question answering head needs three separator tokens even in padded texts.
+    for start in (2, 5) if set(IMAGE_AXES) <= set(names) else (5, 11):
+        sizes = {axis: start + place for place, axis in enumerate(names)}
+        sizes |= {axis: AXIS_STEPS[axis] * (start + names.index(axis)) for axis in names if axis in AXIS_STEPS}
         if "texts" in sizes:
-            # Where texts belong to images, each image has as many.
-            sizes["texts"] = first * sizes["batch"]
+            # Each image has the same number of texts.
+            sizes["texts"] = start * sizes["batch"]
         runs.append((sizes, reference(part.model, part.sample(sizes))))
-    (sizes, one), (_, other) = runs
+    (sizes, first_run), (_, second_run) = runs
     return tuple(
         TensorSpec(
-            graph_name(name), _word(tensor), tuple(_axis(name, i, sizes, one, other) for i in range(tensor.ndim))
+            graph_name(name),
+            _word(tensor),
+            tuple(_axis(name, i, sizes, first_run, second_run) for i in range(tensor.ndim)),
         )
-        for name, tensor in one.items()
+        for name, tensor in first_run.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""A PyTorch module behind `accel.interfaces.protocols.Session`."""
+"""Sessions that run a PyTorch module (`accel.interfaces.protocols.Session`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from accel.artifact import Component
 from accel.capture import graph_name, named_tensors
@@ -17,21 +16,22 @@ from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
 from .cuda_graphs import Turns, captured, on_device
+from .upstream import copy_all, tree_flatten, tree_unflatten
 
 Module = Callable[..., Any]
 RUN_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError, AssertionError)
-"""What PyTorch and models' code raise of inputs that they cannot compute."""
+"""Exceptions that PyTorch and the model code raise for invalid inputs."""
 
 
 class ModuleSession(BaseSession[Module]):
-    """Runs a module with named tensors in and out. Calls may come from several threads.
+    """Session that runs a PyTorch module with named input and output tensors. Several threads may call it at once.
 
     Args:
-        module: The model, where it runs and in the type that it computes in.
-        component: What goes in and out.
-        device: Where the module is.
-        dtype: What it computes in.
-        shapes: Sizes that named axes are held to.
+        module: The model, on its device and in the data type used for computation.
+        component: The component, which describes the inputs and outputs.
+        device: The device of the module.
+        dtype: Data type used for computation.
+        shapes: Fixed sizes of named axes.
     """
 
     runtime_name = "PyTorch"
@@ -49,33 +49,38 @@ class ModuleSession(BaseSession[Module]):
         self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
         with on_device(self._where), torch.inference_mode():
-            found = {graph_name(name): tensor for name, tensor in named_tensors(self.runtime(**tensors)).items()}
-        return {name: self._declared(name, found[name]) for name in names}
+            outputs = {graph_name(name): tensor for name, tensor in named_tensors(self.runtime(**tensors)).items()}
+        return {name: self._declared(name, outputs[name]) for name in names}
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor where the module is, floating-point numbers in the type that it computes in."""
-        # What a GPU is given from pageable memory is read before the call returns: nobody waits for what the GPU computes.
+        """Return a tensor on the module's device. Floating-point tensors are converted to the module's data type."""
+        # The copy may be asynchronous: CUDA reads pageable memory before the call returns, so the caller may change the
+        # tensor then.
         soon = tensor.is_cpu and self._where.type == "cuda" and not tensor.is_pinned()
         dtype = self._computes if tensor.is_floating_point() else None
         return tensor.to(self._where, dtype, non_blocking=soon)
 
     def _declared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """An answer of the declared type, which the caller may write to: PyTorch forbids that of what inference mode made."""
-        made = tensor.to(self._output_dtypes[name])
-        return made.clone() if made.is_inference() and not torch.is_inference_mode_enabled() else made
+        """Return an output in the declared data type, as a tensor that the caller may change.
+
+        PyTorch forbids changes to tensors that were created in inference mode, so such a tensor is cloned.
+        """
+        output = tensor.to(self._output_dtypes[name])
+        return output.clone() if output.is_inference() and not torch.is_inference_mode_enabled() else output
 
     def _reason(self, error: Exception) -> str:
         return f"{type(error).__name__}: {super()._reason(error)}"
 
 
 class Captured(NamedTuple):
-    """A call's graph.
+    """A CUDA graph of one call, with its input and output tensors.
 
     Attributes:
-        graph: What is replayed.
-        inputs: What it reads, by name.
-        leaves: What each replay writes, in the order of `spec`, and what is no tensor.
-        spec: How an answer is made of them.
+        graph: The graph that is replayed.
+        inputs: The tensors that the graph reads, by name.
+        leaves: The outputs as a flat list: tensors that each replay overwrites, and other values, in the order of
+            `spec`.
+        spec: The nested structure of the outputs (a pytree spec).
     """
 
     graph: torch.cuda.CUDAGraph
@@ -85,14 +90,14 @@ class Captured(NamedTuple):
 
 
 class CapturedModule:
-    """A module on a GPU, replayed from a CUDA graph: eager kernels without the host's part in launching them.
+    """Runs a module on a GPU by replaying a CUDA graph, which launches all kernels at once.
 
-    Each shape is captured at its first call. Inputs are copied into the graph's buffers, and outputs are copied out of
-    them, so callers take turns.
+    The first call with a new input shape captures a graph. Inputs and outputs are copied into and out of the graph's
+    memory, so a lock lets only one thread run at a time.
 
     Args:
         module: The model on a GPU.
-        device: That GPU.
+        device: The GPU of the model.
     """
 
     def __init__(self, module: Module, device: torch.device) -> None:
@@ -103,7 +108,7 @@ class CapturedModule:
         self._on_device = Turns(device)
 
     def __call__(self, **feeds: Any) -> Any:
-        """Replay the graph of these shapes."""
+        """Run the module on the inputs: replay the graph for their shapes, and capture it first if there is none."""
         tensors = {name: value for name, value in feeds.items() if isinstance(value, torch.Tensor)}
         with self._turn:
             known = self.graph_of(feeds)
@@ -114,23 +119,23 @@ class CapturedModule:
             return self._replayed(known, tensors, None)
 
     def graph_of(self, feeds: Mapping[str, Any]) -> Captured | None:
-        """The graph of a call, if there is one."""
+        """Return the graph captured for these input names, shapes and settings, or `None`."""
         return self._graphs.get(_shapes(feeds))
 
     def replay(self, known: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
-        """The answer to a call whose graph is known.
+        """Replay a captured graph on new inputs and return copies of its outputs.
 
         Args:
-            known: From `graph_of`.
-            feeds: Inputs of the same names and shapes, and others.
-            dtype: Of the answer's floating-point numbers.
+            known: The graph, from `graph_of`.
+            feeds: Inputs with the names and shapes of the captured call. Additional inputs are ignored.
+            dtype: Data type of the floating-point outputs; by default the data type that the graph computes.
         """
         with self._turn:
             return self._replayed(known, feeds, dtype)
 
     def _replayed(self, known: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
         self._on_device.take()
-        torch._foreach_copy_(list(known.inputs.values()), [feeds[name] for name in known.inputs])
+        copy_all(list(known.inputs.values()), [feeds[name] for name in known.inputs])
         known.graph.replay()
         copies = [
             leaf.to(dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype, copy=True)
@@ -147,7 +152,7 @@ class CapturedModule:
 
 
 def _shapes(feeds: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a graph depends on."""
+    """Return the key of a captured graph: names and shapes of tensors, and names and values of other arguments."""
     return tuple(
         (name, tuple(value.shape)) if isinstance(value, torch.Tensor) else (name, repr(value))
         for name, value in feeds.items()

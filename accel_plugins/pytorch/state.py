@@ -1,4 +1,4 @@
-"""A decoder's state in transformers' own cache."""
+"""Decoder state in a KV cache of transformers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from accel.artifact import Component
 from accel.interfaces.state import State, StateOwner
 
 _TOKEN_AXES = {"keys": 2, "values": 2, "indexer_keys": 1}
-"""Tensors of a layer with an entry for each token, by the axis of tokens."""
+"""Tensor attributes of a cache layer that have one entry per token, with the index of their token axis."""
 
 
 class CacheState(State):
-    """transformers' own cache.
+    """Decoder state that holds a cache object of transformers.
 
     Args:
-        session: Made it.
-        component: What the artifact says of the decoder.
-        batch: Rows.
-        new_cache: Makes an empty cache.
-        joinable: Whether the cache holds nothing but a tensor of each token, so that rows can come and go.
+        session: The session that created the state.
+        component: The decoder component.
+        batch: Number of rows of the batch.
+        new_cache: Function that creates an empty cache.
+        joinable: Whether all tensors of the cache have one entry per token, so that rows of the batch can be added and
+            removed.
     """
 
     readable = False
@@ -44,11 +45,11 @@ class CacheState(State):
         self.cache = new_cache()
 
     def growing_axis(self, name: str) -> int | None:
-        """The axis of tokens: of keys and values, or of an indexer's keys."""
+        """Return the token axis of a cache tensor: keys, values, or keys of an indexer."""
         return _TOKEN_AXES[name.partition(".")[2]]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of each token in the layers."""
+        """Return the cache tensors that have one entry per token, by "layer.name"."""
         return {
             f"{i}.{name}": tensor
             for i, layer in enumerate(self.cache.layers)
@@ -57,26 +58,28 @@ class CacheState(State):
         }
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors into the layers."""
+        """Replace tensors of the cache layers; the keys are "layer.name"."""
         for key, tensor in tensors.items():
             place, _, name = key.partition(".")
             setattr(self.cache.layers[int(place)], name, tensor)
 
     def copy_from(self, other: Self) -> None:
-        """Hold a copy of another cache."""
+        """Replace the KV cache with a deep copy of another state's cache."""
         self.cache = copy.deepcopy(other.cache)
 
     def clear(self) -> None:
-        """Begin with an empty cache."""
+        """Replace the KV cache with an empty cache."""
         self.cache = self._new_cache()
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let row `i` become what row `rows[i]` was, in states of one size as well."""
+        """Reorder the rows of the batch: row `i` becomes the previous row `rows[i]`. Fixed-size states of the cache are
+        reordered as well.
+        """
         if self._length:
             self.cache.reorder_cache(torch.tensor(rows))
 
     def take_back(self) -> None:
-        """Forget what a call that failed left in the first layers, where tokens can be taken out of them."""
+        """After a failed call, remove the tokens that the call added to some layers, if the cache can be cropped."""
         if not self._length:
             self.clear()
         elif self.component.croppable:

@@ -1,15 +1,16 @@
-"""Quantization-aware training: linear layers that round while they are trained, and become integers when they are exported.
+"""Quantization-aware training: linear layers simulate rounding during training and become integer layers at export.
 
-Rounding and its gradients are PyTorch's own operators (learned step sizes: Esser et al., 2020, "Learned Step Size Quantization",
-https://arxiv.org/abs/1902.08153). What is learned of a step is the logarithm of its change since training began: an optimizer moves
-steps by parts of themselves, whatever their size, and weight decay, which pulls parameters towards zero, leaves them where they began.
+Rounding and its gradients are PyTorch operators (learned step sizes: Esser et al., 2020, "Learned Step Size
+Quantization", https://arxiv.org/abs/1902.08153). Each scale is trained through a parameter: the logarithm of the
+scale's change since training began. An optimizer therefore changes all scales in proportion to their size. Weight
+decay, which pulls parameters towards zero, pulls the scales towards their initial values.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,49 +25,79 @@ from accel.capture import (
     needs_float_weights,
     pack,
     quiet,
-    replace_layer,
     with_record,
 )
-from accel.config import PrepareConfig, QatConfig
-from accel.errors import ConfigError, PrepareError, did_you_mean
+from accel.config import PrepareConfig, QatConfig, matched_layers
+from accel.errors import ConfigError, PrepareError
 from accel.interfaces.protocols import Batches
 
 from .distillation import Distillation
+from .upstream import rounded_by_channel, rounded_by_tensor
 
 logger = logging.getLogger(__name__)
 
 SCHEME = "qat"
 _TINY = 1e-8
-# Shares of the largest weight at which a block may be cut off; the one with the smallest squared error is where training begins.
+# Clipping limits to try for a block of weights, as fractions of its largest weight. Training starts with the limit of
+# smallest squared error.
 _CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
-# The same for weights with 15 values that share a step by row or by layer, whose largest may be far from all others.
+# Clipping limits for 4-bit weights with one scale per row or per layer, where the largest weight may be far from all
+# others.
 _WIDE_CUTS = tuple(0.9**power for power in range(40))
 
 
-class TrainedLinear(torch.nn.Linear):
-    """A linear layer whose inputs and weights are rounded to 8 bits in every call; the parameters stay in floating point.
+class _Trained(torch.nn.Linear):
+    """Base class: a linear layer that shares the parameters of the layer it replaces and learns the scales of its
+    weights.
 
-    Its parameters have the names of the layer that it replaces, and two more (`x_log_change: ()`, `w_log_change: (outer,)` or
-    `(1,)`), so a checkpoint of either loads into the other.
+    A subclass registers `w_scale` and `w_zero` (scales and zero points at the start of training) and the parameter
+    `w_log_change`.
+    """
+
+    w_scale: torch.Tensor
+    w_zero: torch.Tensor
+    w_log_change: torch.nn.Parameter
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def _steps(self) -> torch.Tensor:
+        """Return the current quantization scales of the weights."""
+        return self.w_scale * self.w_log_change.exp()
+
+    def _check_float32(self) -> None:
+        if self.weight.dtype is not torch.float32:
+            raise PrepareError(
+                f"The model was turned to {self.weight.dtype}; steps are learned in float32.",
+                fix="call model.float(), and train under torch.autocast, or with TrainingArguments(bf16=True).",
+            )
+
+    def _float_bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.detach().float().cpu().clone()
+
+
+class TrainedLinear(_Trained):
+    """Linear layer that rounds its inputs and weights to 8 bits in every call; its parameters stay in floating point.
+
+    It has the parameter names of the layer it replaces and two more, `x_log_change: ()` and `w_log_change: (outer,)` or
+    `(1,)`. A checkpoint of either layer can therefore be loaded into the other.
 
     Args:
-        layer: What is replaced; its parameters are shared.
-        low, high: Smallest and largest input seen.
-        signed: Whether inputs are rounded around zero.
-        per_channel: Whether each output channel has a step of its own.
-        bits: Of the weights, 8 or 4; kept in 8 either way.
+        layer: The layer to replace; its parameters are shared.
+        low, high: Smallest and largest input value in the calibration data.
+        signed: Whether inputs are quantized symmetrically (int8, zero point 0) instead of to uint8 with a zero point.
+        per_channel: Whether each output channel has its own weight scale.
+        bits: Bits of the weights: 8, or 4. Weights of 4 bits are stored as int8.
     """
 
     x_scale: torch.Tensor
     x_zero: torch.Tensor
-    w_scale: torch.Tensor
-    w_zero: torch.Tensor
 
     def __init__(
         self, layer: torch.nn.Linear, low: float, high: float, *, signed: bool, per_channel: bool, bits: int
     ) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
+        super().__init__(layer)
         self.signed, self._top = signed, 2 ** (bits - 1) - 1
         self._limits = (-128, 127) if signed else (0, 255)
         low, high = min(low, 0.0), max(high, 0.0)
@@ -85,59 +116,54 @@ class TrainedLinear(torch.nn.Linear):
         self.register_buffer("w_zero", torch.zeros_like(self.w_scale), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., inner)` to `(..., outer)`."""
-        _check_float32(self.weight)
+        """Compute the layer with rounded inputs and weights: `(..., inner)` to `(..., outer)`."""
+        self._check_float32()
         low, high = self._limits
-        x = torch._fake_quantize_learnable_per_tensor_affine(
+        x = rounded_by_tensor(
             x, self.x_scale * self.x_log_change.exp(), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
         )
-        scale = (self.w_scale * self.w_log_change.exp()).expand(self.out_features)
-        zero = self.w_zero.expand(self.out_features)
+        scale, zero = (one.expand(self.out_features) for one in (self._steps(), self.w_zero))
         factor = 1 / math.sqrt(self.in_features * self._top)
-        weight = torch._fake_quantize_learnable_per_channel_affine(
-            self.weight, scale, zero, 0, -self._top, self._top, factor
-        )
+        weight = rounded_by_channel(self.weight, scale, zero, 0, -self._top, self._top, factor)
         return functional.linear(x, weight, self.bias)
 
     @torch.no_grad()
     def to_integers(self) -> IntegerLinear:
-        """The layer with integers, which computes the same."""
+        """Return an integer layer that computes the same outputs."""
         made = IntegerLinear(self.in_features, self.out_features, signed=self.signed, bias=self.bias is not None)
-        made.scale = (self.w_scale * self.w_log_change.exp()).expand(self.out_features).float().cpu().clone()
-        # The operator multiplies by the inverse.
+        made.scale = self._steps().expand(self.out_features).float().cpu().clone()
+        # Multiply by the inverse, as PyTorch's rounding operator does.
         rounded = torch.round(self.weight.float().cpu() * (1 / made.scale)[:, None])
         made.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
         made.x_scale = (self.x_scale * self.x_log_change.exp()).reshape(()).float().cpu().clone()
         made.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())
-        if self.bias is not None:
-            made.bias = self.bias.detach().float().cpu().clone()
+        made.bias = self._float_bias()
         return made
 
     @torch.no_grad()
     def misfit(self) -> float:
-        """See `accel.capture.Trained`."""
+        """Return the fraction of the weights' squared sum that rounding loses, or 0 if the scales are near the best
+        ones (see `accel.capture.Trained`).
+        """
         weight, top = self.weight.detach(), self._top
-        scale = self.w_scale * self.w_log_change.exp()
+        scale = self._steps()
         largest = weight.abs().amax(1) if len(scale) == len(weight) else weight.abs().amax().reshape(1)
         best = (_cut_off(weight, largest, top) / top).clamp(min=_TINY)
         now, least = (_squares_lost(weight, step, top).sum() for step in (scale, best))
         return _worth_telling(now, least, weight)
 
 
-class TrainedBlocks(torch.nn.Linear):
-    """A linear layer whose weights are rounded to 4 bits in blocks in every call; inputs stay as they are.
+class TrainedBlocks(_Trained):
+    """Linear layer that rounds its weights to 4 bits in every call, in blocks that share a scale; inputs are not
+    rounded.
 
     Args:
-        layer: What is replaced; its parameters are shared.
-        block_size: Weights that share a step; divides the layer's inputs.
+        layer: The layer to replace; its parameters are shared.
+        block_size: Number of weights per block. It must divide the number of inputs of the layer.
     """
 
-    w_scale: torch.Tensor
-    w_zero: torch.Tensor
-
     def __init__(self, layer: torch.nn.Linear, block_size: int) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
+        super().__init__(layer)
         self.block_size = block_size
         scale, zero = _block_steps(layer.weight.detach().reshape(-1, block_size))
         self.w_log_change = torch.nn.Parameter(torch.zeros_like(scale))
@@ -145,70 +171,68 @@ class TrainedBlocks(torch.nn.Linear):
         self.register_buffer("w_zero", zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., inner)` to `(..., outer)`."""
-        _check_float32(self.weight)
+        """Compute the layer with rounded weights: `(..., inner)` to `(..., outer)`."""
+        self._check_float32()
         blocks = self.weight.reshape(-1, self.block_size)
         factor = 1 / math.sqrt(self.block_size * 15)
-        weight = torch._fake_quantize_learnable_per_channel_affine(
-            blocks, self.w_scale * self.w_log_change.exp(), self.w_zero, 0, 0, 15, factor
-        )
+        weight = rounded_by_channel(blocks, self._steps(), self.w_zero, 0, 0, 15, factor)
         return functional.linear(x, weight.reshape(self.weight.shape), self.bias)
 
     @torch.no_grad()
     def to_integers(self) -> BlockLinear:
-        """The layer with packed weights, which computes the same."""
+        """Return a layer with packed 4-bit weights that computes the same outputs."""
         count = self.in_features // self.block_size
         made = BlockLinear(
             self.in_features, self.out_features, bits=4, block_size=self.block_size, bias=self.bias is not None
         )
-        scale, zero = (self.w_scale * self.w_log_change.exp()).float().cpu(), self.w_zero.float().cpu()
+        scale, zero = self._steps().float().cpu(), self.w_zero.float().cpu()
         blocks = self.weight.detach().float().cpu().reshape(-1, self.block_size)
         values = (torch.round(blocks * (1 / scale)[:, None]) + zero[:, None]).clamp(0, 15).to(torch.uint8)
         made.packed = pack(values.reshape(self.out_features, count, self.block_size), 4)
         made.scales = scale.reshape(self.out_features, count).clone()
         made.zeros = pack(zero.to(torch.uint8).reshape(self.out_features, count), 4)
-        if self.bias is not None:
-            made.bias = self.bias.detach().float().cpu().clone()
+        made.bias = self._float_bias()
         return made
 
     @torch.no_grad()
     def misfit(self) -> float:
-        """See `accel.capture.Trained`."""
+        """Return the fraction of the weights' squared sum that rounding loses, or 0 if the scales are near the best
+        ones (see `accel.capture.Trained`).
+        """
         blocks = self.weight.detach().reshape(-1, self.block_size)
         now, least = (
             (
                 torch.fake_quantize_per_channel_affine(blocks, scale, zero.to(torch.int32), 0, 0, 15) - blocks
             ).square().sum()
-            for scale, zero in ((self.w_scale * self.w_log_change.exp(), self.w_zero), _block_steps(blocks))
+            for scale, zero in ((self._steps(), self.w_zero), _block_steps(blocks))
         )  # fmt: skip
         return _worth_telling(now, least, blocks)
 
 
 def _worth_telling(now: torch.Tensor, least: torch.Tensor, weight: torch.Tensor) -> float:
-    """The share of a weight's squares that is lost, where the steps are far from those that lose least: training for a task moves
-    them, by less.
+    """Return the fraction of the weights' squared sum that rounding loses, or 0 if this loss needs no warning.
+
+    A loss needs a warning if it is above 0.01 and more than 4 times the smallest possible loss. Training changes scales
+    by less than that.
     """
     share = float(now / weight.square().sum().clamp(min=_TINY))
     return share if share > 0.01 and float(now) > 4 * float(least) else 0.0
 
 
 def _squares_lost(weight: torch.Tensor, step: torch.Tensor, top: int) -> torch.Tensor:
-    """By row: squared error of weights `(outer, inner)` that are rounded to `-top` to `top` steps, `(outer,) or (1,)`."""
+    """Return the squared rounding error of each weight row.
+
+    `weight: (outer, inner)` is rounded to integers from `-top` to `top` with scale `step: (outer,)` or `(1,)`.
+    """
     step = step[:, None]
     return (torch.round(weight / step).clamp(-top, top) * step - weight).square().sum(1)
 
 
-def _check_float32(weight: torch.Tensor) -> None:
-    if weight.dtype is not torch.float32:
-        raise PrepareError(
-            f"The model was turned to {weight.dtype}; steps are learned in float32.",
-            fix="call model.float(), and train under torch.autocast, or with TrainingArguments(bf16=True).",
-        )
-
-
 def _cut_off(weight: torch.Tensor, largest: torch.Tensor, top: int) -> torch.Tensor:
-    """Where to cut weights `(outer, inner)` off: of the shares of `largest: (outer,) or (1,)` that are tried, those with the
-    smallest squared error of what is rounded to `-top` to `top`.
+    """Return the best clipping limits of weights `(outer, inner)`.
+
+    The limits are fractions of `largest: (outer,)` or `(1,)`, chosen for the smallest squared error after rounding to
+    integers from `-top` to `top`.
     """
     errors = []
     for cut in _WIDE_CUTS:
@@ -219,30 +243,34 @@ def _cut_off(weight: torch.Tensor, largest: torch.Tensor, top: int) -> torch.Ten
 
 
 def _block_steps(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps and zero points `(blocks,)` of blocks `(blocks, size)`: of the cuts that are tried, the best for each block."""
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """Return scales and zero points `(blocks,)` of weight blocks `(blocks, size)`, with the best clipping limit of
+    `_CUTS` for each block.
+    """
+    chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     for cut in _CUTS:
         low, high = blocks.amin(1).clamp(max=0) * cut, blocks.amax(1).clamp(min=0) * cut
         scale = ((high - low) / 15).clamp(min=_TINY)
         zero = torch.round(-low / scale).clamp(0, 15)
         rounded = torch.fake_quantize_per_channel_affine(blocks, scale, zero.to(torch.int32), 0, 0, 15)
         error = (rounded - blocks).square().sum(1)
-        if best is None:
-            best = scale, zero, error
+        if chosen is None:
+            chosen = scale, zero, error
             continue
-        better = error < best[2]
-        best = tuple(torch.where(better, new, old) for new, old in zip((scale, zero, error), best, strict=True))  # type: ignore[assignment]
-    assert best is not None
-    return best[0], best[1]
+        better = error < chosen[2]
+        chosen = tuple(torch.where(better, new, old) for new, old in zip((scale, zero, error), chosen, strict=True))  # type: ignore[assignment]
+    assert chosen is not None
+    return chosen[0], chosen[1]
 
 
 class TrainingPreparer:
-    """Puts rounding layers in the place of a model's linear layers."""
+    """Replaces linear layers of a model with layers that simulate rounding during training."""
 
     def prepare(
         self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
     ) -> torch.nn.Module:
-        """The given model, changed; see `accel.interfaces.protocols.Preparer`."""
+        """Replace the linear layers of a model in place and return the model; see
+        `accel.interfaces.protocols.Preparer`.
+        """
         if not isinstance(config, QatConfig) or config.scheme != SCHEME:
             raise ConfigError(
                 f"PyTorch does not prepare models with {config.scheme!r} and a {type(config).__name__}.",
@@ -261,24 +289,16 @@ class TrainingPreparer:
             raise ConfigError("The preset 'int4' rounds no activations.", fix="leave calibration out.")
         made = {layer: _trained(name, layer, ranges, config) for name, layer in layers.items()}
         _check_adapters(model, made)
-        teacher = _teacher(model, config)
-        # A layer that a model has under several names is one again.
+        teacher = copy.deepcopy(model).eval().requires_grad_(False) if config.distillation else None
+        # A layer that the model has under several names is replaced by one layer under all of these names.
         for name, one in [*model.named_modules(remove_duplicate=False)]:
             if one in made:
-                replace_layer(model, name, made[one])
+                model.set_submodule(name, made[one])
         if teacher is not None:
             hook = Distillation(teacher, config.distillation, config.temperature)
             model.register_forward_hook(hook, with_kwargs=True)
         scheme = "weight-int4" if config.preset == "int4" else "static-int8"
         return with_record(model, Quantization(scheme=scheme, preset=f"qat-{config.preset}", excluded=config.exclude))
-
-
-def _teacher(model: torch.nn.Module, config: QatConfig) -> torch.nn.Module | None:
-    if not config.distillation:
-        return None
-    import copy
-
-    return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 def _trained(
@@ -298,37 +318,31 @@ def _trained(
 
 
 def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Linear]:
-    """The layers to train for integers, by name.
+    """Return the linear layers to replace, by name.
 
     Raises:
-        ConfigError: `exclude` matches nothing, or block_size does not divide a layer.
-        PrepareError: There is none, or the model is prepared or accelerated already.
+        ConfigError: A pattern in `exclude` matches no layer, or `block_size` does not divide the inputs of a layer.
+        PrepareError: The model has no linear layer to replace, or is not in float32, or was prepared or accelerated
+            before.
     """
-    if any(isinstance(one, TrainedLinear | TrainedBlocks) for one in model.modules()):
+    if any(isinstance(one, _Trained) for one in model.modules()):
         raise PrepareError("The model is prepared already.", fix="train it, or load the float model again.")
     if any("acceleration" in vars(one) for one in model.modules()):
         raise PrepareError("The model is accelerated, which is for inference.", fix="call model.restore() first.")
-    wrong = next((p for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
-    if wrong is not None:
-        raise PrepareError(f"The model is {wrong.dtype}; steps are learned in float32.", fix="pass model.float().")
+    half = next((p for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
+    if half is not None:
+        raise PrepareError(f"The model is {half.dtype}; steps are learned in float32.", fix="pass model.float().")
     tied = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
     adapters = _adapters(model)
-    found = {
+    layers = {
         name: one
         for name, one in model.named_modules()
         if type(one) is torch.nn.Linear and id(one.weight) not in tied and one not in adapters
     }
-    for pattern in config.exclude:
-        search = re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else None
-        out = [name for name in found if (search(name) if search else name == pattern)]
-        if not out:
-            raise ConfigError(
-                f"exclude holds {pattern!r}, which matches no linear layer.{did_you_mean(pattern, found)}",
-                fix="use a layer's name, or `re:` and a regular expression.",
-            )
-        found = {name: one for name, one in found.items() if name not in out}
+    excluded = matched_layers(config.exclude, [(name,) for name in layers])
+    layers = {name: one for i, (name, one) in enumerate(layers.items()) if i not in excluded}
     others = [name for name, one in model.named_modules() if isinstance(one, Conv1D)]
-    if not found:
+    if not layers:
         raise PrepareError(
             "The model has no linear layer to round"
             + (f": {others[0]} and {len(others) - 1} others are of the kind Conv1D." if others else "."),
@@ -337,21 +351,23 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
     if others:
         logger.warning(
             "%d layers of the kind Conv1D (%s, ...) stay in floating point: only linear layers are trained for integers, of which the "
-            "model has %d.", len(others), others[0], len(found),
+            "model has %d.", len(others), others[0], len(layers),
         )  # fmt: skip
     if config.preset == "int4":
-        odd = next((name for name, one in found.items() if one.in_features % config.block_size), None)
-        if odd is not None:
+        undivided = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
+        if undivided is not None:
             raise ConfigError(
-                f"block_size {config.block_size} does not divide the {found[odd].in_features} inputs of {odd}.",
+                f"block_size {config.block_size} does not divide the {layers[undivided].in_features} inputs of {undivided}.",
                 fix="use a smaller block_size, or exclude the layer.",
             )
-    return found
+    return layers
 
 
 def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """What PEFT puts beside layers: the small layers of adapters (few multiplications, and their code reads the type of their
-    weights), and layers that are trained whole as they were before, which nothing calls.
+    """Return modules of PEFT adapters, which are not rounded.
+
+    They are the small layers of adapters, which need little computation and whose code reads the data type of their
+    weights, and the original copies of layers in `modules_to_save`, which are never called.
     """
     beside: list[torch.nn.Module | None] = []
     for one in model.modules():
@@ -364,10 +380,10 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _check_adapters(model: torch.nn.Module, made: Mapping[torch.nn.Linear, torch.nn.Module]) -> None:
-    """Refuse adapters that compute with the weights below them.
+    """Raise if an adapter computes with the weights of the layer that it wraps.
 
     Raises:
-        PrepareError: With the first one.
+        PrepareError: An adapter needs the floating-point weights; the message names the first one.
     """
     for name, one in model.named_modules():
         below = one._modules.get("base_layer")
@@ -382,25 +398,25 @@ def _check_adapters(model: torch.nn.Module, made: Mapping[torch.nn.Linear, torch
 def _ranges(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Linear], calibration: Batches, samples: int
 ) -> dict[str, tuple[float, float]]:
-    """Smallest and largest input of each layer.
+    """Return the smallest and the largest input value of each layer, measured on the calibration data.
 
     Raises:
-        PrepareError: There is no data, or it does not reach a layer.
+        PrepareError: The calibration data is empty, does not reach a layer, or the model fails on it.
     """
-    found: dict[str, tuple[float, float]] = {}
+    ranges: dict[str, tuple[float, float]] = {}
 
     def watch(name: str) -> Any:
         def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            low, high = found.get(name, (math.inf, -math.inf))
+            low, high = ranges.get(name, (math.inf, -math.inf))
             least, most = float(args[0].min()), float(args[0].max())
             if not math.isfinite(least) or not math.isfinite(most):
                 raise ValueError(f"the inputs of {name} are not all finite")
-            found[name] = (min(low, least), max(high, most))
+            ranges[name] = (min(low, least), max(high, most))
 
         return hook
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
-    # Decoders make their inputs from the labels.
+    # Encoder-decoder models create the decoder inputs from the labels, so labels are kept for them.
     encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     training = [one for one in model.modules() if one.training]
     device, rows = next(model.parameters()).device, 0
@@ -414,7 +430,7 @@ def _ranges(
                 feeds = {n: value[: samples - rows].to(device) for n, value in batch.items() if n not in left_out}
                 rows += len(next(iter(feeds.values())))
                 model(**feeds)
-    # The model's own code with the caller's data, which may raise anything.
+    # The model's code runs on data of the caller and may raise any exception.
     except Exception as error:
         raise PrepareError(
             f"The model does not run on the calibration data: {type(error).__name__}: {error}",
@@ -422,12 +438,12 @@ def _ranges(
         ) from error
     finally:
         for one in training:
-            # Itself alone: parts may be left in evaluation mode.
+            # Not `model.train()`: some modules may have been in evaluation mode before.
             one.training = True
         for hook in hooks:
             hook.remove()
-    missing = sorted(set(layers) - set(found))
+    missing = sorted(set(layers) - set(ranges))
     if not rows or missing:
         what = "is empty" if not rows else f"does not reach {', '.join(missing[:3])}"
         raise PrepareError(f"The calibration data {what}.", fix="pass real inputs, or exclude those layers.")
-    return found
+    return ranges

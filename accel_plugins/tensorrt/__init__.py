@@ -1,11 +1,12 @@
-"""TensorRT: ONNX graphs through ONNX Runtime's provider, and engines built ahead of time."""
+"""Backend for TensorRT: ONNX graphs with ONNX Runtime's TensorRT provider, and engines that are built ahead of time."""
 
 from accel.interfaces.specs import BackendSpec, Capability
 
 from ..ortkit.capabilities import FLOATS, NVIDIA, ONNX_FOLDERS, ONNX_LAYOUTS
 
 FORMAT = "tensorrt"
-# ONNX's operators, and those of TensorRT's own plugins. ONNX Runtime's would run on CUDA, piece by piece between engines.
+# Only ONNX's operators and TensorRT's own plugins. ONNX Runtime's operators would run on CUDA, in small parts between
+# engines.
 _DOMAINS = ("", "trt.plugins")
 
 SPEC = BackendSpec(
@@ -14,7 +15,7 @@ SPEC = BackendSpec(
     extra="tensorrt",
     impl="accel_plugins.tensorrt.backend:TensorrtBackend",
     priority=15,
-    # It chooses kernels by their measured time, and so changes numerics from build to build.
+    # Not selected automatically: TensorRT selects kernels by measured time, so results differ from build to build.
     auto=False,
     requires=("onnxruntime",),
     aliases=("TensorrtExecutionProvider", "trt"),

@@ -1,4 +1,4 @@
-"""TensorRT: ONNX graphs through ONNX Runtime's provider, and engines built ahead of time."""
+"""Implementation of the `tensorrt` backend: sessions with ONNX Runtime's TensorRT provider, and prebuilt engines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from importlib import metadata
 
 from accel.artifact import Artifact, Component
 from accel.capture import usual_sizes_in
-from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError
-from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session, Shapes
+from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 
 from ..ortkit.graph.editing import load_graph
@@ -28,49 +27,53 @@ from .profiles import complete, provider_options
 
 
 class TensorrtBackend:
-    """Builds and runs TensorRT engines."""
+    """Backend that builds and runs TensorRT engines."""
 
     def probe(self) -> Probe:
-        """The GPUs, or every reason why TensorRT cannot use them. Makes no CUDA context."""
+        """Return the GPUs, or all reasons why TensorRT cannot use them. Creates no CUDA context."""
         try:
             if importlib.util.find_spec("tensorrt") is not None:
-                # Loads TensorRT's libraries, which ONNX Runtime's provider then finds.
+                # The import loads TensorRT's libraries, so that ONNX Runtime's provider finds them.
                 importlib.import_module("tensorrt")
-            found = judge(survey(TENSORRT))
-        # Foreign libraries in unknown states: whatever they raise is a reason, not a crash.
+            verdict = judge(survey(TENSORRT))
+        # Third-party libraries may raise anything: report every exception as a reason instead of crashing.
         except Exception as error:  # noqa: BLE001
             reason = Reason("probe-failed", f"looking for TensorRT failed: {type(error).__name__}: {error}", INSTALL)
             return Probe(reasons=(reason,))
         version = tensorrt_version()
         if version is None:
             reason = Reason("no-tensorrt", "the package tensorrt is not installed", INSTALL)
-            return replace(found, devices=(), reasons=(*found.reasons, reason))
-        return replace(found, versions={**found.versions, "tensorrt": version})
+            return replace(verdict, devices=(), reasons=(*verdict.reasons, reason))
+        return replace(verdict, versions={**verdict.versions, "tensorrt": version})
 
     def exporter(self) -> Exporter:
-        """Builds engines ahead of time."""
+        """Return the exporter that builds engines ahead of time."""
         return EngineExporter(self.probe)
 
     def optimizer(self) -> Optimizer:
-        """Constants, masks and float16, without operators of ONNX Runtime's own."""
+        """Return the optimizer that folds constants, simplifies masks and converts to half precision.
+
+        It adds no operators of ONNX Runtime.
+        """
         from ..ortkit.optimization.fusions import TENSORRT
         from ..ortkit.optimization.optimizer import OrtOptimizer
 
         return OrtOptimizer("tensorrt", TENSORRT)
 
     def quantizer(self) -> Quantizer:
-        """Q/DQ pairs of INT8 or FP8."""
+        """Return the quantizer that writes Q/DQ pairs of INT8 or FP8."""
         from ..ortkit.quantization.gpu_quantizer import GpuQuantizer
 
         return GpuQuantizer("tensorrt")
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open every component; see `accel.interfaces.protocols.Backend.open`.
+        """Open a session for every component; see `accel.interfaces.protocols.Backend.open`.
 
-        The first opening of an ONNX graph builds its engine, which takes minutes; later ones load it from the cache.
+        When an ONNX graph is opened for the first time, its engine is built, which takes minutes. Later, the engine is
+        loaded from the cache.
 
         Raises:
-            TargetMismatchError: An engine that was built for another GPU or by another TensorRT.
+            TargetMismatchError: The engine was built for another GPU or by another version of TensorRT.
         """
         if request.session.compute_dtype not in (None, artifact.dtype):
             raise ConfigError(
@@ -88,18 +91,14 @@ class TensorrtBackend:
                 raise ConfigError(f"An engine has no options, not {sorted(request.options)}.", fix="leave them out.")
             check_target(artifact, machine)
             return {c.name: self._engine(artifact, c, request.device) for c in artifact.components}
-        checked = read_options(request.options, request.device)
-        return {
-            c.name: self._session(artifact, c, request.device, checked, request.session, request.shapes, machine)
-            for c in artifact.components
-        }
+        options = read_options(request.options, request.device)
+        return {c.name: self._session(artifact, c, request, options, machine) for c in artifact.components}
 
     @staticmethod
     def _engine(artifact: Artifact, component: Component, device: DeviceSpec) -> EngineSession:
-        plan = (artifact.path / component.file).read_bytes()
         quantized = artifact.manifest.quantization is not None
         return EngineSession(
-            plan,
+            (artifact.path / component.file).read_bytes(),
             device,
             compute_dtype="int8" if quantized else artifact.dtype,
             inputs=component.inputs,
@@ -109,22 +108,14 @@ class TensorrtBackend:
 
     @staticmethod
     def _session(
-        artifact: Artifact,
-        component: Component,
-        device: DeviceSpec,
-        options: TensorrtOptions,
-        session: SessionOptions,
-        shapes: Shapes | None,
-        machine: Machine,
+        artifact: Artifact, component: Component, request: OpenRequest, options: TensorrtOptions, machine: Machine
     ) -> DeviceSession:
-        """ONNX Runtime's session; what TensorRT has no kernels for is left to CUDA."""
-        profile = complete(
-            component, options.profile, {**usual_sizes_in(artifact.path, component.inputs), **(shapes or {})}
-        )
-        found = precisions(load_graph(artifact, component))
-        precision = "+".join(found) or "float32"
-        cache = engine_cache(artifact, component.name, machine, profile, precision)
-        with on_gpu(device.index):
+        """Open ONNX Runtime's session; nodes that TensorRT has no kernels for run on the CUDA provider."""
+        usual = {**usual_sizes_in(artifact.path, component.inputs), **(request.shapes or {})}
+        profile = complete(component, options.profile, usual)
+        low = precisions(load_graph(artifact, component))
+        cache = engine_cache(artifact, component.name, machine, profile, "+".join(low) or "float32")
+        with on_gpu(request.device.index):
             runtime = open_runtime(
                 artifact.path / component.file,
                 component,
@@ -132,21 +123,21 @@ class TensorrtBackend:
                 provider_options={
                     **options.provider,
                     **provider_options(component, profile),
-                    **precision_flags(found),
+                    **precision_flags(low),
                     "trt_engine_cache_enable": "1",
                     "trt_engine_cache_path": str(cache),
                     "trt_timing_cache_enable": "1",
                     "trt_timing_cache_path": str(timing_cache(machine)),
                 },
-                options=for_float8(session, artifact),
-                others=((CUDA, {"device_id": str(device.index)}),),
+                options=for_float8(request.session, artifact),
+                others=((CUDA, {"device_id": str(request.device.index)}),),
             )
-        low = [word for word in found if word in ("int8", "float8_e4m3fn")]
-        return DeviceSession(runtime, component, device, low[0] if low else artifact.dtype)
+        eight_bits = [word for word in low if word in ("int8", "float8_e4m3fn")]
+        return DeviceSession(runtime, component, request.device, (*eight_bits, artifact.dtype)[0])
 
 
 def tensorrt_version() -> str | None:
-    """TensorRT's version, from the metadata of the distribution that brought it."""
+    """Return TensorRT's version from the metadata of the installed distribution; `None` if it is not installed."""
     for name in ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"):
         try:
             return metadata.version(name)

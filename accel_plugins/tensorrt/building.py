@@ -1,4 +1,4 @@
-"""ONNX artifacts to artifacts with engines for the GPU at hand, and PyTorch models the same way."""
+"""Building of TensorRT engines for the local GPU from ONNX artifacts or from PyTorch models."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ from .engines import EngineSession, build_plan, check_precisions
 from .options import precisions
 from .profiles import complete
 
-"""Environment variable with the profile of engines that `accel export --format tensorrt` builds."""
-
 
 def build(
     artifact: Artifact, out: Path, *, device: DeviceSpec, machine: Machine, profile: Profile | None = None
 ) -> Artifact:
-    """Build engines for every graph of an ONNX artifact into the existing folder `out`. Takes minutes.
+    """Build an engine for every graph of an ONNX artifact into the existing folder `out`. Takes minutes.
 
-    The precision is the graph's; an engine that computes nothing in it is refused.
+    The precision is that of the graph. An error is raised if the engine computes nothing in that precision.
 
     Args:
-        artifact: In the format `onnx`, without operators of ONNX Runtime's own.
-        out: Where to write.
+        artifact: An artifact in the format `onnx`, without operators of ONNX Runtime.
+        out: The output folder.
         device: The GPU.
-        machine: What it is; goes into the artifact, which runs there alone.
-        profile: Sizes of axes; `complete` fills in the others.
+        machine: The GPU and its software, recorded in the artifact: the engine runs only there.
+        profile: Sizes of axes; `complete` adds the missing axes.
 
     Raises:
-        ConfigError: Another format, or a profile that does not fit.
-        ExportError: A graph with operators that TensorRT does not have.
-        SessionError: TensorRT refuses a graph.
+        ConfigError: The artifact has another format, or the profile does not fit the graph.
+        ExportError: The graph has operators that TensorRT does not support.
+        SessionError: TensorRT cannot build an engine for the graph.
     """
     if artifact.format != "onnx":
         raise ConfigError(f"Engines are built from ONNX, not from {artifact.format}.", fix="export the model to ONNX.")
@@ -57,13 +55,13 @@ def build(
                 f"{component.file} has operators of ONNX Runtime's own: {', '.join(own)}. TensorRT does not know them.",
                 fix="start from the artifact before it was optimized, or optimize it with --backend tensorrt.",
             )
-        wanted = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))
-        sizes[component.name] = {axis: str(found) for axis, found in wanted.items()}
-        # TensorRT builds for the current GPU.
+        full_profile = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))
+        sizes[component.name] = {axis: str(found) for axis, found in full_profile.items()}
+        # TensorRT builds for the current GPU, so make the requested GPU current.
         with on_gpu(device.index):
             plan = build_plan(
                 artifact.path / component.file,
-                {spec.name: shapes_of(spec, wanted) for spec in component.inputs},
+                {spec.name: shapes_of(spec, full_profile) for spec in component.inputs},
                 times=timing_cache(machine) / "times.bin",
             )
         engine = EngineSession(plan, device)
@@ -81,36 +79,28 @@ def build(
         config={"profile": sizes},
         versions=tool_versions("tensorrt"),
         seconds=round(time.perf_counter() - started, 2),
-        parent=artifact.digest,
     )
-    manifest = replace(
-        artifact.manifest,
-        format=FORMAT,
-        components=tuple(components),
-        steps=(*artifact.manifest.steps, step),
-        run=None,
-        target=machine.target(),
-    )
-    return Artifact.create(out, manifest)
+    return artifact.after(step, out, components=components, format=FORMAT, target=machine.target())
 
 
 class EngineExporter:
-    """Captures a model as ONNX in a temporary folder and builds its engines.
+    """Exporter that captures a model as ONNX in a temporary folder and builds engines from it.
 
     Args:
-        probe: The backend's.
+        probe: The backend's `probe` method.
     """
 
     def __init__(self, probe: Callable[[], Probe]) -> None:
         self._probe = probe
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """See `accel.interfaces.protocols.Exporter`. Takes minutes; needs the GPU that the engine is for.
+        """Export the model as engines; see `accel.interfaces.protocols.Exporter`.
 
-        The option `profile` has the sizes of axes: `batch=1:8:32,sequence=16:128:384`.
+        Takes minutes and needs a GPU of the kind that runs the engine. The option `profile` sets the sizes of axes, for
+        example `batch=1:8:32,sequence=16:128:384`.
 
         Raises:
-            ExportError: There is no such GPU, with every reason.
+            ExportError: TensorRT cannot be used on this machine; the message has all reasons.
         """
         profile = read_profile(config.options.get("profile", ""))
         probe = self._probe()

@@ -1,4 +1,7 @@
-"""Where engines and measured kernel times are kept: under `ACCEL_HOME`, by everything that they depend on."""
+"""Cache folders for engines and for measured kernel times under `ACCEL_HOME`.
+
+Each key has everything that the content depends on.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from accel.interfaces.specs import DeviceSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What an engine is built on.
+    """The machine that an engine is built on.
 
     Attributes:
-        gpu: The GPU's name.
-        arch: `sm_90`.
-        tensorrt: TensorRT's version.
-        driver: The driver's.
+        gpu: The name of the GPU.
+        arch: The architecture of the GPU, for example `sm_90`.
+        tensorrt: The version of TensorRT.
+        driver: The version of the driver.
     """
 
     gpu: str
@@ -32,7 +35,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: DeviceSpec, versions: Mapping[str, str]) -> Machine:
-        """This machine's, from a probe."""
+        """Return the description of this machine, from the device and versions of a probe."""
         return cls(
             gpu=device.name,
             arch=device.arch,
@@ -41,20 +44,23 @@ class Machine:
         )
 
     def target(self) -> dict[str, str]:
-        """What an artifact with a built engine says it needs; a newer driver runs older engines."""
+        """Return the target that a built engine requires.
+
+        The driver is not included, because newer drivers run older engines.
+        """
         return {"gpu": self.gpu, "arch": self.arch, "tensorrt": self.tensorrt}
 
 
 def check_target(artifact: Artifact, machine: Machine) -> None:
-    """Refuse an engine that was built elsewhere.
+    """Check that an engine was built for this GPU and TensorRT version.
 
     Raises:
-        TargetMismatchError: Another GPU or another TensorRT.
+        TargetMismatchError: The engine was built for another GPU or another TensorRT version.
     """
-    wanted, have = dict(artifact.manifest.target or {}), machine.target()
-    if wanted != have:
+    target, here = dict(artifact.manifest.target or {}), machine.target()
+    if target != here:
         differs = ", ".join(
-            f"{key} {wanted.get(key)!r} (here {have[key]!r})" for key in have if wanted.get(key) != have[key]
+            f"{key} {target.get(key)!r} (here {here[key]!r})" for key in here if target.get(key) != here[key]
         )
         raise TargetMismatchError(
             f"{artifact.path} holds an engine that was built for {differs}.",
@@ -63,7 +69,7 @@ def check_target(artifact: Artifact, machine: Machine) -> None:
 
 
 def engine_cache(artifact: Artifact, name: str, machine: Machine, profile: Profile, precision: str) -> Path:
-    """The folder for a graph's engines; made, with a file that says what they are for."""
+    """Create and return the cache folder for a graph's engines, with a file that describes the engines."""
     key = {
         "artifact": artifact.digest,
         "component": name,
@@ -82,7 +88,10 @@ def engine_cache(artifact: Artifact, name: str, machine: Machine, profile: Profi
 
 
 def timing_cache(machine: Machine) -> Path:
-    """The folder for kernel times, which all graphs share: they depend on the GPU and on TensorRT alone."""
+    """Create and return the cache folder for kernel times.
+
+    All graphs share it, because kernel times depend only on the GPU, TensorRT and the driver.
+    """
     words = f"{machine.gpu} {machine.arch} {machine.tensorrt} {machine.driver}"
     slug = "".join(c if c.isalnum() or c in "._" else "-" for c in words)
     folder = accel_home() / "tensorrt" / "timing" / slug

@@ -1,7 +1,7 @@
-"""Engines without ONNX Runtime: build, save, load, infer, through TensorRT's own Python package (10 and 11).
+"""TensorRT engines without ONNX Runtime: build, save, load and run them with TensorRT's Python package (10 and 11).
 
-What is called here was checked against the signatures of the `tensorrt` 11.4 bindings. None of it was ever run on a GPU:
-see docs/backends/tensorrt.md.
+All calls were checked against the signatures of the `tensorrt` 11.4 bindings, but none was ever run on a GPU: see
+docs/backends/tensorrt.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
 INSTALL = 'pip install "accel-transformers[tensorrt]"'
-# TensorRT's words for types, as `DataType` has them.
+# torch data types by TensorRT's names of types, as in `DataType`.
 _TYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
@@ -36,7 +36,8 @@ _TYPES = {
     "BOOL": torch.bool,
     "UINT8": torch.uint8,
 }
-# What the inspector calls a low precision: in a type of TensorRT 11, and inside a format of TensorRT 10.
+# Names of low-precision types in the engine inspector's output. TensorRT 11 writes the name as the type of a tensor,
+# TensorRT 10 writes it as a part of the tensor's format.
 _INSPECTED = {
     "float16": ("half", "fp16"),
     "bfloat16": ("bf16", "bfloat16"),
@@ -46,10 +47,10 @@ _INSPECTED = {
 
 
 def load_tensorrt() -> Any:
-    """The `tensorrt` package.
+    """Import and return the `tensorrt` package.
 
     Raises:
-        BackendUnavailableError: It is not installed, or its libraries are missing.
+        BackendUnavailableError: The package is not installed, or its libraries are missing.
     """
     try:
         return importlib.import_module("tensorrt")
@@ -62,26 +63,22 @@ def build_plan(
     shapes: Mapping[str, tuple[Shape, Shape, Shape]],
     *,
     times: Path | None = None,
-    workspace_bytes: int | None = None,
-    tf32: bool = False,
 ) -> bytes:
-    """Build an engine for the current GPU. Takes minutes.
+    """Build an engine for the current GPU and return it in serialized form. Takes minutes.
 
     Args:
-        graph: An ONNX file; its types decide what is computed in what (a strongly typed network).
-        shapes: Smallest, usual and largest shape of each input.
-        times: A file of kernel times, read if it exists and written back.
-        workspace_bytes: Memory that kernels may use beside their tensors; TensorRT's own limit when `None`.
-        tf32: Whether float32 products may round their inputs to 10 bits of mantissa.
+        graph: An ONNX file. Its data types determine the precision of each operator (a strongly typed network).
+        shapes: The smallest, usual and largest shape of each input.
+        times: A file of kernel times, which is read if it exists, and updated.
 
     Raises:
-        BackendUnavailableError: There is no TensorRT.
-        SessionError: TensorRT refuses the graph, or finds no kernels for it.
+        BackendUnavailableError: TensorRT is not installed.
+        SessionError: TensorRT cannot parse the graph, or has no kernels for it.
     """
     trt = load_tensorrt()
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
-    # TensorRT 11 has no other kind of network, and ignores the flag.
+    # TensorRT 10 needs the flag; TensorRT 11 ignores it, because all of its networks are strongly typed.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(graph)):
@@ -91,12 +88,10 @@ def build_plan(
             fix="start from a graph without com.microsoft operators: accel optimize --backend tensorrt.",
         )
     config = builder.create_builder_config()
-    # The inspector tells types only of engines that were built so.
+    # The engine inspector reports data types only for engines built with detailed profiling verbosity.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if not tf32:
-        config.clear_flag(trt.BuilderFlag.TF32)
-    if workspace_bytes is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    # Disable TF32, because it rounds the inputs of float32 products to 10 bits of mantissa.
+    config.clear_flag(trt.BuilderFlag.TF32)
     profile = builder.create_optimization_profile()
     for name, (least, usual, most) in shapes.items():
         profile.set_shape(name, least, usual, most)
@@ -116,26 +111,27 @@ def build_plan(
 
 
 def computed_types(information: str) -> Counter[str]:
-    """How many tensors between an engine's layers have which type, in lower case, from the inspector's JSON.
+    """Count the tensors between an engine's layers by data type, in lower case, from the engine inspector's JSON.
 
-    TensorRT 10 writes them as `Format/Datatype` ("Row major linear FP16 format"), TensorRT 11 as `DataType` ("Half").
+    TensorRT 10 writes the type as `Format/Datatype` ("Row major linear FP16 format"), TensorRT 11 as `DataType`
+    ("Half").
     """
-    found: Counter[str] = Counter()
+    types: Counter[str] = Counter()
     for layer in json.loads(information).get("Layers", ()):
         for tensor in (*layer.get("Inputs", ()), *layer.get("Outputs", ())) if isinstance(layer, dict) else ():
             word = next((str(tensor[key]) for key in ("DataType", "Format/Datatype") if key in tensor), "")
-            found[word.lower()] += 1
-    return found
+            types[word.lower()] += 1
+    return types
 
 
-def check_precisions(information: str, wanted: Sequence[str]) -> None:
-    """Refuse an engine that computes nothing in a precision that its graph asks for.
+def check_precisions(information: str, precisions: Sequence[str]) -> None:
+    """Check that an engine uses every low precision of its graph.
 
     Raises:
-        SessionError: There is such a precision.
+        SessionError: No tensor of the engine has one of the precisions.
     """
     types = computed_types(information)
-    for precision in wanted:
+    for precision in precisions:
         words = _INSPECTED[precision]
         if not any(word in name for name in types for word in words):
             have = ", ".join(f"{name} ({n})" for name, n in types.most_common()) or "nothing"
@@ -146,19 +142,19 @@ def check_precisions(information: str, wanted: Sequence[str]) -> None:
 
 
 def torch_device(device: DeviceSpec) -> torch.device:
-    """A device as torch has it."""
+    """Return a device spec as a torch device."""
     return torch.device(device.type, device.index)
 
 
 class EngineSession(BaseSession[Any]):
-    """An engine on one GPU, with one execution context: a `Session`. Not thread-safe.
+    """Session that runs an engine on one GPU with one execution context. Not thread-safe.
 
     Args:
-        plan: What `build_plan` returned, or the content of a `.plan` file.
+        plan: The result of `build_plan`, or the content of a `.plan` file.
         device: The GPU.
-        compute_dtype: What its graph computes in.
-        inputs, outputs: As an artifact declares them; read from the engine when `None`.
-        limits: Largest sizes of named axes that the model has positions for.
+        compute_dtype: The data type of the computation.
+        inputs, outputs: The specs that an artifact declares; read from the engine if `None`.
+        limits: The largest sizes of named axes that the model has positions for.
     """
 
     def __init__(
@@ -175,7 +171,7 @@ class EngineSession(BaseSession[Any]):
         device = device or DeviceSpec("cuda")
         where = torch_device(device)
         with torch.cuda.device(where):
-            # Kept: the engine needs it.
+            # Keep a reference, because the engine needs the runtime.
             self._library = trt.Runtime(trt.Logger(trt.Logger.ERROR))
             self._engine = self._library.deserialize_cuda_engine(plan)
             if self._engine is None:
@@ -186,25 +182,25 @@ class EngineSession(BaseSession[Any]):
             context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         taken = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-        made = [name for name in names if name not in taken]
+        returned = [name for name in names if name not in taken]
         component = Component(
             name="engine",
             file="",
             files=(),
             inputs=tuple(inputs if inputs is not None else map(self._spec, taken)),
-            outputs=tuple(outputs if outputs is not None else map(self._spec, made)),
+            outputs=tuple(outputs if outputs is not None else map(self._spec, returned)),
             max_sizes=limits or {},
         )
         super().__init__(context, component, device, compute_dtype)
         self._where = where
-        # The engine may have narrower types than the artifact declares.
+        # Use the engine's data types, which may be narrower than those that the artifact declares.
         self._dtypes = {spec.name: self._type(spec.name) for spec in component.inputs}
         self._output_dtypes = {spec.name: self._type(spec.name) for spec in component.outputs}
         self._profile = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
 
     @classmethod
     def load(cls, path: Path, device: DeviceSpec | None = None) -> EngineSession:
-        """An engine from a `.plan` file."""
+        """Load an engine from a `.plan` file."""
         return cls(path.read_bytes(), device)
 
     def _type(self, name: str) -> torch.dtype:
@@ -219,21 +215,21 @@ class EngineSession(BaseSession[Any]):
         return TensorSpec(name, str(self._type(name)).removeprefix("torch."), dims)
 
     def information(self) -> str:
-        """The inspector's JSON about its layers."""
+        """Return the engine inspector's JSON about the layers."""
         trt = load_tensorrt()
         inspector = self._engine.create_engine_inspector()
         return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
         tensors = super()._read(feeds, state)
-        # What a kernel reads for ids out of bounds is not defined.
+        # Check ids before the run, because kernels have undefined behavior for ids out of bounds.
         self._check_values.waiting(tensors)
         return tensors
 
     def _compute(
         self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """Ordered on torch's current stream; returns before the GPU is done."""
+        """Enqueue a run on torch's current stream and return the outputs; returns before the GPU is done."""
         context = self.runtime
         results: dict[str, torch.Tensor] = {}
         with torch.cuda.device(self._where):
@@ -266,7 +262,7 @@ class EngineSession(BaseSession[Any]):
         )
 
     def close(self) -> None:
-        """Give TensorRT's memory back, after the GPU is done."""
+        """Wait for the GPU and release TensorRT's memory."""
         if self._runtime is not None:
             torch.cuda.synchronize(self._where)
         super().close()

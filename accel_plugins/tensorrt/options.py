@@ -1,4 +1,4 @@
-"""Options of the TensorRT backend: ONNX Runtime's own for its provider, and ours."""
+"""Options of the TensorRT backend: accel's own options, and ONNX Runtime's options of its TensorRT provider."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.runtime.nvidia import TENSORRT, check_option_names, device_index
 
-# The options of ONNX Runtime 1.31's provider that are the user's to set:
+# The options of ONNX Runtime 1.31's provider that users may set:
 # https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html#configurations
 PROVIDER_OPTIONS = (
     "device_id",
@@ -39,27 +39,25 @@ _PRECISION = (
     "precision comes from the graph: accel optimize --backend tensorrt --level O4 (float16), or accel quantize."
 )
 _CACHED = "engines and kernel times are kept under ACCEL_HOME."
+_PROFILE = 'use profile="batch=1:8:32,sequence=16:128:384".'
+_PAIRS = "quantize to Q/DQ pairs: accel quantize --scheme static-int8."
 _TAKEN = {
-    **{f"trt_{word}_enable": _PRECISION for word in ("fp16", "bf16", "int8")},
-    **{f"trt_{word}": _CACHED for word in ("engine_cache_enable", "engine_cache_path", "engine_cache_prefix")},
-    **{f"trt_{word}": _CACHED for word in ("timing_cache_enable", "timing_cache_path", "force_timing_cache")},
-    **{
-        f"trt_profile_{word}_shapes": 'use profile="batch=1:8:32,sequence=16:128:384".'
-        for word in ("min", "opt", "max")
-    },
+    **dict.fromkeys(("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable"), _PRECISION),
+    **{f"trt_engine_cache_{word}": _CACHED for word in ("enable", "path", "prefix")},
+    **dict.fromkeys(("trt_timing_cache_enable", "trt_timing_cache_path", "trt_force_timing_cache"), _CACHED),
+    **{f"trt_profile_{word}_shapes": _PROFILE for word in ("min", "opt", "max")},
     "user_compute_stream": "leave it out: calls are ordered on torch's current stream.",
-    "trt_int8_calibration_table_name": "quantize to Q/DQ pairs: accel quantize --scheme static-int8.",
-    "trt_int8_use_native_calibration_table": "quantize to Q/DQ pairs: accel quantize --scheme static-int8.",
+    **dict.fromkeys(("trt_int8_calibration_table_name", "trt_int8_use_native_calibration_table"), _PAIRS),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorrtOptions:
-    """Checked options.
+    """Checked options of the TensorRT backend.
 
     Attributes:
-        profile: Sizes of axes that are not left to the defaults.
-        provider: ONNX Runtime's options, as strings.
+        profile: Sizes of the axes for which the defaults are not used.
+        provider: ONNX Runtime's provider options, as strings.
     """
 
     profile: Mapping[str, Sizes] = field(default_factory=dict)
@@ -67,10 +65,10 @@ class TensorrtOptions:
 
 
 def read_options(options: Mapping[str, object], device: DeviceSpec) -> TensorrtOptions:
-    """Check names and values.
+    """Check the names and values of options.
 
     Raises:
-        ConfigError: An option that does not exist or is ours to set, or a `device_id` other than the device's.
+        ConfigError: An option does not exist or is set by accel, or `device_id` differs from the device.
     """
     known = (*PROVIDER_OPTIONS, "profile")
     check_option_names(options, known, _TAKEN, TENSORRT)
@@ -91,19 +89,19 @@ _WORDS = {
 
 
 def precisions(model: ir.Model) -> tuple[str, ...]:
-    """The low precisions that a graph asks for: types of its weights, and of its Q/DQ pairs."""
-    found: set[str] = set()
+    """Return the low-precision data types of a graph: those of its weights and of its Q/DQ pairs."""
+    words: set[str] = set()
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-                found.add(_WORDS[value.dtype])
+                words.add(_WORDS[value.dtype])
         for node in graph:
             if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].dtype in _WORDS:
-                found.add(_WORDS[node.inputs[0].dtype])
-    return tuple(sorted(found))
+                words.add(_WORDS[node.inputs[0].dtype])
+    return tuple(sorted(words))
 
 
-def precision_flags(found: tuple[str, ...]) -> dict[str, str]:
-    """What lets TensorRT 10 take kernels of these precisions; without a flag it would compute them in float32."""
+def precision_flags(precisions: tuple[str, ...]) -> dict[str, str]:
+    """Return provider options that allow TensorRT 10 to use kernels of these precisions instead of float32."""
     flags = {"float16": "trt_fp16_enable", "bfloat16": "trt_bf16_enable", "int8": "trt_int8_enable"}
-    return {flags[word]: "1" for word in found if word in flags}
+    return {flags[word]: "1" for word in precisions if word in flags}

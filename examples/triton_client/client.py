@@ -1,4 +1,4 @@
-"""Asks a classifier that `accel deploy triton` wrote, over HTTP.
+"""Send texts over HTTP to a classifier that `accel deploy triton` wrote.
 
 python examples/triton_client/client.py localhost:8000 text_classification "Where is my card?" "I was charged twice."
 """
@@ -10,11 +10,11 @@ import tritonclient.http as triton
 
 
 def classify(address: str, name: str, texts: list[str]) -> list[tuple[str, float]]:
-    """The likeliest label of each text, and its score."""
+    """Return the most likely label of each text, and its score."""
     client = triton.InferenceServerClient(address)
-    given = triton.InferInput("TEXT", [len(texts), 1], "BYTES")
-    given.set_data_from_numpy(np.array([[text.encode()] for text in texts], dtype=object))
-    answer = client.infer(name, [given], parameters={"function_to_apply": "softmax"})
+    text_input = triton.InferInput("TEXT", [len(texts), 1], "BYTES")
+    text_input.set_data_from_numpy(np.array([[text.encode()] for text in texts], dtype=object))
+    answer = client.infer(name, [text_input], parameters={"function_to_apply": "softmax"})
     labels, scores = answer.as_numpy("LABEL")[:, 0], answer.as_numpy("SCORE")[:, 0]
     client.close()
     return [(label.decode(), float(score)) for label, score in zip(labels, scores, strict=True)]

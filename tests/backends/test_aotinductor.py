@@ -1,4 +1,4 @@
-"""Packages of compiled code: the contract of backends, who may open them and where, and that opening compiles nothing."""
+"""Packages of compiled code: the backend contract, trust and target checks, and opening without compilation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.aotinductor import backend, exporter, packages
-from accel_plugins.pytorch.inductor.compilation import cpu_compiler
+from accel_plugins.pytorch.upstream import cpp_compiler
 
 _WITHOUT_COMPILER = """
 import sys, torch, accel
@@ -46,7 +46,7 @@ torch.save(model(input_ids=torch.arange(4, 13)[None], attention_mask=torch.ones(
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
+@pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 class TestAotInductor(BackendConformance):
     backend = "aotinductor"
 
@@ -64,7 +64,7 @@ class TestAotInductor(BackendConformance):
     def test_code_of_others_is_not_loaded_unless_it_is_trusted(
         self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Another user's process, which compiled nothing and has a home of its own.
+        # Simulate the process of another user, which has compiled nothing and has its own home folder.
         monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "another-user"))
         monkeypatch.setattr(packages, "_COMPILED", set())
         load = accel.ORTModelForSequenceClassification.from_pretrained
@@ -113,7 +113,7 @@ class TestAotInductor(BackendConformance):
         loaded: list[bytes] = []
 
         def load(package: Path) -> Any:
-            # Somebody who writes into the folder comes too late.
+            # The package file changes after its check and before it is loaded. The checked copy must be loaded.
             held.file().write_bytes(b"somebody else's")
             loaded.append(package.read_bytes())
 
@@ -177,7 +177,7 @@ def test_a_model_that_generates_is_refused_before_anything_is_compiled(tmp_path:
 
 
 def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "cpu_compiler", lambda: None)
+    monkeypatch.setattr(exporter, "cpp_compiler", lambda: None)
     with pytest.raises(BackendUnavailableError, match="g\\+\\+"):
         accel.export(tiny_model("bert"), tmp_path / "out", backend="aotinductor")
 

@@ -19,7 +19,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import nodes, read_graph, save_graph
 from accel_plugins.ortkit.optimization.concatenated_cache import growing_form
-from accel_plugins.ortkit.runtime.session import open_session
+from accel_plugins.ortkit.runtime.session import OrtSession, open_runtime
 
 Artifacts = Callable[[str], Artifact]
 CPU = DeviceSpec("cpu")
@@ -40,10 +40,10 @@ def both(artifact: Artifact) -> tuple[Session, Session]:
     component = artifact.component(decoder_of(artifact))
     path = artifact.path / component.file
     form = growing_form(path, component)
-    spelled = open_session(
-        path, form.component, device=CPU, provider="CPUExecutionProvider", provider_options={}, options=SessionOptions(),
-        compute_dtype=artifact.dtype, model=form.model,
+    runtime = open_runtime(
+        path, form.component, provider="CPUExecutionProvider", provider_options={}, options=SessionOptions(), model=form.model
     )  # fmt: skip
+    spelled = OrtSession(runtime, form.component, CPU, artifact.dtype)
     backend = registry.load(registry.describe("cpu"))
     return backend.open(artifact, OpenRequest(device=CPU))[component.name], spelled
 

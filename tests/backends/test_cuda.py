@@ -1,4 +1,4 @@
-"""The CUDA backend on a GPU."""
+"""Tests of the `cuda` backend on a GPU."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class TestCuda(BackendConformance):
     device = str(GPU)
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
-        """Float32, for which attention is spelled out."""
+        """Return a float32 decoder, whose attention is computed with basic operators."""
         return export(save_generator(folder.parent / "llama", "llama"), folder)
 
 
 class TestCudaGraphs(TestCuda):
-    """The decoder whose step is one CUDA graph."""
+    """Session tests with a float16 decoder, whose decoding step is one CUDA graph."""
 
-    tolerance = 0.15  # float16, of logits up to 70
+    tolerance = 0.15  # for float16 logits of up to 70
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
         made = super().stateful_artifact(folder.parent / "float32")
@@ -69,7 +69,7 @@ def open_on_gpu() -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
-    """Artifacts optimized for CUDA, made when first asked for."""
+    """Function that returns an artifact optimized for CUDA; each artifact is created once, at its first use."""
     root = tmp_path_factory.mktemp("fused")
     made: dict[tuple[str, str, str], Artifact] = {}
 
@@ -102,7 +102,7 @@ def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 
 
 def masks(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """The same tokens with padding of every kind; what is on the right comes first and last, between the others."""
+    """Iterate over copies of the inputs with every kind of padding; padding on the right comes first, last and in between."""
     sequence = feeds["attention_mask"].shape[1]
     right = feeds["attention_mask"]
     hole = torch.ones_like(right)
@@ -126,7 +126,7 @@ def test_any_padding(
     graphs: int,
     where: str,
 ) -> None:
-    """The form assumed from the last call is not the one that this call needs: the result is right all the same."""
+    """Results are correct even if the padding differs from the previous call, whose plan is tried first."""
     session = open_on_gpu(fused("bert", task), cuda_graphs=graphs)
     for _ in range(2):
         for kind, feeds in masks(feeds_of(session_artifact := tiny_artifact("bert", task), 4, 24)):
@@ -135,7 +135,7 @@ def test_any_padding(
 
 
 def with_lengths(feeds: Mapping[str, torch.Tensor], fill: float, seed: int) -> dict[str, torch.Tensor]:
-    """The same tokens with padding on the right of rows of random lengths."""
+    """Return the same tokens with padding on the right, in rows of random lengths."""
     batch, sequence = feeds["attention_mask"].shape
     generator = torch.Generator().manual_seed(seed)
     longest = max(2, int(2 * fill * sequence))
@@ -155,7 +155,7 @@ def test_packed(
     graphs: int,
     where: str,
 ) -> None:
-    """Fills change from call to call, full batches and other masks come between: all results are right."""
+    """Results are correct when the amount of padding changes between calls, with full batches and other masks in between."""
     original = tiny_artifact("bert", task)
     session: Any = open_on_gpu(fused("bert", task, "O4"), cuda_graphs=graphs)
     whole = feeds_of(original, 64, 64)
@@ -221,7 +221,7 @@ def test_bfloat16(tiny_artifact: Callable[..., Artifact], tmp_path: Path, open_o
     assert session.compute_dtype == "bfloat16"
     for seed in range(3):
         feeds = feeds_of(original, 3, 17, seed)
-        # Eight bits of mantissa through two layers.
+        # The tolerance is large: bfloat16 has 8 bits of mantissa, and errors grow through two layers.
         assert difference(session.run(on_gpu(feeds)), on_cpu(original, feeds)) < 0.15
 
 
@@ -255,7 +255,7 @@ def test_unoptimized_graphs_replay_rightly(tiny_artifact: Callable[..., Artifact
 
 @pytest.mark.parametrize("graphs", [0, 4])
 def test_ordered_on_the_callers_stream(fused: Callable[..., Artifact], open_on_gpu: Open, graphs: int) -> None:
-    """Inputs that are still being computed on a stream of the caller's are waited for, and results are waited on."""
+    """Calls wait for inputs that are still being computed on the caller's stream, and the caller's stream waits for results."""
     artifact = fused()
     session = open_on_gpu(artifact, cuda_graphs=graphs)
     feeds = on_gpu(feeds_of(artifact, 4, 32))
@@ -291,7 +291,7 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
             torch.cuda.synchronize(GPU)
         names = [event.name for event in profiled.events()]
         assert not [name for name in names if "HtoD" in name]
-        # Whether the ids are within bounds; `check` reads two numbers about the mask as well.
+        # One copy tells whether the ids are within bounds; with `check`, another copy has two numbers about the mask.
         assert len([name for name in names if "DtoH" in name]) == flags
 
 
@@ -320,7 +320,7 @@ def test_sessions_share_weights(fused: Callable[..., Artifact], open_on_gpu: Ope
 
 
 def test_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
-    """A session opens up to four forms of its graph, over weights that are on the GPU once."""
+    """A session opens up to four forms of its graph that share one copy of the weights on the GPU."""
     vocabulary, hidden = 2_000_000, 32
     model = tiny_model("bert", vocab_size=vocabulary)
     artifact = export(model, tmp_path / "onnx", task="text-classification")
@@ -335,7 +335,7 @@ def test_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
         assert difference(session.run(on_gpu(feeds)), answer) < 1e-4
     torch.cuda.synchronize(GPU)
     free_after, _ = torch.cuda.mem_get_info(GPU)
-    # Each form has its own room for intermediate results, and cuBLAS takes some.
+    # The limit allows for the intermediate results of each form and for the memory of cuBLAS.
     assert free_before - free_after < 0.75 * 4 * vocabulary * hidden
 
 
@@ -385,7 +385,7 @@ SHAPES = (
 
 @pytest.mark.parametrize("name", ["Albert", "MegatronBert", "Bert"])
 def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open) -> None:
-    """At most three times eager float16's own error at that shape, whatever form a call gets."""
+    """For every form and shape, the error is at most three times the error of eager float16 at that shape."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
     config = getattr(transformers, f"{name}Config")(vocab_size=120, max_position_embeddings=512, **sizes)
     model = rescale(getattr(transformers, f"{name}ForSequenceClassification")(config)).eval()
@@ -400,7 +400,7 @@ def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open)
         right = (torch.arange(sequence) < lengths[:, None]).long()
         for kind, mask in {"right": right, "left": right.flip(1), "none": torch.ones_like(right)}.items():
             ours = theirs = 0.0
-            # The error of one row's few logits is a draw of a lot; that of sixteen rows is about the kernels.
+            # Use at least sixteen rows: the error of the few logits of one row is mostly random.
             for seed in range(max(1, 16 // batch)):
                 feeds = on_gpu({**feeds_of(artifact, batch, sequence, seed), "attention_mask": mask})
                 with torch.inference_mode():
@@ -425,12 +425,12 @@ def test_a_wrong_form_is_found_before_its_first_answer(
     right = runtime.in_form
 
     def wrong(path: Path, form: Any) -> bytes:
-        # Without its mask, as an attention that was forgotten.
+        # Simulate a wrong form: the attention mask is missing.
         return right(path, "full" if form == "lengths" else form)
 
     monkeypatch.setattr(runtime, "in_form", wrong)
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    # Opened by a backend of its own, which shares no graph with other tests.
+    # Use a new backend object, so that no runtime is shared with other tests.
     backend = type(registry.load(registry.describe("cuda")))()
     artifact = fused("bert", "text-classification", "O4")
     session: Any = backend.open(artifact, OpenRequest(device=DEVICE, options={"packing": False}))["model"]
@@ -455,7 +455,7 @@ def test_ids_on_the_gpu_that_the_model_does_not_have(
     with pytest.raises(InputError, match=f"holds {wrong}"):
         session.run(bad)
     expected = [{n: t.clone() for n, t in session.run(feeds).items()} for _ in range(3)][-1]
-    # The shape has a graph now. Where the mask is not waited for, the ids are not, either: the next call tells.
+    # The shape has a CUDA graph now. If the call does not wait for its mask, a later call reports the invalid ids.
     with pytest.raises(InputError, match="This call, or an earlier one"):
         session.run(bad)
         assert padding == "right" or level == "O1"

@@ -1,4 +1,4 @@
-"""The private names of PyTorch that `accel_plugins.cuda.upstream` and `accel_plugins.pytorch.upstream` call, on a GPU."""
+"""Tests of `accel_plugins.cuda.upstream` and `accel_plugins.pytorch.upstream`, which call private names of PyTorch, on a GPU."""
 
 from __future__ import annotations
 

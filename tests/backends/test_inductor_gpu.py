@@ -1,4 +1,4 @@
-"""The backend `inductor` on a GPU: the contract of backends, and decoders whose steps are compiled."""
+"""The backend `inductor` on a GPU: the backend contract, and decoders with compiled decoding steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class TestInductorOnGpu(BackendConformance):
 
 @pytest.fixture
 def opened(shared: Callable[..., Path]) -> Callable[[str], list[Any]]:
-    """A small decoder as PyTorch computes it on this GPU, and with compiled steps; both in float32."""
+    """Return a function that opens a small decoder on this GPU twice, with the backends `pytorch` and `inductor`, in
+    float32.
+    """
 
     def get(family: str) -> list[Any]:
         folder = shared(f"inductor-{family}", lambda folder: save_generator(folder, family))
@@ -105,7 +107,9 @@ def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> Non
 
 
 def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their own values, whatever mode they are made in; what is another kind of call is looked at."""
+    """Repeated calls replay their CUDA graph on their own values, in any autograd mode; calls of a new kind are planned
+    again.
+    """
     model = tiny_model("bert").to(GPU)
     random = torch.Generator().manual_seed(0)
     calls: list[dict[str, Any]] = []
@@ -144,14 +148,16 @@ def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pyte
 
 
 def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
-    """Positions, a mask and what is asked for come from the host, while the GPU still computes the step before."""
+    """A decoding step does not wait for the GPU, although positions and mask come from the CPU while the previous step
+    still runs.
+    """
     models = opened("llama")
     ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).to(GPU)
     tokens = [ids[:, i : i + 1] for i in range(6)]
     (cache, expected), (own, found) = ((model(ids).past_key_values, []) for model in models)
     plain, stepping = models
     expected += [plain(one, past_key_values=cache).logits for one in tokens]
-    # The first is compiled in, of the second on there is a graph.
+    # The first step compiles and captures a CUDA graph; later steps replay it.
     found += [stepping(one, past_key_values=own).logits for one in tokens[:2]]
     with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode("error")
@@ -172,7 +178,9 @@ def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
 def test_attention_of_one_token(
     rows: int, shared: int, share: int, capacity: int, size: int, width: int, dtype: str
 ) -> None:
-    """Behind padding, and in a cache of which the half is not filled: whole parts of it show nothing."""
+    """The attention kernel is correct with padding and in a cache that is less than half full, so that whole blocks are
+    masked.
+    """
     from accel_plugins.pytorch.inductor.steps import _attend
 
     random = torch.Generator().manual_seed(0)
@@ -194,7 +202,9 @@ def test_attention_of_one_token(
     ("size", "rows", "tokens"), [(8, 1, 16), (20, 1, 17), (64, 3, 50), (128, 2, 129), (32, 1, 700)], ids=str
 )
 def test_attention_that_reads_the_mask(size: int, rows: int, tokens: int, dtype: str) -> None:
-    """With padding on either side, holes, and no mask: the hidden states of every token."""
+    """Hidden states of all tokens are correct for padding on the right, on the left, with holes in the mask, and
+    without a mask.
+    """
     model = tiny_model("bert", hidden_size=4 * size, num_attention_heads=4, max_position_embeddings=1024).bert
     model = model.to(GPU).to(getattr(torch, dtype))
     exact = copy.deepcopy(model).float()
@@ -274,5 +284,5 @@ def test_a_model_that_is_dropped_leaves_the_gpu(generates: bool, tmp_path: Path)
     table = words * model.config.hidden_size * 4
     assert resident() - before >= table
     del model
-    # What PyTorch keeps for products stays.
+    # PyTorch's workspaces for matrix products stay allocated.
     assert resident() - before < table / 4

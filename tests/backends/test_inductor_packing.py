@@ -1,4 +1,6 @@
-"""Encoders without their padding: what is computed, against the model as it is; with a stand-in for the GPU's attention."""
+"""Encoders without padding: outputs compared with the original model, with replacements for the attention functions of
+the GPU.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,13 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def computed(call: dict[str, torch.Tensor], have: Sizes, want: Sizes) -> Tokens:
-    """What layers compute of a call."""
+    """Return the number of tokens that layers compute in a call."""
     asked = asked_tokens(call, have, want)
     return None if asked is None else asked(False)
 
 
 def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
-    """Rows padded on the right and on the left, a full one, and one of a single token."""
+    """Return inputs with rows padded on the right and on the left, a full row, and a row of one token."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 90, (BATCH, LENGTH), generator=generator)
     mask = torch.zeros_like(ids)

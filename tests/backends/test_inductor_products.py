@@ -1,4 +1,4 @@
-"""Fewer products, and products of 8-bit floats: weights that are joined, activations inside of products, against the model as it is."""
+"""Joined matrix products, activations inside products, and float8 products, compared with the original model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = [join_products, lambda graph: activate_in_products(graph, "cpu"), activate
 
 
 def functions(model: Any, inputs: dict[str, torch.Tensor], how: Any) -> tuple[list[Any], Any]:
-    """Which functions a compiled model calls after the pass, and its answer."""
+    """Return the functions that a compiled model calls after the graph passes `how`, and its output."""
     called: list[Any] = []
 
     def backend(graph: GraphModule, _: Any) -> Any:
@@ -64,7 +64,7 @@ def test_projections_of_one_input_are_one_product(family: str) -> None:
 
 
 class Gated(nn.Module):
-    """Two products of one input and one of another, all of equally many features."""
+    """Module with two linear layers on one input and a third layer on another input of the same size."""
 
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_weights_that_others_hold_or_that_are_no_plain_ones_are_left() -> None:
 
 
 class Block(nn.Module):
-    """A product and what follows it."""
+    """Linear layer followed by a given function."""
 
     def __init__(self, after: Any, *, bias: bool = True) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_the_compilers_cache_knows_the_pass() -> None:
 
 
 def rounded_product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    """What a layer of 8-bit floats computes, in float32."""
+    """Return the output of a float8 linear layer, computed in float32."""
     (a, scale), (b, scales) = rows_in_float8(x), rows_in_float8(layer.weight.detach())
     return (a.float() * scale) @ (b.float() * scales).T + layer.bias.detach()
 
@@ -217,7 +217,7 @@ def test_models_have_one_product_a_group_and_gelu_rounds_itself(family: str) -> 
         rounded = model(**texts())[0]
     called, found = functions(model, texts(), [join_products, activate_before_rounding])
     layers = model.config.num_hidden_layers
-    # DistilBERT's output of attention stands beside query, key and value.
+    # In DistilBERT, the output layer of attention is a sibling module of query, key and value.
     assert called.count(float8.LINEAR) == layers * (3 if family == "distilbert" else 2)
     assert called.count(float8.GELU_LINEAR) == layers
     assert nn.functional.gelu not in called
@@ -226,7 +226,7 @@ def test_models_have_one_product_a_group_and_gelu_rounds_itself(family: str) -> 
 
 
 class Rounded(nn.Module):
-    """An activation, a product of 8-bit floats, and perhaps another reader."""
+    """Activation followed by a linear layer. With `twice`, the activation's output is read a second time."""
 
     def __init__(self, activation: Any, *, twice: bool = False) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_other_activations_stay_before_rounding(block: nn.Module) -> None:
 
 
 class Changing(nn.Module):
-    """Products and activations with a change in place between them, of what they read."""
+    """Module with linear layers and activations, and a function that changes their inputs in place between them."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def _times(x: torch.Tensor) -> None:
 )  # fmt: skip
 def test_nothing_moves_across_a_change_in_place(change: Any, rounds: bool) -> None:
     torch.manual_seed(0)
-    # Activations are taken into products of 16 bits.
+    # Activations are fused only into products of 16-bit types.
     dtype = torch.float32 if rounds else torch.bfloat16
     model = Changing(change).to(dtype)
     inputs = {"x": torch.randn(2, 3, 32, dtype=dtype)}
@@ -293,7 +293,7 @@ def test_nothing_moves_across_a_change_in_place(change: Any, rounds: bool) -> No
 
 
 class Named(nn.Module):
-    """Functions that are given what they read by name."""
+    """Module that passes arguments of functions by keyword."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Calls like ones before, on stand-ins for graphs: what answers, and what is begun before the mask is known."""
+"""Repeated calls, with replacements for CUDA graphs: which graph gives the output, and which starts before the mask is
+read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from accel_plugins.pytorch.inductor.sizes import Sizes
 
 
 def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Asked]]:
-    """Calls whose graphs are of 256 tokens and of all; each notes when it runs, and so does the mask when it is waited for."""
+    """Return a `Repeated` with graphs for 256 tokens and for all tokens, and a function that creates its mask readers.
+
+    Each graph appends its number of tokens to `done` when it runs. A mask reader appends "mask", or "mask, later" if a
+    graph has already started.
+    """
 
     def graph(tokens: Tokens) -> Callable[[object], str]:
         def replay(_: object) -> str:

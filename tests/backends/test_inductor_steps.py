@@ -1,4 +1,4 @@
-"""Steps of decoders through compiled code, here on the host: the backend itself opens them on GPUs alone."""
+"""Compiled decoding steps, tested on the CPU; the backend itself opens decoders only on GPUs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from accel.testing.generators import save_generator
 from accel.testing.models import tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
 from accel_plugins.pytorch.inductor import steps
-from accel_plugins.pytorch.inductor.compilation import cpu_compiler
 from accel_plugins.pytorch.inductor.steps import CompiledStepsSession
+from accel_plugins.pytorch.upstream import cpp_compiler
 
-pytestmark = pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler here")
 
 
 def _save(folder: Path, family: str) -> Path:
-    """One of our generators, or a Llama 4 of which the mask alone says that it attends to chunks."""
+    """Save a small generator, or a small Llama 4 whose chunked attention is only visible in its mask."""
     if family != "llama4":
         return save_generator(folder, family)
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def _save(folder: Path, family: str) -> Path:
 def opened(
     shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> tuple[Any, Any]:
-    """A small Llama, or another family, as it is and with compiled steps."""
+    """Return a small decoder (Llama by default) without and with compiled steps."""
     family = getattr(request, "param", "llama")
     folder = shared(f"inductor-{family}", lambda folder: _save(folder, family))
     plain = accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
@@ -66,13 +66,14 @@ def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog:
     assert sorted(session._steps) == [(2, 256), (6, 256)]
     assert not session._why_eager
 
-    # A third number of rows is one too many: as the model is, and said.
+    # A third batch size exceeds the limit: the model runs without compiled code, and a warning is logged.
     three = torch.cat([ids, ids[:1]])
     given = {"attention_mask": torch.ones_like(three), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     assert torch.equal(stepping.generate(three, **given), plain.generate(three, **given))
     assert "Steps are compiled for 2 sizes" in caplog.text
 
-    # Out of its slot and in again: tokens taken back, and several behind a past.
+    # Crop the cache, and add several tokens after a past. Both move the cache out of its slot; the next step moves it
+    # in again.
     caches = [model(ids).past_key_values for model in opened]
     for cut in (None, -6):
         found = []

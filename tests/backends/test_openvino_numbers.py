@@ -1,4 +1,6 @@
-"""What OpenVINO's converter writes down otherwise than PyTorch computes it: weights in 16 bits, quotients below 0."""
+"""Cases that OpenVINO's converter translates differently from PyTorch: weights in 16 bits and negative quotients of
+integers.
+"""
 
 # ruff: noqa: E402
 
@@ -22,7 +24,9 @@ from accel_plugins.openvino.divisions import divide_down
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_weights_that_other_code_reads(dtype: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """X-vectors are convolved with the weights of linear layers, in whose place transformers' exporter puts zeros."""
+    """X-vectors in 16 bits are correct. The model reads the weights of linear layers directly, and transformers'
+    exporter replaces these weights with zeros.
+    """
     folder = tiny_folder("wav2vec2", "audio-xvector")
     artifact = export(folder, tmp_path / "out", task="audio-xvector", backend="openvino", dtype=dtype)
     sounds = torch.randn((2, 1200), generator=torch.Generator().manual_seed(0))

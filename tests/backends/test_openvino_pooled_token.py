@@ -1,4 +1,6 @@
-"""The one token that a head reads, taken before the last layer's products: the same answers with less arithmetic."""
+"""Selection of the token that a head reads before the matrix products of the last layer: equal outputs with less
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,12 @@ def inputs_of(model: ov.Model, size: int) -> dict[str, Any]:
 
 
 def answers(model: ov.Model, feeds: dict[str, Any]) -> Any:
-    # Processors with bfloat16 compute in it else.
+    # Set float32: on processors with bfloat16, OpenVINO would compute in bfloat16.
     return core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(feeds)[0]
 
 
 def rows_of_products(model: ov.Model) -> int:
-    """How many products read one token of three axes."""
+    """Return the number of matrix products whose input has three axes and one token."""
     kinds = [node for node in model.get_ops() if node.get_type_name() == "MatMul"]
     shapes = [node.input_value(0).get_partial_shape() for node in kinds]
     return sum(len(shape) == 3 and shape[1] == 1 for shape in shapes)
@@ -78,7 +80,7 @@ def test_answers_stay(
     model = read_model(artifact, component)
     feeds = inputs_of(model, getattr(tiny_model(family, task).config, "image_size", 0))
     assert rows_of_products(plain) == 0
-    # The product behind attention, and the two of the feed-forward part.
+    # The matrix product after attention, and the two products of the feed-forward layers.
     assert rows_of_products(model) == 3
     np.testing.assert_allclose(answers(model, feeds), answers(plain, feeds), atol=1e-6)
 
@@ -92,7 +94,9 @@ def test_models_whose_tokens_are_all_read_stay(task: str, tiny_artifact: Callabl
 
 
 def graph(build: Callable[[Any, Any], Any], *, tokens: int = -1, index: int = 0, more: bool = False) -> ov.Model:
-    """A token of what `build` makes of hidden states `(rows, tokens, 4)`, and, with `more`, all of them."""
+    """Return a graph that selects one token from `build(hidden, weight)` with hidden states `(rows, tokens, 4)`. With
+    `more`, all tokens are a second output.
+    """
     hidden = operators.parameter([-1, tokens, 4], np.float32, name="hidden")
     weight = operators.constant(np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32))
     made = build(hidden, weight)
@@ -131,7 +135,8 @@ def test_what_treats_tokens_alike_is_moved(name: str, index: int) -> None:
     plain, model = graph(build, index=index), graph(build, index=index)
     compute_pooled_token(model)
     moved = sum(node.get_type_name() == "Gather" for node in model.get_ops()) > 1
-    # A product is moved behind a norm of tokens, and a mean of all tokens is added to each alike.
+    # In "norm-of-tokens", the selection moves between the norm and the product.
+    # In "mean", it moves because the mean of all tokens is the same for each token.
     assert moved == (name in MOVED or name in {"mean", "norm-of-tokens"})
     feeds = {"hidden": np.random.default_rng(1).standard_normal((2, 5, 4)).astype(np.float32)}
     np.testing.assert_allclose(answers(model, feeds), answers(plain, feeds), atol=1e-6)

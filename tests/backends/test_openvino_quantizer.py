@@ -1,4 +1,4 @@
-"""Quantization with NNCF."""
+"""Quantization for OpenVINO with NNCF."""
 
 # ruff: noqa: E402
 
@@ -21,7 +21,7 @@ from accel import ORTModelForSeq2SeqLM, ORTModelForSequenceClassification, expor
 from accel.artifact import Artifact
 from accel.backends.plan import make_plan
 from accel.backends.sessions import open_plan
-from accel.errors import BackendUnavailableError, ConfigError, OptimizeError, QuantizeError
+from accel.errors import ConfigError, OptimizeError, QuantizeError
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
 from accel.testing.models import rescale
@@ -57,7 +57,7 @@ def count(artifact: Artifact, operator: str) -> int:
 
 
 def read_by(artifact: Artifact, operator: str) -> set[str]:
-    """Types of the nodes whose results the nodes of a type read first."""
+    """Return the operator types of the first inputs of all nodes of type `operator`."""
     nodes = ov.Core().read_model(str(artifact.file())).get_ops()
     return {n.input_value(0).get_node().get_type_name() for n in nodes if n.get_type_name() == operator}
 
@@ -70,7 +70,7 @@ def constants(artifact: Artifact) -> set[str]:
 def test_static_int8_computes_in_int8(static: Artifact, ir: Artifact) -> None:
     model = ORTModelForSequenceClassification.from_pretrained(static.path)
     assert (model.backend, model.compute_dtype) == ("openvino", "int8")
-    # Of values of order 1; without quantization it would be below 1e-5.
+    # Logits are of order 1. Without quantization, the difference would be below 1e-5.
     assert 1e-4 < difference(static, ir) < 0.5
 
 
@@ -80,7 +80,9 @@ def test_static_int8_computes_in_int8(static: Artifact, ir: Artifact) -> None:
 def test_weights_keep_7_bits_where_sums_of_products_have_16(
     flags: tuple[str, ...], most: int, ir: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 8 bits OpenVINO's sums saturate there, silently."""
+    """On processors that add int8 products in 16 bits, weights have 7 bits: with 8 bits OpenVINO's sums saturate
+    silently.
+    """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
     made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows(4))
     read = [
@@ -108,7 +110,10 @@ def test_products_of_activations_stay_in_float_where_their_sums_have_16_bits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two layers of attention, which graphs from ONNX spell out; of each NNCF quantizes the first product."""
+    """On processors that add int8 products in 16 bits, products of two activations are not quantized.
+
+    The graph from ONNX has two attention layers. On other processors, NNCF quantizes the first product of each.
+    """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
     made = quantize(tiny_artifact(), tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(4))
     products = [
@@ -130,7 +135,10 @@ def test_what_was_quantized_for_another_processor_does_not_saturate(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """0.15 and 0.34 off on a processor with AVX2 alone, 0.04 so."""
+    """A graph that was quantized for a processor with VNNI is computed in floating point on a processor with only AVX2.
+
+    The error is 0.04. With int8 products it was 0.15 and 0.34 for the two graph formats.
+    """
     artifact = ir if made_from == "openvino_ir" else tiny_artifact()
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2", "avx512_vnni"))
     made = quantize(artifact, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
@@ -143,7 +151,9 @@ def test_what_was_quantized_for_another_processor_does_not_saturate(
 def test_what_was_quantized_for_this_processor_stays_in_8_bits(
     ir: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tables of tokens have all 8 bits, which nobody multiplies."""
+    """A graph that was quantized for this processor stays in int8. Token embeddings use all 8 bits, but they are not
+    multiplied.
+    """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2",))
     made = quantize(ir, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
     model = ov.Core().read_model(str(made.file()))
@@ -162,7 +172,7 @@ def test_what_was_quantized_for_this_processor_stays_in_8_bits(
 
 @pytest.mark.parametrize("through_integers", [False, True])
 def test_what_scales_a_product_stays(through_integers: bool) -> None:
-    """Keys that are rounded and then scaled, as attention in graphs from ONNX has them."""
+    """A product that scales quantized keys is kept, as in attention of graphs from ONNX."""
 
     def rounded(value: ov.Output) -> ov.Node:
         if not through_integers:
@@ -215,8 +225,15 @@ def test_calibration_rows_are_limited(ir: Artifact, tmp_path: Path) -> None:
 
 
 def test_exclude_keeps_layers_in_float(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
-    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), exclude=("re:.*linear.*",))
-    assert count(made, "FakeQuantize") < count(static, "FakeQuantize")
+    """The report names layers as `exclude` expects them; the search with an accuracy budget uses these names to keep
+    layers in floating point.
+    """
+    first, *others = static.manifest.steps[-1].report["layers"]
+    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), exclude=(first,))
+    assert made.manifest.steps[-1].report["layers"] == others
+    none = quantize(ir, tmp_path / "none", scheme="static-int8", calibration=rows(), exclude=("re:.*linear.*",))
+    assert not none.manifest.steps[-1].report["layers"]
+    assert count(none, "FakeQuantize") < count(static, "FakeQuantize")
 
 
 def test_exclude_of_an_unknown_node(ir: Artifact, tmp_path: Path) -> None:
@@ -226,7 +243,9 @@ def test_exclude_of_an_unknown_node(ir: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_grouped_convolutions_stay_in_float(tmp_path: Path) -> None:
-    """NNCF would measure their inputs by position: behind a transpose it takes the positions for channels."""
+    """Grouped convolutions after a transpose stay in floating point: NNCF would measure their inputs along the wrong
+    axis.
+    """
     sizes = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "embedding_size": 16}
     config = transformers.ConvBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, conv_kernel_size=3)
     model = rescale(transformers.ConvBertForSequenceClassification(config)).eval()
@@ -295,9 +314,7 @@ def test_settings_change_the_result(settings: dict[str, Any], ir: Artifact, stat
     [
         ({"preset": "performence"}, "performance"),
         ({"format": "qoperator"}, "has no use for format='qoperator'"),
-        ({"max_drop": 0.01}, "evaluate"),
         ({"scheme": "weight-int4", "algorithm": "hqq"}, "HQQ"),
-        ({"scheme": "weight-int4", "max_drop": 0.01}, "static-int8"),
     ],
 )
 def test_settings_without_counterpart(settings: dict[str, Any], message: str, ir: Artifact, tmp_path: Path) -> None:
@@ -305,19 +322,7 @@ def test_settings_without_counterpart(settings: dict[str, Any], message: str, ir
         quantize(ir, tmp_path / "out", **{"scheme": "static-int8", **settings}, calibration=rows(2))
 
 
-def test_entropy_is_refused(ir: Artifact, tmp_path: Path) -> None:
-    from accel import QuantizeConfig
-
-    with pytest.raises(ConfigError, match="entropy"):
-        quantize(
-            ir,
-            tmp_path / "out",
-            config=QuantizeConfig(scheme="static-int8", calibration="entropy"),
-            calibration=rows(2),
-        )
-
-
-# Weights alone
+# Weight-only quantization
 
 
 def test_weight_int8(ir: Artifact, tmp_path: Path) -> None:
@@ -364,7 +369,7 @@ def test_block_size_that_does_not_divide(ir: Artifact, tmp_path: Path) -> None:
 
 
 def test_tables_that_are_no_weights_stay_as_they_are(tmp_path: Path) -> None:
-    """GPT-J looks its sines and cosines up by position, of fewer channels than a block has."""
+    """GPT-J's sine and cosine tables are not compressed; they have fewer channels than a block."""
     config = transformers.GPTJConfig(
         vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8, n_positions=48, bos_token_id=1, eos_token_id=2
     )
@@ -398,16 +403,6 @@ def test_nothing_to_compress(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_onnx_artifacts_are_quantized_into_ir(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    onnx = tiny_artifact("bert")
-    made = quantize(onnx, tmp_path / "out", scheme="static-int8", calibration=rows(), backend="openvino")
-    assert (made.format, made.manifest.opset) == ("openvino_ir", None)
-    model = ORTModelForSequenceClassification.from_pretrained(made.path)
-    assert (model.backend, model.compute_dtype) == ("openvino", "int8")
-    assert 1e-4 < difference(made, onnx) < 0.5
-
-
-@pytest.mark.thorough
 def test_every_graph_of_an_encoder_decoder_is_quantized(generator: Callable[..., Artifact], tmp_path: Path) -> None:
     whole = generator("bart", "openvino")
     made = quantize(whole, tmp_path / "int8", scheme="weight-int8")
@@ -427,37 +422,3 @@ def test_onnx_decoders_are_refused(generator: Callable[..., Artifact], tmp_path:
         quantize(onnx, tmp_path / "int8", scheme="weight-int8", backend="openvino")
     with pytest.raises(OptimizeError, match="keeps its cache outside of the graph"):
         optimize(onnx, tmp_path / "ir", backend="openvino", level="O1")
-
-
-def test_unknown_scheme(ir: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(BackendUnavailableError, match="static-int8"):
-        quantize(ir, tmp_path / "out", scheme="static-int9")
-
-
-# Accuracy control
-
-
-# NNCF tries layer after layer: a minute. The matrix has one such chain in every run.
-@pytest.mark.thorough
-def test_accuracy_control_keeps_the_budget(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
-    cases = rows(24, seed=3)
-    session = open_plan(make_plan(ir)).sessions["model"]
-    expected = [session.run(case)["logits"] for case in cases]
-    seen: list[float] = []
-
-    def closeness(candidate: Artifact) -> float:
-        opened = open_plan(make_plan(candidate)).sessions["model"]
-        worst = max(
-            float((opened.run(case)["logits"] - want).abs().max()) for case, want in zip(cases, expected, strict=True)
-        )
-        opened.close()
-        seen.append(1 - worst)
-        return 1 - worst
-
-    whole = closeness(static)
-    budget = (1 - whole) / 2
-    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), evaluate=closeness, max_drop=budget)
-    assert len(seen) > 3, "it measures the original, the quantized model and what it tries"
-    assert 1 - closeness(made) <= budget, "the caller's measure of the written artifact is within the budget"
-    assert count(made, "FakeQuantize") < count(static, "FakeQuantize")
-    assert not list(tmp_path.glob("*candidate*"))

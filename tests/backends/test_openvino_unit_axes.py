@@ -1,4 +1,4 @@
-"""Axes of one entry, along which OpenVINO's compiler drops repeats and its int8 layers misread what is reduced."""
+"""Axes of size 1, where OpenVINO's compiler removes repeats and its int8 layers compute reductions wrongly."""
 
 # ruff: noqa: E402
 
@@ -30,7 +30,7 @@ from accel_plugins.openvino.unit_axes import drop_reductions, keep_repeats, tile
 
 @pytest.mark.thorough
 def test_repeats_along_an_axis_made_for_them(tmp_path: Path) -> None:
-    """YOSO's mask, repeated for each head: OpenVINO's compiler drops the repeats where sizes vary."""
+    """YOSO repeats its mask for each head; OpenVINO's compiler would remove the repeats if sizes are dynamic."""
     config = transformers.YosoConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=99,
         max_position_embeddings=40, num_labels=3, initializer_range=0.3,
@@ -60,7 +60,7 @@ def test_repeats_of_any_form(axis: int, indices: list[Any]) -> None:
 
 
 def test_what_repeats_nothing_stays_as_it_is() -> None:
-    """One entry by its number, and a table with one row."""
+    """A Gather of a single index and a Gather from a table with one row are not changed."""
     given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.i64)
     one = ops.gather(ops.unsqueeze(given, np.array([1])), np.array(0), np.array(1))
     rows = ops.gather(np.ones((1, 5), np.float32), given, np.array(0))
@@ -77,7 +77,7 @@ def test_what_repeats_nothing_stays_as_it_is() -> None:
     ids=str,
 )
 def test_tiles_of_any_form(shape: tuple[int, ...], times: tuple[int, ...], known: bool) -> None:
-    """A mask for heads and queries: OpenVINO mixes the rows where one `Tile` repeats both."""
+    """A Tile that repeats two axes (a mask for heads and queries) gives correct values; OpenVINO would mix up the rows."""
     given = ops.parameter(ov.PartialShape([size if size == 1 else -1 for size in shape]), ov.Type.f32)
     asked = ops.parameter(ov.PartialShape([len(times)]), ov.Type.i64)
     tiled = ops.tile(given, np.array(times) if known else asked)
@@ -90,7 +90,7 @@ def test_tiles_of_any_form(shape: tuple[int, ...], times: tuple[int, ...], known
 
 
 def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
-    """Graphs that are not ours are read with their repeats."""
+    """Repeats in ONNX graphs from other tools are kept."""
     nodes = [
         helper.make_node("Unsqueeze", ["x", "axes"], ["made"]),
         helper.make_node("Gather", ["made", "indices"], ["y"], axis=1),
@@ -134,7 +134,9 @@ def test_what_reduces_one_entry_takes_its_axis_away(kind: str, keep: bool) -> No
 
 @pytest.mark.thorough
 def test_rows_of_an_int8_batch_are_answered_as_alone(tmp_path: Path) -> None:
-    """SwiftFormer pools one place of an image of 32: in batches, OpenVINO's int8 layers answered half of the largest value off."""
+    """A row of a batch gives the same output as the row alone. SwiftFormer pools over one position for an image of size
+    32; in batches, OpenVINO's int8 layers had errors of half the largest value.
+    """
     config = transformers.SwiftFormerConfig(
         image_size=32, depths=[1, 1, 1, 1], embed_dims=[16, 24, 32, 80], num_labels=3, drop_path_rate=0.0
     )

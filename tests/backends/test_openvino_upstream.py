@@ -1,16 +1,17 @@
-"""The private names of OpenVINO that `accel_plugins.openvino.upstream` calls, on the installed version."""
+"""Calls of the private OpenVINO APIs in `accel_plugins.openvino.upstream` on the installed version."""
 
 from __future__ import annotations
 
 import numpy as np
 import openvino as ov
+import pytest
 from openvino import opset13 as ops
 
 from accel_plugins.openvino import upstream
 
 
 def _sum() -> ov.Model:
-    """`present = past + x`, all of them `(2,) float32`."""
+    """Return a graph that computes `present = past + x`; all tensors are `(2,) float32`."""
     past, x = ops.parameter([2], ov.Type.f32, name="past"), ops.parameter([2], ov.Type.f32, name="x")
     total = ops.add(past, x)
     for value, name in ((past, "past"), (x, "x"), (total, "present")):
@@ -41,3 +42,15 @@ def test_an_input_and_an_output_become_a_variable() -> None:
     (variable,) = request.query_state()
     assert variable.name == "pastpresent"
     assert variable.state.data.tolist() == [2, 4]
+
+
+def test_nncf_has_the_parameters_by_their_names() -> None:
+    pytest.importorskip("nncf")
+    advanced, estimators = upstream.nncf_parameters()
+    collector = estimators.StatisticsCollectorParameters(
+        statistics_type=estimators.StatisticsType.QUANTILE, aggregator_type=estimators.AggregatorType.MEAN
+    )
+    ranges = estimators.RangeEstimatorParameters(min=collector, max=collector)
+    made = advanced.AdvancedQuantizationParameters(activations_range_estimator_params=ranges)
+    assert made.activations_range_estimator_params == ranges
+    assert upstream.nncf_library().CompressWeightsMode.INT4_SYM

@@ -1,4 +1,4 @@
-"""The private names of ONNX Runtime that `accel_plugins.ortkit.upstream` calls, on the installed version."""
+"""Tests of `accel_plugins.ortkit.upstream`, which calls private names of ONNX Runtime, with the installed version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_plugins.ortkit import upstream
 
 @pytest.fixture(scope="module")
 def session() -> ort.InferenceSession:
-    """Doubles `x: (rows, 2) float32`."""
+    """Session of a graph that doubles `x: (rows, 2) float32`."""
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["rows", 2]))
     node = ir.node("Add", [x, x])
     y = node.outputs[0]

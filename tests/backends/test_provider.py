@@ -1,6 +1,7 @@
-"""What backends for execution providers are made from: the base, assignment of nodes, providers in libraries.
+"""Tests of the base class of provider backends, of the assignment of nodes, and of providers in separate libraries.
 
-ONNX Runtime's CPU wheel has two providers: the CPU's, and Azure's, which loads everywhere and takes no node of such graphs.
+ONNX Runtime's CPU wheel has two providers: the CPU provider, and Azure's, which loads everywhere and supports no node
+of the tested graphs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Azure(ProviderBackend):
 
 
 class FromLibrary(Azure):
-    """The CPU's devices, as if its provider came in a library."""
+    """Backend that pretends that the CPU provider comes in a separate library."""
 
     provider = CPU
     path = Path("/nowhere/libprovider.so")
@@ -67,7 +68,7 @@ def open_with(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Any]:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]]:
-    """A library that ONNX Runtime takes; what it was told to load."""
+    """Install a fake library that ONNX Runtime accepts; return the list of calls that register it."""
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
     FromLibrary.path.write_bytes(b"")
@@ -76,7 +77,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, s
     return calls
 
 
-# The base
+# Base class
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -178,7 +179,7 @@ def test_what_the_provider_says_is_the_error(
     open_with: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ONNX Runtime's own answer is to print it, to try the CPU and to lose it."""
+    """An error of a provider is raised; ONNX Runtime's fallback, which prints it and tries the CPU, is disabled."""
     told: list[object] = []
 
     def session(*_: Any, **settings: Any) -> Any:
@@ -191,7 +192,7 @@ def test_what_the_provider_says_is_the_error(
     assert told == [0]
 
 
-# Assignment
+# Assignment of nodes
 
 
 def test_a_provider_that_takes_nothing_is_an_error(open_with: Callable[..., Any]) -> None:
@@ -237,7 +238,7 @@ def test_what_counts_is_the_arithmetic(operators: dict[str, dict[str, int]], use
 
 
 class Recorded:
-    """A session of which ONNX Runtime says who runs what."""
+    """A fake session that reports a given assignment of nodes to providers."""
 
     def __init__(self, **operators: list[str]) -> None:
         self._operators = operators
@@ -273,7 +274,7 @@ def test_shapes_on_the_cpu_are_no_warning(caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.records
 
 
-# Providers in libraries
+# Providers in separate libraries
 
 
 def test_a_missing_library_is_a_reason_and_an_error_with_a_remedy(open_with: Callable[..., Any]) -> None:
@@ -288,9 +289,10 @@ def test_a_missing_library_is_a_reason_and_an_error_with_a_remedy(open_with: Cal
 def test_a_file_that_is_no_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
     FromLibrary.path.write_bytes(b"not a library")
-    probe = FromLibrary().probe()
-    assert not probe.available
-    assert f"ONNX Runtime cannot load {FromLibrary.path}" in probe.reasons[0].message
+    reason = FromLibrary().probe().reasons[0]
+    assert f"ONNX Runtime cannot load {FromLibrary.path}" in reason.message
+    assert "the file itself is there" in reason.remedy
+    assert FromLibrary.install not in reason.remedy
 
 
 def test_a_package_that_is_missing_is_a_reason() -> None:
@@ -348,7 +350,7 @@ def test_own_options_object_does_not_go_with_a_library(
 
 
 def test_a_real_library(tmp_path: Path) -> None:
-    """Qualcomm's provider with its simulator of the NPU, where it is installed: the CPU's answers, computed elsewhere."""
+    """Qualcomm's provider with its NPU simulator gives the same results as the CPU; skipped if it is not installed."""
     package = pytest.importorskip("onnxruntime_qnn")
     import numpy as np
     import onnx
@@ -382,18 +384,8 @@ def test_a_real_library(tmp_path: Path) -> None:
     assert session.assignment is not None
     assert (session.assignment.taken, session.left_to_cpu) == (2, 0)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    # The simulator multiplies in single precision.
+    # The tolerance allows for the simulator's single precision.
     assert (session.run({"x": x})["y"] - torch.relu(x @ torch.from_numpy(weight))).abs().max() < 1e-4
-
-
-def test_a_library_that_is_there_and_does_not_load_is_not_to_be_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
-    FromLibrary.path.write_bytes(b"no library")
-    reason = FromLibrary().probe().reasons[0]
-    assert "the file itself is there" in reason.remedy
-    assert FromLibrary.install not in reason.remedy
 
 
 def test_a_wrong_name_lists_the_names_that_the_library_brought(

@@ -1,13 +1,11 @@
-"""PyTorch as a backend: the contract, generation by transformers' own cache, types, options."""
+"""The backend `pytorch`: the backend contract, generation with transformers' KV cache, data types, options."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,13 +17,12 @@ from accel.config import ExportConfig, PrepareConfig, QatConfig, SessionOptions
 from accel.errors import ConfigError, InputError, SessionError
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
-from accel.stages.export import weights_of
+from accel.stages.adoption import weights_of
 from accel.stages.resolution import resolve
 from accel.testing.conformance import BackendConformance
 from accel.testing.generators import save_generator
-from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
+from accel.testing.models import save_tiny, tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
-from accel_plugins.pytorch.cuda_graphs import Turns, captured
 from accel_plugins.pytorch.session import CapturedModule
 from tests.devices import GPU
 
@@ -48,14 +45,6 @@ def inputs(rows: int = 2) -> dict[str, torch.Tensor]:
     return dict(tiny_tokenizer()(texts, padding=True, return_tensors="pt"))
 
 
-def test_answers_are_those_of_transformers(tiny_folder: Callable[..., Path]) -> None:
-    model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
-    with torch.inference_mode():
-        expected = tiny_model("bert")(**inputs()).logits
-    assert torch.equal(model(**inputs()).logits, expected)
-    assert (model.backend, model.dtype, model.compute_dtype) == ("pytorch", torch.float32, "float32")
-
-
 def test_it_is_not_chosen_for_a_folder_that_holds_a_graph(tiny_artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
     assert model.backend != "pytorch"
@@ -70,7 +59,7 @@ def test_answers_may_be_written_to(tiny_folder: Callable[..., Path]) -> None:
 
 
 def test_two_tasks_of_one_folder_in_two_threads(tiny_folder: Callable[..., Path]) -> None:
-    """What one thread has described, another does not open."""
+    """A model that one thread has loaded for `open` is not used by another thread."""
     backend = PytorchBackend()
 
     def described(task: str) -> Artifact:
@@ -97,7 +86,7 @@ def test_half_precision_keeps_the_declared_types(tiny_folder: Callable[..., Path
     assert model.compute_dtype == dtype
     found, expected = model(**inputs()).logits, exact(**inputs()).logits
     assert found.dtype is torch.float32
-    # Logits are of order 1; bfloat16 has 8 bits.
+    # Logits are of order 1; bfloat16 has 8 bits of precision.
     assert 0 < (found - expected).abs().max() < 0.1
 
 
@@ -184,7 +173,9 @@ def test_positions_that_the_model_does_not_have(tmp_path: Path) -> None:
 def test_what_pytorch_raises_is_an_error_of_ours(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a cache that the first layers had written to goes on as if the call had not been."""
+    """An error inside the model becomes a SessionError. A KV cache that the first layers had already changed continues
+    as before the call.
+    """
     encoder = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
     monkeypatch.setattr(torch.nn.Linear, "forward", _broken)
     with pytest.raises(SessionError, match="PyTorch failed on inputs .*input_ids.*IndexError: no such row") as error:
@@ -208,104 +199,13 @@ def _broken(*args: object, **kwargs: object) -> None:
     raise IndexError("no such row")
 
 
-def test_a_shape_is_captured_once_and_replayed_with_new_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for `torch.cuda`, whose graphs call again what was captured: the buffers and the order of things."""
-    calls: list[torch.Tensor] = []
-
-    class Graph:
-        def replay(self) -> None:
-            self.result.copy_(self.buffers["x"] * 2)
-
-    @contextlib.contextmanager
-    def graph(made: Graph, **options: object) -> Iterator[None]:
-        captures.append(made)
-        yield
-
-    def model(*, x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        result = x * 2
-        if captures and not hasattr(captures[-1], "result"):
-            captures[-1].buffers, captures[-1].result = {"x": x}, result
-        return result
-
-    captures: list[Graph] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {
-        "device": lambda device: contextlib.nullcontext(),
-        "Stream": lambda: stream,
-        "current_stream": lambda device=None: stream,
-        "current_device": lambda: 0,
-        "stream": lambda s: contextlib.nullcontext(),
-        "CUDAGraph": Graph,
-        "graph": graph,
-        "synchronize": lambda: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    call = CapturedModule(model, torch.device("cuda"))
-    given = torch.tensor([1.0, 2.0])
-    assert call(x=given).tolist() == [2.0, 4.0]
-    assert call(x=torch.tensor([5.0, 6.0])).tolist() == [10.0, 12.0]
-    assert given.tolist() == [1.0, 2.0], "a graph's buffers are its own"
-    assert len(calls) == 4, "three calls to warm up and the captured one"
-    assert call(x=torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
-    assert len(captures) == 2
-
-
-def test_a_capture_runs_on_a_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.cuda.graph` keeps one stream for all captures, which belongs to the device that was current at the first."""
-    current, captures = ["cuda:0"], []
-
-    @contextlib.contextmanager
-    def device(index: torch.device) -> Iterator[None]:
-        before, current[0] = current[0], str(index)
-        yield
-        current[0] = before
-
-    def stream() -> SimpleNamespace:
-        return SimpleNamespace(device=current[0], wait_stream=lambda other: None)
-
-    def graph(made: object, *, stream: SimpleNamespace, **options: str) -> contextlib.AbstractContextManager[None]:
-        captures.append((stream.device, current[0]))
-        return contextlib.nullcontext()
-
-    for name, value in {
-        "device": device,
-        "Stream": stream,
-        "current_stream": stream,
-        "stream": lambda s: contextlib.nullcontext(),
-        "CUDAGraph": object,
-        "graph": graph,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    for name in ("cuda:0", "cuda:1"):
-        captured(lambda: None, torch.device(name))
-    assert captures == [("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")]
-    assert current == ["cuda:0"]
-
-
-def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[tuple[str, str]] = []
-    streams = {
-        handle: SimpleNamespace(name=name, wait_stream=lambda other, name=name: waits.append((name, other.name)))
-        for handle, name in ((0, "first"), (5, "second"))
-    }
-    current = 0
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current])
-    turns = Turns(torch.device("cuda:0"))
-    for current in (0, 0, 5, 5, 0):  # noqa: B007
-        turns.take()
-    assert waits == [("second", "first"), ("first", "second")]
-
-
 @pytest.mark.gpu
 def test_a_graph_writes_to_no_memory_but_its_own_after_others_went() -> None:
-    """cuBLAS' scratch memory is kept by stream: of a graph that went, until `torch.compile` records one of its own."""
+    """A CUDA graph does not share its cuBLAS workspace with other graphs. PyTorch keeps one workspace per stream, and
+    frees it with the first graph or when `torch.compile` records a graph.
+    """
     device = GPU
-    # Few results of long sums: they are computed in pieces, in scratch memory.
+    # Products with few results and long sums: cuBLAS splits them and uses its workspace.
     weights = [torch.randn(size, 32, dtype=torch.float16, device=device) for size in (8192, 16384, 65536)]
     inputs = {f"x{i}": torch.randn(8, len(w), dtype=torch.float16, device=device) for i, w in enumerate(weights)}
 

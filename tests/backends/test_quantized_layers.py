@@ -1,4 +1,4 @@
-"""Layers that hold integers in PyTorch models: saved, exported to ONNX and OpenVINO, and trained for."""
+"""Integer layers in PyTorch models: saving, export to ONNX and OpenVINO, and quantization-aware training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from accel.capture import (
     QuantizedLinear,
     pack,
     quantized_layers,
-    replace_layer,
     unpack,
     with_record,
 )
@@ -72,7 +71,7 @@ def quantized(scheme: str, family: str = "bert") -> Any:
             made: QuantizedLinear = integers(linear) if scheme == "static-int8" else blocks(linear)
             if linear.bias is not None:
                 made.bias = linear.bias.detach()
-            replace_layer(model, name, made)
+            model.set_submodule(name, made)
     return with_record(model, Quantization(scheme=scheme))
 
 
@@ -162,7 +161,7 @@ def test_onnx_holds_the_models_own_integers(
 
 
 def weights_of_graph(model: onnx_ir.Model) -> list[np.ndarray]:
-    """The matrices `(outer, inner)` that the weights of an ONNX graph stand for."""
+    """Return the dequantized weight matrices `(outer, inner)` of an ONNX graph."""
     found = []
     for node in model.graph:
         held = [value.const_value.numpy() if value and value.const_value else None for value in node.inputs]
@@ -179,7 +178,7 @@ def weights_of_graph(model: onnx_ir.Model) -> list[np.ndarray]:
 def test_static_graphs_have_integer_products_after_loading(exported: Callable[[str, str], Artifact]) -> None:
     graph = onnx_ir.load(exported("static-int8", "onnx").file()).graph
     kinds = [node.op_type for node in graph]
-    # One pair for each activation that is read, not for each layer: query, key and value share theirs.
+    # There is one Q/DQ pair per activation, not per layer: query, key and value share a pair.
     assert kinds.count("QuantizeLinear") < kinds.count("DequantizeLinear") / 2
     assert "accel_layers" not in {node.domain for node in graph}
 
@@ -192,13 +191,13 @@ def test_openvino_keeps_the_integers(exported: Callable[[str, str], Artifact], s
     nodes = ov.Core().read_model(str(artifact.file())).get_ops()
     kinds = [node.get_output_element_type(0).get_type_name() for node in nodes if node.get_type_name() == "Constant"]
     layers = len(quantized_layers(quantized(scheme)))
-    # Weights; and with blocks their zero points, too.
+    # Constants of integer weights; layers in blocks also have one for their zero points.
     assert kinds.count("i8" if scheme == "static-int8" else "u4") == layers * (1 if scheme == "static-int8" else 2)
     assert not [n for n in nodes if n.get_type_name() == "Constant" and _is_dense(n)]
 
 
 def _is_dense(node: Any) -> bool:
-    """A matrix of a layer in floating point (embeddings have 96 rows or more)."""
+    """Whether a constant is a floating-point weight matrix of a layer (embeddings have 96 rows or more)."""
     shape = list(node.get_output_shape(0))
     return (
         node.get_output_element_type(0).get_type_name() == "f32"
@@ -212,7 +211,9 @@ def _is_dense(node: Any) -> bool:
 
 @pytest.mark.parametrize(("apart", "level"), [(4.0, 4), (100.0, 0)])
 def test_inputs_scaled_far_apart_are_not_rounded(apart: float, level: int) -> None:
-    """AWQ divides a unit that is hardly ever on by almost nothing: rounded to 8 bits, its neighbours in a block would be nothing."""
+    """Inputs with very different AWQ scales are not rounded to 8 bits. AWQ divides a nearly inactive unit by a tiny
+    number, and rounding would turn the other inputs of its block to zero.
+    """
     held = blocks(torch.nn.Linear(32, 8, bias=False))
     x = onnx_ir.Value(name="x", shape=onnx_ir.Shape(["rows", 32]), type=onnx_ir.TensorType(onnx_ir.DataType.FLOAT))
     constants = {
@@ -259,7 +260,8 @@ def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) 
     assert quantized_layers(fixed).keys() >= {"classifier"}
     with torch.no_grad():
         for case in rows(4, seed=7):
-            # A value between two steps may fall to either side: PyTorch's operator multiplies by the inverse of the step.
+            # A value halfway between two integers may round to either one: PyTorch's operator multiplies by the inverse
+            # scale.
             assert (fixed(**case).logits - model(**case).logits).abs().max() < 0.02
     assert not quantized_layers(model), "the model that was given goes on training"
 
@@ -306,7 +308,7 @@ def test_what_cannot_be_prepared_is_refused_and_left_as_it_was() -> None:
         accel.prepare_qat(model)
     with pytest.raises(ConfigError, match="does not divide"):
         accel.prepare_qat(model, preset="int4", block_size=256)
-    with pytest.raises(ConfigError, match="matches no linear layer"):
+    with pytest.raises(ConfigError, match="matches none of the"):
         accel.prepare_qat(model, preset="int4", exclude=["clasifier"], block_size=16)
     with pytest.raises(PrepareError, match="does not run on the calibration data"):
         accel.prepare_qat(model, calibration=[{"no_such_input": torch.zeros(1, 2)}])
@@ -342,7 +344,7 @@ def test_encoder_decoders_are_calibrated_with_their_labels() -> None:
 
 
 def test_models_that_ask_for_the_type_of_weights_have_blocks(tmp_path: Path) -> None:
-    """T5 turns activations to the type of the layer's weights, and blocks had none."""
+    """T5 casts activations to the data type of the layer's weights, so block layers need a data type."""
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(
@@ -387,7 +389,7 @@ def test_the_teacher_says_once_when_it_is_not_asked(monkeypatch: pytest.MonkeyPa
 
 
 def test_mixed_precision_around_forward_is_no_part_of_the_model(tmp_path: Path) -> None:
-    """As accelerate leaves it behind `Trainer` with `bf16=True`."""
+    """Mixed precision that accelerate adds around `forward`, as Trainer with `bf16=True` does, is not exported."""
     accelerate = pytest.importorskip("accelerate", reason="Trainer's mixed precision is accelerate's")
     model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(prepared("int8")).eval()
     assert "forward" in vars(model)
@@ -406,7 +408,7 @@ def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     settings = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"], init_lora_weights=False)
     with warnings.catch_warnings():
-        # PEFT asks transformers for it by its old name.
+        # PEFT reads a deprecated attribute of transformers.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         if first == "adapter":
             model = accel.prepare_qat(peft.get_peft_model(tiny_model("bert"), settings), calibration=rows())
@@ -431,14 +433,14 @@ def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path
 def _with_adapter(model: Any, **settings: Any) -> Any:
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     with warnings.catch_warnings():
-        # PEFT asks transformers for it by its old name.
+        # PEFT reads a deprecated attribute of transformers.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], **settings))
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4"])
 def test_adapters_that_compute_with_the_weights_below_are_refused(preset: str, tmp_path: Path) -> None:
-    """DoRA divides by norms of the weights: it took integers for them, and the exported graph answered something else."""
+    """DoRA divides by norms of the weights below it. With integer weights, the exported graph gave wrong results."""
     before = _with_adapter(tiny_model("bert"), use_dora=True)
     settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
     with pytest.raises(PrepareError, match="computes with the weights of the layer below"):
@@ -471,7 +473,10 @@ def test_weights_that_a_merged_adapter_has_moved_out_of_their_steps_are_told(
 
 @pytest.mark.parametrize("preset", ["int8", "int4-per-tensor", "int4"])
 def test_weight_decay_leaves_the_steps_where_they_began(preset: str) -> None:
-    """Decay pulls parameters to zero; a step that was kept as a logarithm grew by it."""
+    """Weight decay, which pulls parameters to zero, does not change the quantization scales.
+
+    If the parameter were the logarithm of a scale below 1, decay would increase the scale.
+    """
     model = prepared(preset)
     before = _steps(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1.0)
@@ -490,7 +495,7 @@ def _steps(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("preset", ["int4-per-tensor", "int4-int8"])
 def test_four_bits_begin_where_the_least_is_lost(preset: str) -> None:
-    """One weight far from all others leaves them steps of their own size, where a step by the largest made them zero."""
+    """One very large weight does not make all other weights zero: the initial scale fits the other weights."""
     model = tiny_model("bert")
     layer = model.bert.encoder.layer[0].attention.self.query
     with torch.no_grad():
@@ -507,23 +512,25 @@ def test_four_bits_begin_where_the_least_is_lost(preset: str) -> None:
     assert by_largest > 5 * lost
 
 
-# What the model computes its loss by, and layers under several names
+# The loss of the model, and layers under several names
 
 
 def _gradient(model: Any, feeds: dict[str, torch.Tensor], parts: int, **more: Any) -> torch.Tensor:
-    """As the Trainer sums it over the parts of a batch."""
+    """Return the gradient of a batch, summed over `parts` smaller batches as the Trainer does."""
     model.zero_grad()
     rows = len(feeds["input_ids"]) // parts
     for i in range(parts):
         model(**{name: value[i * rows : (i + 1) * rows] for name, value in feeds.items()}, **more).loss.backward()
-    # The steps of activations learn at a rate that depends on how many of them there are in a call.
+    # Gradients of input scales are left out: their factor depends on the number of activations in a call.
     learned = (p.grad for name, p in sorted(model.named_parameters()) if not name.endswith("x_log_change"))
     return torch.cat([grad.flatten() for grad in learned if grad is not None])
 
 
 @pytest.mark.parametrize("ignored", [0, 3])
 def test_distillation_counts_like_the_loss_where_batches_are_accumulated(ignored: int) -> None:
-    """Models that divide their loss by the labels of all batches of a step: what is distilled is divided alike."""
+    """If a model divides its loss by the labels of all batches of a step, the distillation term is divided by the same
+    number.
+    """
     model = tiny_generator("llama").train()
     ids = torch.randint(6, 90, (8, 8), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
@@ -537,7 +544,7 @@ def test_distillation_counts_like_the_loss_where_batches_are_accumulated(ignored
 
 
 def test_distillation_stays_whole_where_the_loss_does() -> None:
-    """A model that ignores `num_items_in_batch`, as BERT's classifier does."""
+    """If a model ignores `num_items_in_batch`, as BERT's classifier does, the distillation term is not divided."""
     model = tiny_model("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
     ids = torch.randint(6, 100, (8, 8), generator=torch.Generator().manual_seed(0))
     feeds = {"input_ids": ids, "labels": ids[:, 0] % 3}
@@ -547,7 +554,7 @@ def test_distillation_stays_whole_where_the_loss_does() -> None:
 
 
 def test_spans_and_numbers_are_distilled() -> None:
-    """Where a span begins and ends; and a number, which has no classes."""
+    """Distillation works for start and end logits of spans, and for regression, which has no classes."""
     ids = torch.randint(6, 100, (4, 8), generator=torch.Generator().manual_seed(0))
     spans = tiny_model("bert", "question-answering")
     numbers = tiny_model("bert", num_labels=1)

@@ -1,4 +1,6 @@
-"""Every GPU path on the second GPU, while the first one is the current device: the answers of the first, and no change of device."""
+"""All GPU features on the second GPU while the first GPU is the current device: equal outputs, and the current device
+does not change.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ pytestmark = [
 ]
 
 GPUS = ("cuda:0", "cuda:1")
-# Two GPUs of one kind run the same kernels; what is compiled on each is tuned on each, and float16 sums in another order.
+# Two GPUs of the same model run the same kernels. Compiled code is tuned per GPU, so float16 sums may be in another
+# order.
 EQUAL, TUNED = 1e-5, 1e-2
-# Another order of sums may round a value to the next 8-bit float, which is up to 1/16 away: 0.013 of the largest logit was seen.
+# Another order of sums may round a value to the next float8 value, which is up to 1/16 away. Measured: 0.013 of the
+# largest logit.
 FLOAT8 = 5e-2
 
 
@@ -67,7 +71,7 @@ def test_an_accelerated_model(settings: dict[str, Any]) -> None:
             model = tiny_model("bert", seed=1, **sizes).to(gpu)
             with torch.no_grad():
                 accel.accelerate(model, keep_slower=True, **settings)
-                # The third call replays what the first one captured.
+                # The third call replays the graph that the first call captured.
                 found[gpu] = [model(**batch(64, 32, gpu, padded)).logits for _ in range(3)][-1]
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()
@@ -75,7 +79,9 @@ def test_an_accelerated_model(settings: dict[str, Any]) -> None:
 
 
 def test_an_accelerated_generator(tmp_path: Path) -> None:
-    """Its steps are recorded as CUDA graphs by the compiler."""
+    """An accelerated generator gives equal outputs on both GPUs; the compiler records its decoding steps as CUDA
+    graphs.
+    """
     import transformers
 
     save_generator(tmp_path, "llama")
@@ -96,7 +102,7 @@ def test_an_accelerated_generator(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_session(backend: str, options: dict[str, Any], tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """Also called from a new thread, whose current device is the first GPU."""
+    """The session is also called from a new thread, whose current device is the first GPU."""
     source: Path = tiny_folder("bert")
     if backend == "cuda":
         source = optimize(export(source, tmp_path / "onnx"), tmp_path / "o4", backend="cuda", level="O4").path
@@ -144,7 +150,9 @@ def test_a_decoder_that_is_dropped_leaves_the_current_device(tmp_path: Path) -> 
     ("backend", "dtype"), [("pytorch", ""), ("inductor", ""), ("cuda", "float16"), ("cuda", "")], ids=str
 )
 def test_generation(backend: str, dtype: str, tmp_path: Path) -> None:
-    """Float16 on the CUDA backend is a decoder whose step is one graph; float32 runs kernel by kernel."""
+    """On the CUDA backend, a float16 decoder runs each step as one CUDA graph; a float32 decoder launches each kernel
+    separately.
+    """
     source: Any = save_generator(tmp_path / "llama", "llama")
     if backend == "cuda":
         source = export(source, tmp_path / "onnx")
@@ -188,7 +196,7 @@ def test_a_benchmark_waits_for_the_gpu_that_computes(tiny_folder: Callable[..., 
 
 
 def test_a_calibrated_model(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """Q/DQ pairs on the CUDA provider."""
+    """A model with calibrated Q/DQ pairs gives equal outputs on both GPUs with the CUDA execution provider."""
     fused = optimize(tiny_artifact(), tmp_path / "o2", backend="cuda", level="O2")
     feeds = [{name: tensor.cpu() for name, tensor in batch(2, 8, "cpu", padded).items()} for padded in (False, True)]
     calibration = [{**one, "token_type_ids": torch.zeros_like(one["input_ids"])} for one in feeds]
@@ -213,7 +221,7 @@ def test_buckets_and_settings_of_threads(tiny_artifact: Callable[..., Artifact])
 
 
 def test_aotinductor_has_no_gpu() -> None:
-    """Its packages are for processors: no device of another kind is offered, the second one as little as the first."""
+    """Packages of compiled code are for CPUs, so the backend offers no GPU."""
     from accel.backends import registry
 
     assert {device.type for device in registry.probe(registry.describe("aotinductor")).devices} == {"cpu"}

@@ -1,4 +1,4 @@
-"""The TensorRT backend on a GPU with TensorRT, and what of it needs only a GPU."""
+"""Tests of the `tensorrt` backend on a GPU; some of them need TensorRT, others only the GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TestTensorrt(BackendConformance):
 @pytest.mark.gpu
 @pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
 def test_device_session_over_the_cuda_provider(tiny_artifact: Callable[..., Artifact], task: str) -> None:
-    """The session that TensorRT's provider is run with, over another provider of the same kind."""
+    """Test the session class of the TensorRT provider with the CUDA provider, which works in the same way."""
     from accel_plugins.ortkit.runtime.device_session import DeviceSession
     from accel_plugins.ortkit.runtime.nvidia import CUDA
     from accel_plugins.ortkit.runtime.session import open_runtime

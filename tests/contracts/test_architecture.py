@@ -1,6 +1,7 @@
-"""What a reader should see from the tree: few rooms, few arrows, modules of a size to be read, no vendor in the core.
+"""Check the structure of the source tree: number of packages and dependencies, size of modules, no vendor names in the
+core.
 
-Which room may import which is import-linter's business (`make check`).
+import-linter (`make check`) checks which package may import which.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 CORE = sorted((ROOT / "accel").rglob("*.py"))
 ALL = [*CORE, *sorted((ROOT / "accel_plugins").rglob("*.py"))]
 ROOMS = {path.name for path in (ROOT / "accel").iterdir() if (path / "__init__.py").is_file()}
-# `capture` calls transformers' exporters by their names; the reader of foreign folders is about other tools' formats.
+# These packages may name vendors: `capture` calls transformers' exporters by name, and others handle formats of other
+# tools.
 ABOUT_VENDORS = ("accel/capture/", "accel/upstream/", "accel/compat/", "accel/deploying/", "accel/cli/deploy.py")
 VENDORS = re.compile(r"onnxruntime|openvino|tensorrt|nncf|neural_compressor", re.IGNORECASE)
 
@@ -56,19 +58,15 @@ def _word(node: ast.AST) -> str:
     return str(getattr(node, "id", getattr(node, "attr", "")))
 
 
-# Rooms from the ground up; a room imports only rooms before it. `make check` holds imports at run time to the same order.
+# Packages in dependency order: a package imports only packages before it. `make check` enforces the same order for
+# imports at run time.
 ORDER = (
     *("errors", "config", "progress", "artifact", "upstream", "interfaces", "families", "capture", "backends", "data"),
     *("stages", "decoding", "models", "measuring", "tuning", "serving", "deploying", "tasks", "testing", "demo", "cli"),
     "compat",
 )
 PARTS = ("compat", "tasks", "families")
-"""Rooms whose module and class names are other libraries', or their tasks' and families' own."""
-
-
-# Still to be mended: the lists only get shorter.
-POINT_UPWARD = ("accel/interfaces/entry_points.py", "accel/interfaces/protocols.py")
-SHARED_CLASS_NAMES = frozenset(("Service",))
+"""Packages whose module and class names come from other libraries, or from tasks and model families."""
 
 
 def room_of(path: Path) -> str:
@@ -76,7 +74,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Dotted modules of `accel` that a module imports, for type checkers too."""
+    """Return the dotted names of `accel` modules that a module imports, including imports only for type checkers."""
     package = path.relative_to(ROOT).parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -112,7 +110,7 @@ def test_nothing_points_to_a_later_room(path: Path) -> None:
         and re.fullmatch(r"accel(\.\w+)+(:\w+)?", node.value)
     }
     pointed = {name for name in imported_modules(path) | paths if later(room, name.split(".")[1])}
-    assert not pointed or name_of(path) in POINT_UPWARD
+    assert not pointed
 
 
 def test_rooms_are_those_of_the_design() -> None:
@@ -120,7 +118,7 @@ def test_rooms_are_those_of_the_design() -> None:
 
 
 def repeated(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """Names that several places have."""
+    """Return the names that occur in several places, with the places."""
     places: dict[str, list[str]] = {}
     for name, place in pairs:
         places.setdefault(name, []).append(place)
@@ -134,7 +132,7 @@ def test_module_names_are_unique() -> None:
 
 
 def test_public_class_names_are_unique() -> None:
-    # Triton looks for a class of this name in each model's folder.
+    # Triton requires a class with this name in each model's folder, so it may repeat.
     found = repeated(
         [
             (node.name, name_of(path))
@@ -144,4 +142,26 @@ def test_public_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "TritonPythonModel"
         ]
     )
-    assert not {name: places for name, places in found.items() if name not in SHARED_CLASS_NAMES}
+    assert not found
+
+
+def test_one_search() -> None:
+    """Presets only propose candidates; `Search.run` is the only code that builds, times and grades candidates."""
+    parts, calls, presets = {"builder", "timer", "grader"}, set(), set()
+    for path in CORE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            function = node.func if isinstance(node, ast.Call) else None
+            owner = getattr(
+                getattr(function, "value", None), "attr", getattr(getattr(function, "value", None), "id", "")
+            )
+            if isinstance(function, ast.Name) and function.id.lower() in parts:
+                calls.add((name_of(path), function.id))
+            elif isinstance(function, ast.Attribute) and owner in parts and function.attr in _MEASURES:
+                calls.add((name_of(path), function.attr))
+            elif isinstance(function, ast.Attribute) and (owner, function.attr) == ("search", "run"):
+                presets.add(path.stem)
+    assert calls == {("accel/tuning/search.py", name) for name in (*_MEASURES, "Builder", "Timer", "Grader")}
+    assert presets == {"accuracy_budget", "conversion", "tune"}
+
+
+_MEASURES = ("begin", "finish", "screen", "finals", "grade")

@@ -1,8 +1,10 @@
-"""The documentation says what the code does: its blocks run, and every error, command, flag and public name is in it.
+"""Check the documentation against the code: code blocks run, and every error, command, flag and public name is
+documented.
 
-Blocks of one page share a namespace and run from top to bottom in an empty folder, offline. A fence ```python runs; a fence
-```text output right behind it is what it prints, exactly. A fence ```python notest does not run, and its first line says why:
-`# Not run by the tests: <reason>`. A fence ```python from=<file> shows a piece of that file, word for word.
+The blocks of a page share a namespace and run from top to bottom in an empty folder, offline. A block fenced with
+```python runs. A block fenced with ```text output directly after it is the exact expected output. A block fenced with
+```python notest does not run, and its first line gives the reason: `# Not run by the tests: <reason>`. A block fenced
+with ```python from=<file> is an exact excerpt of that file.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ from accel.interfaces.specs import BackendSpec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# Reports about a measurement may hold blocks of other machines; everything else is for readers.
+# Measurement reports may contain blocks for other machines; all other pages are tested.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# Trains for an hour on data that does not ship with the package.
+# This script trains for an hour on data that is not in the package.
 LONG_EXAMPLES = {"quantization_aware_training.py", "distill_demo_model.py"}
-# Pages and examples whose blocks take eight seconds and more run with the thorough tests.
+# Pages and examples with blocks that take 8 seconds or more run only in the thorough tests.
 SLOW = {
     "openvino.md",
     "optimize.md",
@@ -66,24 +68,24 @@ SLOW = {
     "chat.py",
     "embeddings.py",
 }
-MOST_BLOCKS_NOT_RUN = 9  # GPUs, and what compiles for minutes
+MOST_BLOCKS_NOT_RUN = 9  # blocks for GPUs, and blocks that compile for minutes
 NOT_RUN = "# Not run by the tests: "
 ADR_PARTS = ("Context", "Decision", "Consequences", "Rejected")
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[a-z][^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
 )
-# A place on somebody's machine, which no other machine has.
+# Absolute path of a folder on a particular machine, which does not exist for readers.
 _MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:tmp|work|home|root|Users|mnt|opt)/[\w.-]+")
 
 
 def slow_ones(paths: list[Path]) -> list[Any]:
-    """Cases of a test, the slow ones among them marked."""
+    """Return the test cases for some paths; slow ones are marked `thorough`."""
     return [pytest.param(path, marks=pytest.mark.thorough) if path.name in SLOW else path for path in paths]
 
 
 def tool(name: str) -> ModuleType:
-    """A script of docs/tools as a module."""
+    """Return a script of docs/tools, loaded as a module."""
     spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -119,7 +121,9 @@ def has_python(page: Path) -> bool:
 
 @pytest.fixture
 def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six pages export the demo model with the same settings: the first does, the others get a copy of its folder."""
+    """Replace `accel.export`: six pages export the demo model with the same settings, so the first export is copied for
+    the others.
+    """
     real = accel.export
 
     def export(model: Any, out: Any, **settings: Any) -> Artifact:
@@ -137,7 +141,7 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # What a page prints must not depend on the plugins of this machine; a backend's own page has that backend too.
+    # The output of a page must not depend on the installed plugins. The page of a backend also enables that backend.
     own = page.stem if page.parent.name == "backends" else "cpu"
     monkeypatch.setenv("ACCEL_PLUGINS", f"cpu,{own}")
     namespace: dict[str, Any] = {"__name__": "docs_page"}
@@ -145,7 +149,7 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(
     for block in blocks(page):
         where = f"{name_of(page)}:{block.line}"
         if block.info == "python":
-            # So that a traceback shows the line, and `inspect` finds the source.
+            # Tracebacks then show the line, and `inspect` finds the source.
             linecache.cache[where] = (len(block.body), None, block.body.splitlines(keepends=True), where)
             stream = io.StringIO()
             with redirect_stdout(stream):
@@ -198,7 +202,7 @@ def test_pieces_of_files_are_what_the_files_say() -> None:
 
 
 def commands_in(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Lines of bash blocks that call `accel`, as words."""
+    """Yield the lines of bash blocks that call `accel`, split into words."""
     for block in blocks(page):
         if block.info == "bash":
             for number, line in enumerate(block.body.replace("\\\n", " ").splitlines(), start=block.line + 1):
@@ -250,6 +254,33 @@ def test_the_table_of_request_fields_is_what_the_server_takes() -> None:
     assert fields.PAGE.read_text("utf-8") == fields.page(), "out of date: python docs/tools/request_fields.py"
 
 
+def test_the_drawings_are_what_their_script_draws() -> None:
+    drawings = tool("drawings")
+    stale = [
+        n for n, draw in drawings.DRAWINGS.items() if (drawings.ASSETS / f"{n}.svg").read_text("utf-8") != draw().svg()
+    ]
+    assert not stale, "out of date: python docs/tools/drawings.py"
+
+
+def test_the_support_table_is_what_the_specs_say() -> None:
+    table = tool("support_table")
+    assert table.PAGE.read_text("utf-8") == table.render(), "out of date: python docs/tools/support_table.py"
+
+
+def test_the_comparison_with_other_libraries_is_the_recorded_one() -> None:
+    peers = tool("peers_table")
+    stale = [
+        page.name
+        for page in (peers.README, peers.PAGE)
+        if peers.filled(page.read_text("utf-8")) != page.read_text("utf-8")
+    ]
+    assert not stale, "out of date: python docs/tools/peers_table.py"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
 def test_the_demo_output_is_the_recorded_one() -> None:
     import json
 
@@ -280,9 +311,9 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_folders_entry_points_extras_and_pages_of_backends_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     entries = project["entry-points"]["accel.backends"]
-    shared = {"ortkit"}  # the substrate of the ONNX Runtime backends, not a backend
+    shared = {"ortkit"}  # shared code of the ONNX Runtime backends, not a backend
     folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - shared
-    # A folder holds the backend of its name; PyTorch's holds the two that compile, too.
+    # Each folder has the name of its backend. PyTorch's folder also contains the two backends that compile models.
     assert {value.partition(":")[0].rpartition(".")[2] for value in entries.values()} == folders
     names = {name.replace("-", "_") for name in entries}
     assert names == folders | {"inductor", "aotinductor"}
@@ -299,7 +330,7 @@ def test_folders_entry_points_extras_and_pages_of_backends_agree() -> None:
 
 
 def navigation() -> list[Any]:
-    # mkdocs.yml may hold tags of mkdocs itself; the navigation has none.
+    # mkdocs.yml may contain YAML tags of mkdocs, which `safe_load` refuses; the navigation has none.
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
     expanded: list[Any] = tool("mkdocs_hooks").expand(nav, DOCS)
@@ -353,6 +384,6 @@ def test_scripts_that_pages_name_exist() -> None:
         f"{name_of(page)}: {name}"
         for page in PAGES
         for name in script.findall(page.read_text(encoding="utf-8"))
-        if not (ROOT / name).exists()
+        if not (ROOT / name).exists() and not (page.parent / name).exists()
     }
     assert not missing

@@ -1,4 +1,6 @@
-"""No model type outside `accel.families`: engine, tasks and backends ask a family, or find out by running the model."""
+"""Check that no code outside `accel.families` names a model type. Other code asks the family, or finds out by running
+the model.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ CHECKED = [
     if not str(path.relative_to(ROOT)).startswith(ROOMS_WITH_MODEL_TYPES)
 ]
 
-# A word, the modules or folders that may hold it, and the reason.
+# (text, modules or folders that may contain it, reason)
 EXCEPTIONS = (
     ("opt", ("accel/", "accel_plugins/tensorrt/"), "the size in a TensorRT profile that kernels are chosen for"),
     ("clip", ("accel/tasks/",), "a column of videos"),
@@ -44,7 +46,7 @@ EXCEPTIONS = (
 
 @functools.cache
 def classes_of_models() -> frozenset[str]:
-    """Class names in transformers' modules of models, auto classes excepted."""
+    """Return the class names in the model modules of transformers, without auto classes."""
     folder = Path(transformers.__file__).parent / "models"
     return frozenset(
         node.name
@@ -60,9 +62,9 @@ def is_of_a_model(module: str) -> bool:
 
 
 def words(path: Path) -> Iterator[tuple[str, int]]:
-    """What a module says of a model type: the word and its line."""
+    """Yield the model types and model class names that a module mentions, with line numbers."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    # Docstrings are statements of their own.
+    # Collect the string statements, such as docstrings, to skip them.
     said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
@@ -81,7 +83,7 @@ def words(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def compared(node: ast.Compare) -> Iterator[tuple[str, int]]:
-    """A comparison of a model type or of a class's name with a literal."""
+    """Yield comparisons of a model type or class name with a literal."""
     operands = [node.left, *node.comparators]
     if not any(holds_a_literal(operand) for operand in operands):
         return

@@ -1,4 +1,4 @@
-"""What importing costs: no torch, no transformers, no vendor library until something needs them."""
+"""Check the cost of imports: torch, transformers and vendor libraries are not imported before they are needed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_model_is_loaded_with_what_runs_it_alone(tiny_artifact: Callable[..., 
     words = [sys.executable, "-c", _LOADS, str(tiny_artifact("bert").path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    # What exports, rewrites, evaluates or trains, and other runtimes.
+    # Libraries that only export, rewriting, evaluation, training or other runtimes need.
     needless = {
         "openvino",
         "nncf",

@@ -1,4 +1,6 @@
-"""The example of a backend for a provider in a library: the conformance suite, where the library is installed and has a device."""
+"""Run the conformance suite on the example backend for an OpenVINO execution provider in a library. Skipped if the
+library or its device is missing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel.backends import registry
-from accel.interfaces.entry_points import BACKENDS
+from accel.interfaces.entry_points import group_of
 from accel.testing.conformance import BackendConformance
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openvino_ep_plugin"
@@ -18,10 +20,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "openvino_ep_plugin"
 
 @pytest.fixture(scope="module", autouse=True)
 def example() -> Iterator[None]:
-    """The example as an installed plugin."""
+    """Register the example as an installed plugin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
-        entry = metadata.EntryPoint("openvino-ep", "accel_openvino_ep:SPEC", BACKENDS)
+        entry = metadata.EntryPoint("openvino-ep", "accel_openvino_ep:SPEC", group_of("backends"))
         real = metadata.entry_points
         patch.setattr(
             metadata,

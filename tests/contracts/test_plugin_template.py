@@ -1,4 +1,6 @@
-"""The plugin template installs like a stranger's plugin and passes the conformance suite, with no change in accel."""
+"""Check that the plugin template installs as a separate package and passes the conformance suite without changes in
+accel.
+"""
 
 from __future__ import annotations
 

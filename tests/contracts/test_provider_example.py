@@ -1,4 +1,6 @@
-"""The example of a backend for an execution provider passes the conformance suite, over a provider that is here."""
+"""Run the conformance suite on the example backend for the Core ML execution provider, with an available provider
+instead.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 from accel.artifact import Artifact
 from accel.backends.plan import RunSettings, make_plan
 from accel.errors import BackendUnavailableError
-from accel.interfaces.entry_points import BACKENDS
+from accel.interfaces.entry_points import group_of
 from accel.interfaces.protocols import Backend
 from accel.interfaces.specs import BackendSpec, DeviceSpec
 from accel.stages.optimize import optimize
@@ -26,7 +28,7 @@ MODULE = "accel_coreml_here"
 
 @pytest.fixture(scope="module", autouse=True)
 def example() -> Iterator[BackendSpec]:
-    """The example as an installed plugin, with ONNX Runtime's CPU provider in Core ML's place."""
+    """Register the example as an installed plugin that uses ONNX Runtime's CPU provider instead of Core ML."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
         import accel_coreml
@@ -36,10 +38,12 @@ def example() -> Iterator[BackendSpec]:
         here.SPEC = replace(accel_coreml.SPEC, impl=f"{MODULE}:Here")  # type: ignore[attr-defined]
         here.Here = type("Here", (CoreMlBackend,), {"provider": "CPUExecutionProvider"})  # type: ignore[attr-defined]
         patch.setitem(sys.modules, MODULE, here)
-        entry = metadata.EntryPoint("coreml", f"{MODULE}:SPEC", BACKENDS)
+        entry = metadata.EntryPoint("coreml", f"{MODULE}:SPEC", group_of("backends"))
         real = metadata.entry_points
         patch.setattr(
-            metadata, "entry_points", lambda group: (*real(group=group), *([entry] if group == BACKENDS else []))
+            metadata,
+            "entry_points",
+            lambda group: (*real(group=group), *([entry] if group == group_of("backends") else [])),
         )
         yield accel_coreml.SPEC
     for name in [name for name in sys.modules if name.split(".")[0] == "accel_coreml"]:

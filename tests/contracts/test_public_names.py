@@ -1,4 +1,4 @@
-"""The public names are exactly the listed ones, and what has one name in four places has the same in all."""
+"""Check that the public names are exactly the listed names, and that backend names agree everywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_listed_name_exists() -> None:
 
 
 def test_functions_are_not_shadowed_by_modules() -> None:
-    """A submodule named like a function would replace it as soon as anybody imports it."""
+    """A submodule with the name of a public function would replace the function when it is imported."""
     import accel.stages.export
 
     assert callable(accel.export)
@@ -38,7 +38,8 @@ def test_folders_are_entry_points_are_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - {"ortkit"}
     plugins = project["entry-points"]["accel.backends"]
-    # A folder holds one backend of its own name, without hyphens; PyTorch's holds the two that compile, too.
+    # Each folder has the name of its backend, without hyphens. PyTorch's folder also contains the two backends that
+    # compile models.
     names = {name.replace("-", "_") for name in plugins}
     assert names - folders == {"inductor", "aotinductor"}
     assert folders <= names

@@ -1,4 +1,6 @@
-"""A wrong call is refused with the same error on every backend, with and without buckets, and the next right one is right."""
+"""Check that invalid calls raise the same error on every backend, with and without buckets, and that the next valid
+call works.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from accel.backends.plan import RunSettings, make_plan
 from accel.backends.sessions import open_plan
 from accel.config import SessionOptions
 from accel.errors import AccelError, InputError
-from accel.stages.export import weights_of
+from accel.stages.adoption import weights_of
 from accel.stages.resolution import resolve
 from accel.testing.models import rescale
 from accel.testing.pictures import tiny_picture_model
@@ -35,7 +37,7 @@ def right(batch: int = 2, sequence: int = 6) -> Feeds:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A call that must be refused."""
+    """An invalid call. `feeds` changes the inputs, and `more` has further arguments of `run`."""
 
     feeds: Callable[[Feeds], Feeds] = lambda feeds: feeds
     more: Mapping[str, Any] | None = None
@@ -88,7 +90,7 @@ ODD: dict[str, Callable[[Feeds], Feeds]] = {
 def sessions(
     tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tiny_ir: Callable[..., Artifact]
 ) -> Iterator[dict[str, Any]]:
-    """One model on every backend that is here, and with buckets."""
+    """Sessions of one model on every installed backend, and with buckets."""
     onnx, weights = tiny_artifact(), weights_of(resolve(tiny_folder()))
     ways = {
         "cpu": (onnx, RunSettings(backend="cpu")),
@@ -152,7 +154,7 @@ def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact
     assert len(found) == 1
 
 
-# Pictures
+# Image models
 
 
 def picture(side: int = 64, batch: int = 2) -> Feeds:
@@ -166,14 +168,14 @@ def with_value(value: float) -> Feeds:
 
 
 def convolutions() -> Any:
-    """A small ConvNeXt."""
+    """Return a small ConvNeXt with random weights."""
     config = transformers.ConvNextConfig(depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16], num_labels=3, image_size=64)
     return rescale(transformers.ConvNextForImageClassification(config)).eval()
 
 
 @pytest.fixture(scope="module")
 def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfPictures]:
-    """Models of pictures of any size, with PyTorch's answers, and the same on ONNX Runtime and OpenVINO."""
+    """Image models for any image size on ONNX Runtime and OpenVINO, with the outputs of PyTorch."""
     opened = []
 
     @functools.cache
@@ -240,7 +242,7 @@ def test_numbers_whose_sum_is_none_are_answered(of_pictures: OfPictures) -> None
     assert session.run(large)["logits"].shape == (2, 3)
 
 
-# What an encoder gives a decoder
+# Encoder outputs as inputs of a decoder
 
 WRONG_BESIDE: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
     "of one row": lambda name, tensor: tensor[:1],
@@ -252,7 +254,7 @@ WRONG_BESIDE: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(scope="module")
 def decoders(generator: Callable[..., Artifact]) -> Iterator[Callable[[str], Any]]:
-    """BART's decoder on a backend that keeps a cache."""
+    """Return BART's decoder on a backend whose sessions have a KV cache."""
 
     @functools.cache
     def opened(backend: str) -> Any:
@@ -284,7 +286,7 @@ def test_what_an_encoder_gave_has_the_decoders_sizes(backend: str, wrong: str, d
     for name in tried:
         with pytest.raises(InputError) as caught:
             session.run({**given, name: WRONG_BESIDE[wrong](name, given[name])}, state=session.new_state(2))
-        # Of two that disagree about an axis either may be named.
+        # If two inputs disagree about the size of an axis, the error may name either input.
         assert name in str(caught.value) or "'encoder_sequence'" in str(caught.value)
         assert caught.value.fix
         assert torch.equal(session.run(given, state=session.new_state(2))["logits"], expected)

@@ -1,4 +1,4 @@
-"""A task from outside the tree: the example installs like a stranger's package and goes from export to server, with no change in accel."""
+"""Check that the example task installs as a separate package and works from export to server without changes in accel."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 import accel
+from accel.artifact import TensorSpec
+from accel.capture import feeds_for
+from accel.data.columns import map_columns
+from accel.data.rows import load_rows
+from accel.errors import PluginError
 from accel.interfaces.task_registry import load_task, measured_tasks, task_spec
+from accel.measuring.accuracy.predictors import predictor_for
+from accel.models.pipelines.pipeline import pipeline_class
+from accel.serving.http.text_tensors import arrays_of
+from accel.serving.operations import Operation
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "span_task"
 
 
 def installed(site: Path, name: str, entry: str) -> None:
-    """What pip writes for a distribution with a task."""
+    """Write the files that pip writes for an installed distribution with a task."""
     metadata = site / f"{name}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
@@ -70,3 +81,59 @@ def test_a_task_whose_class_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(accel.AccelError, match="no subclass of Task"):
         load_task("classless")
+
+
+def test_errors_name_what_the_author_of_a_task_forgot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, "bare", "bare = bare_task:SPEC")
+    text = """from accel.interfaces.task_spec import Column, TaskSpec
+
+SPEC = TaskSpec(name="bare", own_pipelines=("bare",), suffixes=("Bare",), columns=(Column(use="text", known=("text",), holds="text"),))
+"""
+    (tmp_path / "bare_task.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(accel.AccelError, match=r"no class for it.*\n?.*Task\.pipeline"):
+        pipeline_class("bare")
+    with pytest.raises(accel.AccelError, match=r"Task\.predictor"):
+        predictor_for("bare", None)
+    rows = map_columns(load_rows([{"text": "my card"}]), "bare")
+    with pytest.raises(accel.AccelError, match="No column of rows is used as 'label'; the uses are text"):
+        rows.column("label")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["OurBare"], "model_type": "our-bare"}', encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(accel.AccelError, match="no class 'OurBare'"):
+        accel.export(folder, tmp_path / "out", task="bare")
+
+
+def test_a_column_that_holds_an_unknown_kind_names_the_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, "odd", "odd = odd_task:SPEC")
+    text = """from accel.interfaces.task_spec import Column, TaskSpec
+
+SPEC = TaskSpec(name="odd", suffixes=("Odd",), columns=(Column(use="score", known=("score",), holds="float"),))
+"""
+    (tmp_path / "odd_task.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match="column 'score' holds 'float'") as error:
+        map_columns(load_rows([{"score": 0.5}]), "odd")
+    assert "number" in str(error.value.fix)
+
+
+@pytest.mark.parametrize("values", [[[1.0], [1.0, 2.0]], [0.5, 0.5]], ids=["unequal", "scalars"])
+def test_text_tensors_of_a_task_are_rectangular(values: list[Any]) -> None:
+    class Scores(Operation):
+        def tensor_outputs(self, model: Any) -> Mapping[str, tuple[str, int]]:
+            return {"SCORES": ("FP32", -1)}
+
+        def tensor_values(self, answer: Any, model: Any) -> Mapping[str, Any]:
+            return {"SCORES": answer}
+
+    with pytest.raises(PluginError, match="no rectangular tensor 'SCORES'"):
+        arrays_of(Scores("scores"), values, cast("Any", None))
+
+
+def test_ids_stay_in_a_vocabulary_that_a_config_of_a_config_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"reader": {"vocab_size": 7}}', encoding="utf-8")
+    spec = TensorSpec("input_ids", "int64", ("batch", "sequence"))
+    feeds = feeds_for([spec], {"batch": 4, "sequence": 50}, seed=0, folder=tmp_path)
+    assert int(feeds["input_ids"].max()) < 7

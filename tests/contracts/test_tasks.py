@@ -1,4 +1,6 @@
-"""No task's name outside the tasks: engine rooms and plugins ask for a task by name or by what it does, and name none themselves."""
+"""Check that only the tasks package names tasks. Other code looks tasks up by name or by property, and contains no task
+names.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from accel.interfaces.task_registry import all_tasks
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted([*(ROOT / "accel").rglob("*.py"), *(ROOT / "accel_plugins").rglob("*.py")])
-# Names are the subject of `tasks`, and of what stands above it; a backend's spec names the tasks that a capability is limited to.
+# Packages that may name tasks. The specs of backends may also name the tasks that a capability is limited to.
 NAMING = ("accel/tasks/", "accel/testing/", "accel/demo/", "accel/compat/")
 SPECS = tuple(
     f"accel_plugins/{path.parent.name}/__init__.py" for path in (ROOT / "accel_plugins").glob("*/__init__.py")
 )
 NAMES = {word for spec in all_tasks() for word in (*spec.serves, *(one for one in spec.synonyms if "-" in one))}
 OTHER_MEANINGS = {
-    # sentence-transformers' own words for its kinds of models and their modules.
+    # Names of model kinds and modules in sentence-transformers.
     ("accel/artifact/sentence_settings.py", "cross-encoder"),
     ("accel/artifact/sentence_settings.py", "feature-extraction"),
     ("accel/artifact/sentence_settings.py", "sequence-classification"),
@@ -26,7 +28,7 @@ OTHER_MEANINGS = {
 
 
 def named(path: Path) -> set[str]:
-    """Names of tasks among a module's strings, without docstrings and the help of commands."""
+    """Return the task names in the strings of a module, except docstrings and help texts of commands."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {

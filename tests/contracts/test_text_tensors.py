@@ -1,4 +1,6 @@
-"""Texts over the Open Inference Protocol: `accel serve` and what `accel deploy triton` writes name one set of tensors."""
+"""Check that `accel serve` and `accel deploy triton` use the same tensor names for texts in the Open Inference
+Protocol.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ MODEL: Any = SimpleNamespace(
 
 
 def front(task: str) -> dict[str, dict[str, str]]:
-    """Inputs that have to be there, and outputs, with their types, of the model that takes texts."""
+    """Return the required inputs and the outputs, with their types, of the Triton model that takes texts."""
     configs = json.loads((GOLDEN / f"onnxruntime-cpu.{task}.json").read_text(encoding="utf-8"))
     lines = "\n".join(next(one for one in configs.values() if any("TYPE_STRING" in line for line in one)))
     found: dict[str, dict[str, str]] = {"input": {}, "output": {}}

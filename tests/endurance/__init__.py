@@ -1,5 +1,5 @@
-"""What is too long for every run of the tests: kills, flipped bytes, hostile files, full disks and crowds, by the hundred.
+"""Tests that take too long for every run: hundreds of killed processes, flipped bits, damaged graphs, full disks, parallel commands.
 
-`python -m tests.endurance kills flips fuzz disk crowd` runs some or all, and writes what it found to
-`benchmarks/endurance.json`; it ends with 1 where something was found. Linux only; `disk` mounts a small file system.
+`python -m tests.endurance kills flips fuzz disk crowd` runs some or all of them, and writes the results to
+`benchmarks/endurance.json`; the exit code is 1 if there is a fault. Linux only; `disk` mounts a small file system.
 """

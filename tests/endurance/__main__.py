@@ -1,4 +1,4 @@
-"""Run experiments: `python -m tests.endurance kills flips fuzz disk crowd`; all of them when none is named."""
+"""Run experiments: `python -m tests.endurance kills flips fuzz disk crowd`; all experiments if none is named."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FOUND = Path(__file__).parents[2] / "benchmarks" / "endurance.json"
 
 
 def added(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """What two pieces of one experiment found together: counts are summed, lists are joined, of the rest the later holds.
+    """Combine the results of two parts of one experiment: add counts, join lists, and keep the later value of other fields.
 
     Args:
-        before: Found by the earlier pieces.
-        more: Found by this one.
+        before: Results of the earlier parts.
+        more: Results of this part.
     """
     both = dict(before)
     for key, value in more.items():
@@ -42,7 +42,7 @@ def added(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run what was asked for; 1 when something was found."""
+    """Run the requested experiments; return 1 if there is a fault."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.endurance",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Four processes in one home at once: searches, exports on the fly and a cleaner, for minutes; all end well."""
+"""Run four processes with the same ACCEL_HOME at once for minutes: searches, exports and cache removal; no command may fail."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MEMBERS = 4
 
 
 def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
-    """Members that do one thing after the other in one home.
+    """Run several processes that execute random commands with the same ACCEL_HOME.
 
     Args:
-        root: A folder for all of it.
-        count: Seconds.
-        seed: Of what they do.
+        root: Folder for all files of the experiment.
+        count: Duration in seconds.
+        seed: Seed of the random commands.
     """
     world = World(root)
     until = time.monotonic() + count

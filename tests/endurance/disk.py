@@ -1,4 +1,4 @@
-"""A small disk, a home that cannot be written, and none at all: one clear error each, and nothing left."""
+"""Run commands with a full disk, a read-only ACCEL_HOME, and without a home: each must raise one clear error and leave no files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEGABYTES = 20
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A file system of that size in memory, mounted on a folder; needs the right to mount."""
+    """Mount a file system of this size in memory on a folder; needs permission to mount."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}M", "tmpfs", folder], check=True)
     try:
@@ -28,16 +28,16 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
-    """Every command that writes, with less and less room on the disk of its output, and then of its home.
+    """Run every command that writes files, with different amounts of free space for its output, and then for its ACCEL_HOME.
 
     Args:
-        root: A folder for all of it.
-        count: Fillings of the disk that are tried for each command.
-        seed: Not used: fillings go from full to nearly free.
-        only: A regular expression for the names of the commands that are tried, such as "^export, output" or "tune, home".
+        root: Folder for all files of the experiment.
+        count: Number of amounts of free space to test for each command.
+        seed: Not used: the free space grows from almost none to almost the whole disk.
+        only: Regular expression for the names of the commands to run, such as "^export, output" or "tune, home".
     """
     world = World(root)
-    # About ten megabytes of weights: more than one file of them does not fit.
+    # About ten megabytes of weights: two files with all weights do not fit on the disk.
     from accel.testing.models import save_tiny
 
     model = save_tiny(
@@ -62,6 +62,11 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             faults.append({"command": name, "what": what})
             print(f"{name}: {what}", flush=True)
 
+    def fill(folder: Path, step: int) -> None:
+        """Fill the disk except for a part that grows with the step; 4 KB at step 0."""
+        free = (_MEGABYTES << 20) * step // count if step else 4096
+        (folder / "filled").write_bytes(bytes((_MEGABYTES << 20) - free))
+
     disk = root / "disk"
     out = disk / "out"
     commands = {
@@ -78,8 +83,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             continue
         for step in range(count):
             with small_disk(disk, _MEGABYTES):
-                filled = int((_MEGABYTES << 20) * (1 - step / count)) if step else (_MEGABYTES << 20) - 4096
-                (disk / "filled").write_bytes(bytes(filled))
+                fill(disk, step)
                 ended = world.run(accel_command(arguments))
                 kept = [path.name for path in disk.iterdir() if path.name not in ("filled", "out")]
                 if ended.code:
@@ -108,8 +112,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             continue
         for step in range(count):
             with small_disk(world.home, _MEGABYTES):
-                filled = int((_MEGABYTES << 20) * (1 - step / count)) if step else (_MEGABYTES << 20) - 4096
-                (world.home / "filled").write_bytes(bytes(filled))
+                fill(world.home, step)
                 ended = world.run(action)
                 judge(f"{name}, home on a full disk", ended, [p.name for p in world.home.rglob(".accel-staging*")])
                 shutil.rmtree(world.work / "out", ignore_errors=True)
@@ -121,11 +124,11 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
         def homeless(action: Any = action) -> None:
             for variable in ("HOME", "ACCEL_HOME", "XDG_CACHE_HOME"):
                 os.environ.pop(variable, None)
-            # A user whom the machine does not know has no home to look up.
+            # Change to a user id that is not in the user database, so that no home can be looked up.
             os.setuid(54321)
             action()
 
-        # The model is there to be read by everyone.
+        # All users may read the model.
         for folder in (root.parent, root):
             folder.chmod(0o755)
         world.work.chmod(0o777)

@@ -1,4 +1,4 @@
-"""One changed byte, or a missing file, in an artifact: found before an answer is given, and named."""
+"""Flip one bit in an artifact, or remove a file: loading the artifact must raise an error that names the file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LEAST = 50
 
 
 def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
-    """Flip one byte at random places, spread over files by their size, each file at least fifty times; then remove each file.
+    """Flip random bits, one at a time, distributed over files by their size, at least fifty in each file; then remove each file.
 
     Args:
-        root: A folder for all of it.
-        count: Flips at least.
-        seed: Of the places.
+        root: Folder for all files of the experiment.
+        count: Minimum number of flips.
+        seed: Seed of the random positions.
     """
     chance = random.Random(seed)
     root.mkdir(parents=True)
@@ -57,7 +57,7 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
 
 
 def _fault(folder: Path, name: str) -> str:
-    """What opening the folder did wrong, if anything."""
+    """Load the damaged folder; return how loading failed to report the damage, or an empty string if it named the file."""
     said = []
     for opening in (
         lambda: accel.ORTModelForSequenceClassification.from_pretrained(folder).close(),

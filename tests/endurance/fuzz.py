@@ -1,16 +1,12 @@
-"""Graphs from strangers: damaged at random, with checksums that fit, opened and asked once; ours to refuse, soon, in our words."""
+"""Load and run randomly damaged graphs with matching checksums: each must run, or soon raise an error of accel."""
 
 from __future__ import annotations
 
 import faulthandler
-import os
 import random
 import resource
-import shutil
-import signal
-import time
+import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +17,15 @@ from accel.errors import AccelError
 from accel.testing.folders import as_foreign, edit_manifest, unmark
 from accel.testing.models import save_tiny
 
-_SECONDS, _BYTES = 10.0, 2 << 30
+from .world import World, accel_command
+
+_SECONDS, _BYTES, _REFUSED = 10.0, 2 << 30, 3
 _HUGE = (b"\xff" * 8, b"\x00" * 8, b"\x7f" + b"\xff" * 7, b"../../..", b"/etc/pas")
 _ROWS = {"input_ids": [[2, 5, 6, 3], [2, 7, 3, 0]], "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0]]}
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
-    """A copy with up to four damages: bits, runs of bytes, numbers of text, cuts, and parts that come twice."""
+    """Return a copy with one to four damages: changed bits or bytes, replaced numbers, removed, repeated or truncated parts."""
     made = bytearray(content)
     for _ in range(chance.randint(1, 4)):
         place, kind = chance.randrange(len(made)), chance.random()
@@ -46,83 +44,39 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     return bytes(made)
 
 
-def _opened(folder: Path) -> str:
-    """Open a folder and ask once: how it ended."""
+def _open(folder: Path) -> None:
+    """Load a model and run it once; exit with `_REFUSED` if accel raises an error."""
     import torch
 
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with accel.ORTModelForSequenceClassification.from_pretrained(folder) as model:
             names = {spec.name for spec in model.sessions["model"].inputs}
             model(**{name: torch.tensor(rows) for name, rows in _ROWS.items() if name in names})
     except AccelError:
-        return "refused"
-    return "answered"
-
-
-def _in_a_process(
-    action: Callable[[], str], stacks: Path, limit_s: float = 2 * _SECONDS
-) -> tuple[int, str, float, int]:
-    """Exit code, what it returned or raised, seconds and peak bytes of a forked process; where it hung or died is in `stacks`."""
-    reading, writing = os.pipe()
-    started = time.monotonic()
-    number = os.fork()
-    if not number:
-        code = 1
-        try:
-            os.close(reading)
-            file = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            faulthandler.enable()
-            faulthandler.dump_traceback_later(_SECONDS)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.write(writing, action().encode())
-            code = 0
-        except BaseException as error:
-            os.write(writing, f"{type(error).__name__}: {error}"[:2000].encode(errors="replace"))
-        finally:
-            os._exit(code)
-    os.close(writing)
-    while True:
-        ended, status, usage = os.wait4(number, os.WNOHANG)
-        if ended:
-            break
-        if time.monotonic() - started > limit_s:
-            os.kill(number, signal.SIGKILL)
-            _, status, usage = os.wait4(number, 0)
-            break
-        time.sleep(0.002)
-    with os.fdopen(reading, "rb") as pipe:
-        text = pipe.read().decode(errors="replace")
-    return os.waitstatus_to_exitcode(status), text, time.monotonic() - started, usage.ru_maxrss * 1024
+        sys.exit(_REFUSED)
 
 
 def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
-    """Damage the graph of an export, of a folder of another tool, and of an IR, in turns.
+    """Damage three graphs in turns: of an export, of another tool's folder, and an OpenVINO IR.
 
     Args:
-        root: A folder for all of it.
-        count: Graphs.
-        seed: Of the damages.
+        root: Folder for all files of the experiment.
+        count: Number of damaged graphs.
+        seed: Seed of the random damages.
     """
     chance = random.Random(seed)
-    root.mkdir(parents=True)
-    (root / "home").mkdir()
-    os.environ["ACCEL_HOME"] = str(root / "home")
+    world = World(root)
     model = save_tiny(
-        root / "model", "bert", num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2
+        root / "small", "bert", num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2
     )
     onnx, ir = root / "inner" / "onnx", root / "inner" / "ir"
-    stacks = root / "home" / "stacks"
 
-    def export() -> str:
-        accel.export(model, onnx)
-        accel.export(model, ir, backend="openvino")
-        return ""
-
-    # Not here: a process that is forked from one in which OpenVINO compiled waits for threads that it does not have.
-    code, text, _, _ = _in_a_process(export, stacks, limit_s=300)
-    assert code == 0, text
+    # Export in another process: if OpenVINO compiled in this one, forked processes would wait for threads that they do not have.
+    for folder, more in ((onnx, ()), (ir, ("--backend", "openvino"))):
+        assert (ended := world.run(accel_command(["export", model, folder, *more]))).code == 0, ended.text
     unmark(onnx / "model.onnx")
     foreign = as_foreign(onnx, root / "inner" / "foreign")
     places = [(onnx, "model.onnx"), (foreign, "model.onnx"), (ir, "model.xml")]
@@ -137,19 +91,22 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         (folder / name).write_bytes(content)
         if (folder / MANIFEST).exists():
             edit_manifest(folder, lambda values, f=folder, n=name: _record(values, f, n))
-        code, text, seconds, peak = _in_a_process(lambda f=folder: _opened(f), stacks)
-        how = text if code == 0 else f"signal {-code}" if code < 0 else text.split(":")[0]
-        ends[f"{folder.name}: {how}"] += 1
-        wrong = [] if code == 0 else [how if code < 0 else text[:300]]
-        wrong += [f"{seconds:.1f} s"] if seconds > _SECONDS else []
-        wrong += [f"{peak / 1e9:.1f} GB"] if peak > _BYTES else []
-        new = {path for path, at in _files(root).items() if before.get(path) != at and "/home/" not in path}
+        ended = world.run(lambda f=folder: _open(f), limit_s=2 * _SECONDS)
+        last = ended.text.strip().splitlines()[-1:]
+        how = {0: "answered", _REFUSED: "refused"}.get(
+            ended.code, f"signal {-ended.code}" if ended.code < 0 else str(last)
+        )
+        ends[f"{folder.name}: {how.split(':')[0]}"] += 1
+        wrong = [] if ended.code in (0, _REFUSED) else [how[:300]]
+        wrong += [f"{ended.seconds:.1f} s"] if ended.seconds > _SECONDS else []
+        wrong += [f"{ended.peak_bytes / 1e9:.1f} GB"] if ended.peak_bytes > _BYTES else []
+        new = {path for path, at in _files(root).items() if before.get(path) != at}
         wrong += [f"wrote {path}" for path in new - {str(folder / name), str(folder / MANIFEST)}]
         if wrong:
             kept = root / "faults" / f"{number}-{folder.name}-{name}"
             kept.parent.mkdir(exist_ok=True)
             kept.write_bytes(content)
-            shutil.copy(stacks, kept.with_suffix(".stacks"))
+            kept.with_suffix(".log").write_text(ended.text)
             before = _files(root)
             faults.append({"graph": f"{folder.name}, number {number}", "what": "; ".join(wrong)})
             print(faults[-1], flush=True)
@@ -166,4 +123,6 @@ def _record(values: dict[str, Any], folder: Path, name: str) -> None:
 
 
 def _files(root: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+    """Return the modification times of all files, except for the log and the files in the home and temporary folders."""
+    everything = (path for path in root.rglob("*") if path.is_file() and path != root / "log")
+    return {str(p): p.stat().st_mtime_ns for p in everything if p.relative_to(root).parts[0] not in ("home", "tmp")}

@@ -1,4 +1,4 @@
-"""Commands that write, killed at random moments: nothing half, nothing that stops the next run, nothing left after it."""
+"""Kill commands that write files at random moments: there must be no incomplete output, and the next run must work and clean up."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .world import World, accel_command
 
 @dataclass(frozen=True)
 class Written:
-    """A command that writes.
+    """A command that writes files.
 
     Attributes:
-        name: Shown.
-        action: What it does.
-        share: Of the kills.
-        prepare: What must be there before.
+        name: Name of the command in the results.
+        action: Function that runs the command.
+        share: Weight of the command; the kills are distributed in proportion to the weights.
+        prepare: Function that creates the files that the command needs.
     """
 
     name: str
@@ -80,7 +80,7 @@ def _commands(world: World) -> list[Written]:
 
 
 def _state_of(out: Path) -> str:
-    """What is wrong with an output folder after a kill, if anything."""
+    """Return a description of an incomplete output folder after a kill; an empty string if the folder is complete or absent."""
     if not out.exists():
         return ""
     try:
@@ -91,16 +91,16 @@ def _state_of(out: Path) -> str:
 
 
 def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
-    """Kill, look, run again, look.
+    """Kill each command at random moments, check its output, run it again, and check again.
 
     Args:
-        root: A folder for all of it.
-        count: Kills of all commands together; each has its share of them.
-        seed: Of their moments.
-        only: A regular expression for the names of the commands that are killed.
+        root: Folder for all files of the experiment.
+        count: Number of kills of all commands together.
+        seed: Seed of the random moments.
+        only: Regular expression for the names of the commands to kill.
 
     Returns:
-        What was found, by command.
+        Number of kills and duration of each command, and the faults.
     """
     chance = random.Random(seed)
     world = World(root)
@@ -120,7 +120,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
     faults: list[dict[str, str]] = []
     for command in commands:
         wanted, tries = max(1, round(count * command.share / total)), 0
-        # A run that ended before its moment is none.
+        # Do not count a run that ended before it could be killed.
         while kills[command.name] < wanted and tries < 3 * wanted:
             tries += 1
             command.prepare()
@@ -136,7 +136,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             if again.code != 0:
                 found.append(f"the next run failed: {again.text[-500:]}")
             else:
-                # The first run may have met a busy machine.
+                # Use the shortest run, because the first one may have been slowed by other programs.
                 seconds[command.name] = min(seconds[command.name], again.seconds)
                 found.append(_state_of(out))
             shutil.rmtree(out, ignore_errors=True)

@@ -1,5 +1,6 @@
-"""A place for commands to run in, watched: a model, a home, a folder for temporary files, and processes forked from one
-that has imported everything, so that what is interrupted is the work and not the imports.
+"""Folders and processes for experiments: a model, a home, a folder for temporary files, and watched processes.
+
+Processes are forked from one that has imported all libraries, so that a kill interrupts the command and not its imports.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _TAIL = 3_000
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """Result of a process that ended.
 
     Attributes:
-        code: Exit code, negative for a signal.
-        text: The end of what it printed.
-        seconds: It ran.
-        peak_bytes: Of memory.
+        code: Exit code; negative for a signal.
+        text: Last part of its output.
+        seconds: Duration in seconds.
+        peak_bytes: Peak memory in bytes.
     """
 
     code: int
@@ -54,15 +55,15 @@ class Ended:
 
     @property
     def raw(self) -> bool:
-        """Whether it showed a traceback."""
+        """Whether the output contains a traceback."""
         return "Traceback (most recent call last)" in self.text
 
 
 class World:
-    """Folders of one experiment.
+    """Folders of one experiment, and functions to run processes in them.
 
     Args:
-        root: Where they are made.
+        root: Folder in which all folders are created.
     """
 
     def __init__(self, root: Path) -> None:
@@ -75,12 +76,12 @@ class World:
         self._log = root / "log"
 
     def run(self, action: Callable[[], object], *, kill_after_s: float | None = None, limit_s: float = 600.0) -> Ended:
-        """Run something in a process of its own.
+        """Run a function in a separate process.
 
         Args:
-            action: What to run; `SystemExit` gives its code, another exception code 1 and a traceback.
-            kill_after_s: Kill the process then, if it still runs; what it started is left alone.
-            limit_s: The process and all that it started are killed then.
+            action: Function to run. `SystemExit` gives the exit code; other exceptions give exit code 1 and a traceback.
+            kill_after_s: Kill the process after this time in seconds; the processes that it started are not killed.
+            limit_s: Kill the process, and all processes that it started, after this time in seconds.
         """
         started = time.monotonic()
         number = self.start(action)
@@ -100,7 +101,7 @@ class World:
         return Ended(os.waitstatus_to_exitcode(status), text, time.monotonic() - started, usage.ru_maxrss * 1024)
 
     def start(self, action: Callable[[], object], log: Path | None = None) -> int:
-        """The number of a new process that runs something, in a session of its own."""
+        """Start a process that runs a function in its own session; return the process id."""
         sys.stdout.flush()
         sys.stderr.flush()
         number = os.fork()
@@ -131,12 +132,12 @@ class World:
 
     @staticmethod
     def end_children(number: int) -> None:
-        """Kill what a process started."""
+        """Kill all processes that a process started."""
         for child in psutil.Process(number).children(recursive=True):
             child.kill()
 
     def orphans(self, patience_s: float = 60.0) -> list[str]:
-        """Processes that still work in this world a while after the one that started them is gone."""
+        """Return the processes that still run in this experiment's folder after the process that started them has ended; kill them."""
         deadline = time.monotonic() + patience_s
         while found := [p for p in psutil.process_iter() if self._is_mine(p)]:
             if time.monotonic() > deadline:
@@ -154,8 +155,8 @@ class World:
             return False
 
     def leftovers(self) -> list[str]:
-        """Files of interrupted runs, by their names: whatever is in the folder for temporary files, staging folders and half files."""
-        # ONNX Runtime writes the number of its session there, always into the same file.
+        """Return the files of interrupted runs: everything in the folder for temporary files, staging folders and incomplete files."""
+        # ONNX Runtime always writes its session number to the file `.ses` in this folder; ignore it.
         found = [str(path.relative_to(self.root)) for path in self.temporary.iterdir() if path.name != ".ses"]
         for folder in (self.home, self.work):
             found += [
@@ -167,7 +168,7 @@ class World:
 
 
 def accel_command(arguments: Sequence[object]) -> Callable[[], None]:
-    """`accel ARGUMENTS` within this process."""
+    """Return a function that runs `accel ARGUMENTS` in the current process."""
 
     def run() -> None:
         from accel.cli import main
@@ -179,7 +180,7 @@ def accel_command(arguments: Sequence[object]) -> Callable[[], None]:
 
 
 def import_everything() -> None:
-    """What commands import, so that processes forked from here have it."""
+    """Import all libraries that commands import, so that forked processes have them."""
     import datasets
     import evaluate
     import nncf
@@ -193,7 +194,7 @@ def import_everything() -> None:
 
     for name in ("cpu", "openvino", "pytorch"):
         registry.probe(registry.describe(name))
-    # Exporters import and compile much at their first use. One thread: a forked process has none of the others.
+    # Run an export, because exporters import much at first use. Use one thread, because a forked process has no others.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         export(save_tiny(Path(folder) / "model", "bert", num_hidden_layers=1), Path(folder) / "onnx")

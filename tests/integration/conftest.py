@@ -1,4 +1,4 @@
-"""What several of these modules read."""
+"""Fixtures that several integration test modules share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
 
 @pytest.fixture(scope="session")
 def folders(shared: Callable[..., Path]) -> Path:
-    """Folders that other tools wrote, unpacked."""
+    """Return the folder with model folders that other tools wrote, unpacked."""
 
     def unpack(out: Path) -> None:
         with tarfile.open(PACKED) as archive:

@@ -1,4 +1,4 @@
-"""PEFT adapters: what is exported is what PEFT computes with the base that the adapter names, and stays so when that changes."""
+"""PEFT adapters: an export computes what PEFT computes with the base model, also after the base model changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accel.testing.models import rescale, tiny_tokenizer
 
 peft = pytest.importorskip("peft", reason="adapters are PEFT's")
 
-# PEFT's own: of tied tables, and of a name that transformers will drop.
+# PEFT warns about tied embeddings, and transformers about an argument name that it will remove.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Model has `tie", "ignore:`is_gradient", "ignore:Setting `save", "ignore:Could not find"
 )
@@ -37,7 +37,7 @@ def save_base(folder: Path, seed: int = 0, *, tied: bool = False) -> Path:
 
 
 def save_adapter(folder: Path, base: str, targets: list[str], **settings: Any) -> Any:
-    """An adapter that changes much, alone in its folder; the model with it."""
+    """Save an adapter with large weights and without a base model in its folder. Return the adapted model."""
     hub = {name: settings.pop(name) for name in ("cache_dir",) if name in settings}
     model = transformers.LlamaForCausalLM.from_pretrained(base, revision=settings.get("revision"), **hub)
     adapted = peft.get_peft_model(
@@ -88,7 +88,7 @@ ADDED = ["newtoken", "othertoken"]
 
 
 def save_with_tokens(folder: Path, base: Path, *, tokens: int = 2, save: Any = "auto", **settings: Any) -> Any:
-    """An adapter of a model that was resized for more tokens, with its tokenizer; the model with it."""
+    """Save an adapter and tokenizer of a model that was resized for more tokens. Return the adapted model."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(ADDED)
     model = transformers.LlamaForCausalLM.from_pretrained(base)
@@ -135,7 +135,7 @@ def test_an_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_
     found = loaded(tmp_path / "adapter")
     size = adapted.config.vocab_size
     if not tied and (settings.get("indices") or "embed_tokens" in settings.get("target_modules", ())):
-        # Where the table of the input alone is adapted, PEFT saves no rows of the head.
+        # If only the input embeddings are adapted, PEFT saves no rows of the output embeddings.
         size -= 2
     assert found.config.vocab_size == adapted.config.vocab_size
     expected = logits_of_added(adapted, adapted.config.vocab_size)[..., :size]
@@ -145,7 +145,7 @@ def test_an_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_
 
 
 def test_tokens_without_embeddings_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A padding token that was added to the tokenizer alone: the model stays as long as it is."""
+    """A padding token exists only in the tokenizer: the model is not resized."""
     base = save_base(tmp_path / "base")
     rows = transformers.AutoConfig.from_pretrained(base).vocab_size
     adapted = save_adapter(tmp_path / "adapter", str(base), ["q_proj"])

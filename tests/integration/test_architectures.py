@@ -1,4 +1,4 @@
-"""Architectures whose code a trace does not follow by itself: each stands for the mechanism that makes it export."""
+"""Architectures whose code needs special handling in a trace: each test covers one such mechanism."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from accel import (
     ORTModelForQuestionAnswering,
     ORTModelForSeq2SeqLM,
     ORTModelForSequenceClassification,
+    ORTModelForTokenClassification,
     export,
     pipeline,
     validate,
@@ -42,14 +43,17 @@ _LONGFORMER: dict[str, Any] = {
 
 
 def made(architecture: str, **settings: Any) -> Any:
-    """A model of these settings whose logits are of order 1."""
+    """Create a model with the given settings whose logits are of order 1."""
     cls = getattr(transformers, architecture)
     torch.manual_seed(0)
     return rescale(cls(cls.config_class(**settings))).eval()
 
 
 def worst(artifact: Any, original: Any, sizes: tuple[tuple[int, int], ...], ids: tuple[int, int] = (5, 100)) -> float:
-    """Largest difference of a classifier's logits from PyTorch's at these rows and lengths, every second row padded."""
+    """Return the largest difference of a classifier's logits from PyTorch's for the given batch sizes and lengths.
+
+    Every second row of the batch is padded.
+    """
     model = ORTModelForSequenceClassification(artifact)
     pad = getattr(original.config, "pad_token_id", None) or 0
     end = original.config.eos_token_id if original.config.is_encoder_decoder else None
@@ -68,44 +72,44 @@ def worst(artifact: Any, original: Any, sizes: tuple[tuple[int, int], ...], ids:
     return found
 
 
-# Float32 sums in another order.
+# The order of float32 sums differs.
 TOLERANCE = 1e-4
+
+
+def assert_same_answers(artifact: Artifact, original: Any, sizes: tuple[tuple[int, int], ...]) -> None:
+    model = ORTModelForImageClassification(artifact)
+    for height, width in sizes:
+        pixels = torch.randn((2, 3, height, width), generator=torch.Generator().manual_seed(height))
+        with torch.inference_mode():
+            expected = original(pixel_values=pixels).logits
+        assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_images_of_any_size(backend: str, tmp_path: Path) -> None:
-    """Convolutions take any size; a graph of one size would refuse what the model answers."""
+    """Convolutional models accept any image size, so their graph must accept any size."""
     original = made(
         "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3
     )
     artifact = export(original, tmp_path / "out", task="image-classification", backend=backend)
     assert artifact.component().inputs[0].shape == ("batch", 3, "height", "width")
-    model = ORTModelForImageClassification(artifact)
-    for height, width in ((224, 224), (96, 64), (333, 95)):
-        pixels = torch.randn((2, 3, height, width), generator=torch.Generator().manual_seed(height))
-        with torch.inference_mode():
-            expected = original(pixel_values=pixels).logits
-        assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert_same_answers(artifact, original, ((224, 224), (96, 64), (333, 95)))
 
 
 @pytest.mark.thorough
 def test_images_that_fill_no_whole_patches(tmp_path: Path) -> None:
-    """FocalNet pads them, at each stage; a graph that was traced with whole ones cut what was left over."""
+    """FocalNet pads images to whole patches at each stage. A graph traced with whole patches would crop the rest."""
     original = made(
         "FocalNetForImageClassification", image_size=64, embed_dim=16, hidden_sizes=[16, 32], depths=[1, 1],
         focal_levels=[2, 2], focal_windows=[3, 3], num_labels=3,
     )  # fmt: skip
-    model = ORTModelForImageClassification(export(original, tmp_path / "out", task="image-classification"))
-    for height, width in ((64, 64), (68, 68), (61, 47)):
-        pixels = torch.randn((2, 3, height, width), generator=torch.Generator().manual_seed(height))
-        with torch.inference_mode():
-            expected = original(pixel_values=pixels).logits
-        assert (model(pixel_values=pixels).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    artifact = export(original, tmp_path / "out", task="image-classification")
+    assert_same_answers(artifact, original, ((64, 64), (68, 68), (61, 47)))
 
 
 @pytest.mark.thorough
 def test_the_adapters_of_one_language(tmp_path: Path) -> None:
-    """X-MOD's graph with several looked for rows of each in every call; the model keeps them."""
+    """A graph of X-MOD has only the default language's adapters. The PyTorch model keeps all adapters."""
     languages = ["de_DE", "en_XX", "fr_XX"]
     original = made(
         "XmodForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -128,7 +132,7 @@ _VISION = {
 
 @pytest.mark.thorough
 def test_tokens_around_an_image(tmp_path: Path) -> None:
-    """Ovis2's processor writes them; they are looked up in the table of images, and limit no prompt."""
+    """Ovis2's processor writes tokens around an image. They are in the visual embeddings, so token ids have no limit."""
     original = made(
         "Ovis2ForConditionalGeneration", text_config={"model_type": "qwen2", **_TEXT}, hidden_size=32, vocab_size=96,
         vision_config={**_VISION, "vocab_size": 20, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
@@ -146,7 +150,7 @@ def test_tokens_around_an_image(tmp_path: Path) -> None:
 
 
 def test_images_that_attend_in_both_directions_are_refused(tmp_path: Path) -> None:
-    """Gemma 3's, where its processor's token_type_ids say so."""
+    """Gemma 3's processor returns token_type_ids for images, which attend in both directions."""
     original = made(
         "Gemma3ForConditionalGeneration", text_config={**_TEXT, "head_dim": 8}, vision_config=_VISION,
         image_token_id=90, image_token_index=90, mm_tokens_per_image=4, boi_token_index=91, eoi_token_index=92,
@@ -157,7 +161,7 @@ def test_images_that_attend_in_both_directions_are_refused(tmp_path: Path) -> No
 
 @pytest.mark.thorough
 def test_images_of_one_size_where_the_trace_fixes_it(tmp_path: Path) -> None:
-    """The model computes at any size, in a way that a trace does not keep."""
+    """The model accepts any image size, but its trace fixes the size of its sample."""
 
     class Pooled(transformers.ResNetForImageClassification):  # type: ignore[misc]  # transformers is untyped here
         def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
@@ -185,24 +189,15 @@ def test_positions_for_one_image_size(tiny_artifact: Callable[..., Artifact]) ->
     assert artifact.component().inputs[0].shape == ("batch", 3, 32, 32)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.thorough
-def test_a_squeeze_of_every_axis_keeps_single_rows(backend: str, tmp_path: Path) -> None:
-    """mBART shifts its tokens with a squeeze that drops the batch, too, where it is 1."""
-    original = made("MBartForSequenceClassification", **_BART, max_position_embeddings=96)
-    artifact = export(original, tmp_path / "out", task="text-classification", backend=backend)
-    assert worst(artifact, original, ((1, 4), (2, 9), (3, 30))) <= TOLERANCE
-
-
 @pytest.mark.thorough
 def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
-    """Falcon's positions are bfloat16, which ONNX Runtime's CPU provider cannot multiply."""
+    """Falcon computes positions in bfloat16, which ONNX Runtime's CPU provider cannot multiply."""
     original = made(
         "FalconForCausalLM", vocab_size=120, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, alibi=True,
         new_decoder_architecture=False, multi_query=False, bias=True, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     artifact = export(original, tmp_path / "out", task="text-generation")
-    # Far enough for products that bfloat16 rounds.
+    # Positions large enough that bfloat16 rounds their products.
     ids = torch.randint(5, 100, (1, 600), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = original(input_ids=ids).logits
@@ -214,7 +209,7 @@ def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path: Path) -> None:
-    """DeepSeek's latent attention; its second layer has experts."""
+    """DeepSeek's latent attention has values of another size than keys. Its second layer has experts."""
     original = made(
         "DeepseekV3ForCausalLM", vocab_size=120, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
@@ -233,7 +228,7 @@ def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path:
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.parametrize("length", [2, 12, 40])
 def test_windows_of_long_texts(backend: str, length: int, shared: Callable[..., Path], tmp_path: Path) -> None:
-    """LED pads to whole windows: with nothing, where the text fills them."""
+    """LED pads texts to whole windows. If the text fills them exactly, the padding is empty."""
     original = made("LEDForConditionalGeneration", **_LED)
     folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
     ids = torch.randint(5, 100, (2, length), generator=torch.Generator().manual_seed(length))
@@ -247,7 +242,7 @@ def test_windows_of_long_texts(backend: str, length: int, shared: Callable[..., 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_with_tokens_that_see_all(backend: str, beams: int, shared: Callable[..., Path]) -> None:
-    """A 2 in LED's mask; one text is padded behind, one in front."""
+    """A 2 in LED's mask marks tokens with global attention. One text is padded on the right, and one on the left."""
     original = made("LEDForConditionalGeneration", **_LED)
     folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
     ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
@@ -265,7 +260,7 @@ def test_generation_with_tokens_that_see_all(backend: str, beams: int, shared: C
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.thorough
 def test_tokens_that_see_all_by_the_mask(backend: str, tmp_path: Path) -> None:
-    """Longformer's classifier lets the first token see all, and a 2 in the mask others; 3 is refused."""
+    """Longformer's classifier gives the first token global attention, and a 2 in the mask gives it to others. A 3 is rejected."""
     original = made("LongformerForSequenceClassification", **_LONGFORMER)
     artifact = export(original, tmp_path / "out", task="text-classification", backend=backend)
     assert worst(artifact, original, ((1, 1), (3, 3), (2, 8), (3, 30))) <= TOLERANCE
@@ -299,7 +294,7 @@ def test_tokens_of_a_question_see_all(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
-    """LongT5 has one for each whole block of a text: none for a short one."""
+    """LongT5 has a global token for each whole block of a text, so a short text has none."""
     original = made(
         "LongT5ForConditionalGeneration", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=1,
         num_heads=4, encoder_attention_type="transient-global", local_radius=7, global_block_size=4, pad_token_id=0,
@@ -344,7 +339,7 @@ def test_a_model_that_branches_on_its_data_is_refused_with_the_reason(tmp_path: 
 
 @pytest.mark.thorough
 def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
-    """BigBird attends to everything in short texts and to blocks of long ones: the graph holds the first."""
+    """BigBird uses full attention for short texts and sparse attention for long ones. The graph contains full attention only."""
     original = made(
         "BigBirdForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
         intermediate_size=48, max_position_embeddings=96, attention_type="block_sparse", block_size=4,
@@ -359,7 +354,7 @@ def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["T5", "UMT5"])
 def test_a_checkpoint_of_an_encoder_alone(family: str, tmp_path: Path) -> None:
-    """Sentence-t5's and GTR's: the auto class of features makes a decoder, too, whose weights they lack."""
+    """Checkpoints of sentence-t5 and GTR contain only an encoder. The auto class for features would also create a decoder."""
     original = made(
         f"{family}EncoderModel", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, pad_token_id=0
     )
@@ -396,7 +391,7 @@ def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
     ],
 )
 def test_perceiver_reads_images_of_the_size_that_it_is_made_for(head: str, size: int, tmp_path: Path) -> None:
-    """The config's is that of learned positions; the processor's is what it resizes to, not what it cuts out before."""
+    """The head with learned positions uses the config's image size. Other heads use the processor's resize size, not its crop size."""
     original = made(
         f"PerceiverForImageClassification{head}", image_size=32, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
         num_self_attends_per_block=1, num_self_attention_heads=4, num_cross_attention_heads=1, num_labels=3,
@@ -416,6 +411,26 @@ def test_perceiver_reads_images_of_the_size_that_it_is_made_for(head: str, size:
     assert found[0]["score"] == pytest.approx(expected[0]["score"], abs=TOLERANCE)
 
 
+def test_boxes_as_shares_of_the_page(tmp_path: Path) -> None:
+    """BROS's bounding boxes are numbers from 0 to 1, not indices of a table. It rejects texts without boxes."""
+    original = made(
+        "BrosForTokenClassification", vocab_size=120, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=48, max_position_embeddings=96, num_labels=3,
+    )  # fmt: skip
+    model = ORTModelForTokenClassification(export(original, tmp_path / "out", task="token-classification"))
+    ids = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    corners = torch.rand((2, 9, 2), generator=torch.Generator().manual_seed(1)) / 2
+    boxes = torch.cat([corners, corners + 0.4], dim=-1)
+    with torch.inference_mode():
+        expected = original(input_ids=ids, bbox=boxes).logits
+    assert (model(input_ids=ids, bbox=boxes).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    with pytest.raises(InputError, match="missing: .'bbox'.") as error:
+        model(input_ids=ids)
+    assert "from 0 to 1" in error.value.fix
+    with pytest.raises(InputError, match="the model has 0 to 1"):
+        model(input_ids=ids, bbox=boxes * 1000)
+
+
 def test_speech_that_only_transformers_reads(tmp_path: Path) -> None:
     original = made(
         "Pop2PianoForConditionalGeneration", vocab_size=120, d_model=32, d_kv=8, d_ff=32, num_layers=1,
@@ -426,7 +441,7 @@ def test_speech_that_only_transformers_reads(tmp_path: Path) -> None:
 
 
 def test_masked_scores_are_no_measure() -> None:
-    """Splinter writes the smallest number where nothing may be chosen: as a scale it would accept anything."""
+    """Splinter writes the dtype's smallest number at invalid answers. As the scale of the tolerance, it would accept any output."""
     lowest = torch.finfo(torch.float32).min
     expected = {"logits": torch.tensor([1.0, lowest])}
     assert max_difference({"logits": torch.tensor([1.5, lowest])}, expected) == (0.5, 1.0)

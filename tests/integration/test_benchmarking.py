@@ -1,4 +1,4 @@
-"""Variants in processes of their own: what is reported, and what happens when one of them fails."""
+"""Benchmarks in separate processes: the results, and failures of single variants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
 @pytest.fixture(scope="module")
 def found(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]):
-    """PyTorch, an artifact that works, one that is another model, and one whose process dies."""
+    """Variants: PyTorch, a working artifact, an artifact of another model, and an artifact whose process crashes."""
     artifact = tiny_artifact().path
     variants = [
         Variant(name="PyTorch eager float32", path=tiny_folder(), task="text-classification", backend="pytorch"),
@@ -75,7 +75,7 @@ def test_generating_is_timed_to_the_first_and_to_the_last_token(generator: Calla
         first, last = variant.cells
         assert (first.workload, last.workload) == ("1x6+1", "1x6+8")
         assert first.tokens_per_s is None
-        # On a loaded machine the first token alone may take longer than all eight of other calls, which says nothing.
+        # On a busy machine, the call for the first token may take longer than the calls for eight tokens.
         taken = last.latency.median - first.latency.median
         assert last.tokens_per_s == (pytest.approx(7000 / taken) if taken > 0 else None)
         assert ("tokens/s" in variant.lines()[1]) == (taken > 0)
@@ -94,7 +94,7 @@ def test_a_failed_variant_leaves_the_others_alone(found) -> None:
     assert len(found["PyTorch eager float32"].cells) == 2
 
 
-def test_lines_have_the_known_form(found) -> None:
+def test_lines_have_transformer_deploys_format(found) -> None:
     line = found["good"].lines()[0]
     assert line.startswith("[good] mean=")
     for word in ("sd=", "min=", "max=", "median=", "95p=", "99p="):
@@ -174,7 +174,7 @@ def test_a_cuda_graph_without_a_gpu_is_reported(tiny_artifact) -> None:
     assert found.variants[0].cells
 
 
-def test_on_a_gpu_pytorch_is_measured_in_cuda_graphs_too(tiny_folder) -> None:
+def test_on_a_gpu_pytorch_is_also_measured_in_cuda_graphs(tiny_folder) -> None:
     model = resolve(tiny_folder())
 
     def captured(baselines: Baselines, device: str | None) -> list[str]:
@@ -202,8 +202,8 @@ def _nothing() -> None: ...
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is forked")
-def test_helpers_start_after_somebody_forked() -> None:
-    """A child has copies of what its parent cleans up at its end."""
+def test_helpers_start_after_a_fork() -> None:
+    """A forked child inherits copies of its parent's cleanup functions."""
     for _ in range(2):
         helper = Helper()
         assert helper.call(os.getpid) != os.getpid()

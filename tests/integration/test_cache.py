@@ -1,4 +1,4 @@
-"""`past_key_values` in both directions, and NumPy, for models that generate."""
+"""KV caches (`past_key_values`) passed from and to transformers, and NumPy inputs, for generating models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.errors import InputError
 from accel.testing.generators import tiny_generator
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
-# The cache holds projections of float32 activations of order 1.
+# The cache contains projections of float32 activations of order 1.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -57,7 +57,7 @@ def test_a_cache_that_pytorch_filled_is_continued(models: tuple[Any, Any]) -> No
         expected = original(input_ids=IDS[:, 3:], **{CACHE_NAME: wanted}).logits
     output = model(input_ids=IDS[:, 3:], past_key_values=cache)
     torch.testing.assert_close(output.logits, expected, **CLOSE)
-    # In place, as in transformers: the user goes on with the same object.
+    # The cache is changed in place, as in transformers, so the user continues with the same object.
     assert output.past_key_values is cache
     assert cache.get_seq_length() == 4
     torch.testing.assert_close(cache.layers[1].values, wanted.layers[1].values, **CLOSE)
@@ -86,7 +86,7 @@ def test_pytorch_continues_a_copy_of_ours(models: tuple[Any, Any]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("tokens", [5, 9])
 def test_a_window_that_is_not_full_yet_is_continued(generator: Any, tokens: int) -> None:
-    """PyTorch keeps the last seven tokens of a window of eight; a graph hides those before by its mask."""
+    """PyTorch keeps the last seven tokens for a window of eight. A graph keeps all tokens and hides earlier ones by its mask."""
     model, original = accel.ORTModelForCausalLM(generator("gemma3")), tiny_generator("gemma3")
     ids = torch.arange(5, 16)[None]
     with torch.no_grad():
@@ -136,7 +136,7 @@ NAMES = ["past_key_values", "cache"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_names_are_taken(models: tuple[Any, Any], name: str) -> None:
-    """transformers 5.24 calls the argument `cache`, versions before it `past_key_values`."""
+    """transformers 5.24 names the argument `cache`. Earlier versions name it `past_key_values`."""
     model, _ = models
     cache = model.new_cache()
     expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
@@ -180,7 +180,10 @@ def test_a_cache_by_both_names_at_once_is_refused(generator: Any, family: str) -
 def test_generating_says_nothing_of_old_names(
     generator: Any, family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers says it once in a process, of outputs by its log: of arguments, this test fails by the warning."""
+    """`generate` logs no deprecation of old cache names.
+
+    transformers logs it once in a process for outputs. For arguments it warns, and pytest turns that into an error.
+    """
     said: list[str] = []
     monkeypatch.setattr(logging.Logger, "warning_once", lambda _, text, *__: said.append(text))
     model = accel.ORTModel.from_pretrained(generator(family).path)

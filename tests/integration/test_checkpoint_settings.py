@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's generation_config.json: each is honoured, changes nothing, or is refused. Empty inputs are refused."""
+"""Fields of a checkpoint's generation_config.json: each is applied, has no effect, or is rejected. Empty inputs are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEW = 6
 BEAMS, DRAWN = {"num_beams": 3}, {"do_sample": True}
 TUPLE = {"return_dict_in_generate": True}
 
-# Fields with a value and the fields that they need: a decoder's answers are those of transformers with the same generation config.
+# Fields with a value, and other fields that they need. The expected output is transformers' with the same generation config.
 HONOURED: dict[str, dict[str, Any]] = {
     "max_length": {"max_length": 10},
     "max_new_tokens": {"max_new_tokens": 3},
@@ -75,7 +75,7 @@ HONOURED: dict[str, dict[str, Any]] = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
     "max_matching_ngram_size": {"max_matching_ngram_size": 2, "prompt_lookup_num_tokens": 2},
 }
-# Where PyTorch keeps or compiles something, which no token depends on.
+# Fields about caching or compilation in PyTorch, which do not change any token.
 HARMLESS: dict[str, Any] = {
     "cache_implementation": "static",
     "max_cache_len": 32,
@@ -86,12 +86,12 @@ HARMLESS: dict[str, Any] = {
     "transformers_version": "4.40.0",
     "is_assistant": False,
 }
-# How an assistant model drafts tokens, which the model itself confirms; read by transformers alone, of the assistant's config.
+# Fields about the drafts of an assistant model. transformers reads them only from the assistant's config.
 OF_ASSISTANTS = frozenset(
     ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
      "target_lookbehind", "assistant_ensemble_weight", "speculation_type")
 )  # fmt: skip
-# Refused, by us or by transformers, with a reason.
+# Fields that accel or transformers rejects, with the error message.
 REFUSED: dict[str, dict[str, Any]] = {
     "output_attentions": {"output_attentions": True, **TUPLE},
     "output_hidden_states": {"output_hidden_states": True, **TUPLE},
@@ -129,7 +129,7 @@ def original() -> Any:
 
 
 def answers(model: Any, checkpoint: dict[str, Any]) -> Any:
-    """Tokens, and what is returned with them, with a generation config as a checkpoint has it."""
+    """Return the tokens and the other outputs of `generate` with a checkpoint's generation config."""
     usual = model.generation_config
     model.generation_config = GenerationConfig.from_dict(
         {"pad_token_id": 0, "max_new_tokens": NEW, **copy.deepcopy(checkpoint)}
@@ -172,7 +172,7 @@ def test_fields_that_are_refused(field: str, opened: Any) -> None:
     assert not isinstance(error.value, AttributeError | KeyError | TypeError | IndexError), error.value
 
 
-# Where the cache is kept
+# Cache implementations
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static", "sliding_window", "hybrid"])
@@ -196,7 +196,7 @@ def test_a_quantized_cache_of_a_checkpoint_is_said_to_be_kept_in_full(
 
 
 def _settings_in_config(folder: Path, **settings: Any) -> Path:
-    """The folder as transformers before 4.26 wrote it: the settings of `generate` in config.json."""
+    """Write a folder as transformers before 4.26 did, with the settings of `generate` in config.json."""
     (folder / "generation_config.json").unlink(missing_ok=True)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
@@ -211,7 +211,7 @@ def _settings_in_config(folder: Path, **settings: Any) -> Path:
     ],
 )
 def test_settings_of_generate_in_a_config(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """transformers 5 drops them from a config that it opens, and reads them from the file."""
+    """transformers 5 removes these settings from a config that it loads, and reads them from the file."""
     folder = _settings_in_config(save_generator(tmp_path / "model", family), **settings)
     auto = transformers.AutoModelForSeq2SeqLM if family == "bart" else transformers.AutoModelForCausalLM
     ours: Any = accel.ORTModelForSeq2SeqLM if family == "bart" else accel.ORTModelForCausalLM
@@ -244,7 +244,7 @@ def test_prompts_of_an_encoder_decoder_are_read_whole(start: torch.Tensor | None
     assert torch.equal(model.generate(**rows, prefill_chunk_size=2), model.generate(**rows))
 
 
-# Inputs of nothing
+# Empty inputs
 
 
 @pytest.mark.parametrize("task", ["automatic-speech-recognition", "audio-classification"])
@@ -261,7 +261,7 @@ def test_a_sound_of_no_samples(task: str, form: str, tiny_folder: Callable[..., 
 
 
 def test_silence_is_not_made_of_a_sound_of_no_samples(shared: Callable[..., Path]) -> None:
-    """Whisper's feature extractor pads to seconds of zeros."""
+    """Whisper's feature extractor would pad an empty audio to 30 seconds of silence."""
     folder = shared("generator-whisper", lambda folder: save_generator(folder, "whisper"))
     hear = accel.pipeline(
         "automatic-speech-recognition", folder, backend="pytorch", tokenizer=tiny_tokenizer(),

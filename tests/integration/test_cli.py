@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and its exit codes."""
+"""The command line: its output, the output stream, and its exit codes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from accel.cli.application import command
 from accel.cli.exit_codes import PIPE_CLOSED
 from accel.demo import walkthrough
 from accel.errors import ConfigError
+from accel.interfaces.entry_points import group_of
 from accel.testing.models import save_tiny
 
 COMMANDS = ["export", "validate", "benchmark", "tune", "convert", "doctor", "demo", "cache list", "cache clear"]
@@ -54,7 +56,7 @@ def test_version() -> None:
 
 @pytest.fixture(scope="session")
 def small_folder(shared: Callable[..., Path]) -> Path:
-    """A transformers folder that is exported in little time."""
+    """Return a transformers folder that is exported quickly."""
     return shared("distilbert-of-one-layer", lambda folder: save_tiny(folder, "distilbert", n_layers=1))
 
 
@@ -103,22 +105,37 @@ def test_validate_against_another_model_fails(tiny_artifact: Callable[..., Artif
     assert result.stdout.startswith("FAILED")
 
 
-def test_errors_go_to_stderr_with_a_fix(tmp_path: Path) -> None:
-    result = run("export", tmp_path / "nothing", tmp_path / "out")
-    assert result.exit_code == 1
-    assert result.stdout == ""
+def test_errors_go_to_stderr_with_a_fix_or_to_stdout_as_json(tmp_path: Path) -> None:
+    words = ("export", tmp_path / "nothing", tmp_path / "out")
+    result = run(*words)
+    assert (result.exit_code, result.stdout) == (1, "")
     assert "Error: There is no folder" in result.stderr
     assert "Fix:" in result.stderr
+    result = run(*words, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["type"] == "ArtifactNotFoundError"
 
 
-def test_a_file_that_may_not_be_read_is_an_error_with_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "message", "fix"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/some/file"),
+            "Permission denied: '/some/file'",
+            "that path",
+        ),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory", "--verbose"),
+    ],
+)
+def test_errors_of_the_system_have_a_fix(
+    error: OSError, message: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(typer.Exit) as ended, command(as_json=False, verbose=False):
-        raise PermissionError(errno.EACCES, "Permission denied", "/some/file")
+        raise error
     assert ended.value.exit_code == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "Error: [Errno 13] Permission denied: '/some/file'.",
-        "Fix: check that path, and who may read and write it.",
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"Error: [Errno {error.errno}] {message}."
+    assert fix in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -134,12 +151,6 @@ def test_a_remedy_names_options_and_not_arguments(words: str, shown: str, capsys
     with pytest.raises(typer.Exit), command(as_json=False, verbose=False):
         raise ConfigError("It cannot be.", fix=words)
     assert capsys.readouterr().err.splitlines()[1] == f"Fix: {shown}"
-
-
-def test_errors_as_json(tmp_path: Path) -> None:
-    result = run("export", tmp_path / "nothing", tmp_path / "out", "--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["type"] == "ArtifactNotFoundError"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +173,22 @@ def test_doctor() -> None:
     assert backends["cpu"]["available"]
     assert backends["cpu"]["devices"][0]["type"] == "cpu"
     assert "torch" in report["machine"]["libraries"]
+    assert "text-classification" in report["tasks"]
     assert "ONNX Runtime on the CPU" in run("doctor").stdout
+
+
+def test_doctor_lists_broken_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.entry_points
+    broken = metadata.EntryPoint("horoscope", "no_such_module:SPEC", group_of("tasks"))
+    monkeypatch.setattr(
+        metadata,
+        "entry_points",
+        lambda group: (*real(group=group), broken) if group == group_of("tasks") else real(group=group),
+    )
+    report = json.loads(run("doctor", "--json").stdout)
+    assert "no_such_module" in report["broken_tasks"]["horoscope"]
+    assert "horoscope" not in report["tasks"]
+    assert "no  The task 'horoscope' cannot be loaded" in run("doctor").stdout
 
 
 def test_what_an_interrupted_clear_left_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -204,7 +230,7 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_folder: Pa
 
 
 def test_demo_prints_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The demo itself is run by its own test."""
+    """Test only the printed report. Another test runs the demo."""
     asked: list[Path | None] = []
     report = walkthrough.DemoReport(
         rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0
@@ -270,7 +296,7 @@ def test_sampling_that_cannot_be(wrong: tuple[str, object], tmp_path: Path) -> N
 
 
 def _shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command line with `accel`, as a shell runs it; the exit code is that of `accel`."""
+    """Run a shell command line that contains `accel`. The exit code is that of `accel`."""
     script = f'set -o pipefail; accel() {{ {shlex.quote(sys.executable)} -m accel "$@"; }}; {words}'
     return subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False,
@@ -309,7 +335,7 @@ def test_output_that_is_closed_is_one_error(words: str) -> None:
 @pytest.mark.parametrize("words", ["doctor --help", pytest.param("doctor --json", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.thorough)])
 def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words: str, unbuffered: str) -> None:
-    # The reader has gone before anything is written.
+    # The reader of the pipe ends before anything is written.
     done = _shell(f"accel {words} | exec 0<&-", PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == PIPE_CLOSED
     assert done.stderr == ""
@@ -319,15 +345,6 @@ def test_closed_standard_error_is_no_error() -> None:
     done = _shell("accel --version 2>&-")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
-
-
-def test_errors_of_the_system_without_a_file_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended, command(as_json=False, verbose=False):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-    assert ended.value.exit_code == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "Error: [Errno 12] Cannot allocate memory."
-    assert "--verbose" in told[1]
 
 
 @pytest.mark.parametrize("options", [("--ssl-certfile",), ("--ssl-keyfile",), ("--ssl-certfile", "--ssl-keyfile")])

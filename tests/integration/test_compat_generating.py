@@ -1,4 +1,4 @@
-"""What scripts written for Optimum read of models that generate, and do with them."""
+"""Attributes and calls of generating models that scripts written for Optimum use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import torch
@@ -21,7 +20,6 @@ from accel.capture import CACHE_NAME
 from accel.compat import optimum
 from accel.compat.optimum.parts import file_name_of
 from accel.errors import ConfigError, InputError
-from accel.testing.generators import save_generator
 
 IDS = torch.tensor([[5, 6, 7, 3]])
 START = torch.tensor([[0, 8]])
@@ -71,7 +69,7 @@ def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Cal
 
 @pytest.mark.thorough
 def test_a_pipeline_of_speech_opens_the_class_that_the_model_is_of(tiny_artifact: Callable[..., Artifact]) -> None:
-    """Speech recognition is one word for encoder-decoders and for models that classify each frame."""
+    """Both encoder-decoders and CTC models serve the speech recognition pipeline."""
     path = tiny_artifact("wav2vec2", "ctc").path
     hear = optimum.pipeline("automatic-speech-recognition", model=str(path))
     assert isinstance(hear.model, optimum.ORTModelForCTC)
@@ -80,22 +78,12 @@ def test_a_pipeline_of_speech_opens_the_class_that_the_model_is_of(tiny_artifact
 def test_a_pipeline_passes_over_what_it_does_not_know_and_says_so(
     tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stock pipelines take any word; a sampling rate among them changes no answer about a text."""
+    """Pipelines accept any argument. An unused sampling rate must not change the output for a text."""
     model = optimum.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
     with caplog.at_level("WARNING", logger="accel"):
         classify = optimum.pipeline("text-classification", model=model, sampling_rate=220)
     assert "sampling_rate=220" in caplog.text
     assert classify("my card") == optimum.pipeline("text-classification", model=model)("my card")
-
-
-@pytest.mark.thorough
-def test_a_sampling_rate_is_not_heard(tiny_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
-    model = optimum.ORTModelForAudioClassification.from_pretrained(tiny_folder("wav2vec2", "audio-classification"))
-    with caplog.at_level("WARNING", logger="accel"):
-        hear = optimum.pipeline("audio-classification", model=model, sampling_rate=220)
-    assert "sampling_rate=220" in caplog.text
-    sound = np.random.default_rng(0).standard_normal(9011)
-    assert hear(sound) == optimum.pipeline("audio-classification", model=model)(sound)
 
 
 def test_encoder_and_decoder_one_after_the_other_are_the_model(bart: Callable[..., Any]) -> None:
@@ -130,7 +118,7 @@ def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
     for name in ("self_attention_cache", "cross_attention_cache"):
         pairs = zip(getattr(found, name).layers, getattr(wanted, name).layers, strict=True)
         for ours, theirs in pairs:
-            # Of their size, which T5 does not divide by; processors sum in orders of their own.
+            # Relative to the size of the values, which is large because T5 does not scale its scores. Summation order depends on the CPU.
             atol = 2e-5 * float(theirs.keys.abs().max())
             torch.testing.assert_close(ours.keys, theirs.keys, rtol=0.0, atol=atol)
             torch.testing.assert_close(ours.values, theirs.values, rtol=0.0, atol=atol)
@@ -165,23 +153,9 @@ def test_graphs_of_different_variants_are_refused() -> None:
         file_name_of({"encoder_file_name": "encoder_model_quantized.onnx"})
 
 
-def test_a_quantized_decoder_beside_its_original_is_read_by_onnx(
-    generator: Callable[..., Artifact], tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    model = optimum.ORTModelForCausalLM.from_pretrained(generator("llama").path)
-    model.save_pretrained(folder)
-    quantizer = optimum.ORTQuantizer.from_pretrained(model)
-    quantizer.quantize(optimum.AutoQuantizationConfig.avx512(is_static=False), save_dir=folder)
-    graph = onnx.load(folder / "model_quantized.onnx").graph
-    assert any(node.op_type in ("MatMulInteger", "DynamicQuantizeMatMul") for node in graph.node)
-    again = optimum.ORTModelForCausalLM.from_pretrained(folder, file_name="model_quantized.onnx")
-    assert again.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 7)
-
-
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that Optimum wrote; see tests/fixtures/foreign."""
+    """Return the folders that Optimum wrote, from tests/fixtures/foreign."""
     out = tmp_path_factory.mktemp("foreign")
     with tarfile.open(Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz") as packed:
         members = [member for member in packed if member.name.startswith(("optimum/gpt2-pair", "optimum/t5-"))]
@@ -215,7 +189,8 @@ def test_a_merged_decoder_of_another_tool_is_said_to_be_one(foreign: Path, tmp_p
     assert without.can_use_cache is merged
 
 
-def test_parts_of_another_tool_are_at_their_own_paths(foreign: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("subfolder", ["onnx", "another"])
+def test_parts_of_another_tool_are_at_their_own_paths(foreign: Path, tmp_path: Path, subfolder: str) -> None:
     names = {
         "encoder_file_name": "encoder_model_quantized.onnx",
         "decoder_file_name": "decoder_model_quantized.onnx",
@@ -223,24 +198,14 @@ def test_parts_of_another_tool_are_at_their_own_paths(foreign: Path, tmp_path: P
     }
     shutil.copytree(foreign / "t5-web", tmp_path / "t5")
     (tmp_path / "t5" / "onnx" / "decoder_model_merged_quantized.onnx").unlink()
-    model = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5", subfolder="onnx", **names)
+    (tmp_path / "t5" / "onnx").rename(tmp_path / "t5" / subfolder)
+    model = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5", subfolder=subfolder, **names)
     assert {part.path.name for part in model.parts} == set(names.values())
-    assert model.path == tmp_path / "t5" / "onnx" / "encoder_model_quantized.onnx"
-    assert model.model_save_dir == tmp_path / "t5" / "onnx"
+    assert model.path == tmp_path / "t5" / subfolder / "encoder_model_quantized.onnx"
+    assert model.model_save_dir == tmp_path / "t5" / subfolder
 
-    # A saved copy has files of its own.
+    # A saved copy does not depend on the original files.
     model.save_pretrained(tmp_path / "saved")
     again = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
     assert {part.path.parent for part in again.parts} == {tmp_path / "saved"}
     assert all(part.path.is_file() for part in again.parts)
-
-
-@pytest.mark.thorough
-def test_opt_counts_positions_by_the_mask(tmp_path: Path) -> None:
-    source = save_generator(tmp_path / "opt", "opt")
-    inputs = {"input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 5]]), "attention_mask": torch.ones(2, 4).long()}
-    inputs["attention_mask"][0, :2] = 0
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(source)(**inputs).logits
-    found = optimum.ORTModelForCausalLM.from_pretrained(source)(**inputs).logits
-    real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(found[real], wanted[real], rtol=0.0, atol=1e-4)

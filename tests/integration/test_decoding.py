@@ -1,4 +1,4 @@
-"""The loop of greedy and sampled decoding: transformers' tokens without transformers' loop."""
+"""The loop for greedy and sampled decoding: the same tokens as transformers, without transformers' loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own loop is an error of a model of ours."""
+    """Make transformers' own loop raise for models of accel."""
     theirs = transformers.GenerationMixin._sample
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_transformers(family: str, chosen: str, generator: A
     for given in (ONE, ROWS, {"input_ids": ONE["input_ids"]}):
         torch.manual_seed(7)
         free = original.generate(**given, max_new_tokens=12, **choices)
-        # One that some rows make early, others late or never.
+        # A token that some rows generate early, and others late or never.
         end = int(free[0, -6])
         for ends in (None, end, [end, int(free[-1, -3])]):
             torch.manual_seed(7)
@@ -79,7 +79,10 @@ def test_tokens_are_those_of_transformers(family: str, chosen: str, generator: A
 def test_tokens_behind_the_first_take_the_short_way(
     backend: str, generator: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where buffers grow meanwhile, rows are padded and have ended; what comes after it finds the cache as it should be."""
+    """Tokens after the first one use `Session.steps`, also when buffers grow or rows are padded or have ended.
+
+    The cache is correct for later calls.
+    """
     if backend == "openvino":
         pytest.importorskip("openvino")
     monkeypatch.setattr("accel_plugins.ortkit.runtime.state._MIN_CAPACITY", 64)
@@ -123,7 +126,7 @@ def test_a_streamer_is_given_each_token_and_may_keep_it(generator: Artifacts) ->
         def end(self) -> None:
             ended.append(len(seen))
 
-    # More than are made at once.
+    # More steps than are prepared at once.
     found = model.generate(**ONE, max_new_tokens=70, eos_token_id=None, streamer=Streamer())
     assert [value.shape for value in seen] == [(1, 4), *[(1,)] * 70]
     assert torch.cat([value.flatten() for value in seen]).tolist() == found[0].tolist()
@@ -137,7 +140,7 @@ def test_a_streamer_may_write_to_what_it_is_given(do_sample: bool, generator: Ar
         calls = 0
 
         def put(self, value: torch.Tensor) -> None:
-            # The first is the prompt.
+            # The first call passes the prompt.
             self.calls += 1
             if self.calls > 1:
                 value.fill_(6)
@@ -155,7 +158,7 @@ def test_a_streamer_may_write_to_what_it_is_given(do_sample: bool, generator: Ar
 
 
 def test_no_mask_is_made_for_an_answer_that_may_have_any_length(generator: Artifacts) -> None:
-    """transformers' loop runs."""
+    """transformers' own loop runs, because the length of the output is unlimited."""
     model = model_of(generator("llama"))
     expected = model.generate(**ONE, max_new_tokens=6, eos_token_id=None)
     end = int(expected[0, -1])

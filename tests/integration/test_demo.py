@@ -1,4 +1,4 @@
-"""The demo does the whole job on its real model."""
+"""The demo runs from export to report on its real model."""
 
 from __future__ import annotations
 
@@ -17,44 +17,37 @@ from accel.backends import registry
 from accel.data.rows import load_rows
 from accel.demo import walkthrough
 from accel.interfaces.specs import Probe, Reason
-from accel.measuring.latency.rounds import Latencies
+from accel.measuring.latency.benchmark import Effort
 
 _OPENVINO = importlib.util.find_spec("openvino") is not None
 
 
-def shorten(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Every fifth query, and a search of seconds: the same job."""
-    texts, labels = demo.read_test_set()
-    monkeypatch.setattr(walkthrough, "read_test_set", lambda: (texts[::5], labels[::5]))
+def shorten(monkeypatch: pytest.MonkeyPatch, folder: Path, texts: list[str], labels: list[str]) -> None:
+    """Make the demo evaluate and search on the given rows."""
     few = folder / "few.csv"
     with few.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("text", "category"), *zip(texts[::5], labels[::5], strict=True)])
+        csv.writer(file).writerows([("text", "category"), *zip(texts, labels, strict=True)])
     monkeypatch.setattr(walkthrough, "TEST_SET", few)
-    monkeypatch.setattr(walkthrough, "_SEARCH_S", 90.0)
 
 
-def test_the_job_is_done_on_a_small_model(
+def test_the_demo_runs_on_a_small_model(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own model, the clock and the search behind it are for the thorough tests."""
+    """Run the demo on a tiny model. The thorough tests use the shipped model and the search."""
     monkeypatch.setenv("ACCEL_PLUGINS", "cpu")
-    texts = demo.read_test_set()[0][:40]
+    shorten(monkeypatch, tmp_path, demo.read_test_set()[0][:40], ["LABEL_0", "LABEL_1"] * 20)
     monkeypatch.setattr(walkthrough, "MODEL", tiny_folder())
-    monkeypatch.setattr(walkthrough, "read_test_set", lambda: (texts, ["LABEL_0"] * len(texts)))
+    monkeypatch.setattr(walkthrough, "_EFFORT", Effort(rounds=1, calls=3, processes=1, warmup=1))
     searched: list[Path] = []
     monkeypatch.setattr(walkthrough, "_search", searched.append)
-    monkeypatch.setattr(
-        walkthrough,
-        "measure",
-        lambda variants, feeds: [Latencies(v.name, ((1.0, 2.0, 2.0, 3.0),) * 4) for v in variants],
-    )
     report = walkthrough.run(tmp_path / "demo")
     names = {"PyTorch eager, float32": "float32", "cpu, float32": "float32", "cpu, O2": "float32"}
     names["cpu, dynamic-int8"] = "int8"
     assert {row.name: row.compute_dtype for row in report.rows} == names
     assert [row.agreement for row in report.rows[:3]] == [1.0] * 3
     assert len({row.accuracy for row in report.rows[:3]}) == 1
-    assert {(row.p5_ms, row.median_ms, row.p95_ms, row.speedup) for row in report.rows} == {(1.0, 2.0, 3.0, 1.0)}
+    assert report.rows[0].speedup == 1.0
+    assert all(0 < row.p5_ms <= row.median_ms <= row.p95_ms for row in report.rows)
     assert report.max_abs_difference < 1e-4
     assert "40 test queries" in walkthrough.render(report)
     assert searched == [tmp_path / "demo-tuned"]
@@ -68,7 +61,10 @@ def test_the_job_is_done_on_a_small_model(
 def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if backends != "all":
         monkeypatch.setenv("ACCEL_PLUGINS", backends)
-        shorten(monkeypatch, tmp_path)
+        # Use every fifth query and a search of seconds, so that the test is fast.
+        texts, labels = demo.read_test_set()
+        shorten(monkeypatch, tmp_path, texts[::5], labels[::5])
+        monkeypatch.setattr(walkthrough, "_SEARCH_S", 90.0)
     report = walkthrough.run(tmp_path / "demo")
     rows = {row.name: row for row in report.rows}
     original = rows["PyTorch eager, float32"]
@@ -95,14 +91,14 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
     for name, row in rows.items():
         if row.compute_dtype == "float32":
             assert row.accuracy == original.accuracy
-        # Measured: 92.63 % in float32, 92.56 % in int8; 0.3 points are nine of the 3,080 queries, or two of every fifth.
+        # Measured accuracy: 92.63 % in float32, 92.56 % in int8. 0.3 points are nine of the 3,080 queries, or two of every fifth query.
         assert row.accuracy >= original.accuracy - 0.0035, name
     for int8 in [name for name, dtype in wanted.items() if dtype == "int8"]:
         assert rows[int8].megabytes < 0.6 * rows[f"{int8.partition(',')[0]}, float32"].megabytes
     assert "int8" in walkthrough.render(report)
     assert report.tuned is not None
     assert report.tuned.drop <= report.tuned.max_drop
-    # Of the CPU's backend and PyTorch there are nine.
+    # The CPU backend and PyTorch together have nine candidates.
     assert report.tuned.candidates > (10 if backends == "all" else 5)
     assert report.tuned.winner in walkthrough.render(report)
     folders.append("demo-tuned")
@@ -110,7 +106,7 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
         Artifact.load(tmp_path / name)
 
 
-def test_a_backend_that_is_missing_says_how_to_get_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_backends_are_reported_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = Reason("not-installed", "openvino is not installed", 'pip install "accel-transformers[openvino]"')
     monkeypatch.setattr(registry, "probe", lambda spec: Probe(reasons=(remedy,)))
     exporters, absent = walkthrough._exporters()
@@ -138,6 +134,6 @@ def test_calibration_rows_are_not_test_rows() -> None:
 _IMPORT = "import accel.demo, sys; print([n for n in ('torch', 'transformers', 'openvino') if n in sys.modules])"
 
 
-def test_paths_of_the_demo_cost_no_import() -> None:
+def test_the_demos_paths_import_no_library() -> None:
     done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Classifiers that read the last end token of a text: rows of a batch with unequal numbers of these tokens."""
+"""Classifiers that read the last end token of a text: batches whose rows have different numbers of end tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build(family: str) -> Any:
 
 
 def a_batch(pad: int) -> dict[str, torch.Tensor]:
-    """Rows with one, two, three and one end tokens, of several lengths."""
+    """Return rows with one, two, three and one end tokens, of different lengths."""
     ids = torch.tensor(
         [
             [7, 8, 9, 10, 11, 12, END],
@@ -69,14 +69,14 @@ def opened(model: Any, tmp_path: Path, backend: str) -> Any:
 
 
 def assert_rows_are_their_own(model: Any, found: Any) -> None:
-    """Each row in the batch, and alone, is what PyTorch answers to the row alone."""
+    """Check that the result for each row, alone and in a batch, equals PyTorch's result for the row alone."""
     batch = a_batch(model.config.pad_token_id)
     together = found(**batch).logits
     for i, mask in enumerate(batch["attention_mask"]):
         row = {name: tensor[i : i + 1, mask.bool()] for name, tensor in batch.items()}
         with torch.inference_mode():
             expected = model(**row).logits
-        # Float32 sums in another order: 1e-6 of logits of order 1.
+        # The order of float32 sums differs: 1e-6 for logits of order 1.
         torch.testing.assert_close(together[i : i + 1], expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(found(**row).logits, expected, atol=1e-4, rtol=0)
 
@@ -88,6 +88,8 @@ def test_a_row_is_answered_from_its_own_last_end_token(backend: str, tmp_path: P
         found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
     else:
         found = opened(model, tmp_path, backend)
+        # The table has two additional rows, which no position uses.
+        assert found.artifact.component().max_sizes == {"sequence": 64}
     assert_rows_are_their_own(model, found)
 
 
@@ -101,7 +103,7 @@ def test_a_row_without_an_end_token_is_refused(tmp_path: Path, bart: Path) -> No
             found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
         with pytest.raises(InputError, match="Row 3 of 'input_ids' has no token 2"):
             found(**batch)
-        # An end token in the padding does not count.
+        # An end token inside the padding is ignored.
         hidden = {**batch, "input_ids": batch["input_ids"].clone()}
         hidden["input_ids"][3, 6] = END
         with pytest.raises(InputError, match="Row 3 of 'input_ids' has no token 2"):
@@ -110,7 +112,7 @@ def test_a_row_without_an_end_token_is_refused(tmp_path: Path, bart: Path) -> No
 
 
 def test_the_separators_of_one_row_do_not_move_the_question_of_another(tmp_path: Path) -> None:
-    """Longformer's head takes every third separator of the batch for the end of a question."""
+    """Longformer's head takes every third separator of the batch as the end of a question."""
     config = transformers.LongformerConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=60, num_labels=2,
         max_position_embeddings=64, attention_window=4, pad_token_id=1, sep_token_id=END, type_vocab_size=1,
@@ -134,7 +136,7 @@ def test_the_separators_of_one_row_do_not_move_the_question_of_another(tmp_path:
 
 
 def test_another_tool_s_graph_takes_rows_with_equal_numbers_of_end_tokens(tmp_path: Path) -> None:
-    """Such a graph selects end tokens of the whole batch; here any graph stands for it, as the config names the class."""
+    """Graphs of other tools select end tokens over the whole batch. The test uses any graph, because the config gives the class."""
     onnx.save(graph("text-classification"), tmp_path / "model.onnx")
     config = {"architectures": ["BartForSequenceClassification"], "model_type": "bart", "is_encoder_decoder": True}
     labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}

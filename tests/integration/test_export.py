@@ -1,4 +1,4 @@
-"""What `export` writes, refuses and leaves behind."""
+"""Files that `export` writes, errors that it raises, and its cleanup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from accel.errors import (
 from accel.models import processors
 from accel.stages.export import export
 from accel.stages.optimize import optimize
-from accel.testing.models import FAMILIES, rescale, save_tiny, tiny_model
+from accel.testing.models import rescale, save_tiny, tiny_config, tiny_model
 
 
 def test_folder_is_complete(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -63,7 +63,7 @@ def test_transformers_reads_the_folder(tiny_artifact: Callable[..., Artifact]) -
     ids = torch.tensor([[5, 6, 7, 8]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     expected = accel.ORTModelForSequenceClassification(artifact)(**inputs).logits
-    # Not bit for bit: our CPU sessions leave one of ONNX Runtime's own fusions out.
+    # Not bit for bit, because accel's CPU sessions disable one of ONNX Runtime's fusions.
     assert (exported(**inputs).logits - expected).abs().max() < 1e-5
 
 
@@ -85,7 +85,7 @@ _SMALL: dict[str, Any] = {
 
 @pytest.mark.thorough
 def test_a_decoder_that_classifies_keeps_its_epsilon_and_returns_no_cache(tmp_path: Path) -> None:
-    """1e-8 is not 0: padding, whose embeddings are zeros, would be NaN."""
+    """The epsilon of 1e-8 is not rounded to 0, so padding, whose embeddings are zero, does not become NaN."""
     config = transformers.HeliumConfig(**_SMALL, num_key_value_heads=2, intermediate_size=64, head_dim=16, num_labels=3)
     model = transformers.HeliumForSequenceClassification(config).eval()
     artifact = export(model, tmp_path / "helium", task="text-classification")
@@ -102,27 +102,8 @@ def test_a_decoder_that_classifies_keeps_its_epsilon_and_returns_no_cache(tmp_pa
 
 
 @pytest.mark.thorough
-def test_a_head_that_reads_the_end_token(tmp_path: Path) -> None:
-    config = transformers.BartConfig(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=120, max_position_embeddings=64, num_labels=3,
-    )  # fmt: skip
-    model = rescale(transformers.BartForSequenceClassification(config)).eval()
-    artifact = export(model, tmp_path / "bart", task="text-classification")
-    ids = torch.tensor([[0, 5, 6, 7, 2], [0, 8, 2, 1, 1]])
-    inputs = {"input_ids": ids, "attention_mask": (ids != 1).long()}
-    with torch.inference_mode():
-        expected = model(**inputs).logits
-    found = ORTModelForSequenceClassification(artifact)(**inputs).logits
-    assert expected.abs().max() > 0.1
-    assert (found - expected).abs().max() < 1e-4
-    # The table has two rows more, which no position uses.
-    assert artifact.component().max_sizes == {"sequence": 64}
-
-
-@pytest.mark.thorough
 def test_types_that_zeros_do_not_stand_for(tmp_path: Path) -> None:
-    """GPT-2 adds the embedding of token 0 for type 0, and nothing where types are left out, as they always are."""
+    """GPT-2 adds the embedding of token 0 for token type 0, but nothing if token types are missing (the usual case)."""
     config = transformers.GPT2Config(vocab_size=120, n_embd=32, n_layer=1, n_head=2, pad_token_id=0, num_labels=3)
     model = rescale(transformers.GPT2ForSequenceClassification(config)).eval()
     artifact = export(model, tmp_path / "gpt2", task="text-classification")
@@ -184,7 +165,7 @@ def test_two_axes_that_became_one_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_wrong_graph_is_not_written(tmp_path: Path) -> None:
-    """The model answers differently on longer inputs than the sample's, which the trace cannot know."""
+    """For inputs longer than the sample, the model computes something that the trace did not follow."""
 
     class LengthDependent(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,26 +179,6 @@ def test_a_wrong_graph_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.thorough
-def test_peft_adapter_is_merged(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
-    base = save_tiny(tmp_path / "base", "bert")
-    with capture.quiet():
-        import transformers
-
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(base)
-        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], init_lora_weights=False)
-        adapted = peft.get_peft_model(model, lora).eval()
-    adapted.save_pretrained(tmp_path / "adapter")
-    export(tmp_path / "adapter", tmp_path / "out")
-    found = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-    with torch.inference_mode():
-        expected, unadapted = adapted(input_ids=ids).logits, tiny_model("bert")(input_ids=ids).logits
-    assert (found(input_ids=ids).logits - expected).abs().max() <= 1e-4
-    assert (unadapted - expected).abs().max() > 1e-2, "the adapter changes nothing: the test proves nothing"
-
-
 @pytest.mark.parametrize(
     "text", ["[{", "{}", "3", "[3]", '[{"idx": 0}]', '[{"type": 3, "path": ""}]', "", "[" * 100_000]
 )
@@ -227,37 +188,6 @@ def test_damaged_modules_of_sentence_transformers(text: str, tmp_path: Path) -> 
     with pytest.raises(IntegrityError, match=r"modules\.json") as error:
         accel.export(folder, tmp_path / "out", task="sentence-similarity")
     assert error.value.fix
-
-
-def test_sentence_transformers_folder(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "st", "bert", "feature-extraction")
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
-    model = accel.ORTModelForFeatureExtraction.from_pretrained(folder)
-    assert model.artifact.task == "sentence-similarity"
-    vectors = model.encode(["where is my card", "a very long text about a bank account"], batch_size=1)
-    assert vectors.shape == (2, 32)
-    assert abs((vectors**2).sum(1) - 1).max() < 1e-5
-    hidden = model(**_encoded(folder, "where is my card")).last_hidden_state
-    cls = torch.nn.functional.normalize(hidden[:, 0], dim=1)
-    assert (torch.from_numpy(vectors[0]) - cls[0]).abs().max() < 1e-5
-    saved = tmp_path / "saved"
-    model.save_pretrained(saved)
-    (saved / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 5, "do_lower_case": True}))
-    prompts = {"prompts": {"query": "Find "}, "default_prompt_name": "query"}
-    (saved / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    with pytest.raises(IntegrityError, match="config_sentence_transformers.json is no file of this artifact"):
-        accel.ORTModelForFeatureExtraction.from_pretrained(saved)
-    Artifact.accept_files(saved)
-    cut = accel.ORTModelForFeatureExtraction.from_pretrained(saved)
-    # Of five tokens two are special: "find where is".
-    assert (cut.encode("Where is my card") == model.encode("find where is")).all()
 
 
 def test_texts_one_by_one_do_not_open_the_tokenizer_again(
@@ -277,17 +207,11 @@ def test_texts_one_by_one_do_not_open_the_tokenizer_again(
     with ThreadPoolExecutor(1) as other:
         for found, text in zip(alone, texts, strict=True):
             assert (other.submit(model.encode, text).result() == found).all()
-    # Once in each thread: a tokenizer keeps settings between calls.
+    # Opened once in each thread, because a tokenizer stores settings between calls.
     assert len(opened) == len(set(opened)) == 2
 
 
-def _encoded(folder: Path, text: str) -> dict[str, torch.Tensor]:
-    import transformers
-
-    return dict(transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt"))
-
-
-# Bad input
+# Invalid inputs
 
 
 def test_unknown_task(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -305,9 +229,17 @@ def test_task_that_does_not_fit(tiny_folder: Callable[..., Path], tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_outputs_that_a_task_does_not_declare(tmp_path: Path) -> None:
+    """The export fails, because no model class of the task could open the graph."""
+    with pytest.raises(TaskError, match="returns logits with 3 axes; a model for text-classification returns") as info:
+        export(tiny_model("bert", "token-classification"), tmp_path / "out", task="text-classification")
+    assert "TaskSpec.outputs" in info.value.fix
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_with_several_heads_is_judged_by_its_weights(tmp_path: Path) -> None:
-    """`BertForPreTraining` has the head for masked words next to another; transformers takes it, as it does of a renamed class."""
-    config = transformers.BertConfig(**FAMILIES["bert"][1])
+    """`BertForPreTraining` has a masked-language head and another head. transformers loads it, and also loads a renamed class."""
+    config = tiny_config("bert")
     model = rescale(transformers.BertForPreTraining(config)).eval()
     model.save_pretrained(tmp_path / "model")
     words = {"input_ids": torch.tensor([[2, 9, 4, 8, 3]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
@@ -316,12 +248,12 @@ def test_a_checkpoint_with_several_heads_is_judged_by_its_weights(tmp_path: Path
         file = tmp_path / "model" / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [name]}))
         opened = accel.ORTModelForMaskedLM.from_pretrained(tmp_path / "model")
-        # Float32 sums in another order.
+        # The order of float32 sums differs.
         assert torch.allclose(opened(**words).logits, expected, atol=1e-5)
 
 
 def test_a_checkpoint_with_other_heads_than_the_asked_one(tmp_path: Path) -> None:
-    config = transformers.ElectraConfig(**FAMILIES["electra"][1])
+    config = tiny_config("electra")
     transformers.ElectraForPreTraining(config).save_pretrained(tmp_path / "model")
     with pytest.raises(ExportError, match="lacks . weights of a ElectraForMaskedLM"):
         export(tmp_path / "model", tmp_path / "out", task="fill-mask")
@@ -335,21 +267,16 @@ def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:
         export(tmp_path / "empty", tmp_path / "out")
 
 
-def test_folder_without_weights(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "config.json").write_bytes((tiny_folder() / "config.json").read_bytes())
-    with pytest.raises(ExportError, match="cannot load"):
-        export(tmp_path / "half", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_truncated_weights(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    folder = tmp_path / "truncated"
+def test_missing_and_truncated_weights(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "half"
     folder.mkdir()
     (folder / "config.json").write_bytes((tiny_folder() / "config.json").read_bytes())
+    with pytest.raises(ExportError, match="cannot load"):
+        export(folder, tmp_path / "out")
     (folder / "model.safetensors").write_bytes((tiny_folder() / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(ExportError, match="cannot load"):
         export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_artifact_is_no_source(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
@@ -357,12 +284,6 @@ def test_an_artifact_is_no_source(tiny_artifact: Callable[..., Artifact], tmp_pa
         export(tiny_artifact().path, tmp_path / "out")
     with pytest.raises(ConfigError, match="not a model"):
         export(42, tmp_path / "out")  # type: ignore[arg-type]
-
-
-def test_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputFolderError, match="cannot be made"):
-        export(tiny_model("bert"), tmp_path / "file" / "out")
 
 
 def test_output_folder_is_the_input_or_not_empty(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -394,7 +315,7 @@ def test_custom_sample_needs_axes(tmp_path: Path) -> None:
 
 # Interruption
 
-# The smallest model that has a file of weights: what is written, and when, is the same for all.
+# The smallest model with a weight file. The order in which files are written is the same for all models.
 _EXPORT = """
 import sys, torch
 from accel.stages.export import export
@@ -403,21 +324,12 @@ export(torch.nn.Linear(64, 64), sys.argv[1], task="custom", sample=sample, axes=
 """
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("writing", marks=pytest.mark.thorough),
-        pytest.param("staging", marks=pytest.mark.thorough),
-        pytest.param("manifest", marks=pytest.mark.thorough),
-    ],
-)
-def test_kill_leaves_nothing_or_a_whole_folder(moment: str, tmp_path: Path) -> None:
-    """Killed as soon as the temporary folder, the graph file or the manifest shows up."""
+@pytest.mark.thorough
+@pytest.mark.parametrize("pattern", [".accel-staging-*", ".accel-staging-*/**/*.onnx*", "*/accel.json"])
+def test_kill_leaves_nothing_or_a_whole_folder(pattern: str, tmp_path: Path) -> None:
+    """Kill the export as soon as the temporary folder, the graph file or the manifest exists."""
     target = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", _EXPORT, str(target)], stdout=subprocess.PIPE)
-    pattern = {"staging": ".accel-staging-*", "writing": ".accel-staging-*/**/*.onnx*", "manifest": "*/accel.json"}[
-        moment
-    ]
     try:
         deadline = time.monotonic() + 120
         while not any(tmp_path.glob(pattern)) and process.poll() is None and time.monotonic() < deadline:
@@ -428,7 +340,7 @@ def test_kill_leaves_nothing_or_a_whole_folder(moment: str, tmp_path: Path) -> N
         process.communicate()
     if target.exists():
         assert Artifact.load(target).component().file == "model.onnx"
-    # The next run beside it cleans up and succeeds.
+    # The next export in the same folder cleans up and succeeds.
     sample, axes = {"input": torch.ones(3, 64)}, {"input": {0: "batch"}}
     export(torch.nn.Linear(64, 64), tmp_path / "next", task="custom", sample=sample, axes=axes)
     assert not list(tmp_path.glob(".accel-staging-*"))
@@ -460,7 +372,7 @@ def test_a_local_path_opens_no_socket(tmp_path: Path) -> None:
 
 
 def test_a_model_in_memory_stays_as_it_is(tmp_path: Path) -> None:
-    """Its weights, their type, and which parts train."""
+    """The export does not change the model's weights, dtype or training mode."""
     model = tiny_model("bert").train()
     model.bert.pooler.eval()
     before = {name: one.clone() for name, one in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""How much memory an export takes beside the weights."""
+"""Memory that an export needs in addition to the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.memory_pages import TELLS, resident
 def test_a_graph_is_compared_without_the_model_s_weights_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's answers are there before the session is opened, for a few calls; pages mapped from a file are given back."""
+    """PyTorch's outputs are computed before the session opens for a few calls. Pages mapped from a file are then released."""
     config = transformers.BertConfig(
         vocab_size=8000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
@@ -40,7 +40,7 @@ def test_a_graph_is_compared_without_the_model_s_weights_in_memory(
     assert resident(table) > 400
     export(model, tmp_path / "out")
     [(few, pages)] = asked
-    # What is read beside it in the file brings up to 16 pages on either side.
+    # Reads of neighboring parts of the file load up to 16 pages on either side.
     assert few
     assert pages <= 32
 
@@ -74,7 +74,10 @@ print(weights, 1024 * int(next(line for line in lines if line.startswith("VmHWM"
     ],
 )
 def test_peak_of_memory(mapped: bool, size: int, rest: str, times: int, beside: int, tmp_path: Path) -> None:
-    """Of the whole process: the weights, where they are mapped, once; in memory of the model's own beside those that the runtime maps."""
+    """Peak memory of the export process.
+
+    Weights mapped from a file count once. Weights in the model's own memory count twice, because the runtime also maps the graph's.
+    """
     script = _PEAK.format(mapped=mapped, size=size, rest=rest)
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "out")], capture_output=True, text=True, check=True

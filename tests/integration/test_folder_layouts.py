@@ -1,4 +1,4 @@
-"""Folders in layouts of other tools that are read where they lie, and what is said of folders that cannot be read."""
+"""Folders in layouts of other tools that are read in place, and errors for folders that cannot be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INPUTS = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor
 
 @pytest.fixture
 def nested(tiny_artifact: Get, tmp_path: Path) -> Callable[[str], Path]:
-    """An artifact in a subfolder, with its config above, as sentence-transformers saves our models."""
+    """Return an artifact in a subfolder with its config in the parent folder, as sentence-transformers saves accel's models."""
 
     def make(subfolder: str) -> Path:
         root = tmp_path / "saved"
@@ -67,7 +67,7 @@ def test_a_subfolder_that_was_changed_is_refused(nested: Callable[[str], Path]) 
 
 @pytest.fixture
 def foreign_t5(shared: Callable[..., Path], tmp_path: Path) -> Path:
-    """A T5 that Optimum exported, which a test may change."""
+    """Return a copy of a T5 folder from Optimum, which a test may change."""
     import tarfile
 
     packed = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"

@@ -1,4 +1,4 @@
-"""Models in processes that were forked from one that has used them."""
+"""Models in processes that were forked from a process that had used the models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.tensor([[5, 6, 7]])
 
 
 def in_child(answer: Callable[..., Any], *given: Any) -> Any:
-    """What a forked child answers."""
+    """Return the result of a function in a forked child process."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     child = context.Process(target=lambda: queue.put(answer(*given)))
@@ -39,7 +39,7 @@ def test_a_child_opens_sessions_of_its_own(backend: str, tiny_artifact: Callable
         ORTModelForSequenceClassification(tiny_artifact(), backend=backend, session_options=OPTIONS) for _ in range(2)
     )
     expected = logits()
-    # Whose threads OpenVINO would keep for the child's.
+    # The other session must be closed, because OpenVINO would expect its threads in the child.
     other.close()
     assert abs(in_child(logits) - expected).max() < 1e-6
 
@@ -65,7 +65,7 @@ def test_a_child_generates(generator: Callable[..., Artifact]) -> None:
 
 
 def test_a_child_multiplies_in_several_threads() -> None:
-    """Where PyTorch computes with GNU's OpenMP, a child waited for its parent's threads."""
+    """If PyTorch uses GNU OpenMP, a child must not wait for its parent's threads."""
     factor = torch.randn((600, 600), generator=torch.Generator().manual_seed(0))
 
     def product() -> Any:
@@ -80,7 +80,7 @@ def test_a_child_multiplies_in_several_threads() -> None:
         torch.set_num_threads(threads)
 
 
-# Sessions that only the collector finds, early and late, one that is closed, and one that is there at the end.
+# Sessions that only the garbage collector finds (early and late), a closed session, and a session that is alive at the end.
 _INHERITED = """
 import gc, os, sys
 from accel import ORTModelForSequenceClassification, SessionOptions

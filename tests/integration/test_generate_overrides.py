@@ -1,4 +1,4 @@
-"""What transformers' classes override of `generate`, and what becomes of it: graphs run behind accel's classes, not theirs."""
+"""Overrides of `generate` in transformers' classes. Graphs run with accel's classes, so each override needs a decision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel.upstream.generate_hooks import GenerateHooks
 from tests.sweep.cases import pairs
 
 PREPARE = "prepare_inputs_for_generation"
-# Why an override of an exported model changes nothing, or where it is honoured.
+# Reasons why an override of an exported model has no effect here, or the place where accel implements it.
 HONOURED: dict[str, dict[str, str]] = {
     PREPARE: {
         "BambaForCausalLM": "num_logits_to_keep of the config: how many logits are computed, of which the last one is read",
@@ -55,7 +55,7 @@ HONOURED: dict[str, dict[str, str]] = {
         "WhisperForConditionalGeneration": "`ORTModelForSpeechSeq2Seq` inherits from WhisperGenerationMixin",
     },
 }
-# Classes that are not exported (docs/models.md says why) and override something: to be looked at when they are.
+# Classes with overrides that cannot be exported (docs/models.md gives the reasons). Check the overrides when that changes.
 NOT_EXPORTED = frozenset(
     """
 Apertus1p5ForConditionalGeneration Blip2ForConditionalGeneration BlipForConditionalGeneration CanaryForConditionalGeneration
@@ -83,7 +83,7 @@ XLMWithLMHeadModel XLNetLMHeadModel ZambaForCausalLM
 
 
 def overrides_of(cls: type) -> set[str]:
-    """The members of GenerationMixin that a model's classes define again."""
+    """Return the members of GenerationMixin that a model's classes override."""
     found = set()
     for name in vars(GenerationMixin):
         owner = next((base for base in cls.__mro__ if name in vars(base)), GenerationMixin)
@@ -132,7 +132,7 @@ def test_hooks_of_generate_have_transformers_parameters(name: str) -> None:
 def test_what_the_table_of_overrides_names_exists() -> None:
     for name, classes in HONOURED.items():
         for cls in classes:
-            # Older versions of transformers may lack a model.
+            # Older versions of transformers may not have the model.
             assert not hasattr(transformers, cls) or name in overrides_of(getattr(transformers, cls)), (name, cls)
 
 
@@ -143,7 +143,7 @@ def test_models_whose_angles_change_are_known_by_their_override() -> None:
 
 
 def padded_in_front() -> dict[str, torch.Tensor]:
-    """Three sounds, and prompts of the decoder of unequal lengths."""
+    """Return three audio inputs, with left-padded decoder prompts of different lengths."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(4, 90, (3, 6), generator=draw)
     mask = torch.ones_like(ids)

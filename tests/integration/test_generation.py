@@ -19,7 +19,7 @@ from tokenizers import processors
 from typer.testing import CliRunner
 
 import accel
-from accel import ORTModelForCausalLM, optimize, quantize, validate
+from accel import ORTModelForCausalLM, quantize
 from accel.artifact import Artifact
 from accel.artifact.manifest import Manifest
 from accel.capture import feeds_for
@@ -37,7 +37,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "beam": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20},
 }
-# Encoder-decoders that read sounds of any length.
+# Encoder-decoders with audio of any length.
 SOUNDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "moonshine": ("input_values", (3, 9011)),
     "speech-to-text": ("input_features", (3, 203, 20)),
@@ -45,13 +45,13 @@ SOUNDS: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 def inputs_of(family: str) -> dict[str, torch.Tensor]:
-    """Three rows: texts of unequal lengths, padded as their pipelines pad them, or images, or speech."""
+    """Return three rows: images, audio, or texts of different lengths, padded as their pipelines pad them."""
     task = GENERATORS[family][0]
     draw = torch.Generator().manual_seed(1)
     if family in SOUNDS:
         name, shape = SOUNDS[family]
         sounds, mask = torch.randn(shape, generator=draw), torch.ones(shape[:2], dtype=torch.int64)
-        # Neither end falls on a multiple of what the encoders stride over.
+        # The lengths are not multiples of the encoder's strides.
         mask[0, shape[1] // 2 + 3 :], mask[2, -shape[1] // 5 :] = 0, 0
         sounds[mask == 0] = 0
         return {name: sounds, "attention_mask": mask}
@@ -78,7 +78,7 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
 
 
 def pictures() -> list[Image.Image]:
-    """Three of unequal shapes, which are cut into unequal numbers of patches."""
+    """Return three images of different shapes, which are split into different numbers of patches."""
     draw = np.random.default_rng(0)
     shapes = ((30, 50, 3), (60, 20, 3), (40, 41, 3))
     return [Image.fromarray(draw.integers(0, 255, shape, dtype=np.uint8)) for shape in shapes]
@@ -93,13 +93,13 @@ def opened(artifact: Artifact) -> Any:
     return model_class(artifact.task)(artifact)
 
 
-# What is not about graphs runs on PyTorch every time: an export takes seconds.
+# Tests that do not depend on graphs always run on PyTorch, because an export takes seconds.
 FOLDERS = ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)]
 
 
 @pytest.fixture
 def made(generator: Artifacts, shared: Callable[..., Path]) -> Callable[[str, str], Path]:
-    """A family's folder, as a backend runs it."""
+    """Return a function that gives a family's folder in the format of a backend."""
 
     def get(family: str, backend: str) -> Path:
         if backend != "pytorch":
@@ -109,7 +109,7 @@ def made(generator: Artifacts, shared: Callable[..., Path]) -> Callable[[str, st
     return get
 
 
-# One of each kind of attention, position and cache; the others differ from these in their layers only.
+# One family for each kind of attention, position and cache. The other families differ only in their layers.
 USUAL = ("gemma3", "gpt2", "qwen3", "bart", "whisper", "lfm2")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
 
@@ -117,9 +117,19 @@ FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorou
 HEARING = [pytest.param(name, marks=pytest.mark.thorough) for name in SOUNDS]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
-    original, model = tiny_generator(family), opened(generator(family))
+# The tiny mT5 has large random weights: OpenVINO's rounding error is 1.4e-4 of its logits, and an export accepts only 1e-4.
+ON_BACKENDS = [
+    pytest.param(family, backend, marks=() if family in quick else pytest.mark.thorough)
+    for backend, quick in (("cpu", USUAL), ("openvino", ("bart",)))
+    for family in GENERATORS
+    if (family, backend) != ("mt5", "openvino")
+]
+
+
+@pytest.mark.parametrize(("family", "backend"), ON_BACKENDS)
+def test_tokens_equal_transformers(family: str, backend: str, generator: Artifacts) -> None:
+    original, model = tiny_generator(family), opened(generator(family, backend))
+    assert model.backend == backend
     rows = inputs_of(family)
     seen: set[int] = set()
     for name, choices in CHOICES.items():
@@ -131,26 +141,6 @@ def test_tokens_equal_transformers(family: str, generator: Artifacts) -> None:
             assert torch.equal(found, expected), (family, name, len(found))
             seen |= set(expected.flatten().tolist())
     assert len(seen) > 5, "a model that repeats itself proves nothing"
-
-
-# The tiny mT5's large random weights let OpenVINO's rounding grow to 1.4e-4 of its logits, and the export accepts 1e-4.
-IN_OPENVINO = [
-    pytest.param(name, marks=() if name == "bart" else pytest.mark.thorough) for name in GENERATORS if name != "mt5"
-]
-
-
-@pytest.mark.parametrize("family", IN_OPENVINO)
-def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
-    pytest.importorskip("openvino")
-    original, model = tiny_generator(family), opened(generator(family, "openvino"))
-    assert model.backend == "openvino"
-    rows = inputs_of(family)
-    for choices in CHOICES.values():
-        for given in ({key: value[1:2] for key, value in rows.items()}, rows):
-            torch.manual_seed(5)
-            expected = original.generate(**given, max_new_tokens=20, **choices)
-            torch.manual_seed(5)
-            assert torch.equal(model.generate(**given, max_new_tokens=20, **choices), expected)
 
 
 @pytest.mark.thorough
@@ -167,9 +157,9 @@ def test_openvino_keeps_the_cache(family: str, generator: Artifacts) -> None:
     ],
 )
 def test_half_precision(family: str, format: str, dtype: str, shared: Callable[..., Path], tmp_path: Path) -> None:
-    """What a model hears and looks for in its numbers depends on its dtype."""
+    """The dtype affects the audio input, and the constants that the model's code compares its values with."""
     folder = shared(f"generator-{family}", lambda folder: save_generator(folder, family))
-    # Large random weights, so that rounding grows: the comparison of an export is too strict.
+    # Large random weights increase rounding errors, so the usual tolerance of an export would be exceeded.
     artifact = accel.export(
         folder, tmp_path / "half", task=GENERATORS[family][0], format=format, dtype=dtype, atol=100.0
     )
@@ -178,13 +168,6 @@ def test_half_precision(family: str, format: str, dtype: str, shared: Callable[.
     found = opened(artifact)(**rows, **start).logits.float()
     expected = tiny_generator(family)(**rows, **start).logits
     assert (found - expected).abs().max() <= (0.02 if dtype == "float16" else 0.1) * expected.abs().max()
-
-
-def test_cache_against_no_cache(generator: Artifacts) -> None:
-    model = opened(generator("gemma3"))
-    rows = inputs_of("gemma3")
-    cached = model.generate(**rows, max_new_tokens=20)
-    assert torch.equal(model.generate(**rows, max_new_tokens=20, use_cache=False), cached)
 
 
 @pytest.mark.parametrize("family", HEARING)
@@ -204,7 +187,7 @@ def test_padding_of_sounds_reaches_the_decoder(family: str, generator: Artifacts
     expected = original(**rows, decoder_input_ids=tokens).logits
     found = model(**rows, decoder_input_ids=tokens)
     assert (found.logits - expected).abs().max() < 1e-3
-    # The same from the encoder's own answer, which holds its mask, and a step behind the cache, which does, too.
+    # The results are the same with precomputed encoder outputs, which contain their mask, and in a step with a cache, which also does.
     encoded = model.get_encoder()(**rows)
     again = model(encoder_outputs=encoded, attention_mask=rows["attention_mask"], decoder_input_ids=tokens[:, :2])
     step = model(decoder_input_ids=tokens[:, 2:], past_key_values=again.past_key_values)
@@ -228,7 +211,7 @@ def test_sounds_without_a_mask_are_whole(family: str, generator: Artifacts) -> N
 @pytest.mark.thorough
 def test_sounds_end_where_the_positions_do(generator: Artifacts) -> None:
     artifact = generator("speech-to-text")
-    # Four frames a position; its padding token takes one row of 102.
+    # One position for four frames. The padding position uses one of 102 rows.
     assert artifact.component("encoder").max_sizes == {"frames": 404}
     model = opened(artifact)
     longest = torch.randn((1, 404, 20), generator=torch.Generator().manual_seed(3))
@@ -249,19 +232,6 @@ def test_a_pipeline_hears_with_moonshine(generator: Artifacts) -> None:
     wave = np.random.default_rng(2).standard_normal(16000).astype(np.float32)
     settings = {"max_new_tokens": 10}
     assert hear(wave, generate_kwargs=settings) == stock(wave, generate_kwargs=settings)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_conversation_equals_one_shot(rows: int, generator: Artifacts) -> None:
-    model: ORTModelForCausalLM = opened(generator("qwen3"))
-    ids = torch.randint(4, VOCABULARY, (rows, 12), generator=torch.Generator().manual_seed(2))
-    cache = model.new_cache()
-    model.generate(ids[:, :5], attention_mask=torch.ones(rows, 5).long(), past_key_values=cache, max_new_tokens=1)
-    # The first turn's last token was never read: the second turn brings it along.
-    assert cache.get_seq_length() == 5
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=10)
-    expected = tiny_generator("qwen3").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10)
-    assert torch.equal(found, expected)
 
 
 def test_forward_returns_a_cache_that_continues(generator: Artifacts) -> None:
@@ -301,43 +271,16 @@ def test_everything_generate_offers(generator: Artifacts) -> None:
     assert torch.equal(stopped, original.generate(**rows, max_new_tokens=15, eos_token_id=int(expected[0, 9])))
 
 
-def test_streamed_tokens_are_the_answer(generator: Artifacts) -> None:
-    artifact = generator("llama")
-    streamer = transformers.TextIteratorStreamer(tiny_tokenizer(), skip_prompt=True)
-    found = opened(artifact).generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=8, streamer=streamer)
-    assert "".join(streamer) == tiny_tokenizer().decode(found[0, 3:])
-
-
 @pytest.mark.thorough
 def test_weights_are_stored_once(generator: Artifacts) -> None:
     for family in ("qwen3", "t5", "bart"):
         artifact = generator(family)
         weights = sum(parameter.numel() * 4 for parameter in tiny_generator(family).parameters())
         data = artifact.path / "model.onnx.data"
-        # The tracer transposes tables as small as these into a second copy for the last layer; large ones stay single (a
-        # 0.5-billion-parameter Qwen: 1.00 times its weights). Constants of the graphs weigh something here, too.
+        # The tracer stores a second, transposed copy of small embedding tables for the last layer. Large tables are stored once (a
+        # 0.5-billion-parameter Qwen: 1.00 times its weights). Constants of the graphs also take space.
         table = VOCABULARY * 64 * 4
         assert data.stat().st_size <= 1.05 * weights + table + 4096, family
-
-
-def test_optimized_and_quantized_decoders(generator: Artifacts, tmp_path: Path) -> None:
-    artifact = generator("llama")
-    assert validate(artifact).passed
-    faster = optimize(artifact, tmp_path / "o2", level="O2")
-    rows = inputs_of("llama")
-    expected = opened(artifact).generate(**rows, max_new_tokens=10)
-    assert torch.equal(opened(faster).generate(**rows, max_new_tokens=10), expected)
-    for scheme in ("weight-int8", "weight-int4"):
-        small = quantize(artifact, tmp_path / scheme, scheme=scheme, block_size=32)
-        assert small.bytes < 0.7 * artifact.bytes
-        with torch.inference_mode():
-            logits = opened(small)(**rows).logits
-            original = tiny_generator("llama")(**rows).logits
-        kept = rows["attention_mask"].bool()
-        error = (logits - original)[kept].abs().mean() / original[kept].abs().mean()
-        # Weights this large and random make rounding errors grow from layer to layer: 0.04 was measured with 8 bits,
-        # 0.38 with 4.
-        assert error < (0.08 if scheme == "weight-int8" else 0.5)
 
 
 def test_a_last_layer_of_shared_weights_is_quantized(generator: Artifacts, tmp_path: Path) -> None:
@@ -353,24 +296,11 @@ def test_a_last_layer_of_shared_weights_is_quantized(generator: Artifacts, tmp_p
     assert (logits - original)[kept].abs().mean() < 0.08 * original[kept].abs().mean()
 
 
-def test_pipelines(generator: Artifacts) -> None:
-    text = "where is my card"
-    chat = accel.pipeline("text-generation", model=opened(generator("gpt2")), tokenizer=tiny_tokenizer())
-    answer = chat(text, max_new_tokens=5, do_sample=False)[0]["generated_text"]
-    assert answer.startswith(text)
-    translator = accel.pipeline("translation_en_to_de", model=opened(generator("bart")), tokenizer=tiny_tokenizer())
-    assert set(translator(text, max_new_tokens=5)[0]) == {"translation_text"}
-    summaries = accel.pipeline("summarization", model=opened(generator("bart")), tokenizer=tiny_tokenizer())
-    two = summaries([text, "my phone is slow"], max_new_tokens=5, batch_size=2)
-    assert [set(item) for item in two] == [{"summary_text"}] * 2
-    assert two[0] == summaries(text, max_new_tokens=5)[0]
-
-
 @pytest.mark.parametrize("backend", FOLDERS)
 def test_a_pipeline_reads_images_with_an_encoder_decoder(
     backend: str, made: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """As transformers 4 did it, under both of the names that transformers has had for it."""
+    """The pipeline works as in transformers 4, under both of its names in transformers."""
     folder = made("vit-gpt2", backend)
     model = accel.ORTModel.from_pretrained(folder, backend=backend)
     draw = np.random.default_rng(0)
@@ -406,7 +336,7 @@ def test_a_pipeline_reads_images_with_an_encoder_decoder(
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.thorough
 def test_patches_are_padding_where_the_mask_says_it(masked: bool, generator: Artifacts) -> None:
-    """Without a mask, Pix2Struct's encoder leaves the padding out and its decoder does not."""
+    """Without a mask, Pix2Struct's encoder ignores padding patches, but its decoder does not."""
     original, model = tiny_generator("pix2struct"), opened(generator("pix2struct"))
     given = inputs_of("pix2struct")
     assert len(set(given["attention_mask"].sum(1).tolist())) > 1
@@ -423,7 +353,7 @@ def test_patches_are_padding_where_the_mask_says_it(masked: bool, generator: Art
 @pytest.mark.parametrize("backend", FOLDERS)
 @pytest.mark.parametrize("place", [64.0, -1.0, float("nan")])
 def test_patches_in_no_row_of_the_model(place: float, backend: str, made: Callable[[str, str], Path]) -> None:
-    """Runtimes answer them, each otherwise."""
+    """Rows outside of the model's range are rejected, because runtimes handle them differently."""
     model, given = accel.ORTModel.from_pretrained(made("pix2struct", backend), backend=backend), inputs_of("pix2struct")
     given["flattened_patches"][1, 2, 0] = place
     with pytest.raises(InputError, match="the model has 0 to 63"):
@@ -432,7 +362,7 @@ def test_patches_in_no_row_of_the_model(place: float, backend: str, made: Callab
 
 @pytest.mark.thorough
 def test_as_many_patches_as_the_processor_makes_are_measured(generator: Artifacts) -> None:
-    """Who names no number would measure images of two patches."""
+    """The default number of patches is the processor's, because benchmarks on two patches would be useless."""
     artifact = generator("pix2struct")
     made = feeds_for(artifact.component("encoder").inputs, {"batch": 2}, seed=0, folder=artifact.path)
     assert made["flattened_patches"].shape == (2, 20, 2 + 3 * PATCH**2)
@@ -455,7 +385,7 @@ def test_a_pipeline_reads_patches(backend: str, made: Callable[[str, str], Path]
 def test_a_question_is_written_above_an_image(
     backend: str, made: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the image processor, whose font comes from the Hub."""
+    """The image processor draws the question above the image, with a font from the Hub."""
     from transformers.models.pix2struct import image_processing_pil_pix2struct as processing
 
     headers = {"how many?": Image.new("RGB", (50, 20), "red"), "what?": Image.new("RGB", (50, 20), "blue")}
@@ -474,7 +404,7 @@ def test_a_question_is_written_above_an_image(
 
 
 def test_token_types_that_say_nothing(generator: Artifacts) -> None:
-    """BERT's tokenizer makes them, and a BERT encoder of `EncoderDecoderModel` takes them."""
+    """BERT's tokenizer returns token types, and the BERT encoder of an `EncoderDecoderModel` accepts them."""
     model = opened(generator("bart"))
     ids = torch.tensor([[5, 6, 7, 8]])
     types = torch.zeros_like(ids)
@@ -486,7 +416,7 @@ def test_token_types_that_say_nothing(generator: Artifacts) -> None:
 
 
 def test_computed_positions_have_no_limit(generator: Artifacts) -> None:
-    """Where transformers computes behind `max_position_embeddings`, so do we."""
+    """Models that compute positions accept texts beyond `max_position_embeddings`, as in transformers."""
     ids = torch.randint(4, VOCABULARY, (1, 210), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         expected = tiny_generator("llama")(input_ids=ids).logits
@@ -525,7 +455,7 @@ def test_wrong_input_is_explained(generator: Artifacts) -> None:
     ],
 )
 def test_positions_that_the_model_does_not_have(family: str, most: int, backend: str, generator: Artifacts) -> None:
-    """GPT-2 looks them up in a table; Llama computes any from 0 on."""
+    """GPT-2 looks positions up in a table. Llama computes any position from 0."""
     artifact = generator(family, backend)
     spec = next(spec for spec in artifact.component().inputs if spec.name == "position_ids")
     assert spec.bounds == (0, most)
@@ -539,7 +469,7 @@ def test_positions_that_the_model_does_not_have(family: str, most: int, backend:
 
 
 def test_positions_of_an_earlier_artifact_are_not_looked_at(generator: Artifacts) -> None:
-    """Its manifest says nothing of them."""
+    """The manifest of an earlier version has no bounds for positions."""
     artifact = generator("llama")
     component = artifact.component()
     inputs = tuple(replace(spec, bounds=None) for spec in component.inputs)
@@ -547,7 +477,7 @@ def test_positions_of_an_earlier_artifact_are_not_looked_at(generator: Artifacts
     read = Manifest.from_dict(json.loads(json.dumps(earlier.to_dict())), Path("accel.json"))
     ids = torch.tensor([[5, 6, 7]])
     found = opened(Artifact(artifact.path, read))(input_ids=ids, position_ids=torch.tensor([[-1, 0, 1]]))
-    # Angles between tokens are the same.
+    # Rotary angles depend only on distances, so shifted positions give the same logits.
     assert (found.logits - opened(artifact)(input_ids=ids).logits).abs().max() < 1e-3
 
 
@@ -590,7 +520,7 @@ def test_sounds_and_images_that_are_none(family: str, name: str, generator: Arti
 
 
 def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> None:
-    """Without one, the decoder reads all of them, as in transformers."""
+    """Without a mask, the decoder attends to all positions of the encoder, as in transformers."""
     original, model = tiny_generator("bart"), opened(generator("bart"))
     rows = inputs_of("bart")
     encoded = model.get_encoder()(**rows)

@@ -1,4 +1,4 @@
-"""A folder for caches that cannot be used: what needs it says so in one error, what does not goes on without it."""
+"""Unusable cache folders: features that need one raise one clear error, and others work without it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def below_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # Tests may run as a user who may read everything.
+    # Tests may run as root, who can read every folder.
     home, access = tmp_path / "home", os.access
     home.mkdir()
     monkeypatch.setenv("ACCEL_HOME", str(home))
@@ -188,7 +188,7 @@ def test_a_package_that_cannot_be_noted_is_still_made(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It opens in the process that made it, which checks it; elsewhere its code has to be trusted."""
+    """The package opens in the process that made it, which remembers it. In another process, the user has to trust its code."""
     from accel_plugins.pytorch.aotinductor import packages
 
     home(monkeypatch, tmp_path)

@@ -1,4 +1,4 @@
-"""Only what will be opened is downloaded, and a Hub that does not give it is one error within seconds."""
+"""The Hub: only needed files are downloaded, and an unreachable Hub raises one error within seconds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 import accel
 from accel.artifact import Artifact
 from accel.artifact.hub import HubOptions, locate
-from accel.errors import AccelError, ArtifactError, ArtifactNotFoundError
+from accel.errors import ArtifactError, ArtifactNotFoundError
 from accel.stages.adoption import graphs_to_fetch
 from tests.fake_hub import FakeHub, serving, use
 
 NAME = "org/model"
 SECONDS = 8.0
-"""Seconds until an error at most; the limit of a request is 5 s."""
+"""Longest accepted time until an error, in seconds. The timeout of a request is 5 s."""
 
 
 @pytest.fixture
@@ -261,8 +261,9 @@ def test_a_disk_that_is_full(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("how", ["refuses", "hangs", 401, 403])
-def test_uploads_that_fail(
-    how: str | int, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_artifact: Any
+@pytest.mark.parametrize("request_of", ["an upload", "a data set"])
+def test_other_requests_that_fail(
+    request_of: str, how: str | int, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_artifact: Any
 ) -> None:
     model = accel.ORTModelForSequenceClassification(tiny_artifact())
     hub.hangs = how == "hangs"
@@ -271,23 +272,11 @@ def test_uploads_that_fail(
     elif isinstance(how, int):
         hub.refuses = (how, "")
     started = time.monotonic()
-    with pytest.raises(ArtifactError, match="Uploading to 'org/new' failed"):
-        model.push_to_hub("org/new", token="hf_x")
+    if request_of == "an upload":
+        with pytest.raises(ArtifactError, match="Uploading to 'org/new' failed"):
+            model.push_to_hub("org/new", token="hf_x")
+    else:
+        with pytest.raises(ArtifactNotFoundError) as caught:
+            accel.evaluate(model.artifact, "org/data", split="test")
+        assert caught.value.fix
     assert time.monotonic() - started < SECONDS
-
-
-@pytest.mark.parametrize("how", ["refuses", "hangs", 401])
-def test_data_sets_that_cannot_be_fetched(
-    how: str | int, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_artifact: Any
-) -> None:
-    hub.hangs = how == "hangs"
-    if how == "refuses":
-        use(closed_port(), str(tmp_path / "cache"), monkeypatch)
-    elif isinstance(how, int):
-        hub.refuses = (how, "")
-    started = time.monotonic()
-    with pytest.raises(AccelError) as caught:
-        accel.evaluate(tiny_artifact(), "org/data", split="test")
-    assert isinstance(caught.value, ArtifactNotFoundError)
-    assert time.monotonic() - started < SECONDS
-    assert caught.value.fix

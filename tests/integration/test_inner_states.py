@@ -1,4 +1,4 @@
-"""Hidden states and attentions in the graph when asked for: tuples, as transformers returns them."""
+"""Hidden states and attentions in the graph on request: returned as tuples, as in transformers."""
 
 from __future__ import annotations
 

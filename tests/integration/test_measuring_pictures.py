@@ -1,4 +1,4 @@
-"""Models of images are measured with the metric of their task, on data in the forms that data sets have."""
+"""Accuracy of image models, with the metric of their task, on data in the formats of public data sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = ((60, 80), (96, 64), (64, 64))
 
 
 def answers(folder: Path, task: str, image: Any) -> Any:
-    """PyTorch's outputs for an image."""
+    """Return PyTorch's outputs for an image."""
     with torch.inference_mode():
         return original(folder, task)(**processors(folder)["image_processor"](image, return_tensors="pt"))
 
@@ -43,7 +43,7 @@ class TestDetection:
     TASK = "object-detection"
 
     def rows(self, folder: Path) -> list[dict[str, Any]]:
-        """Images with the boxes that PyTorch is surest of, as COCO writes them."""
+        """Return images with the boxes of PyTorch's highest scores, in COCO format."""
         made = []
         for seed, (height, width) in enumerate(SIZES):
             image = picture(height, width, seed)
@@ -86,14 +86,16 @@ class TestDetection:
         ],
         ids=["corners", "shares", "negative"],
     )
-    def test_boxes_of_another_form(self, boxes: Any, message: str, tiny_folder: Callable[..., Path]) -> None:
+    def test_boxes_in_another_format_are_refused(
+        self, boxes: Any, message: str, tiny_folder: Callable[..., Path]
+    ) -> None:
         objects = {"bbox": boxes, "category": [0] * len(boxes)}
         with pytest.raises(InputError, match=message):
             measured(
                 "detr", tiny_folder("detr", self.TASK), [{"image": picture(60, 80), "objects": objects}], batch_size=1
             )
 
-    def test_objects_without_boxes(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_objects_without_boxes_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "objects": {"category": [0]}}]
         with pytest.raises(InputError, match=r"none of bbox"):
             measured("detr", tiny_folder("detr", self.TASK), rows)
@@ -104,7 +106,7 @@ class TestDetectionByName:
     NAMES = ("my card", "cash")
 
     @pytest.mark.parametrize("family", ["owlvit", pytest.param("grounding-dino", marks=pytest.mark.thorough)])
-    def test_finds_what_the_stock_pipeline_finds(self, family: str, tiny_folder: Callable[..., Path]) -> None:
+    def test_detects_the_same_as_the_stock_pipeline(self, family: str, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder(family, self.TASK)
         pictures = [picture(height, width, seed) for seed, (height, width) in enumerate(SIZES)]
         objects = {"bbox": [[4.0, 4.0, 30.0, 20.0]] * 2, "category": list(self.NAMES)}
@@ -116,7 +118,7 @@ class TestDetectionByName:
             map_columns(load_rows(rows), self.TASK), task=self.TASK, config=None, max_length=None, limit=None, batch_size=2,
             processor=transformers.AutoProcessor.from_pretrained(folder),
         )  # fmt: skip
-        # The classes of the data by their names, in the alphabet's order.
+        # Label numbers of the data, by label names in alphabetical order.
         numbers = {"cash": 0, "my card": 1}
         model = original(folder, self.TASK)
         detect = transformers.pipeline(self.TASK, model=model, **processors(folder))
@@ -125,13 +127,13 @@ class TestDetectionByName:
                 (numbers[one["label"]], one["score"], *one["box"].values())
                 for one in detect(image, candidate_labels=list(self.NAMES), threshold=0.0)
             ]
-            # Scores of two boxes may be the same but for rounding.
+            # Scores of two boxes may differ only by rounding, so they are rounded before sorting.
             made, expected = (
                 sorted(some, key=lambda box: (box[0], round(box[1], 4), box[2:])) for some in (boxes, expected)
             )
             assert len(made) == len(expected) > 10
             assert [box[0] for box in made] == [box[0] for box in expected]
-            # The pipeline cuts corners to whole pixels.
+            # The pipeline truncates corners to whole pixels.
             apart = np.abs(np.array(made)[:, 1:] - np.array(expected)[:, 1:])
             assert apart[:, 0].max() <= 1e-5
             assert apart[:, 1:].max() <= 1
@@ -150,7 +152,7 @@ class TestDetectionByName:
         )
         assert len(encoded.batch([0])["input_ids"]) == 3
 
-    def test_numbers_without_names(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_classes_without_names_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("owlvit", self.TASK)
         rows = [{"image": picture(60, 80), "objects": {"bbox": [[1.0, 1.0, 9.0, 9.0]], "category": [1]}}]
         with pytest.raises(InputError, match="numbers without names"):
@@ -158,7 +160,7 @@ class TestDetectionByName:
 
     @pytest.mark.thorough
     def test_calibration(self, tiny_artifact: Callable[..., Artifact]) -> None:
-        """Each image meets each text, and a graph takes them."""
+        """Each image is paired with each text, and a graph accepts the batches."""
         artifact = tiny_artifact("owlvit", self.TASK)
         rows = [{"image": picture(60, 80, seed), "text": text} for seed, text in enumerate(self.NAMES)]
         batches = list(calibration_batches(artifact, rows))
@@ -198,12 +200,12 @@ class TestSegmentation:
         rows[0]["annotation"] = Image.fromarray(wrong)
         assert measured("segformer", folder, rows).value == 1.0
 
-    def test_classes_that_the_model_has_not(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_unknown_classes_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "annotation": Image.new("L", (80, 60), 7)}]
         with pytest.raises(InputError, match="holds the classes"):
             measured("segformer", tiny_folder("segformer", self.TASK), rows)
 
-    def test_masks_of_another_size(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_masks_of_another_size_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "annotation": Image.new("L", (40, 30))}]
         with pytest.raises(InputError, match="30 x 40 pixels; 60 x 80 were expected"):
             measured("segformer", tiny_folder("segformer", self.TASK), rows)
@@ -233,12 +235,12 @@ class TestDepth:
         folder = tiny_folder("dpt", self.TASK)
         image = picture(64, 64)
         inverse = self.depths(folder, image)
-        # An inverse depth of another scale and origin.
+        # An inverse depth with another scale and offset.
         true = 1 / (3 * (inverse - inverse.min()) + 0.5)
         result = measured("dpt", folder, [{"image": image, "depth": true.tolist()}])
         assert result.value == pytest.approx(0.0, abs=1e-3)
 
-    def test_depths_without_a_unit(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_depths_without_a_unit_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "depth": Image.new("L", (80, 60), 9)}]
         with pytest.raises(InputError, match="whole numbers, whose unit is not known"):
             measured("glpn", tiny_folder("glpn", self.TASK), rows)
@@ -254,7 +256,7 @@ class TestImageToImage:
         made = answers(folder, self.TASK, image).reconstruction[0, :, :48, :64].clamp(0, 1).numpy().transpose(1, 2, 0)
         target = Image.fromarray((made * 255).round().astype(np.uint8))
         found = measured("swin2sr", folder, [{"image": image, "target": target}])
-        # Rounding to 8 bits leaves an error of 1/12 of a step squared.
+        # Rounding to 8 bits has a mean squared error of 1/12 of a squared step.
         assert found.metric == "psnr"
         assert found.value > 55
         with pytest.raises(InputError, match="48 x 64 were expected"):
@@ -281,7 +283,7 @@ class TestZeroShot:
         result = measured("clip", folder, data, batch_size=2)
         assert (result.metric, result.value) == ("accuracy", 1.0)
 
-    def test_numbers_say_nothing(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_labels_without_names_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         with pytest.raises(InputError, match="numbers without names"):
             measured("clip", tiny_folder("clip", self.TASK), [{"image": picture(40, 40), "label": 1}])
 
@@ -291,15 +293,15 @@ ROWS: Mapping[str, dict[str, Any]] = {"clip": {"text": "my card"}}
 
 @pytest.mark.parametrize("family", ["clip", "detr", "segformer", "glpn"])
 def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None:
-    """Images alone are enough; of a model of images and texts, texts beside them."""
-    from accel.stages.export import weights_of
+    """Rows with only images are enough. Models of images and texts also need texts."""
+    from accel.stages.adoption import weights_of
     from accel.stages.resolution import resolve
 
     artifact = weights_of(resolve(tiny_folder(family, PICTURES[family][0])))
     rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]
     batches = list(calibration_batches(artifact, rows, batch_size=2))
     assert all(set(batch) == {spec.name for spec in artifact.components[0].inputs} for batch in batches)
-    # GLPN's processor keeps the sizes of images, which then do not share a batch.
+    # GLPN's processor keeps image sizes, so images of different sizes are not in one batch.
     assert [len(batch["pixel_values"]) for batch in batches] == ([1, 1, 1] if family == "glpn" else [2, 1])
 
 
@@ -308,7 +310,7 @@ def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None
 def test_eight_bits_calibrated_on_rows(
     family: str, limit: float, tiny_artifact: Callable[..., accel.Artifact], tmp_path: Path
 ) -> None:
-    """Rows as a user has them are enough for scales, and the answers stay near."""
+    """Rows of raw data are enough to calibrate activation scales, and the outputs stay close."""
     artifact = tiny_artifact(family, PICTURES[family][0])
     rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]
     made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
@@ -318,6 +320,6 @@ def test_eight_bits_calibrated_on_rows(
     exact, rounded = (model_class(one.task)(one)(**feeds) for one in (artifact, made))
     name = next(iter(exact))
     error = (rounded[name] - exact[name]).abs().max() / exact[name].abs().max()
-    # Of random weights. Scores that are cosines times 14, of texts that the calibration did not have: 0.11, 0.36 and 0.43 on
-    # different machines; boxes: 0.06.
+    # Errors of random models. Scores (cosines times 14) of texts outside the calibration data: 0.11, 0.36 and 0.43 on different machines.
+    # Boxes: 0.06.
     assert 0 < error < limit

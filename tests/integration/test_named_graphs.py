@@ -1,4 +1,4 @@
-"""One graph of a folder, named by its file wherever a model is named."""
+"""One graph of a folder with several graphs, selected by its file name in every function that takes a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "token_type_
 
 @pytest.fixture(scope="module")
 def repository(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as on the Hub: configs above, a graph and its quantized form in `onnx`."""
+    """Return a folder as on the Hub: configs in the folder, a graph and its quantized version in `onnx`."""
     artifact = tiny_artifact()
     base = tmp_path_factory.mktemp("named")
     quantized = accel.quantize(artifact, base / "quantized", scheme="dynamic-int8")
@@ -41,7 +41,7 @@ def repository(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(artifact.path / name, folder)
     for made, name in ((artifact, "model.onnx"), (quantized, "model_quantized.onnx")):
-        # Weights inside: those beside a graph would have one name.
+        # Weights are stored inside the graph files, because external weight files would have the same name.
         onnx.save(onnx.load(made.path / "model.onnx"), folder / "onnx" / name)
         unmark(folder / "onnx" / name)
     return folder

@@ -1,4 +1,4 @@
-"""A model is resolved once, a backend is chosen once, and each session is opened once, whichever way a model is loaded."""
+"""Each model is resolved once, its backend chosen once, and each session opened once, with any way to load it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from accel.config import SessionOptions
 from accel.measuring.latency.variants import Variant
 from accel.measuring.latency.worker import _Served
 from accel.serving.engine import Engine
-from accel.serving.worker_models import WorkerSettings, open_all
+from accel.serving.worker_models import open_all
+from accel.stages import export as exporting
 from accel.stages import resolution
 from accel.testing.folders import edit_manifest
 
@@ -29,13 +30,13 @@ ONCE = {"resolved": 1, "chosen": 1, "opened": 1}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for exports: the first test makes one, the others find it."""
+    """Return a folder for exports. The first test creates an export, and the other tests reuse it."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
-    """How often a folder was looked up, a backend was chosen, and the sessions of an artifact were opened to stay."""
+    """Count how often a folder was looked up, a backend was chosen, and sessions of an artifact were opened for many calls."""
     counts: Counter[str] = Counter()
     monkeypatch.setenv("ACCEL_HOME", str(home))
     backend = type(registry.load(registry.describe("cpu")))
@@ -44,13 +45,19 @@ def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
         real = getattr(owner, name)
 
         def call(*args: Any, **named: Any) -> Any:
-            # The check of a new export opens it for a few calls.
+            # Sessions for a few calls are not counted, because the check of a new export opens one.
             if what != "opened" or not args[-1].few_calls:
                 counts[what] += 1
             return real(*args, **named)
 
         monkeypatch.setattr(owner, name, call)
 
+    def plan_of_check(*args: Any) -> plan.Plan:
+        counts["chosen"] -= 1
+        return plan.make_plan(*args)
+
+    # The check of a new export makes a separate plan.
+    monkeypatch.setattr(exporting, "make_plan", plan_of_check)
     counted(resolution, "locate", "resolved")
     counted(plan, "select", "chosen")
     counted(backend, "open", "opened")
@@ -59,7 +66,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
 
 @pytest.fixture
 def measured(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> Path:
-    """An artifact whose manifest says how it runs best."""
+    """Return an artifact whose manifest contains tuned run settings."""
     folder = Path(shutil.copytree(tiny_artifact().path, tmp_path / "measured"))
     run = {"backend": "cpu", "device": "cpu", "session": SessionOptions(threads=1, buckets=(8,)).to_dict()}
     edit_manifest(folder, lambda values: values.update(run=run))
@@ -100,7 +107,7 @@ def test_weights_are_exported_and_opened_once(way: str, counts: Counter[str], ti
 
 def test_the_server_opens_what_was_measured_once(counts: Counter[str], measured: Path) -> None:
     counts.clear()
-    models = open_all(measured, WorkerSettings(workers=2))
+    models = open_all(measured, workers=2)
     assert counts == {"resolved": 1, "chosen": 1, "opened": 2}
     for model in models:
         assert model.session_options == SessionOptions(threads=1, buckets=(8,), spinning=False)

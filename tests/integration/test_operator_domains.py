@@ -1,4 +1,4 @@
-"""The manifest says whose operators a graph uses, and a runtime that lacks them is not chosen."""
+"""A manifest contains the operator domains of its graph. Runtimes without these operators are not chosen."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_artifacts_from_before_answer_the_same(fused: Artifact, tmp_path: Path) 
 
 
 def test_openvino_says_which_operators_it_cannot_read(fused: Artifact, tmp_path: Path) -> None:
-    """It reads many of ONNX Runtime's own operators, so its spec promises nothing about the whole domain."""
+    """OpenVINO reads many of ONNX Runtime's own operators, so its spec does not list the domain as supported."""
     pytest.importorskip("openvino")
     open_plan(make_plan(fused, RunSettings(backend="openvino"))).close()
     graph = helper.make_graph(

@@ -1,4 +1,4 @@
-"""Public objects are pickled and copied, or say why they are not."""
+"""Public objects can be pickled and copied, or raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
 }
 QUESTION = {"question": "where", "context": "my card is in london"}
-# Pipeline: (family, its task, what it is asked).
+# pipeline: (model family, task of the model, input of the pipeline)
 PIPELINES: dict[str, tuple[str, str, Any]] = {
     "text-classification": ("bert", "text-classification", TEXT),
     "zero-shot-classification": ("bert", "text-classification", None),
@@ -50,7 +50,7 @@ PIPELINES: dict[str, tuple[str, str, Any]] = {
 
 @pytest.fixture(scope="module")
 def made(shared: Callable[..., Path], tiny_folder: Callable[..., Path]) -> Callable[[str], Any]:
-    """Pipelines on PyTorch, which needs no export."""
+    """Return a function that creates pipelines on PyTorch, which needs no export."""
 
     def get(task: str) -> Any:
         family, name, _ = PIPELINES[task]
@@ -78,7 +78,7 @@ def test_pipelines(task: str, made: Callable[[str], Any]) -> None:
 
 
 def test_a_pipeline_in_another_process(made: Callable[[str], Any], tmp_path: Path) -> None:
-    """As with multiprocessing's spawn, Ray and Spark: a new interpreter that has imported nothing."""
+    """The pickle is loaded in a new interpreter that has imported nothing, as with multiprocessing's spawn, Ray and Spark."""
     pipe = made("text-classification")
     (tmp_path / "pipe.pickle").write_bytes(pickle.dumps(pipe))
     code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))(sys.argv[2])[0]['label'])"
@@ -139,7 +139,7 @@ def test_errors_keep_what_they_say(name: str) -> None:
         assert other.__notes__ == ["row 3"]
 
 
-# What holds a runtime's memory or threads
+# Objects with a runtime's memory or threads
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_engines_are_neither_pickled_nor_copied(gpt2: Any, way: str) -> None:
 
 
 def test_a_pickle_of_a_model_whose_folder_is_gone(tmp_path: Path) -> None:
-    """A pickle holds the path of the artifact, in the cache where it was exported on the fly; its files have to be there."""
+    """A pickle contains the path of the artifact, which may be a cached export. The files must still exist."""
     save_tiny(tmp_path / "model", "bert")
     accel.export(tmp_path / "model", tmp_path / "onnx")
     pickled = pickle.dumps(accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "onnx"))

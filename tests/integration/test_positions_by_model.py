@@ -1,4 +1,4 @@
-"""Where tokens stand, where a model counts otherwise than by their place: RoBERTa's kind, and angles that change with a text's length."""
+"""Position ids in models that do not simply count columns: RoBERTa-like models, and rotary angles that depend on the text's length."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
 
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+}  # fmt: skip
+
 
 def saved(config: transformers.PreTrainedConfig, folder: Path) -> Any:
-    """A model with weights large enough that places show."""
+    """Save and return a model with weights large enough that positions affect its outputs."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -36,15 +41,11 @@ def opened(folder: Path, backend: str) -> Any:
 def test_a_text_that_outgrows_its_angles_is_computed_again(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Phi-3 with LongRoPE: keys of up to 16 tokens have other angles than those of a longer text."""
+    """Phi-3 with LongRoPE: keys of texts up to 16 tokens have other rotary angles than keys of longer texts."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
-    }  # fmt: skip
     config = transformers.Phi3Config(
         **SMALL, num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=16,
-        rope_parameters=rope, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        rope_parameters=LONG_ROPE, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     original = saved(config, tmp_path / "phi")
     model = opened(tmp_path / "phi", backend)
@@ -61,10 +62,6 @@ def test_a_text_that_outgrows_its_angles_is_computed_again(
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-LONG_ROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
-    "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
-}  # fmt: skip
 _TOWER = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -91,7 +88,7 @@ OUTGROWN: dict[str, dict[str, Any]] = {
 def test_other_models_of_phi_compute_outgrown_angles_again(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference keeps no cache: with one, transformers 5.24 forgets the text of Phi-4-multimodal where its angles change."""
+    """The reference uses no cache: with one, transformers 5.24 loses Phi-4-multimodal's earlier tokens when the angles change."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     config = getattr(transformers, f"{family}Config")(
         **SMALL, **OUTGROWN[family], num_key_value_heads=2, max_position_embeddings=128,
@@ -111,7 +108,7 @@ def test_other_models_of_phi_compute_outgrown_angles_again(
 def test_tokens_are_counted_from_behind_the_position_of_padding(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RoBERTa without positions counts the tokens that are no padding."""
+    """Without position ids, RoBERTa counts the tokens that are not padding tokens."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     original = saved(
         transformers.RobertaConfig(**SMALL, max_position_embeddings=64, is_decoder=True, pad_token_id=1),

@@ -1,4 +1,4 @@
-"""Question answering, which transformers 5 removed, answers as transformers 4.57 does."""
+"""Question answering, which transformers 5 removed, returns the same as in transformers 4.57."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LONG = " ".join(
     + [SHORT]
 )
 
-# (question, context, options, answers): what transformers 4.57.6 answers with the logits of `logits_by_token` and this tokenizer, as
-# (score, start, answer). Of the long context, most answers are found in several windows and places, and added up.
+# (question, context, options, answers): outputs of transformers 4.57.6 for the logits of `logits_by_token` and this tokenizer, as
+# (score, start, answer). Most answers in the long context occur in several windows and positions, whose scores are added.
 ANSWERS: list[tuple[str, str, dict[str, Any], list[tuple[float, int, str]]]] = [
     ("who", SHORT, {"top_k": 3, "align_to_words": False}, [
         (0.04241, 7, "my card"), (0.034395, 7, "my card in paris . the"), (0.024061, 0, "i lost my card"),
@@ -53,7 +53,7 @@ ANSWERS: list[tuple[str, str, dict[str, Any], list[tuple[float, int, str]]]] = [
 
 
 def logits_by_token(input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
-    """Start and end logits `(batch, sequence)` that follow from the tokens alone, so that no weights have to be stored."""
+    """Return start and end logits `(batch, sequence)` computed only from the tokens, so that no weights have to be stored."""
     angles = input_ids.double() * 1.7
     return {
         "start_logits": (torch.sin(angles) * 3).float(),
@@ -77,7 +77,7 @@ def test_answers_are_those_of_transformers_4(
     found = found if isinstance(found, list) else [found]
     assert [(one["start"], one["answer"]) for one in found] == [(start, text) for _, start, text in expected]
     assert all(one["answer"] == context[one["start"] : one["end"]] for one in found)
-    # Six places are stored.
+    # The expected scores are stored with six decimals.
     assert [one["score"] for one in found] == pytest.approx([score for score, _, _ in expected], abs=1e-6)
 
 

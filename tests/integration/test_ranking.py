@@ -1,4 +1,4 @@
-"""Cross-encoders: scores as PyTorch's, documents in their order, rankings measured."""
+"""Cross-encoders: scores equal PyTorch's, documents are ranked by score, and rankings are measured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def artifact(source: Path, shared: Callable[..., Path]) -> Artifact:
 
 
 def logits(source: Path, pairs: list[tuple[str, str]]) -> np.ndarray:
-    """PyTorch's, each pair alone."""
+    """Return PyTorch's logits, computed for each pair alone."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
     with torch.inference_mode():
@@ -66,7 +66,7 @@ def test_scores_and_order(source: Path, artifact: Artifact) -> None:
 
 
 def test_rankings_are_measured(source: Path, artifact: Artifact) -> None:
-    """With what the model likes best as the relevant document, and then with what it likes least."""
+    """Measure rankings with the model's highest-scored document as the relevant one, then with its lowest-scored document."""
     order = np.argsort(-logits(source, [(QUERY, text) for text in DOCUMENTS])).tolist()
     best, worst = DOCUMENTS[order[0]], DOCUMENTS[order[-1]]
     for right, expected in ((best, 1.0), (worst, 1 / len(DOCUMENTS))):

@@ -1,4 +1,4 @@
-"""What Optimum's and optimum-intel's front pages show, on tiny models, with the import line changed."""
+"""Examples in the READMEs of Optimum and optimum-intel, on tiny models, with only the import line changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel.testing.generators import save_generator
 def test_a_graph_in_a_subfolder_writes_text(generator: Any, tmp_path: Path) -> None:
     from accel.compat.optimum import ORTModelForCausalLM
 
-    # The repository as it is on the Hub: configs and tokenizer above, the graph in `onnx`.
+    # A folder as on the Hub: configs and tokenizer in the folder, the graph in `onnx`.
     folder = generator("llama").path
     ORTModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "repository" / "onnx")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -62,8 +62,8 @@ def test_the_command_line_of_the_front_page(
     from accel.cli import app
     from accel.compat import optimum
 
-    # `optimum-cli export onnx --model MODEL OUT` and `optimum-cli export openvino --model MODEL OUT` there, and behind
-    # `optimum-cli accel` the same words as here.
+    # The READMEs use `optimum-cli export onnx --model MODEL OUT` and `optimum-cli export openvino --model MODEL OUT`. After
+    # `optimum-cli accel`, the arguments are those used here.
     done = CliRunner().invoke(app, ["export", str(tiny_folder()), str(tmp_path / "exported"), *settings])
     assert done.exit_code == 0, done.output
     assert getattr(optimum, kind).from_pretrained(tmp_path / "exported").path.is_file()
@@ -86,7 +86,7 @@ def test_a_model_is_quantized_while_it_is_loaded(tiny_folder: Callable[..., Path
 
 
 def _speech(folder: Path) -> None:
-    """A stand-in for LibriSpeech: noise in wave files, as the real one has them, decoded by nobody yet."""
+    """Write a data set that replaces LibriSpeech: random noise in undecoded wave files."""
     draw = np.random.default_rng(0)
     for number in range(4):
         samples = (0.1 * draw.standard_normal(14_000 + 300 * number)).astype(np.float32)
@@ -107,7 +107,7 @@ def test_whisper_is_quantized_with_librispeech(tmp_path: Path, monkeypatch: pyte
         return rows.cast_column("audio", datasets.Audio(16_000)).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    # A second of sound, as long as its feature extractor makes everything.
+    # The feature extractor pads everything to one second.
     model_id = save_generator(tmp_path / "whisper", "whisper", max_source_positions=50)
     q_config = OVQuantizationConfig(dtype="int8", dataset="librispeech", num_samples=50)
     q_model = OVModelForSpeechSeq2Seq.from_pretrained(model_id, quantization_config=q_config)
@@ -122,6 +122,6 @@ def test_whisper_is_quantized_with_librispeech(tmp_path: Path, monkeypatch: pyte
     features = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_features
     given = {"input_features": features, "decoder_input_ids": torch.tensor([[2, 5, 9]])}
     wanted = transformers.WhisperForConditionalGeneration.from_pretrained(model_id)(**given).logits
-    # Eight bits of weights and activations, of logits up to 7.
+    # Tolerance for 8-bit weights and activations and logits up to 7.
     difference = (again(**given).logits - wanted).abs().max()
     assert 1e-3 < difference < 0.1 * wanted.abs().max()

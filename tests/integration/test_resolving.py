@@ -1,4 +1,4 @@
-"""What the user named is decided once, and how it is reached travels along: revision, token, permission to run its code."""
+"""A model argument is resolved once. The Hub options (revision, token, permission to run its code) are passed to every part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = {"processes": 1, "rounds": 1, "calls": 1, "warmup": 0, "threads": 1}
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Path], list[HubOptions]]:
-    """A Hub of local folders, and how each was asked for."""
+    """Replace the Hub by local folders, and record the options of each request."""
     folders: dict[str, Path] = {}
     asked: list[HubOptions] = []
 
@@ -47,11 +47,14 @@ class TestKinds:
             found = resolve(named)
             assert (found.kind, found.task) == ("artifact", "text-classification")
             assert found.artifact == tiny_artifact()
+        model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
+        assert resolve(model).artifact == tiny_artifact()
 
     def test_weights(self, tiny_folder: Callable[..., Path]) -> None:
         found = resolve(tiny_folder())
         assert (found.kind, found.task) == ("weights", "text-classification")
         assert found.has_weights
+        assert resolve(found) is found
 
     def test_a_graph_comes_before_weights_unless_weights_are_wanted(
         self, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
@@ -68,14 +71,6 @@ class TestKinds:
         found = resolve(tiny_model("bert"))
         assert (found.kind, found.task) == ("module", "text-classification")
         assert resolve(torch.nn.Linear(2, 2)).task == "custom"
-
-    def test_our_own_model(self, tiny_artifact: Callable[..., Artifact]) -> None:
-        model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
-        assert resolve(model).artifact == tiny_artifact()
-
-    def test_a_resolved_model_stays_what_it_is(self, tiny_folder: Callable[..., Path]) -> None:
-        found = resolve(tiny_folder())
-        assert resolve(found) is found
 
     def test_no_model(self, tmp_path: Path) -> None:
         with pytest.raises(ArtifactNotFoundError, match=r"neither config\.json nor adapter_config\.json"):
@@ -113,10 +108,6 @@ class TestKinds:
         with pytest.raises(ArtifactNotFoundError, match="longer than a name can be"):
             accel.ORTModel.from_pretrained("a" * 5000)
 
-    def test_an_output_that_is_no_folder(self) -> None:
-        with pytest.raises(ConfigError, match="out is 5"):
-            accel.export(tiny_model("bert"), 5)  # type: ignore[arg-type]
-
     def test_original(self, tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
         found = original(resolve(tiny_artifact()))
         assert (found.kind, found.folder) == ("weights", tiny_folder())
@@ -125,7 +116,7 @@ class TestKinds:
 
 
 class TestHubArguments:
-    """Every door passes on how the model is to be reached."""
+    """Every public function passes the Hub options on."""
 
     def test_pipeline(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
         folders, asked = hub
@@ -178,7 +169,7 @@ class StrangeForSequenceClassification(BertForSequenceClassification):
 
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that comes with its code."""
+    """Return a model folder with custom code."""
     folder = save_tiny(tmp_path_factory.mktemp("strange") / "model", "bert", num_hidden_layers=1)
     (folder / "configuration_strange.py").write_text(_CONFIG)
     (folder / "modeling_strange.py").write_text(_MODEL)
@@ -207,7 +198,7 @@ class TestRemoteCode:
         assert not (tmp_path / "out").exists()
 
     def test_it_runs_where_it_may(self, strange: Path) -> None:
-        """On PyTorch, which needs no export."""
+        """The model runs on PyTorch, which needs no export."""
         trust, words = {"trust_remote_code": True, "backend": "pytorch"}, "my card"
         classifier = accel.ORTModelForSequenceClassification
         assert classifier.from_pretrained(strange, **trust).config.model_type == "strange"
@@ -244,7 +235,7 @@ class TestRemoteCode:
 
 
 def test_an_engine_of_another_tools_graph_records_no_export(tiny_artifact: Callable[..., Artifact]) -> None:
-    """Its only export is the one that built it, whose settings are the vendor's (TensorRT's profile)."""
+    """The only export of such an engine is the build itself, whose settings are the vendor's (TensorRT's shape profile)."""
     artifact = tiny_artifact()
     built = Step(stage="export", backend="made", config={"profile": {}}, parent=artifact.digest)
     engine = Artifact(artifact.path, replace(artifact.manifest, steps=(built,)))

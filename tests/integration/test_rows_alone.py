@@ -1,4 +1,4 @@
-"""The check of an export that the answer to a row does not depend on the other rows of its batch."""
+"""The check of an export that the outputs for a row do not depend on the other rows of its batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LessTheMean(transformers.BertForSequenceClassification):
 
 
 class EndsOfTheBatch(transformers.BertForSequenceClassification):
-    """A classifier that selects separators by a mask over the batch: right while all rows have one."""
+    """A classifier that selects separators by a mask over the batch. It is correct if all rows have one separator."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
@@ -49,7 +49,7 @@ def test_an_export_whose_rows_depend_on_each_other_is_refused(backend: str, tmp_
 
 
 def test_special_tokens_show_rows_that_depend_on_each_other(tmp_path: Path) -> None:
-    """PyTorch and the graph agree in each batch; only rows alone tell that another row's token was read."""
+    """PyTorch and the graph return the same for each batch. Only rows computed alone show that another row's token was read."""
     plain = tiny_model("bert", sep_token_id=3, eos_token_id=3)
     model = EndsOfTheBatch(plain.config).eval()
     model.load_state_dict(plain.state_dict())
@@ -59,7 +59,7 @@ def test_special_tokens_show_rows_that_depend_on_each_other(tmp_path: Path) -> N
 
 def test_rows_of_a_decoder_are_followed_with_its_cache(generator: Callable[..., Artifact]) -> None:
     validation = generator("llama").manifest.steps[0].validation
-    # Float32 sums in another order.
+    # The order of float32 sums differs.
     assert 0 <= validation[ROW_DIFFERENCE] < 1e-4
 
 
@@ -77,7 +77,7 @@ def test_special_tokens_are_put_between_plain_ones() -> None:
 
 
 def test_a_config_may_list_several_end_tokens(tmp_path: Path) -> None:
-    """Checkpoints from before `generation_config.json` list them in `config.json`, as Llama 3 and Qwen do elsewhere."""
+    """Old checkpoints list end tokens in `config.json`. Llama 3 and Qwen list them in `generation_config.json`."""
     config = transformers.LlamaConfig(vocab_size=50, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0)
     ids = torch.arange(10, 34).reshape(2, 12)
     changed = capture.with_special_tokens({"input_ids": ids}, config)["input_ids"]

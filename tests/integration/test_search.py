@@ -1,4 +1,4 @@
-"""Quantization with data: recorded calibration, measured accuracy, and the search inside a budget."""
+"""Quantization with data: recorded calibration, measured accuracy, and the search within an accuracy budget."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ OUTLIER = 1e5
 
 
 def sensitive_model() -> Any:
-    """A tiny BERT whose function is as before, and one layer of which no 8-bit weights can hold.
+    """Return a tiny BERT with unchanged outputs and one layer whose weights cannot be quantized to 8 bits.
 
-    One input channel of the layer has weights 100,000 times as large and activations as much smaller; every output
-    channel's scale follows the large weight, and the others round to zero.
+    One input channel of the layer has weights 100,000 times as large, and activations 100,000 times smaller. The scale of each
+    output channel follows the large weight, so the other weights are rounded to zero.
     """
     model = tiny_model("bert")
     attention = model.bert.encoder.layer[1].attention
@@ -46,14 +46,14 @@ def sensitive_model() -> Any:
         for parameter in (attention.self.value.weight, attention.self.value.bias):
             parameter[3] /= OUTLIER
         attention.output.dense.weight[:, 3] *= OUTLIER
-        # Enough of the result goes through it.
+        # Increase the effect of this layer on the outputs.
         attention.output.dense.weight *= 2
     return model
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """Texts with the sensitive model's own predictions as labels: its accuracy is 1."""
+    """Return texts labeled with the sensitive model's own predictions, so that its accuracy is 1."""
     generator = np.random.default_rng(0)
     model, tokenizer, found = sensitive_model(), tiny_tokenizer(), []
     for _ in range(200):
@@ -80,7 +80,10 @@ def _result(rounds: Sequence[float]) -> VariantResult:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Sequence[float]) -> list[int]:
-    """Latencies without processes, by round: of the float artifact, and of the candidates in order; the rows of the call."""
+    """Replace timings by given latencies for each round: first of the float artifact, then of the candidates in order.
+
+    Returns a list that receives the number of rows of each call.
+    """
     sizes: list[int] = []
 
     def finals(self: Timer, group: Sequence[Tried], **named: Any) -> None:
@@ -95,12 +98,12 @@ def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Seq
 
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The float artifact takes 3 ms, the candidates 2, 1, 2, 1, ..."""
+    """Replace timings: the float artifact takes 3 ms, the candidates take 2, 1, 2, 1, ... ms."""
     timed(monkeypatch, [3.0] * 6, [2.0] * 6, [1.0] * 6)
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *schemes: str) -> None:
-    """Let the CPU backend declare these quantization schemes alone."""
+    """Make the CPU backend declare only the given quantization schemes."""
     spec = registry.describe("cpu")
     changed = replace(
         spec,
@@ -116,7 +119,7 @@ class TestBudget:
     def found(
         cls, sensitive: Artifact, rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
     ) -> Artifact:
-        """What the search makes of the sensitive model."""
+        """Return the result of the search for the sensitive model."""
         out = tmp_path_factory.mktemp("found") / "out"
         return accel.quantize(sensitive, out, scheme="dynamic-int8", max_drop=4, data=rows, measure_speed=False)
 
@@ -140,7 +143,7 @@ class TestBudget:
         assert next(iter(harm)) == SENSITIVE
         assert first > 5 * second
 
-    def test_impossible_budget_lists_what_was_tried_and_writes_nothing(
+    def test_an_impossible_budget_lists_the_attempts_and_writes_nothing(
         self,
         sensitive: Artifact,
         rows: list[dict[str, Any]],
@@ -148,7 +151,7 @@ class TestBudget:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "static-int8")
-        # Every quantized graph is worse than any budget allows.
+        # Reduce the accuracy of every quantized graph below any budget.
         real = EvaluationSet.measure
 
         def measure(self: Any, model: Any, what: str = "") -> Any:
@@ -164,7 +167,7 @@ class TestBudget:
         assert "static-int8: failed: " in text
         assert list(tmp_path.iterdir()) == []
 
-    def test_fastest_of_what_fits_is_kept(
+    def test_the_fastest_fitting_candidate_is_kept(
         self,
         tiny_artifact: Callable[..., Artifact],
         rows: list[dict[str, Any]],
@@ -207,9 +210,9 @@ class TestBudget:
 
 
 class TestMeasuredAsRun:
-    """Dynamic quantization finds its ranges call by call: what shares a call changes its answers."""
+    """Dynamic quantization computes ranges in each call, so other rows in a call change the outputs."""
 
-    def test_accuracy_and_speed_are_of_one_row_a_call_unless_said(
+    def test_accuracy_and_speed_are_measured_with_one_row_a_call_by_default(
         self,
         tiny_artifact: Callable[..., Artifact],
         rows: list[dict[str, Any]],
@@ -226,7 +229,7 @@ class TestMeasuredAsRun:
             assert (found.batch_size, found.value) == (size, step.validation["accuracy"]["value"])
         assert sizes == [1, 8]
 
-    def test_without_a_record_dynamic_quantization_is_measured_row_by_row(
+    def test_dynamic_quantization_is_measured_row_by_row_by_default(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
     ) -> None:
         dynamic = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8")
@@ -259,7 +262,7 @@ class TestBadBudgets:
             accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=1)
 
     @pytest.mark.parametrize("budget", [-1.0, float("nan"), float("inf")])
-    def test_no_number_of_points(
+    def test_a_budget_must_be_a_finite_number_of_points(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]], budget: float
     ) -> None:
         with pytest.raises(ConfigError, match="max_drop"):
@@ -270,7 +273,7 @@ class TestBadBudgets:
             accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=1, data=[{"text": "my card"}])
         assert list(tmp_path.iterdir()) == []
 
-    def test_quantized_already(
+    def test_quantized_artifacts_are_refused(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
     ) -> None:
         made = accel.quantize(tiny_artifact(), tmp_path / "out")
@@ -279,7 +282,7 @@ class TestBadBudgets:
 
 
 class TestRecords:
-    def test_failure_without_a_budget_is_the_quantizers_own(
+    def test_without_a_budget_the_quantizers_error_is_raised(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
     ) -> None:
         with pytest.raises(QuantizeError, match="needs calibration data") as error:
@@ -299,7 +302,7 @@ class TestRecords:
 
     @pytest.fixture
     def reading(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Let the quantizer read the calibration batches it is given, whatever the scheme; sizes of the batches."""
+        """Make the quantizer read its calibration batches for all schemes. Return a list that receives the batch sizes."""
         seen: list[int] = []
         quantizer = type(registry.load(registry.describe("cpu")).quantizer())
         real = quantizer.quantize

@@ -1,4 +1,4 @@
-"""Models that read sounds: the stock pipelines, padded batches, data, metrics and stages give what PyTorch gives."""
+"""Audio models: pipelines, padded batches, data, metrics and stages give the same results as PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel.models.inputs import Inputs
 from accel.testing.sounds import CLAP, RATE, VITS, save_vits, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]
-# An export costs seconds.
+# An export takes seconds, so most tests run only on PyTorch.
 SOME = [*(pytest.param(backend, marks=pytest.mark.thorough) for backend in ("cpu", "openvino")), "pytorch"]
 AUTO = {
     "ctc": "AutoModelForCTC",
@@ -33,7 +33,7 @@ SOUNDS = [tiny_sound(seconds, seed) for seed, seconds in enumerate((1.0, 0.613, 
 
 @pytest.fixture(scope="session")
 def source(tiny_folder: Callable[..., Path]) -> Callable[..., Path]:
-    """Transformers folders of tiny models that read sounds."""
+    """Return a function that gives transformers folders of tiny audio models."""
     return tiny_folder
 
 
@@ -41,7 +41,7 @@ def source(tiny_folder: Callable[..., Path]) -> Callable[..., Path]:
 def artifact(
     tiny_artifact: Callable[..., Artifact], tiny_ir: Callable[..., Artifact], source: Any
 ) -> Callable[..., Any]:
-    """Their exports; PyTorch runs the folders as they are."""
+    """Return a function that gives their exports. PyTorch runs the transformers folders directly."""
 
     def get(family: str, task: str, backend: str = "cpu") -> Any:
         return {"cpu": tiny_artifact, "openvino": tiny_ir, "pytorch": source}[backend](family, task)
@@ -58,7 +58,7 @@ def original(folder: Path, task: str) -> Any:
 
 
 def padded(folder: Path) -> dict[str, torch.Tensor]:
-    """A batch of sounds of unequal length with its mask."""
+    """Return a padded batch of audio of different lengths, with its mask."""
     extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
     return dict(extractor(SOUNDS, sampling_rate=RATE, padding=True, return_attention_mask=True, return_tensors="pt"))
 
@@ -80,7 +80,9 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # WavLM in transformers
+@pytest.mark.filterwarnings(
+    "ignore:Support for mismatched key_padding_mask"
+)  # transformers' WavLM causes this warning.
 @pytest.mark.parametrize(("family", "task", "names", "backend"), CASES)
 def test_padded_batches_with_and_without_their_mask(
     family: str, task: str, names: tuple[str, ...], backend: str,
@@ -92,9 +94,9 @@ def test_padded_batches_with_and_without_their_mask(
         accel.ORTModel.from_pretrained(path_of(artifact(family, task, backend)), backend=backend) as ours,
         torch.inference_mode(),
     ):
-        # Float32 sums in another order: 1e-6; a mask that is lost changes the logits by 0.1 and more.
+        # The order of float32 sums differs: 1e-6. A lost mask changes the logits by at least 0.1.
         assert largest(ours(**inputs), theirs(**inputs), names) < 1e-4
-        # Extractors of models with group normalisation give none.
+        # Feature extractors of models with group normalization return no mask.
         del inputs["attention_mask"]
         assert largest(ours(**inputs), theirs(**inputs), names) < 1e-4
 
@@ -137,7 +139,7 @@ def test_audio_classification(backend: str, source: Callable[..., Path], artifac
         np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in expected], atol=1e-4)
 
 
-# Which of two kinds a model is
+# CTC models and encoder-decoders
 
 
 def test_one_pipeline_of_two_kinds(source: Callable[..., Path], artifact: Callable[..., Artifact]) -> None:
@@ -145,7 +147,7 @@ def test_one_pipeline_of_two_kinds(source: Callable[..., Path], artifact: Callab
     assert [spec.name for spec in specs_for(word)] == [word, "ctc"]
     assert fitting_task(word, {"architectures": ["Wav2Vec2ForCTC"]}) == "ctc"
     assert fitting_task(word, {"architectures": ["WhisperForConditionalGeneration"]}) == word
-    # A task whose architectures are another one's, with something behind them, is meant as it was named.
+    # These tasks share the architectures of another task and add pooling or a score, so the requested name decides.
     for task in ("sentence-similarity", "text-ranking", "feature-extraction"):
         assert fitting_task(task, {"architectures": ["BertModel"]}) == task
     made = artifact("wav2vec2", "ctc")
@@ -169,7 +171,7 @@ def test_task_by_architecture(task: str) -> None:
 
 @pytest.fixture(scope="module")
 def spoken(source: Callable[..., Path]) -> list[dict[str, Any]]:
-    """Sounds with what PyTorch hears in them, the last one with other words behind it."""
+    """Return audio rows with PyTorch's transcription as text. The last text has additional words."""
     folder = source("wav2vec2", "ctc")
     given: dict[str, Any] = {
         "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
@@ -190,32 +192,20 @@ def test_word_error_rate(backend: str, spoken: list[dict[str, Any]], artifact: C
     assert found.scores["edits"] == 2
 
 
-@pytest.mark.parametrize("scheme", ["dynamic-int8", "static-int8"])
-def test_quantized(
-    scheme: str, spoken: list[dict[str, Any]], artifact: Callable[..., Artifact], tmp_path: Path
-) -> None:
-    calibration = spoken if scheme.startswith("static") else None
-    made = accel.quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme=scheme, calibration=calibration)
-    if calibration:
-        assert made.manifest.quantization is not None
-        assert made.manifest.quantization.calibration["columns"] == {"audio": "audio"}
+def test_calibrated_with_rows(spoken: list[dict[str, Any]], artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    made = accel.quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme="static-int8", calibration=spoken)
+    assert made.manifest.quantization is not None
+    assert made.manifest.quantization.calibration["columns"] == {"audio": "audio"}
     inputs = {"input_values": torch.from_numpy(SOUNDS[0][None])}
     plain = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))(**inputs).logits
     found = accel.ORTModelForCTC(made)(**inputs).logits
-    # Eight bits change every value, and none by as much as a tenth of the largest.
+    # 8-bit quantization changes every value, by less than a tenth of the largest value.
     assert 0 < float((found - plain).abs().max()) < 0.1 * float(plain.abs().max())
-
-
-def test_optimized(artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    made = accel.optimize(artifact("wav2vec2", "ctc"), tmp_path / "o2", level="O2")
-    inputs = {"input_values": torch.from_numpy(SOUNDS[0][None])}
-    plain = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))(**inputs).logits
-    assert torch.allclose(accel.ORTModelForCTC(made)(**inputs).logits, plain, atol=1e-4)
 
 
 @pytest.mark.thorough
 def test_voices(artifact: Callable[..., Artifact]) -> None:
-    """The model hears noise over the same sound as one voice, another sound as another."""
+    """The model assigns audio with added noise to the same speaker, and other audio to another speaker."""
     draw = np.random.default_rng(0)
     noisy = [one + 0.01 * draw.standard_normal(len(one)).astype(np.float32) for one in SOUNDS]
     pairs = [(one, other, 1) for one, other in zip(SOUNDS, noisy, strict=True)]
@@ -226,7 +216,7 @@ def test_voices(artifact: Callable[..., Artifact]) -> None:
 
 
 def test_a_mask_for_a_graph_without_one() -> None:
-    """Other tools' graphs of models with group normalisation take none: ones say nothing, zeros would be lost."""
+    """Other tools' graphs of models with group normalization have no mask input: masks of ones are dropped, zeros raise."""
     inputs = Inputs(frozenset({"input_values"}), frozenset(), frozenset(), None)
     given = {"input_values": torch.zeros(2, 100), "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
     assert set(inputs.read(given)[0]) == {"input_values"}
@@ -288,7 +278,7 @@ def test_sounds_beside_texts_are_measured_by_names(
     rows = [{"audio": {"array": sound, "sampling_rate": RATE}} for sound in SOUNDS]
     for row in rows:
         row["label"] = hear(row["audio"]["array"], candidate_labels=names)[0]["label"]
-    # Every name is a candidate.
+    # The candidates are all label names in the data.
     rows += [{**rows[0], "label": name} for name in names]
     right = sum(row["label"] == rows[i if i < 3 else 0]["label"] for i, row in enumerate(rows)) / len(rows)
     made = artifact(CLAP, CLAP_TASK, backend)
@@ -316,9 +306,9 @@ SPEECH = "text-to-audio"
 
 @pytest.mark.parametrize("backend", SOME)
 def test_speech_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
-    """After the same seed the sound is the same: noise is drawn as in PyTorch."""
+    """With the same seed the audio is the same, because noise is drawn as in PyTorch."""
     folder = source(VITS, SPEECH)
-    # OpenVINO's own converter makes another graph of texts of other lengths than the trace's, which an export refuses.
+    # OpenVINO's own converter gives a wrong graph for other text lengths than the trace's, which the export rejects. So use ONNX.
     made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
     ours = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -367,7 +357,7 @@ def test_speech_of_padded_texts(backend: str, artifact: Any, source: Callable[..
 def test_the_sound_of_a_text_does_not_depend_on_longer_texts(
     backend: str, artifact: Any, source: Callable[..., Path]
 ) -> None:
-    """Without noise: a batch draws other noise for a text than the text alone. PyTorch's own batch ends differently."""
+    """Noise is disabled, because a batch draws other noise for a text than the text alone. PyTorch's own batch ends differently."""
     folder = source(VITS, SPEECH)
     made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
     model = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
@@ -429,7 +419,7 @@ def test_speech_optimized_and_quantized(
         torch.manual_seed(3)
         sounds.append(accel.ORTModelForTextToWaveform(one)(**inputs).waveform)
     assert (sounds[1] - sounds[0]).abs().max() <= 1e-3
-    # Eight bits may make a token a frame longer: twelve frames of 44 for fifteen tokens with OpenVINO 2026.3.
+    # With 8 bits, a token may be a frame longer: twelve of 44 frames for fifteen tokens with OpenVINO 2026.3.
     assert abs(sounds[2].shape[1] - sounds[0].shape[1]) <= 0.3 * sounds[0].shape[1]
     assert sounds[2].isfinite().all()
 
@@ -438,7 +428,7 @@ def test_speech_optimized_and_quantized(
 def test_a_converter_that_answers_otherwise_is_refused_with_another(
     source: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """OpenVINO's, whose graph of VITS is wrong for texts of other lengths than the trace's."""
+    """OpenVINO's converter makes a graph of VITS that is wrong for other text lengths than the trace's."""
     with pytest.raises(ValidationError, match="export to ONNX"):
         accel.export(source(VITS, SPEECH), tmp_path / "graph", backend="openvino")
     assert not (tmp_path / "graph").exists()

@@ -1,4 +1,4 @@
-"""Models that keep states of one size between calls, and models that keep nothing."""
+"""Models with states of fixed size between calls, and models without a cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Artifacts = Callable[..., Artifact]
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, torch.Tensor]:
-    """Three rows of twelve tokens, padded on the left."""
+    """Return three rows of twelve tokens, padded on the left."""
     ids = torch.randint(4, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :2], mask[2, :4] = 0, 0
@@ -38,7 +38,7 @@ def logits_of(model: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The logits of the last five tokens, in one call behind the seven before them."""
+    """Return the logits of the last five tokens, computed in one call after a call with the first seven tokens."""
     ids, mask = rows["input_ids"], rows["attention_mask"]
     cache = model(input_ids=ids[:, :7], attention_mask=mask[:, :7]).past_key_values
     found: torch.Tensor = model(input_ids=ids[:, 7:], attention_mask=mask, past_key_values=cache).logits
@@ -50,10 +50,10 @@ def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
     components = [generator(family).component() for family in ("lfm2", "mamba")]
     assert all(component.stateful and not component.croppable for component in components)
     shapes = [{s.name: s.shape for s in one.inputs if s.role == "cache"} for one in components]
-    # Channels of the convolution and its width; heads, tokens and the head size.
+    # Channels and width of the convolution; heads, tokens and head size of the keys.
     assert shapes[0]["past_key_values.0.conv"] == ("batch", 64, 3)
     assert shapes[0]["past_key_values.1.key"] == ("batch", 2, "capacity", 16)
-    # Heads, keys and values of the state.
+    # Heads, keys and values of the recurrent state.
     assert shapes[1]["past_key_values.1.recurrent"] == ("batch", 1, 8, 64)
 
 
@@ -61,13 +61,13 @@ def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
     "family", ["lfm2", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("mamba", "falcon-h1"))]
 )
 def test_several_tokens_behind_a_state(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
-    # A later turn may be padded, too.
+    # The second turn may also contain padding.
     mask = rows["attention_mask"].clone()
     mask[1, 7:9] = 0
     given = {"input_ids": rows["input_ids"] * mask, "attention_mask": mask}
     expected = logits_of(tiny_generator(family), given)[:, 7:]
     found = continued(ORTModelForCausalLM(generator(family)), given)
-    # Of a float32 graph with logits of order 10.
+    # Tolerance for a float32 graph with logits of order 10.
     assert (found - expected)[mask[:, 7:].bool()].abs().max() <= 1e-3
 
 
@@ -104,7 +104,7 @@ def test_a_state_is_copied_and_reordered_but_not_cropped(
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["lfm2", "falcon-h1"])
 def test_a_cache_that_the_user_brought(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
-    """As for transformers' own models: the same object for every step and turn, and a copy for each of several texts."""
+    """The cache works as in transformers: one object for every step and turn, and copies for several continuations."""
     model, original = ORTModelForCausalLM(generator(family)), tiny_generator(family)
     ids = rows["input_ids"][1:2]
     longer = torch.cat((ids, ids[:, :3]), 1)
@@ -135,7 +135,7 @@ def test_other_stages_keep_the_loops(
     assert torch.equal(found, original.generate(**rows, max_new_tokens=8))
     small = ORTModelForCausalLM(quantize(better, tmp_path / "int8", scheme="weight-int8"))
     expected = logits_of(original, rows)
-    # Eight bits of random weights; a router may choose another expert for a token or two.
+    # Tolerance for 8-bit random weights. A router may choose another expert for one or two tokens.
     assert (logits_of(small, rows) - expected).abs().mean() <= 0.05 * expected.abs().max()
 
 
@@ -179,7 +179,7 @@ def test_a_decoder_without_a_cache_is_optimized(generator: Artifacts, tmp_path: 
 
 @pytest.mark.thorough
 def test_a_second_text_begins_with_nothing(rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """Kimi Linear's latent keys beside its recurrent states: OpenVINO began with those of the text before."""
+    """Kimi Linear has latent keys and recurrent states. OpenVINO must not start a text with the states of the previous text."""
     torch.manual_seed(0)
     config = transformers.KimiLinearConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,

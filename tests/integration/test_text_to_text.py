@@ -1,4 +1,4 @@
-"""The generating pipelines that transformers 5 removed: defaults and precedence of their settings."""
+"""Generating pipelines that transformers 5 removed: default settings and their precedence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def opened(shared: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def model(opened: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The model with settings of its own for a test to change."""
+    """Return a model whose settings a test may change."""
     for name in ("config", "generation_config"):
         monkeypatch.setattr(opened, name, copy.deepcopy(getattr(opened, name)))
     return opened
@@ -39,7 +39,7 @@ def pipe(model: Any, task: str = "summarization", **settings: Any) -> Any:
 
 
 def settings_of(made: Any, monkeypatch: pytest.MonkeyPatch, **call: Any) -> GenerationConfig:
-    """The settings that a call of the pipeline generates with."""
+    """Return the generation config of a pipeline call."""
     found: list[GenerationConfig] = []
 
     def record(*_: Any, generation_config: Any = None, **settings: Any) -> torch.Tensor:
@@ -56,7 +56,7 @@ def lengths(config: GenerationConfig) -> dict[str, Any]:
     names = ("max_new_tokens", "max_length", "num_beams", "min_length")
     found = {name: value for name in names if (value := getattr(config, name))}
     if "max_new_tokens" in found:
-        # transformers fills in 20, and ignores it.
+        # transformers sets this to 20 and ignores it.
         del found["max_length"]
     return found
 
@@ -75,7 +75,7 @@ def test_the_answer_is_that_of_the_defaults(model: Any) -> None:
 
 
 TASK = {"summarization": {"prefix": "the ", "max_length": 30, "num_beams": 3, "min_length": 4, "unknown": 1}}
-# (generation_config.json, task_specific_params, where the pipeline is made, in the call, settings)
+# case: (generation_config.json, task_specific_params, arguments of the pipeline, arguments of the call, expected settings)
 PRECEDENCE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the checkpoint": ({"num_beams": 2, "max_new_tokens": 7}, {}, {}, {}, {"max_new_tokens": 7, "num_beams": 2}),
     "one beam of the checkpoint": ({"num_beams": 1}, {}, {}, {}, {"max_new_tokens": 256, "num_beams": 1}),

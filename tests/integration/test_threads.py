@@ -1,4 +1,4 @@
-"""Threads that load, export and compile at once: what libraries change of the process meanwhile is one thread's at a time."""
+"""Threads that load, export and compile at the same time: only one of them may change global state of libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import accel
 from accel.artifact import Artifact
 from accel.testing.generators import save_generator
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.inductor.compilation import cpu_compiler
+from accel_plugins.pytorch.upstream import cpp_compiler
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
@@ -36,7 +36,7 @@ def test_exports(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_tied(tmp_path: Path) -> None:
-    """Two threads in transformers' `from_pretrained` leave a process behind in which none are tied any more."""
+    """Two threads in transformers' `from_pretrained` would leave the process in a state where no weights are tied."""
     folder = save_generator(tmp_path / "t5", "t5")
 
     def load() -> accel.ORTModelForSeq2SeqLM:
@@ -47,7 +47,7 @@ def test_weights_that_are_tied(tmp_path: Path) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
+@pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 @pytest.mark.thorough
 def test_what_is_compiled_beside_an_export_is_compiled(tmp_path: Path) -> None:
     model, exported = tiny_model("bert"), tiny_model("roberta")

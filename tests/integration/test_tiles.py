@@ -1,4 +1,4 @@
-"""Models that read images as tiles, several a row: SmolVLM."""
+"""Models that read images as tiles, several tiles for each row: SmolVLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IMAGE = 40
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A small SmolVLM whose tiles are four tokens each."""
+    """Return a small SmolVLM with four tokens for each tile."""
     torch.manual_seed(0)
     vision = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": _TILE,
@@ -45,7 +45,7 @@ def model() -> Any:
 
 
 def _processed(*, splits: bool = True) -> Any:
-    """A prompt with two pictures, which are cut into tiles, and one with a third, padded to as many."""
+    """Return a prompt with two images, split into tiles, and a prompt with one image, padded to the same number of tiles."""
     images = transformers.SmolVLMImageProcessorPil(
         size={"longest_edge": 3 * _TILE}, max_image_size={"longest_edge": _TILE}, do_image_splitting=splits
     )
@@ -101,7 +101,7 @@ def test_what_is_no_whole_tile_is_refused(opened: Any) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 def test_sizes_that_a_config_gives_as_pairs(backend: str, tmp_path: Path) -> None:
-    """InternVL's: its tiles are images one behind the other."""
+    """InternVL's config gives image sizes as pairs. Its tiles are separate images, one after another."""
     torch.manual_seed(0)
     vision = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": [_TILE, _TILE],

@@ -1,4 +1,4 @@
-"""Models of videos: the stock pipeline's answers beside those of PyTorch, accuracy and calibration."""
+"""Video models: pipeline outputs compared with PyTorch, accuracy and calibration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILIES = [pytest.param(name, marks=() if name == "videomae" else pytest.mark.t
 
 
 class FromGif:
-    """A processor of videos that reads files by itself, as transformers' own do with torchvision: the first frames of a GIF."""
+    """A video processor that reads files itself, as transformers' processors do with torchvision: the first frames of a GIF."""
 
     def __init__(self, images: Any) -> None:
         self._images = images
@@ -63,7 +63,7 @@ def test_stock_pipeline(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The pipeline asks for PyAV although this processor decodes by itself.
+    # The pipeline requires PyAV, although this processor decodes files itself.
     monkeypatch.setattr("transformers.pipelines.video_classification.requires_backends", lambda *_: None)
     file = tmp_path / "video.gif"
     first, *rest = [Image.fromarray(frame) for frame in tiny_video(frames=FRAMES + 2)]
@@ -80,16 +80,8 @@ def test_stock_pipeline(
     assert ours.input_modalities == ("video",)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exported_for_openvino(family: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """The export compares itself with PyTorch."""
-    artifact = accel.export(tiny_folder(family, TASK), tmp_path / "out", backend="openvino")
-    assert artifact.task == TASK
-
-
 def rows_labelled_by(folder: Path, form: Callable[[np.ndarray], Any]) -> list[dict[str, Any]]:
-    """Videos with the class that PyTorch says, the last one with another."""
+    """Return videos labeled with PyTorch's prediction. The last label is wrong."""
     model, processor = original(folder), processor_of(folder)
     rows = []
     for seed in range(4):
@@ -134,7 +126,7 @@ def test_quantized_with_videos(
     with torch.inference_mode():
         expected = original(folder)(**inputs).logits
     found = accel.ORTModelForVideoClassification(made)(**inputs).logits
-    # Random weights are the hardest to round; a trained model loses a tenth of this.
+    # Random weights quantize worst. The error of a trained model is a tenth of this.
     assert (found - expected).abs().mean() <= 0.3 * expected.abs().mean()
 
 
@@ -154,10 +146,3 @@ def test_a_model_of_an_unknown_length() -> None:
     model.config = transformers.ViTConfig()  # type: ignore[assignment]
     with pytest.raises(ExportError, match="None frames"):
         video_sample(model, None)
-
-
-def test_task_of_an_architecture() -> None:
-    from accel.interfaces.task_registry import infer_task
-
-    for prefix, _ in VIDEO_FAMILIES.values():
-        assert infer_task({"architectures": [f"{prefix}ForVideoClassification"]}) == TASK

@@ -1,4 +1,4 @@
-"""Weights of a model that nobody holds any more: libraries keep what they traced and compiled, and must not keep these."""
+"""Weights of a model that is no longer referenced are released, although libraries keep what they traced and compiled."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from accel import ORTModelForSequenceClassification, SessionOptions
 from accel.errors import ConfigError
 from accel.testing.generators import tiny_generator
 from accel.testing.models import save_tiny, tiny_model
-from accel_plugins.pytorch.inductor.compilation import cpu_compiler
+from accel_plugins.pytorch.upstream import cpp_compiler
 
-compiler = pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
+compiler = pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 IDS = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
 # A shape that no other weight in the process has.
 WORDS, SIZE = 1_009, 32
 
 
 def collect() -> None:
-    """Also what only the end of something else lets go of."""
+    """Run the garbage collector repeatedly, because some objects are released only after others."""
     for _ in range(3):
         gc.collect()
 

@@ -1,4 +1,4 @@
-"""Words of transformers' and Optimum's users that our classes take, and what scripts read from them."""
+"""Argument names of transformers' and Optimum's users that accel's classes accept, and attributes that scripts read."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_usual_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     with pytest.raises(ConfigError, match="No model was given"):
         accel.pipeline()
 
-    # Of a pipeline that transformers 5 removed: the one that transformers 4 took.
+    # For a pipeline that transformers 5 removed, the model is transformers 4's default.
     for task in ("question-answering", "translation_en_to_fr"):
         with pytest.raises(TaskError, match="enough"):
             accel.pipeline(task)

@@ -1,7 +1,7 @@
-"""A table of wrong and unusual inputs over tasks, backends and buckets: each is refused by an `InputError`, or answered as PyTorch
-answers it; and the next right call is right.
+"""Invalid and unusual inputs for all tasks, backends and buckets.
 
-A kind that PyTorch refuses as well may only be refused: an answer of ours to it would be made up.
+Each input raises an `InputError`, or the outputs equal PyTorch's. The next valid call works. If PyTorch also rejects an input,
+only an error is accepted, because there is no correct output.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from accel.artifact import Artifact
 from accel.config import SessionOptions
 from accel.errors import InputError
 from accel.testing.models import rescale, tiny_tokenizer
-from accel_plugins.pytorch.inductor.compilation import cpu_compiler
+from accel_plugins.pytorch.upstream import cpp_compiler
 
 Inputs = dict[str, Any]
 Spoil = Callable[[Inputs], Inputs | None]
-# Float32 answers of order 1; what is refused here was off by 0.7 to 7.8, or not finite.
+# Tolerance for float32 outputs of order 1. Inputs that are rejected here gave differences of 0.7 to 7.8, or values that are not finite.
 TOLERANCE = 1e-3
 BUCKETS = (4, 16)
 SOUNDS, PIXELS = "input_values", "pixel_values"
 
 
-# Kinds: right inputs in, wrong ones out; nothing for a model that has no such input
+# Kinds: functions from valid to invalid inputs. They return `None` for a model without such an input.
 
 
 def change(name: str, how: Callable[[torch.Tensor], object]) -> Spoil:
-    """One input made anew."""
+    """Replace one input by the result of a function."""
     return lambda given: {**given, name: how(given[name])} if name in given else None
 
 
 def put(name: str, value: float, *places: Any) -> Spoil:
-    """A value written into one input."""
+    """Write a value into one input."""
 
     def spoil(given: Inputs) -> Inputs | None:
         if name not in given:
@@ -55,12 +55,12 @@ def put(name: str, value: float, *places: Any) -> Spoil:
 
 
 def every(how: Callable[[torch.Tensor], object]) -> Spoil:
-    """All inputs made anew."""
+    """Replace all inputs by the results of a function."""
     return lambda given: {name: how(tensor) for name, tensor in given.items()}
 
 
 def longer(given: Inputs) -> Inputs | None:
-    """More tokens than there are positions."""
+    """Make the inputs longer than the model's positions."""
     if "input_ids" not in given:
         return None
     return {
@@ -70,19 +70,19 @@ def longer(given: Inputs) -> Inputs | None:
 
 
 def without(name: str) -> Spoil:
-    """An input missing that no default stands in for."""
+    """Remove an input that has no default."""
     return lambda given: {other: tensor for other, tensor in given.items() if other != name} if name in given else None
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, not one behind the other."""
+    """Return the same values in memory that is not contiguous."""
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 TEXTS = ("input_ids", "attention_mask", "token_type_ids")
 ROW = 1
 KINDS: Mapping[str, Spoil] = {
-    # Of texts
+    # Texts
     "mask of fewer tokens": change("attention_mask", lambda mask: mask[:, :-2]),
     "mask of more tokens": change("attention_mask", lambda mask: torch.cat([mask, mask], 1)),
     "mask of one row": change("attention_mask", lambda mask: mask[:1]),
@@ -122,7 +122,7 @@ KINDS: Mapping[str, Spoil] = {
     "types of fewer tokens": change("token_type_ids", lambda types: types[:, :-2]),
     "boxes beyond the page": put("bbox", 5000, ROW, 2),
     "more tokens than positions": longer,
-    # Of images and sounds
+    # Images and audio
     "images of one channel": change(PIXELS, lambda images: images[:, :1]),
     "images of another size": change(PIXELS, lambda images: images[..., :-8]),
     "images without a batch": change(PIXELS, lambda images: images[0]),
@@ -138,7 +138,7 @@ KINDS: Mapping[str, Spoil] = {
     "sounds with NaN": put(SOUNDS, math.nan, ROW, 40),
     "sounds with infinity": put(SOUNDS, math.inf, ROW, 40),
     "sounds of complex numbers": change(SOUNDS, lambda sounds: sounds.to(torch.complex64)),
-    # Of all
+    # All inputs
     "no rows": every(lambda tensor: tensor[:0]),
     "one number": every(lambda tensor: tensor.reshape(-1)[0]),
     "strided tensors": every(strided),
@@ -150,20 +150,20 @@ KINDS: Mapping[str, Spoil] = {
 }
 
 
-# Subjects
+# Models under test
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model that the kinds are tried on.
+    """A model that all kinds of inputs are tested on.
 
     Attributes:
-        model: Our class.
-        original: PyTorch's.
-        family: Of the tiny models; see `folders`.
-        task: Its task.
-        inputs: Makes right inputs: two rows, the second one padded.
-        answer: The output compared.
+        model: Model class of accel.
+        original: Model class of transformers.
+        family: Name of the tiny model (see `folders`).
+        task: Name of the task.
+        inputs: Function that makes valid inputs with two rows; the second row is padded.
+        answer: Name of the output that is compared.
         padded: Whether buckets can pad its sequences.
     """
 
@@ -179,7 +179,7 @@ class Subject:
 def texts(*names: str) -> Callable[[], Inputs]:
     def make() -> Inputs:
         ids = torch.randint(6, 110, (2, 8), generator=torch.Generator().manual_seed(1))
-        # The end of a text, where CLIP's answer stands.
+        # The end token, whose position CLIP's text embedding uses.
         ids[:, 5] = 3
         mask = torch.ones_like(ids)
         mask[ROW, 6:] = 0
@@ -238,7 +238,7 @@ _GENERATORS = ("llama", "t5")
 
 
 def save_t5_encoder(folder: Path) -> None:
-    """A T5 encoder with a head for tokens: its mask is added to scores, and hides nothing where all of a row is hidden."""
+    """Save a T5 encoder with a token classification head. The mask is added to the scores, so a fully masked row attends to all tokens."""
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, num_labels=3, use_cache=False,
@@ -254,7 +254,7 @@ _OWN: Mapping[str, Callable[[Path], None]] = {"t5-encoder": save_t5_encoder}
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny models wait for threads that other work keeps busy."""
+    """Use one thread, because tiny models would wait for threads on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -269,7 +269,7 @@ def made(
     tiny_ir: Callable[..., Artifact],
     generator: Callable[..., Artifact],
 ) -> Callable[[Subject, str], Path]:
-    """A subject as a transformers folder (`torch`), an ONNX artifact or an OpenVINO one."""
+    """Return a function that gives a subject as a transformers folder (`torch`), an ONNX artifact or an OpenVINO artifact."""
 
     def get(subject: Subject, form: str) -> Path:
         family, task = subject.family, subject.task
@@ -290,7 +290,7 @@ def made(
 
 
 def answers(subject: Subject, original: Any, given: Inputs) -> torch.Tensor | None:
-    """PyTorch's answer; `None` where it refuses. Integers of any width are the same ids and masks to us."""
+    """Return PyTorch's output, or `None` if it raises. Integers are converted first, because accel accepts any integer width."""
     widened = {
         name: value.long()
         if isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.int8, torch.int32) and name in TEXTS
@@ -300,14 +300,17 @@ def answers(subject: Subject, original: Any, given: Inputs) -> torch.Tensor | No
     try:
         with torch.inference_mode():
             found: torch.Tensor = original(**widened)[subject.answer]
-    # Whatever a model's code stumbles over.
+    # The model's own code may raise any exception.
     except Exception:  # noqa: BLE001
         return None
     return found
 
 
 def difference(given: Inputs, found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest one at tokens that are no padding, over the largest value where that is above 1; NaN equals NaN."""
+    """Return the largest difference at tokens that are not padding, relative to the largest value if that is above 1.
+
+    NaN equals NaN.
+    """
     if found.shape != expected.shape:
         return math.inf
     mask = given.get("attention_mask")
@@ -322,12 +325,12 @@ def difference(given: Inputs, found: torch.Tensor, expected: torch.Tensor) -> fl
 
 
 def outcome(subject: Subject, model: Any, original: Any, given: Inputs) -> str:
-    """What came of it, in a word; `wrong: ...` for what may not be."""
+    """Return the outcome of a call as a short text. Text with `wrong: ...` is a failure."""
     try:
         found = model(**copy.copy(given))[subject.answer]
     except InputError:
         return "refused"
-    # Everything else is none of the errors that are promised.
+    # Any exception other than the documented errors is a failure.
     except Exception as error:  # noqa: BLE001
         return f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
     expected = answers(subject, original, given)
@@ -338,12 +341,12 @@ def outcome(subject: Subject, model: Any, original: Any, given: Inputs) -> str:
 
 
 def tried(subject: Subject, model: Any, original: Any) -> dict[str, str]:
-    """What came of each kind, and of a right call behind it."""
+    """Return the outcome of each kind of input, including that of a valid call after it."""
     right = subject.inputs()
     found = {"right": outcome(subject, model, original, right)}
     for kind, spoil in KINDS.items():
         given = spoil(right)
-        # `SOUNDS` of two samples are no images of two channels.
+        # Kinds of audio inputs do not apply to images.
         if given is None or (kind.startswith("sounds") and SOUNDS not in right):
             continue
         found[kind] = outcome(subject, model, original, given)
@@ -369,7 +372,7 @@ def check(made: Callable[[Subject, str], Path], task: str, backend: str, form: s
 @pytest.mark.parametrize("buckets", [False, True], ids=["plain", "buckets"])
 @pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
 def test_classifiers(made: Callable[[Subject, str], Path], backend: str, buckets: bool) -> None:
-    """The quick part: an ONNX artifact, and a transformers folder."""
+    """Fast part of the tests: an ONNX artifact and a transformers folder."""
     check(made, "text-classification", backend, "torch" if backend == "pytorch" else "onnx", buckets=buckets)
 
 
@@ -390,14 +393,14 @@ def test_tasks(made: Callable[[Subject, str], Path], task: str, backend: str, fo
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler is installed")
+@pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 @pytest.mark.parametrize("task", ["text-classification", "image-classification"])
 def test_compiled(made: Callable[[Subject, str], Path], task: str) -> None:
     check(made, task, "inductor", "torch", buckets=False)
 
 
 def save_conformer(folder: Path) -> None:
-    """A conformer with distances between 700 positions: more than exports are tried with."""
+    """Save a conformer with relative positions for 700 positions, more than an export is compared with."""
     torch.manual_seed(0)
     config = transformers.Wav2Vec2ConformerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16, 16),
@@ -426,7 +429,7 @@ def test_sounds_longer_than_positions(shared: Callable[..., Path], backend: str,
 
 
 def test_prompts_without_a_token(generator: Callable[..., Artifact]) -> None:
-    """None is continued; the first part of one that is read in parts may be padding alone."""
+    """A prompt without a token raises. If a prompt is read in chunks, its first chunk may contain only padding."""
     model = accel.ORTModelForCausalLM.from_pretrained(
         generator("llama").path, session_options=SessionOptions(threads=1)
     )

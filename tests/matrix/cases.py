@@ -1,7 +1,7 @@
-"""What backends declare, as cases: every valid chain of export, optimization, quantization and run.
+"""Test cases of the matrix: every valid chain of export, optimization, quantization and run that the backends declare.
 
-In: the specs of the installed backends. Out: `Case`s. A new backend, format, dtype, level, scheme, setting or device has its
-cases by being declared; a new setting or option also needs a value to try, in one of the tables below.
+Input: the specs of the installed backends. Output: `Case`s. A newly declared backend, format, dtype, level, scheme, setting or device
+gets its cases automatically. A new setting or option also needs a test value in one of the tables below.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from accel.interfaces.task import Task
 from accel.interfaces.task_registry import all_tasks, load_task, task_spec
 
 HOST = ("cpu", "auto")
-"""Device types that every machine has: a case on another one is marked `gpu`."""
+"""Device types that every machine has; cases on other devices are marked `gpu`."""
 
 COMPILES = ("inductor", "aotinductor")
-"""Backends that compile, for seconds to minutes: their cases are thorough ones."""
+"""Backends that compile for seconds to minutes; their cases run only in thorough test runs."""
 
 HALVING = get_args(Level)[-1]
-"""The level that makes half-precision graphs."""
+"""The optimization level that converts graphs to half precision."""
 
-# Switches of the optimizer by name: no level has them.
+# Names for the optimizer's `enable` argument; no optimization level includes them.
 ENABLED = ("bfloat16",)
 
-# Custom modules have no task of their own, and no weights folder to compare with: tests/integration/test_parity.py.
-# Speech is as long as its tokens last, which rounding changes: tests/integration/test_sounds.py.
+# Custom modules have no specific task and no weights folder to compare with: see tests/integration/test_parity.py.
+# In text-to-audio, rounding changes the length of the speech: see tests/integration/test_sounds.py.
 CASE_TASKS = tuple(spec.name for spec in all_tasks() if spec.name not in ("custom", "text-to-audio"))
 
-# Values that are not the default, by setting.
+# Non-default test values, by export setting.
 CAPTURES: Mapping[str, tuple[Any, ...]] = {
     "opset": (20,),
     "pooling": get_args(Pooling),
@@ -52,8 +52,8 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "per_channel": (False, True),
     "symmetric": (False, True),
     "operators": (("MatMul",),),
-    # About half of the nodes or modules: those with even numbers, so that something is left in the smallest model. Constants of
-    # OpenVINO's graphs may all have even numbers.
+    # Exclude about half of the nodes or modules, those with even numbers, so that the smallest model still has some to quantize.
+    # Constants are not excluded: in OpenVINO's graphs, all constants may have even numbers.
     "exclude": ((r"re:(?!Constant).*([02468]|_[0-9]*[02468]/.*|\.0\..*)$",),),
     "calibration": tuple(word for word in get_args(Calibration) if word != "minmax"),
     "percentile": (99.9,),
@@ -63,9 +63,8 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "algorithm": ("hqq", "awq", "gptq"),
     "ratio": (0.5,),
     "scale_estimation": (True,),
-    "max_drop": (0.9,),
 }
-# A preset names hardware, which backends know different words for.
+# Presets name hardware; the names differ between backends.
 PRESETS: Mapping[str, tuple[str, ...]] = {"cpu": ("avx2", "arm64"), "openvino": ("performance", "mixed")}
 OTHER_PRESETS = ("tensorrt",)
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -79,7 +78,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "profile": ("FOLDER",),
     "check_inputs": (False,),
 }
-# The vendor's own words: in `SessionOptions.native`, and as provider options.
+# Native settings of the runtimes: for `SessionOptions.native`, and provider options.
 NATIVE: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"enable_cpu_mem_arena": False},
     "cuda": {"enable_mem_pattern": False},
@@ -98,7 +97,7 @@ EXPORTER_OPTIONS: Mapping[str, str] = {"profile": "batch=1:2:8,sequence=1:8:64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One chain. An empty word is a step that is left out, or a default; a setting is `name=` and JSON."""
+    """One chain of steps. An empty field means that a step is left out or that a default is used; a setting is `name=JSON`."""
 
     task: str
     exporter: str
@@ -129,7 +128,7 @@ class Case:
 
     @property
     def factors(self) -> dict[str, str]:
-        """What is combined in pairs: words that only occur together are one."""
+        """Values whose pairs are covered; fields that only occur together form one factor."""
         return {
             "task": self.task,
             "export": f"{self.exporter} {self.format}",
@@ -144,58 +143,58 @@ class Case:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """Everything but settings and options."""
+        """All fields except settings and options."""
         return tuple(value for name, value in asdict(self).items() if name not in ("capture", "setting", "option"))
 
     @property
     def exported(self) -> Case:
-        """Its export alone."""
+        """The case reduced to its export."""
         return Case(task=self.task, exporter=self.exporter, format=self.format, dtype=self.dtype, capture=self.capture)
 
     @property
     def optimized(self) -> Case:
-        """It, up to its optimization."""
+        """The case reduced to its export and optimization."""
         return replace(self.exported, optimizer=self.optimizer, level=self.level, enable=self.enable)
 
     @property
     def made(self) -> Case:
-        """It, without the run."""
+        """The case without its run: only the steps that make the artifact."""
         return replace(self, runner="", device="", option="")
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Its formats, from the export's to the one that runs."""
+        """The formats of the chain, from the export's format to the format that runs."""
         return (self.format, *dict.fromkeys(one for one in (self.rewritten,) if one and one != self.format))
 
     @property
     def made_dtype(self) -> str:
-        """Element type of the artifact that runs."""
+        """Data type of the artifact that runs."""
         return self.enable or ("float16" if self.level == HALVING else self.dtype)
 
     @property
     def on_host(self) -> bool:
-        """Whether every machine has the device that it runs on."""
+        """Whether every machine has the device of the case."""
         return self.device in HOST
 
     @property
     def generates(self) -> bool:
-        """Whether it has a cache."""
+        """Whether the case's task generates, so its model has a KV cache."""
         return task_spec(self.task).generates
 
 
 def parsed(words: str) -> dict[str, Any]:
-    """A setting as keyword arguments."""
+    """Convert a `name=JSON` setting to keyword arguments; empty for an empty setting."""
     name, _, value = words.partition("=")
     return {name: json.loads(value)} if words else {}
 
 
 def word(name: str, value: object) -> str:
-    """A setting as a word of a case."""
+    """Convert a setting to the form `name=JSON`."""
     return f"{name}={json.dumps(value)}"
 
 
 def declared(specs: Sequence[BackendSpec], tasks: Iterable[str] = CASE_TASKS, **limits: Any) -> list[Case]:
-    """Every valid case of the specs: what they declare, less what `REFUSALS` says. See `combined`."""
+    """Return every valid case: the combinations that the specs declare, without those in `REFUSALS`. See `combined`."""
     return [case for case in combined(specs, tasks, **limits) if refusal(case) is None]
 
 
@@ -206,14 +205,14 @@ def combined(
     plain: bool = False,
     keeps: Callable[[Case], bool] = lambda case: True,
 ) -> Iterator[Case]:
-    """Every case that the specs' own words allow.
+    """Generate every case that the specs declare.
 
     Args:
-        specs: Of the backends.
-        tasks: Of the cases.
-        plain: With the defaults of all settings and options alone: with them, a million for all tasks.
-        keeps: Which cases to go on with. It is asked after each step, about what is made so far: what it refuses then, it
-            would also refuse with more steps behind it.
+        specs: Specs of the backends.
+        tasks: Tasks of the cases.
+        plain: Use only the defaults of all settings and options. Without this, all tasks together have a million cases.
+        keeps: Filter that is called after each step with the case so far. A case that it rejects must also be rejected with
+            further steps.
     """
     for task in tasks:
         for spec, capability in _offers(specs, task, "export", None):
@@ -254,7 +253,7 @@ def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool, keeps: Callab
     for case, format, dtype in starts:
         yield from filter(keeps, _runs(specs, case, format, dtype, plain))
         for spec, one in _offers(specs, case.task, "quantize", format):
-            # What was rewritten for one backend's kernels is quantized and run by it.
+            # A graph that was rewritten for one backend's kernels is quantized and run by this backend only.
             if dtype not in one.dtypes or case.optimizer not in ("", spec.name):
                 continue
             for scheme in one.schemes:
@@ -276,7 +275,7 @@ def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, pla
         (spec, spec.capability("run", format, task=case.task) or one)
         for spec, one in _offers(specs, case.task, "run", format)
     ]
-    # What was rewritten for one backend's kernels is run by it, where it runs the format at all.
+    # A graph that was rewritten for one backend's kernels runs on this backend if it supports the format.
     rewriter = case.quantizer or case.optimizer
     if any(spec.name == rewriter and spec.capability("run", format) for spec in specs):
         offers = [offer for offer in offers if offer[0].name == rewriter]
@@ -284,7 +283,7 @@ def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, pla
         if dtype in one.dtypes:
             for device in one.devices:
                 for option in [""] if plain else _run_options(spec, one):
-                    # A graph on a CUDA device computes in what it was made in, and says so to whoever asks for more.
+                    # On a CUDA device, a graph computes in the data type that it was made in; another `compute_dtype` raises an error.
                     if spec.name == "cuda" and parsed(option).get("compute_dtype", dtype) != dtype:
                         continue
                     yield replace(case, runner=spec.name, device=device, option=option)
@@ -298,13 +297,18 @@ def _run_options(spec: BackendSpec, capability: Capability) -> list[str]:
     return ["", *made]
 
 
-# What backends refuse, with an error, though their specs do not say so. Each is run once to see that it is refused.
+# Combinations that backends reject with an error although their specs allow them. A test runs each once and expects the error.
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Combinations that are refused, a piece of the error's message, and where nothing is left out on some machines; and
-    whether it takes long to see it (something is compiled, or a large model exported), which is for thorough runs.
+    """A kind of combination that a backend rejects.
+
+    Attributes:
+        when: Function that returns whether a case is rejected.
+        message: Part of the error message, as a regular expression.
+        unless: Reason why some machines have no such case; empty if every machine has one.
+        takes_long: Whether the check is slow (something is compiled, or a large model exported) and runs only in thorough test runs.
     """
 
     when: Callable[[Case], bool]
@@ -323,7 +327,7 @@ def _has(case: Case, *names: str) -> bool:
 
 @functools.cache
 def _openvino_dtypes() -> tuple[str, ...]:
-    """What OpenVINO computes in on this processor; nothing where it is not installed."""
+    """Return the data types that OpenVINO can compute in on this processor; empty if OpenVINO is not installed."""
     if importlib.util.find_spec("openvino") is None:
         return ()
     import openvino
@@ -343,7 +347,7 @@ def _sets(case: Case, *settings: str) -> bool:
 
 
 def _has_parts(task: str) -> bool:
-    """Whether a task takes its models apart itself."""
+    """Return whether a task defines how its models are split into several graphs."""
     return type(load_task(task)).parts is not Task.parts
 
 
@@ -358,7 +362,7 @@ REFUSALS: tuple[Refusal, ...] = (
             c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
         ),
         "was compiled to compute in",
-        takes_long=True,  # tests/backends/test_aotinductor.py has it, too, with the package that is there
+        takes_long=True,  # tests/backends/test_aotinductor.py checks this as well, with an existing package
     ),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
@@ -366,7 +370,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not offered"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'calibration="percentile"'), "no percentile"),
-    # The small BERT's layers have 48 inputs, and blocks 32 where nothing else is said.
+    # The layers of the small BERT have 48 inputs, which the default block size of 32 does not divide.
     Refusal(
         lambda c: (
             c.quantizer == "neural-compressor" and c.task == "text-classification" and _sets(c, 'algorithm="awq"')
@@ -386,7 +390,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
-    # Batches hold the inputs of a model, and no cache, which its graphs take as well.
+    # Calibration batches contain the inputs of the model but no KV cache, which its graphs also take.
     Refusal(
         lambda c: (
             (c.generates or _has_parts(c.task))
@@ -418,12 +422,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.runner == "cpu" and _has(c, "compute_dtype") and "float32" not in c.option, "compute in float32"
     ),
     Refusal(lambda c: c.runner == "openvino" and _has(c, "inter_op_threads", "graph_optimization"), "OpenVINO has no"),
-    # NNCF's own limit: it takes transposed activations for products with constant matrices, which graphs from ONNX have.
+    # Limit of NNCF: GPTQ does not support products with a transposed activation and a constant matrix, as graphs from ONNX have.
     Refusal(
         lambda c: c.quantizer == "openvino" and c.format == "onnx" and _sets(c, 'algorithm="gptq"'),
         "Transpose is not supported",
     ),
-    # Processors without float16 instructions; those that have them run these cases.
+    # Applies to processors without float16 instructions; other processors run these cases.
     Refusal(
         lambda c: c.runner == "openvino" and c.device in HOST and _has(c, "compute_dtype") and not _computes(c),
         "does not compute in",
@@ -458,7 +462,8 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "buckets|pad_to_multiple_of",
     ),
-    # Blocks of 16 do not divide the few channels of the small model's mask decoder; of graphs from ONNX they leave these layers.
+    # Blocks of 16 do not divide the few channels of the small model's mask decoder. For graphs from ONNX, such layers are
+    # left unquantized.
     Refusal(
         lambda c: c.task == "mask-generation" and c.format == "openvino_ir" and c.scheme == "weight-int4",
         "block size does not divide",
@@ -473,13 +478,13 @@ REFUSALS: tuple[Refusal, ...] = (
         unless="PyTorch's compiler fails at loops of the mask decoder in 2.11 alone",
         takes_long=True,
     ),
-    # Answers are looked for in the column with the largest score, and float16 finds another one.
+    # The answer is taken from the column with the largest score, and in float16 another column can have the largest score.
     Refusal(
         lambda c: c.task == "table-question-answering" and c.optimizer == "cpu" and c.level == HALVING,
         "After optimizing at O4",
         takes_long=True,
     ),
-    # Points are found one by one: which it chooses is right or wrong.
+    # Keypoints are selected one by one, so rounding can change which keypoint is selected.
     Refusal(
         lambda c: c.task == "keypoint-matching" and c.exporter == "aotinductor" and c.dtype != "float32",
         "in 'matches'",
@@ -490,7 +495,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "differs from what it answered before",
         takes_long=True,
     ),
-    # A place below 0 counts from behind in PyTorch; of several axes at once OpenVINO's converter reads it otherwise.
+    # In PyTorch, negative indices count from the end. OpenVINO's converter handles them differently if several axes are indexed at once.
     Refusal(
         lambda c: c.task == "keypoint-matching" and c.exporter == "openvino",
         "in 'keypoints'",
@@ -500,7 +505,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: (
             c.task == "keypoint-matching" and c.quantizer == "neural-compressor" and c.scheme.startswith("static")
         ),
-        "Neural Compressor f",  # finds nothing to quantize, or fails: by version
+        "Neural Compressor f",  # finds nothing to quantize, or fails, depending on the version
         takes_long=True,
     ),
     Refusal(
@@ -511,24 +516,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "returns no hidden states",
     ),
 )
-"""Also left out: decoders in ONNX have operators of ONNX Runtime's own, which `Capability.domains` excludes."""
+"""Combinations that `declared` leaves out. `Capability.domains` excludes more: ONNX decoders have ONNX Runtime's own operators."""
 
 
 def refusal(case: Case) -> Refusal | None:
-    """Why a case is left out."""
+    """Return the rule that rejects a case, or `None`."""
     return next((one for one in REFUSALS if one.when(case)), None)
 
 
 def specs() -> tuple[BackendSpec, ...]:
-    """What the installed backends declare."""
+    """Return the specs of the installed backends."""
     return registry.describe_all()[0]
 
 
-# What is run how often
+# Selection of cases for each kind of test run.
 
 
 def stages(case: Case) -> dict[str, float]:
-    """What a case makes before it runs, with about how many seconds each takes on two cores."""
+    """Return the artifacts that a case needs, with the approximate seconds to make each on two cores."""
     made = {}
     if case.format != WEIGHTS:
         made[str(case.exported)] = 12.0 if case.generates else 4.0
@@ -543,12 +548,14 @@ QUICK = ("text-classification", "text-generation", "text2text-generation", "sent
 
 
 USUAL = ("text-classification", "text-generation")
-"""Of these tasks `make test` runs the cover; `make test-all` runs it whole, and every chain beside it."""
+"""Tasks whose covering cases run in `make test`; `make test-all` runs the cases of all tasks and every chain."""
 
 
 def _is_quick(case: Case) -> bool:
-    """Whether a case is for every run: a task of each kind (encoder, decoder, encoder and decoder), and for what an export
-    may be told the smallest model. An encoder-decoder takes long to export: it is not, in half precision.
+    """Return whether a case can be in every test run.
+
+    These are cases of one task of each kind (encoder, decoder, encoder-decoder); export settings are tested only with the smallest model.
+    Encoder-decoders take long to export, so their half-precision exports are excluded.
     """
     if case.task == "sentence-similarity":
         return not (case.level or case.scheme or case.option) and (not case.capture or case.dtype == "float32")
@@ -558,15 +565,16 @@ def _is_quick(case: Case) -> bool:
 
 
 APART = ({"setting", "option"}, {"setting", "optimize"})
-"""What a quantizer is told meets each scheme, and each scheme meets the levels and options: three at once are not for every
-run.
+"""Pairs of factors that need not be covered together.
+
+Settings are covered with each scheme, and schemes with each level and option; covering all three together takes too long.
 """
 
 
 def _quick_pairs(case: Case) -> list[Hashable]:
-    """Pairs that meet in every run."""
+    """Return the pairs of values in a case that every test run must cover."""
     met: list[Hashable] = [pair for pair in pairs(case.factors) if {pair[0][0], pair[1][0]} not in APART]
-    # A setting belongs to one scheme of one backend for one format: others have settings of the same name.
+    # A setting belongs to one scheme of one backend and format: other schemes may have a setting with the same name.
     return [*met, (case.format, case.quantizer, case.scheme, case.setting)]
 
 
@@ -577,25 +585,28 @@ def _quick_pool() -> tuple[Case, ...]:
 
 @functools.cache
 def quick_cases(*, on_host: bool = True) -> tuple[Case, ...]:
-    """The cases of every run: each pair of values that can occur together occurs in one."""
+    """Return the cases of every test run: each pair of values that can occur together occurs in at least one case."""
     pool = [case for case in _quick_pool() if case.on_host is on_host and not (on_host and case.runner in COMPILES)]
     return tuple(sorted(cover(pool, _quick_pairs, stages=stages, seconds=2.0), key=str))
 
 
 @functools.cache
 def thorough_cases() -> tuple[Case, ...]:
-    """Every chain of every task on the host, with the defaults of its settings and options."""
+    """Return every chain of every task on the host, with the defaults of its settings and options."""
     return tuple(case for case in declared(specs(), plain=True) if case.on_host)
 
 
 @functools.cache
 def elsewhere_cases() -> tuple[Case, ...]:
-    """The cases of devices that not every machine has: those of every run, and every task that generates as it is exported."""
+    """Return the cases on devices that not every machine has.
+
+    These are the cases of every test run, and every chain without optimization and quantization of encoder-decoders and image-text-to-text.
+    """
     quick = quick_cases(on_host=False)
     plain = declared(specs(), _PARTS, keeps=lambda case: not (case.level or case.scheme), plain=True)
     return (*quick, *(case for case in plain if not case.on_host and case not in quick))
 
 
 def reached() -> tuple[Case, ...]:
-    """Every case that is ever run, on one machine or another."""
+    """Return all cases that run on any machine."""
     return (*quick_cases(), *thorough_cases(), *elsewhere_cases())

@@ -1,4 +1,4 @@
-"""A case, run: the artifact made stage by stage, each stage once a run, and its answers beside those of PyTorch."""
+"""Running a case: artifacts are made stage by stage, each only once per test run, and outputs are compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
 from accel.stages.validate import validate
-from accel.testing.generators import GENERATORS, IMAGE_TOKEN
-from accel.testing.models import VOCABULARY
+from accel.testing.generators import GENERATORS
+from accel.testing.tiny_batches import tiny_batch
 from accel_plugins.pytorch.aotinductor.packages import remember
 from tests.devices import placed
 
@@ -49,114 +49,32 @@ FAMILY: Mapping[str, str] = {
     "table-question-answering": "tapas",
     "text-to-audio": "vits",
     "text-generation": "llama",
-    # Not T5, whose tiny weights are so large that 8 bits change 40 % of its answers; here it is 4 %.
+    # T5 is not used: its tiny model has large weights, so 8-bit weights change its outputs by 40 % (BART: 4 %).
     "text2text-generation": "bart",
     "automatic-speech-recognition": "whisper",
     "image-to-text": "vit-gpt2",
     "image-text-to-text": "llava",
 }
-"""The family that stands for a task."""
-
-
-_PIXELS: Mapping[str, tuple[int, int]] = {
-    "image-classification": (32, 32),
-    "object-detection": (64, 96),
-    "image-segmentation": (64, 96),
-    "depth-estimation": (64, 96),
-    "image-to-image": (16, 16),
-}
-
-
-def inputs_of(task: str, *, rows: int = 3, seed: int = 0, size: tuple[int, int] | None = None) -> Tensors:
-    """A batch for a tiny model of a task: texts of unequal lengths, padded as its pipeline pads them, images or speech.
-
-    Args:
-        task: Of the model.
-        rows: How many.
-        seed: Of what is drawn.
-        size: Height and width of images, where the task's usual one is not taken.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    if task in _PIXELS:
-        return {"pixel_values": torch.randn((rows, 3, *(size or _PIXELS[task])), generator=draw)}
-    start = {"decoder_input_ids": torch.randint(4, VOCABULARY, (rows, 3), generator=draw)}
-    if task == "keypoint-matching":
-        return {"pixel_values": torch.rand((rows, 2, 3, 64, 96), generator=draw)}
-    if task == "video-classification":
-        return {"pixel_values": torch.randn((rows, 4, 3, 32, 32), generator=draw)}
-    if FAMILY[task] == "wav2vec2":
-        mask = torch.ones((rows, 900), dtype=torch.int64)
-        for row in range(1, rows):
-            mask[row, -100 * row :] = 0
-        return {"input_values": torch.randn(mask.shape, generator=draw) * mask, "attention_mask": mask}
-    if task == "automatic-speech-recognition":
-        return {"input_features": torch.randn((rows, 80, 40), generator=draw), **start}
-    if task == "image-to-text":
-        return {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), **start}
-    if task == "mask-generation":
-        points = 32 * torch.rand((rows, 4, 2, 2), generator=draw)
-        labels = torch.randint(0, 2, points.shape[:-1], generator=draw)
-        return {
-            "pixel_values": torch.randn((rows, 3, 32, 32), generator=draw), "input_points": points, "input_labels": labels
-        }  # fmt: skip
-    if task in ("zero-shot-image-classification", "zero-shot-object-detection"):
-        images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}
-        # Any number beside images, or as many for each of them.
-        count = rows + 1 if task == "zero-shot-image-classification" else 2 * rows
-        texts = torch.randint(6, 100, (count, 10), generator=draw)
-        return {"input_ids": texts, "attention_mask": torch.ones_like(texts), **images}
-    if task == "zero-shot-audio-classification":
-        sounds = {"input_features": torch.randn((rows, 1, 201, 16), generator=draw)}
-        texts = torch.randint(6, 100, (rows + 1, 10), generator=draw)
-        return {"input_ids": texts, "attention_mask": torch.ones_like(texts), **sounds}
-    # Letters are fewer than words.
-    ids = torch.randint(6, 30 if task == "text-to-audio" else 100, (rows, 10), generator=draw)
-    mask = torch.ones_like(ids)
-    # Decoders read on from the last token, so that they are padded in front of the first.
-    for row in range(1, rows):
-        padding = slice(0, row) if FAMILY[task] in ("llama", "llava") else slice(10 - 2 * row, 10)
-        mask[row, padding] = 0
-    if task == "image-text-to-text":
-        images = torch.full((rows, 4), IMAGE_TOKEN)
-        ids = torch.cat([ids[:, :5], images, ids[:, 5:]], dim=1)
-        mask = torch.cat([mask[:, :5], torch.ones_like(images), mask[:, 5:]], dim=1)
-        pixels = torch.randn((rows, 3, 16, 16), generator=draw)
-        return {"input_ids": ids * mask, "attention_mask": mask, "pixel_values": pixels}
-    feeds = {"input_ids": ids * mask, "attention_mask": mask}
-    if task == "document-question-answering":
-        corners, sizes = (torch.randint(0, 500, (rows, 10, 2), generator=draw) for _ in range(2))
-        feeds["bbox"] = torch.cat([corners, corners + sizes], dim=-1)
-    if task == "table-question-answering":
-        feeds["token_type_ids"] = torch.randint(0, 2, (rows, 10, 7), generator=draw)
-    if FAMILY[task] in ("bert", "layoutlm"):
-        feeds["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=draw)
-    if task == "multiple-choice":
-        return {name: tensor.view(1, rows, -1) for name, tensor in feeds.items()}
-    return {**feeds, **(start if task == "text2text-generation" else {})}
+"""Model family used for each task."""
 
 
 def image_size(case: Case) -> tuple[int, int] | None:
-    """Of a graph that takes no other: in bfloat16 PyTorch's compiler (2.13) makes SegFormer for the usual size alone."""
+    """Return a fixed image size for one case: in bfloat16, PyTorch's compiler (2.13) compiles SegFormer for its usual size only."""
     fixed = (case.task, case.exporter, case.dtype) == ("image-segmentation", "aotinductor", "bfloat16")
     return (64, 64) if fixed else None
 
 
-def inputs_for(case: Case) -> Tensors:
-    """The batch of a case."""
-    return inputs_of(case.task, size=image_size(case))
-
-
 def loaded(task: str, folder: Path) -> Any:
-    """The PyTorch model of a folder."""
+    """Load the PyTorch model of a folder."""
     return getattr(transformers, task_spec(task).auto_model).from_pretrained(folder).eval()
 
 
 class Chains:
-    """Makes what cases need, and remembers it.
+    """Makes the artifacts and expected outputs of cases, and caches them.
 
     Args:
-        shared: Folders that are made once for all processes (`tests/conftest.py`).
-        tiny_folder, tiny_artifact, generator: Sources and exports that other tests have, too.
+        shared: Fixture for folders that are made once for all processes (`tests/conftest.py`).
+        tiny_folder, tiny_artifact, generator: Fixtures for source folders and exports that are shared with other tests.
     """
 
     def __init__(
@@ -175,36 +93,41 @@ class Chains:
         self._valid: dict[str, Any] = {}
 
     def source(self, task: str) -> Path:
-        """The PyTorch folder behind a task's cases."""
+        """Return the PyTorch folder from which a task's cases are exported."""
         family = FAMILY[task]
         if family in GENERATORS:
             self._generator(family)
             return self._shared(f"generator-{family}", _nothing)
         return self._folder(family, task)
 
+    def inputs(self, case: Case) -> Tensors:
+        """Return the input batch of a case."""
+        config = transformers.AutoConfig.from_pretrained(self.source(case.task))
+        return tiny_batch(case.task, config, size=image_size(case))
+
     def expected(self, case: Case) -> tuple[Any, Tensors]:
-        """The PyTorch model, and its outputs on `inputs_for` the case."""
+        """Return the PyTorch model of a case and its outputs for the case's inputs."""
         key = case.task, image_size(case)
         if key not in self._expected:
             model = loaded(case.task, self.source(case.task))
             with torch.inference_mode():
-                outputs = dict(model(**inputs_for(case)))
+                outputs = dict(model(**self.inputs(case)))
             self._expected[key] = model, {k: v for k, v in outputs.items() if isinstance(v, torch.Tensor)}
         return self._expected[key]
 
     def rounding(self, case: Case) -> float:
-        """How far PyTorch is off where it computes in a case's own dtype; 0 in float32."""
+        """Return the error of PyTorch in the case's data type compared with float32; 0 for float32."""
         if case.made_dtype == "float32":
             return 0.0
         _, expected = self.expected(case)
-        dtype, feeds = getattr(torch, case.made_dtype), inputs_for(case)
+        dtype, feeds = getattr(torch, case.made_dtype), self.inputs(case)
         model = loaded(case.task, self.source(case.task)).to(dtype)
         with torch.inference_mode():
             found = dict(model(**{n: t.to(dtype) if t.is_floating_point() else t for n, t in feeds.items()}))
         return error_of(found, expected, kept_tokens(feeds))
 
     def exported(self, case: Case) -> Artifact:
-        """The export of a case; those with defaults are shared with all tests."""
+        """Return the exported artifact of a case; exports with default settings are shared with all tests."""
         family, how = FAMILY[case.task], parsed(case.capture)
         plain = not how and case.dtype == "float32"
         if plain and family in GENERATORS:
@@ -212,7 +135,7 @@ class Chains:
         if plain and case.exporter == "cpu":
             return self._artifact(family, case.task)
         if case.generates and case.dtype != "float32":
-            # The large random weights of tiny generators let rounding grow beyond what an export accepts.
+            # Tiny generators have large random weights, so rounding errors exceed the tolerance of the export.
             how = {"atol": 100.0, **how}
         name = f"{family}-{case.task}-{case.exporter}" if plain else f"matrix-{_digest(case.exported)}"
         return self._made(
@@ -224,7 +147,7 @@ class Chains:
         )  # fmt: skip
 
     def optimized(self, case: Case) -> Artifact:
-        """Its export, optimized where the case says so."""
+        """Return the exported artifact, optimized if the case has an optimization level."""
         start = self.exported(case)
         if not case.level:
             return start
@@ -237,13 +160,13 @@ class Chains:
         )  # fmt: skip
 
     def made(self, case: Case) -> Artifact:
-        """The artifact that a case runs."""
+        """Return the artifact that a case runs."""
         start = self.optimized(case)
         if not case.scheme:
             return start
         how: dict[str, Any] = {"scheme": case.scheme, **parsed(case.setting)}
         if case.quantizer == "openvino" and case.scheme == "weight-int4":
-            # A block must divide the channels, of which tiny models have few.
+            # The block size must divide the number of channels, which is small in tiny models.
             how = {"block_size": 16, **how}
         if "percentile" in how:
             how["calibration"] = "percentile"
@@ -254,12 +177,11 @@ class Chains:
             f"matrix-{_digest(case.made)}",
             lambda out: quantize(
                 start, out, calibration=data, backend=case.quantizer, config=QuantizeConfig.from_dict(how),
-                evaluate=(lambda artifact: 1.0) if "max_drop" in how else None,
             ),
         )  # fmt: skip
 
     def opened(self, case: Case, artifact: Artifact | Path, tmp_path: Path) -> Any:
-        """The model of a case, by an artifact or a folder."""
+        """Open the model of a case from an artifact or a folder."""
         how, given = parsed(case.option), {}
         if "profile" in how:
             how["profile"] = str(tmp_path / "profile")
@@ -274,7 +196,7 @@ class Chains:
         return cls.from_pretrained(artifact, **where, **given)
 
     def validated(self, case: Case, folder: Path) -> Any:
-        """The library's own comparison with the source; options play no part in it."""
+        """Return the result of `accel.validate` for a case; it is cached without the session options, which validation ignores."""
         key = _digest(case.made) + case.runner + case.device
         if key not in self._valid:
             self._valid[key] = validate(folder, backend=case.runner, device=placed(case.device))
@@ -286,7 +208,7 @@ class Chains:
         try:
             artifact = Artifact.load(self._shared(name, make))
             if artifact.format == "pt2":
-                # By another worker, it may be, whose home is another.
+                # Another worker with another home folder may have made the package, so register it here as well.
                 for component in artifact.components:
                     remember(component)
             return artifact
@@ -296,10 +218,10 @@ class Chains:
 
 
 def calibration(artifact: Artifact) -> list[Tensors]:
-    """Two batches for its first graph, with every input that is no cache."""
-    made = []
+    """Return two calibration batches for an artifact's first graph, with every input except the KV cache."""
+    config, made = transformers.AutoConfig.from_pretrained(artifact.path), []
     for seed in (1, 2):
-        feeds = inputs_of(artifact.task, seed=seed)
+        feeds = tiny_batch(artifact.task, config, seed=seed)
         ids = feeds.get("input_ids")
         if ids is not None:
             feeds["position_ids"] = torch.arange(ids.shape[1]).repeat(len(ids), 1)
@@ -310,13 +232,13 @@ def calibration(artifact: Artifact) -> list[Tensors]:
 
 
 def kept_tokens(feeds: Tensors) -> torch.Tensor | None:
-    """Which tokens are no padding, where outputs have a row for each."""
+    """Return a mask of the tokens that are not padding, or `None` if the outputs have no row per token."""
     mask = feeds.get("attention_mask")
     return mask.bool() if mask is not None and "decoder_input_ids" not in feeds else None
 
 
 def error_of(found: Mapping[str, Any], expected: Tensors, kept: torch.Tensor | None) -> float:
-    """Mean absolute difference over real tokens, as a share of the mean absolute value; the worst output's."""
+    """Return the largest relative error of all outputs: mean absolute difference over mean absolute value, without padding tokens."""
     worst = 0.0
     for name, wanted in expected.items():
         if name not in found or not wanted.is_floating_point():
@@ -330,33 +252,34 @@ def error_of(found: Mapping[str, Any], expected: Tensors, kept: torch.Tensor | N
     return worst
 
 
-# Shares of the mean answer. Sums in another order; ten bits of mantissa, or three digits; TF32 is in between.
+# Tolerances relative to the mean absolute output: float32 with another summation order; float16 with ten mantissa bits (TF32 has as
+# many); bfloat16 with fewer.
 _EXACT, _FLOAT16, _BFLOAT16 = 1e-4, 2e-2, 0.15
-# Random weights are the hardest to round: a trained model loses a tenth of this.
+# Random weights are the hardest to quantize: a trained model has a tenth of this error.
 _EIGHT_BITS, _FOUR_BITS = 0.3, 0.8
 
 
 def tolerance(case: Case) -> float:
-    """What rounding explains."""
+    """Return the relative error that rounding can explain for a case."""
     allowed = {"float32": _EXACT, "float16": _FLOAT16, "bfloat16": _BFLOAT16}
     found = max(allowed[case.made_dtype], allowed.get(parsed(case.option).get("compute_dtype", ""), 0.0))
     if case.level == "O3" or "tf32" in case.option:
         found = max(found, _FLOAT16)
     if "group_size" in case.option:
-        # Activations are rounded to 8 bits when they meet compressed weights.
+        # Activations are rounded to 8 bits when they are multiplied with compressed weights.
         found = max(found, _EIGHT_BITS if case.scheme else found)
     if convolves_roughly(case):
         found = max(found, _FLOAT16)
     if case.scheme:
         found += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
     if case.generates and case.made_dtype != "float32":
-        # Their weights are large on purpose, so that rounding grows from layer to layer.
+        # The weights of tiny generators are large on purpose, so rounding errors grow from layer to layer.
         found *= 5
     return found
 
 
 def convolves_roughly(case: Case) -> bool:
-    """Whether PyTorch convolves in TensorFloat-32, as it does on GPUs unless it is told otherwise."""
+    """Return whether PyTorch computes convolutions in TensorFloat-32, its default on GPUs."""
     on_gpu = case.runner in ("pytorch", "inductor") and case.device == "cuda"
     return on_gpu and "audio" in task_spec(case.task).modalities
 
@@ -366,11 +289,11 @@ def _atol(case: Case) -> float | None:
 
 
 def missing_device(case: Case) -> str | None:
-    """Why a case cannot run here."""
+    """Return why a case cannot run on this machine, or `None`."""
     if case.quantizer:
         maker = registry.probe(registry.describe(case.quantizer))
         if not maker.available and case.device != "cpu":
-            # On the host everything that is declared is installed; a machine with a GPU may have less.
+            # On the host, all declared packages are installed; a machine with a GPU may lack some.
             return f"{case.quantizer} cannot run here: {'; '.join(map(str, maker.reasons))}"
     probe = registry.probe(registry.describe(case.runner))
     if any(device.type == case.device for device in probe.devices):
@@ -380,15 +303,15 @@ def missing_device(case: Case) -> str | None:
 
 
 def misread_by_the_processor(case: Case, model: torch.nn.Module) -> str | None:
-    """Why a right answer is not to be had here.
+    """Return why this processor cannot compute the case correctly, or `None`.
 
-    On processors with AMX, oneDNN computes some convolutions in 16 bits wrongly, as far off as the answer is large (PyTorch 2.11,
-    OpenVINO 2026.4): seen where the channels of a group are 2, 4, 8 or 16 and these times the kernel's width a multiple of 64. PyTorch's
-    own error is accepted (`Chains.rounding`); in float16 it has none.
+    On processors with AMX, oneDNN computes some 16-bit convolutions incorrectly; the error is as large as the output (PyTorch 2.11,
+    OpenVINO 2026.4). This was observed when a group has 2, 4, 8 or 16 channels and their product with the kernel width is a multiple of
+    64. `Chains.rounding` accounts for the same error in PyTorch, but in float16 PyTorch has no such error.
 
     Args:
-        case: What runs.
-        model: Its source.
+        case: The case that runs.
+        model: The source model in PyTorch.
     """
     if "amx_bf16" not in cpu_flags() or case.runner != "openvino" or case.made_dtype == "float32":
         return None

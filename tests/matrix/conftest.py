@@ -1,4 +1,4 @@
-"""The matrix makes each stage of its chains once a run."""
+"""Fixtures of the matrix tests; each stage of a chain is made only once per test run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def chains(
     tiny_artifact: Callable[..., Artifact],
     generator: Callable[..., Artifact],
 ) -> Chains:
-    """What makes the artifacts of cases."""
+    """Cache that makes the artifacts of cases."""
     return Chains(shared, tiny_folder, tiny_artifact, generator)
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """PyTorch has one pool of threads for the whole process, which a case may make smaller."""
+    """Restore PyTorch's number of threads, which is shared by the whole process and may be changed by a case."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""A small set of cases in which everything asked for occurs: a greedy cover, the same for the same seed."""
+"""Selection of a small set of cases that covers all targets: a greedy algorithm, deterministic for a given seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def pairs(factors: Mapping[str, str]) -> list[Pair]:
-    """Every pair of values of two factors."""
+    """Return all pairs of values of two different factors."""
     return list(combinations(factors.items(), 2))
 
 
@@ -27,14 +27,14 @@ def cover(
     seconds: float = 0.3,
     seed: int = 0,
 ) -> list[T]:
-    """Choose cases until every target of any of them is met; the next is the one that meets most for its time.
+    """Choose cases until every target is covered. Each step adds the case that covers the most new targets per second.
 
     Args:
-        cases: All that are valid, so that what cannot occur together never asks to be met.
-        targets: What a case meets.
-        stages: What a case makes before it runs, with its seconds; what a chosen case made costs nothing again.
-        seconds: What a case takes besides.
-        seed: Order of cases that are equally good.
+        cases: All valid cases; only targets that occur in them need to be covered.
+        targets: Function that returns the targets that a case covers.
+        stages: Function that returns the artifacts that a case needs, with the seconds to make each. Artifacts of chosen cases are free.
+        seconds: Time of a case in addition to its artifacts.
+        seed: Seed of the order of equally good cases.
     """
     order = np.random.default_rng(seed).permutation(len(cases))
     shuffled = [cases[i] for i in order]
@@ -55,11 +55,11 @@ def cover(
 
 
 def _without_spare(meets: dict[int, np.ndarray], numbers: int) -> list[int]:
-    """Leave out what was chosen early and is not needed beside what was chosen later: one in ten of a greedy choice.
+    """Remove chosen cases whose targets are all covered by other chosen cases; this is one in ten of a greedy choice.
 
     Args:
-        meets: The targets of what was chosen, in the order of the choice.
-        numbers: Of all targets, the last being what fills short rows.
+        meets: Target numbers of each chosen case, in the order of the choice.
+        numbers: Number of all targets, including the last one, which pads short rows.
     """
     times = np.zeros(numbers, np.int64)
     times[-1] = len(meets) + 1
@@ -75,8 +75,9 @@ def _without_spare(meets: dict[int, np.ndarray], numbers: int) -> list[int]:
 
 
 def _table(rows: Sequence[Sequence[Hashable]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of things as rows of their numbers `(rows, most) int64`, and for each number whether it is met: `(numbers + 1,)
-    bool`. The last number fills short rows, and is met from the start.
+    """Convert rows of objects to rows of numbers `(rows, longest) int64`, and return which numbers are covered, `(numbers + 1,) bool`.
+
+    The last number pads short rows and counts as covered from the start.
     """
     numbers: dict[Hashable, int] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Saved artifacts answer the same in another process, and the search finds its way over every backend."""
+"""Saved artifacts give the same outputs in another process, and `accel.tune` tries every backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case
-from chain import Chains, inputs_of
+from chain import Chains
 
 import accel
 from accel.backends import registry
@@ -63,7 +63,7 @@ def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path)
         folder.mkdir()
         model = model_class(case.task)(chains.made(case), backend=case.runner)
         model.save_pretrained(folder / "model")
-        feeds = inputs_of(case.task)
+        feeds = chains.inputs(case)
         found = model(**feeds)
         expected[name] = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
         torch.save({"feeds": feeds, "backend": case.runner, "names": list(expected[name])}, folder / "given.pt")
@@ -76,19 +76,19 @@ def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path)
             assert torch.allclose(found[output], value, atol=1e-5), (name, output)
 
 
-@pytest.mark.thorough  # minutes: every candidate of three backends is timed
+@pytest.mark.thorough  # takes minutes: all candidates of three backends are timed
 def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder()
     classify = accel.pipeline("text-classification", model=folder, backend="pytorch")
     words = "the a my card is not here where when lost new old money bank pay".split()
     texts = [" ".join(words[i % 7 : i % 7 + 2 + i % 6]) for i in range(20)]
-    # PyTorch's own answers: what the search must keep is agreement.
+    # The labels are PyTorch's predictions, so the accuracy in the search is the agreement with PyTorch.
     rows = [{"text": text, "label": classify(text)[0]["label"]} for text in texts]
     found = accel.tune(
         folder, tmp_path / "tuned", data=rows, calibration=rows, max_drop=50.0, sequence=(8,),
         backends=CPU_BACKENDS, threads=1, time_limit_s=300,
     )  # fmt: skip
-    # What was left out without a try has none.
+    # Candidates that were skipped without a trial have an empty backend name.
     assert {trial.backend for trial in found.trials} - {""} == set(CPU_BACKENDS)
     assert found.rows == 20
     assert registry.describe(found.winner.backend).capability("run", found.artifact.format) is not None

@@ -1,7 +1,7 @@
-"""What backends declare has run: chains of export, optimization, quantization and run, made from the specs.
+"""Run chains of export, optimization, quantization and inference, built from the declarations in the backends' specs.
 
-Each pair of values meets in some case; every run has those of the usual tasks, `thorough` the others, and every chain of every
-task. `gpu` has the cases of devices that not every machine has.
+Each pair of values occurs in at least one case. Every test run includes the pairs of the usual tasks. Thorough runs (`thorough`) add the
+pairs of the other tasks and every chain of every task. Tests marked `gpu` have the cases for devices that not every machine has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from chain import (
     Chains,
     convolves_roughly,
     error_of,
-    inputs_for,
     kept_tokens,
     misread_by_the_processor,
     missing_device,
@@ -77,21 +76,21 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
         pytest.skip(reason)
     artifact = chains.made(case)
     assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
-    feeds = inputs_for(case)
+    feeds = chains.inputs(case)
     kept = kept_tokens(feeds)
     model = chains.opened(case, artifact, tmp_path)
     found = answers(model, feeds)
     if case.capture.partition("=")[0] not in ("pooling", "normalize"):
         assert found.keys() & expected.keys()
     error = error_of(found, expected, kept)
-    # Models that make much of little are off in PyTorch, too.
+    # Some models amplify rounding errors; PyTorch in the same data type has a large error as well.
     assert error <= tolerance(case) or error <= 2 * chains.rounding(case)
     assert (model.backend, model.device.type) == (case.runner, case.device if case.device != "auto" else "cpu")
     model.save_pretrained(tmp_path / "saved")
     again = answers(chains.opened(case, tmp_path / "saved", tmp_path), feeds)
     assert error_of(again, found, kept) <= 1e-5
     check = chains.validated(case, tmp_path / "saved")
-    # The library's own tolerance knows dtypes, and no approximations and fewer bits.
+    # The tolerance of `accel.validate` considers data types, but neither approximations nor quantization.
     rough = (
         case.scheme
         or case.level in ("O3", "O4")
@@ -104,7 +103,7 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
 
 @functools.cache
 def left_out() -> dict[Refusal, Case]:
-    """For each refusal the first case that it leaves out; one setting is enough for each. Compilers come last: they take long."""
+    """Return the first rejected case of each refusal with at most one setting. Compilers come last, because they are slow."""
 
     def is_short(case: Case) -> bool:
         told = [word for word in (case.capture, case.setting, case.option) if word]
@@ -118,7 +117,7 @@ def left_out() -> dict[Refusal, Case]:
     found: dict[Refusal, Case] = {}
     for case in combined(sorted(specs(), key=lambda spec: spec.name in COMPILES), tasks, keeps=is_short):
         why = refusal(case)
-        # GPU quantizers look at their settings before they look for a GPU.
+        # GPU quantizers check their settings before they check for a GPU.
         if why is not None and (case.on_host or case.quantizer in ("cuda", "tensorrt")):
             found.setdefault(why, case)
             if len(found) == len(REFUSALS):
@@ -140,18 +139,18 @@ def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path
         pytest.skip(wanted.unless)
     assert case is not None, "nothing declares it any more: leave the refusal out"
     with pytest.raises(AccelError, match=wanted.message):
-        answers(chains.opened(case, chains.made(case), tmp_path), inputs_for(case))
+        answers(chains.opened(case, chains.made(case), tmp_path), chains.inputs(case))
 
 
 NOT_MADE_HERE = {
-    # ONNX in bfloat16 is made for GPUs alone; what other tools make is run.
+    # accel exports ONNX in bfloat16 only for GPUs. OpenVINO also runs such graphs, but only other tools export them.
     "openvino run onnx: dtype bfloat16",
     "openvino optimize openvino_ir: dtype bfloat16",
 }
 
 
 def test_every_capability_is_reached() -> None:
-    """Each value of each capability of each spec occurs in a case: on the host, or among those for other devices."""
+    """Each declared value of each capability occurs in a case, on the host or on another device."""
     cases = reached()
     valid = declared(specs(), plain=True)
     missing = []
@@ -159,7 +158,7 @@ def test_every_capability_is_reached() -> None:
         for capability in spec.capabilities:
             stage, format = capability.stage, capability.produces or capability.consumes
             if stage == "prepare":
-                continue  # no step of a chain: it changes a model in memory, which the conformance suite does
+                continue  # a prepared model exists only in memory and is not part of a chain; the conformance suite tests it
             mine = [case for case in cases if _does(case, spec.name, stage, capability.consumes, capability.produces)]
             words = [
                 *(("device", device) for device in capability.devices if stage == "run"),
@@ -202,7 +201,7 @@ def test_the_cover_holds_every_pair() -> None:
 
 
 def _does(case: Case, backend: str, stage: str, consumes: str | None, produces: str | None) -> bool:
-    """Whether a capability is needed by a case."""
+    """Return whether a case uses a capability."""
     if stage == "export":
         return (case.exporter, case.format) == (backend, produces)
     if stage == "optimize":

@@ -1,6 +1,6 @@
-"""Other libraries, real ones, over our models. `make test-neighbours` installs them into an environment of their own.
+"""Tests of other libraries with accel's models. `make test-neighbours` installs these libraries in a separate environment.
 
-Warnings of theirs are not ours to mend: only our own are errors here.
+Warnings of these libraries are ignored; only warnings of accel are errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Embedders of LangChain and Haystack over `ORTModelForFeatureExtraction`, by sentence-transformers' backends."""
+"""Embedders of LangChain and Haystack with `ORTModelForFeatureExtraction`, through the backends of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_our_model_inside_a_langchain_embedder(folder: Path, wanted: Any) -> Non
 def test_haystack(folder: Path, wanted: Any) -> None:
     pytest.importorskip("haystack", reason="needs haystack-ai")
     try:
-        from haystack.components.embedders import (  # newer lines have it in an integration of its own
+        from haystack.components.embedders import (  # newer versions of Haystack have these classes in a separate integration
             SentenceTransformersDocumentEmbedder,
             SentenceTransformersTextEmbedder,
         )

@@ -1,4 +1,4 @@
-"""Our models where `evaluate` and SetFit expect transformers' or sentence-transformers' ones."""
+"""Use accel's models where `evaluate` and SetFit expect models of transformers or sentence-transformers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     import transformers
 
-    # evaluate 0.4.6 asks whether any pipeline, transformers' own too, is of a class that transformers 5 removed.
+    # evaluate 0.4.6 checks every pipeline for a class that transformers 5 removed, including transformers' own pipelines.
     monkeypatch.setattr(transformers, "TFPreTrainedModel", transformers.PreTrainedModel, raising=False)
     source = save_tiny(tmp_path / "bert", "bert")
     data = datasets.Dataset.from_dict(ROWS)
     mapping = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
-    # Metrics by name are fetched from the Hub; one that is here works offline.
+    # Use a local metric script, because `evaluate` downloads metrics that are given by name.
     metric = tmp_path / "share" / "share.py"
     metric.parent.mkdir()
     metric.write_text(_METRIC, encoding="utf-8")
@@ -59,7 +59,7 @@ CLASSES = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
 
 @pytest.fixture(scope="module")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A metric that is here: those by name are fetched from the Hub."""
+    """Load a local metric script, because `evaluate` downloads metrics that are given by name."""
     evaluate = pytest.importorskip("evaluate", reason="needs evaluate")
     metric = tmp_path_factory.mktemp("share") / "share.py"
     metric.write_text(_METRIC, encoding="utf-8")

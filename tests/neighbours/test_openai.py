@@ -1,4 +1,4 @@
-"""OpenAI's own client against our server."""
+"""OpenAI's own client with accel's server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`optimum-cli accel ...` with the real Optimum, which finds our command by itself."""
+"""`optimum-cli accel ...` with the real Optimum, which discovers accel's command automatically."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_optimize_and_quantize(made: Path, words: tuple[str, ...]) -> None:
     assert Artifact.load(out).manifest.steps[-1].stage == words[0]
 
 
-def test_help_and_mistakes_are_those_of_accel(made: Path) -> None:
+def test_help_and_usage_errors_come_from_accel(made: Path) -> None:
     done = optimum_cli("accel", "tune", "--help", home=made)
     assert done.returncode == 0
     assert "optimum-cli accel tune" in done.stdout

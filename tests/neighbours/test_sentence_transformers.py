@@ -1,4 +1,4 @@
-"""sentence-transformers' backends "onnx" and "openvino" over `distributions/sentence-transformers`."""
+"""The backends "onnx" and "openvino" of sentence-transformers, provided by `distributions/sentence-transformers`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-
 TEXTS = ["where is my card", "the account is not open, can you help me please", "lost"]
 PAIRS = [("where is my card", "my card is lost"), ("where is my card", "open an account in london please")]
 BACKENDS = ["onnx", "openvino"]
-# Float32 sums in another order than PyTorch's.
+# Tolerance for float32 sums in a different order than PyTorch's.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
-QUANTIZED = 0.2  # 8 bits, relative to vectors of length 1 of a model with random weights
+QUANTIZED = 0.2  # tolerance of 8-bit quantization, for vectors of length 1 of a model with random weights
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bi-encoder as sentence-transformers saves it: mean of the tokens, of length 1."""
+    """Return a bi-encoder saved by sentence-transformers: mean pooling, normalized to length 1."""
     base = tmp_path_factory.mktemp("bi-encoder")
     source = save_tiny(base / "bert", "bert", "feature-extraction")
     transformer = modules.Transformer(str(source))
@@ -84,7 +84,7 @@ def test_export_optimized_onnx_model(folder: Path, wanted: Any, level: str) -> N
     kwargs = {"file_name": f"model_{level}.onnx"}
     again = st.SentenceTransformer(str(folder), backend="onnx", device="cpu", model_kwargs=kwargs)
     assert again.transformers_model.path.name == f"model_{level}.onnx"
-    # O3 approximates GELU.
+    # O3 approximates GELU, so it needs a larger tolerance.
     atol = 1e-5 if level == "O1" else 1e-2
     np.testing.assert_allclose(again.encode(TEXTS), wanted, rtol=0.0, atol=atol)
 
@@ -101,7 +101,7 @@ def test_export_dynamic_quantized_onnx_model(folder: Path, wanted: Any) -> None:
 
 
 def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_path: Path) -> None:
-    # Its helper takes a data set by name: a local one, and rows as long as this model has positions.
+    # The helper of sentence-transformers loads a data set by name: use a local data set, and rows within the model's 96 positions.
     (tmp_path / "data").mkdir()
     rows = "\n".join(["text", *(f'"{text}"' for text in TEXTS)])
     (tmp_path / "data" / "train.csv").write_text(rows + "\n", encoding="utf-8")
@@ -109,7 +109,7 @@ def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_p
     tokenizer = model.tokenizer
 
     class Short:
-        """The helper asks for 384 tokens; this model has 96 positions."""
+        """Tokenizer limited to 32 tokens, because the helper of sentence-transformers requests 384 and this model has 96 positions."""
 
         def __call__(self, texts: Any, **settings: Any) -> Any:
             return tokenizer(texts, **{**settings, "max_length": 32})

@@ -1,4 +1,4 @@
-"""Clients that others wrote, over our server: OpenAI's, Triton's, and a fuzzer of what the server says about itself."""
+"""Third-party clients with accel's server: OpenAI's, Triton's, and a fuzzer that uses the server's OpenAPI description."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def models(tiny_folder: Callable[..., Path]) -> dict[str, accel.ORTModel]:
 
 @pytest.fixture(scope="module")
 def address(models: dict[str, accel.ORTModel]) -> Iterator[str]:
-    """Host and port of a server in a thread, which wants a key."""
+    """Yield host and port of a server that runs in a thread and requires an API key."""
     app = create_app(accel.Engine(models), ServerSettings(api_keys=("secret",), max_body_bytes=100_000))
     with socket.create_server(("127.0.0.1", 0)) as door:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
@@ -108,7 +108,7 @@ def test_triton_with_texts(binary: bool, address: str, models: dict[str, accel.O
             client.get_model_repository_index(headers=headers)
 
 
-def test_no_body_that_the_description_allows_or_forbids_breaks_it(address: str) -> None:
+def test_no_valid_or_invalid_body_breaks_the_server(address: str) -> None:
     schemathesis = pytest.importorskip("schemathesis")
     hypothesis = pytest.importorskip("hypothesis")
     schema = schemathesis.openapi.from_url(f"http://{address}/openapi.json")

@@ -1,4 +1,4 @@
-"""Traces as OpenTelemetry's own SDK gets them."""
+"""Traces of the server, as the SDK of OpenTelemetry receives them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def client(
     }
     with TestClient(create_app(accel.Engine(folders, backend="pytorch"), traces=provider)) as made:
         yield made
-    # It is the caller's: the server does not end it.
+    # The trace provider belongs to the caller, so the server must not shut it down.
     exporter.clear()
     provider.get_tracer("mine").start_span("after").end()
     assert [one.name for one in exporter.get_finished_spans()] == ["after"]
 
 
 def spans(exporter: InMemorySpanExporter) -> tuple[Any, list[Any]]:
-    """The span of the request, and those inside it by time."""
+    """Return the span of the request, and the spans inside it, sorted by start time."""
     found = exporter.get_finished_spans()
     exporter.clear()
     (outer,) = (one for one in found if one.name.startswith("POST"))
@@ -79,7 +79,7 @@ def test_a_request_is_a_span_of_its_callers_trace_with_its_steps_inside(
     assert [one.name for one in inner] == STEPS
     times = [outer.start_time, *(time for one in inner for time in (one.start_time, one.end_time)), outer.end_time]
     assert times == sorted(times)
-    # A stream is computed while it is sent.
+    # A streamed response is computed while it is sent.
     assert inner[-1].end_time - inner[-1].start_time > 0
 
 
@@ -99,7 +99,7 @@ def test_without_a_callers_trace_it_is_a_new_one(
     assert outer.status.status_code is StatusCode.UNSET
 
 
-def test_what_fails_here_is_marked(
+def test_a_failed_request_is_marked_as_an_error(
     client: TestClient, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app: Any = client.app
@@ -130,13 +130,13 @@ def test_traces_are_sent_where_the_environment_says(
         engine = accel.Engine(tiny_folder("bert", "text-classification"), backend="pytorch")
         with TestClient(create_app(engine, traces=True)) as client:
             client.post("/classify", json={"inputs": "help"})
-        # What was not sent yet goes out when the server ends.
+        # The server sends the remaining traces when it shuts down.
         collector.shutdown()
     ((path, body),) = bodies
     assert path == "/v1/traces"
     assert all(word in body for word in (b"POST /classify", b"service.name", b"accel", b"tokenization"))
 
 
-def test_who_looks_after_the_server_is_not_traced(client: TestClient, exporter: InMemorySpanExporter) -> None:
+def test_health_requests_are_not_traced(client: TestClient, exporter: InMemorySpanExporter) -> None:
     assert client.get("/health").status_code == 200
     assert not exporter.get_finished_spans()

@@ -1,6 +1,6 @@
-"""Optimum's own tests of `optimum.onnxruntime`, run through `accel.compat.optimum` on small local models.
+"""Run Optimum's own tests of `optimum.onnxruntime` through `accel.compat.optimum`, on small local models.
 
-The tests stay in a clone of optimum-onnx: nothing of them is here. `plugin` is loaded into their pytest run, `stand_ins`
-are the modules that they import, `hub` makes the models that they name, and `left_out` says which of them ask for
-something else. `python -m tests.optimum_suite --help` runs them.
+The tests are read from a clone of optimum-onnx and are not part of this repository. `plugin` is loaded into their pytest run,
+`stand_ins` replaces the modules that they import, `hub` creates the models that they name, and `left_out` lists the tests that do not
+apply to accel. `python -m tests.optimum_suite --help` shows how to run them.
 """

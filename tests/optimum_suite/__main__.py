@@ -1,4 +1,4 @@
-"""`python -m tests.optimum_suite`: see `--help`."""
+"""Command line of this package: `python -m tests.optimum_suite`; see `--help`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _CACHE = ROOT / "build" / "optimum-suite"
-# Cheap ones first. Not test_diffusion.py, which is out of scope, nor test_timm.py, whose checkpoints are of the Hub alone.
+# Fast files first. Without test_diffusion.py, which is out of scope, and test_timm.py, whose checkpoints are only on the Hub.
 FILES = (
     "test_utils.py",
     "test_quantization.py",
@@ -36,7 +36,7 @@ Results join those that the JSON file has of other tests. An hour on two process
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tests.optimum_suite",
         description="Optimum's own tests of optimum.onnxruntime through accel.compat.optimum, on small local models.",
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run them and print the table; 1 when a test failed."""
+    """Run the tests and print the table; return 1 if a test failed."""
     options = parser().parse_args()
     clone, cache = options.clone.resolve(), options.cache.resolve()
     files = [clone / "tests" / "onnxruntime" / name for name in FILES]
@@ -84,13 +84,13 @@ def main() -> int:
 
 
 def run(path: Path, clone: Path, jobs: int, only: str, environment: Mapping[str, str]) -> bool:
-    """Run one file; whether it was stopped by Ctrl-C."""
+    """Run one test file; return whether Ctrl-C stopped it."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.optimum_suite.plugin", "-p", "no:cacheprovider", "-q", "--tb=short",
                "-n", str(jobs), "--dist", "worksteal", "--rootdir", str(clone), str(path)]  # fmt: skip
     if only:
         command += ["-k", only]
     try:
-        # Its tests name files from there; its own packages are not to be imported.
+        # Run in the clone, because the tests use relative paths; PYTHONSAFEPATH prevents imports of the clone's own packages.
         subprocess.run(command, cwd=clone, env={**os.environ, **environment}, check=False)
     except KeyboardInterrupt:
         return True
@@ -110,7 +110,7 @@ def _environment(cache: Path, results: Path, known: Path) -> dict[str, str]:
 
 
 def summarized(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts by file, and failures and what was left out by name."""
+    """Return the counts of outcomes by file, the failures, and the outcome of every test."""
     files: dict[str, dict[str, int]] = {}
     for test, (outcome, _) in sorted(found.items()):
         counts = files.setdefault(test.partition("::")[0], collections.Counter())
@@ -120,7 +120,7 @@ def summarized(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(files: Mapping[str, Mapping[str, int]]) -> str:
-    """The counts, a line a file and one for all."""
+    """Return the counts as a table, with one line for each file and one for all files."""
     from .plugin import FAILED, LEFT_OUT, PASSED, SKIPPED
 
     columns = (PASSED, FAILED, LEFT_OUT, SKIPPED)
@@ -136,7 +136,7 @@ def table(files: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _stop(*_: object) -> None:
-    """What is known is written, as after Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C, so that the results are written."""
     raise KeyboardInterrupt
 
 

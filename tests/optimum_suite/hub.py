@@ -1,8 +1,7 @@
-"""Local folders for what Optimum's tests name on the Hub, made when they are first asked for.
+"""Create local folders for the Hub repositories that Optimum's tests name, when they are first requested.
 
-A model is one of `tests.sweep`: a small config of its architecture, random weights, and the head for the task, which the
-Hub's tiny models often lack. What is a graph on the Hub is one here, of `tests/fixtures/foreign` (Optimum wrote those) or
-exported.
+Models are built as in `tests.sweep`: a small config of the architecture, random weights, and the head of the task, which the Hub's tiny
+models often lack. Repositories with graphs are replaced by graphs from `tests/fixtures/foreign` (written by Optimum), or by exports.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from tests.sweep import building, cases
 from tests.sweep.shrinking import BEGIN, PAD, POSITIONS, small_config
 
 CACHE = "ACCEL_OPTIMUM_SUITE"
-"""The environment variable that names the folder of all of it."""
+"""Name of the environment variable with the folder for all created models."""
 LOCAL = "local-tiny/"
-"""What stands in front of the words of Optimum's table `MODEL_NAMES`."""
+"""Prefix of the entries of Optimum's table `MODEL_NAMES`, by which local models are recognized."""
 _FOREIGN = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
-# What a model is taken for where nobody says it, the first that its architecture is in the table of.
+# Default tasks of models: the first task in whose table the architecture is.
 _USUAL_TASKS = (
     "text-classification", "image-classification", "automatic-speech-recognition", "ctc", "text-generation",
     "text2text-generation", "feature-extraction", "zero-shot-image-classification", "image-to-image", "image-to-text",
 )  # fmt: skip
 _SPEECH = 16_000
-_FIVE_LAYERS = {"num_hidden_layers": 5}  # as the Hub's have, of which tests count the matrices
+_FIVE_LAYERS = {"num_hidden_layers": 5}  # as in the Hub's models, because tests count their weight matrices
 
 
 def _bert_and_gpt2() -> Any:
@@ -51,9 +50,9 @@ def _bert_and_gpt2() -> Any:
     return config
 
 
-# Architecture, usual task, and fields of its config or what makes it.
+# (architecture, default task, config fields or a function that returns the config)
 Model = tuple[str, str, Mapping[str, Any] | Callable[[], Any]]
-# Words of `MODEL_NAMES` that say more than an architecture, or another one.
+# Entries of `MODEL_NAMES` that are not simply the name of an architecture.
 _WORDS: Mapping[str, Model] = {
     "encoder-decoder": ("encoder-decoder", "text2text-generation", _bert_and_gpt2),
     "encoder-decoder-bert-bert": ("encoder-decoder", "text2text-generation", {}),
@@ -68,7 +67,7 @@ _WORDS: Mapping[str, Model] = {
     "whisper": ("whisper", "automatic-speech-recognition", {"max_source_positions": 1500, "vocab_size": 1766}),
     "xlm-qa": ("xlm", "question-answering", {}),
 }
-# Repositories that tests name themselves, and those that pipelines take when no model is named.
+# Repositories that tests name directly, and the default repositories of pipelines.
 _REPOSITORIES: Mapping[str, Model] = {
     "dbmdz/bert-large-cased-finetuned-conll03-english": ("bert", "token-classification", {}),
     "distilbert/distilbert-base-cased": ("distilbert", "feature-extraction", {}),
@@ -115,12 +114,12 @@ _REPOSITORIES: Mapping[str, Model] = {
 
 
 def local(name: str, task: str | None = None, revision: str | None = None) -> str:
-    """The folder for a repository of the Hub; any other name stays.
+    """Return the local folder for a repository of the Hub; any other name is returned unchanged.
 
     Args:
-        name: As the test has it.
-        task: The task of the class that loads it; by default the model's usual one, which is enough for its tokenizer.
-        revision: A branch that the test names.
+        name: Name of the repository, as in the test.
+        task: Task of the class that loads the model; `None` for the model's default task, which is sufficient for its tokenizer.
+        revision: Branch of the repository.
     """
     make: Callable[[Path], None]
     graphs = GRAPHS.get((name, revision)) or GRAPHS.get((name, None))
@@ -146,7 +145,7 @@ def local(name: str, task: str | None = None, revision: str | None = None) -> st
 
 
 def task_of(cls: type[Any]) -> str | None:
-    """The task that a model class, of transformers or ours, loads models for; `None` for any."""
+    """Return the task of a model class of transformers or accel; `None` for classes without a specific task."""
     own = getattr(cls, "task", None)
     if own:
         return str(own)
@@ -163,7 +162,7 @@ def _word(word: str) -> Model:
 
 
 def _class_for(architecture: str, task: str) -> str | None:
-    """Name of transformers' class of an architecture for a task."""
+    """Return the name of transformers' model class for an architecture and a task."""
     try:
         names = task_spec(task).auto_models
     except TaskError:
@@ -180,11 +179,11 @@ def _save_model(architecture: str, task: str, settings: Mapping[str, Any] | Call
 
 
 def _with_weights(cls: Any, config: Any, task: str) -> Any:
-    """A model of a class with random weights, which writes until it is told to stop."""
+    """Return a model with random weights that generates until the maximum length."""
     if task == "question-answering":
-        config.num_labels = 2  # a start and an end
+        config.num_labels = 2  # two outputs per token, start and end
     if task == "text-generation" and hasattr(config, "is_decoder"):
-        config.is_decoder = True  # BART and its kind write only when they are told to
+        config.is_decoder = True  # BART and similar architectures generate text only with this setting
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = BEGIN
     torch.manual_seed(0)
@@ -193,7 +192,7 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
     if model.can_generate():
         building._hide_the_last_token(model)
         said = model.generation_config
-        said._from_model_config = False  # else what loads it takes the config's words instead
+        said._from_model_config = False  # prevents that loading replaces these settings by the config's
         said.eos_token_id = said.forced_eos_token_id = said.forced_bos_token_id = said.suppress_tokens = None
         said.pad_token_id, said.bos_token_id = PAD, BEGIN
         if model.config.is_encoder_decoder:
@@ -204,9 +203,9 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
 
 
 def _processors(model: Any, architecture: str, task: str) -> list[Any]:
-    """What makes inputs of a model, by what it reads."""
+    """Return the tokenizer or the processors that create inputs for a model."""
     config, reads = model.config, model.main_input_name
-    if reads == "inputs":  # Perceiver, of anything
+    if reads == "inputs":  # Perceiver's generic input name
         reads = "pixel_values" if "image" in task_spec(task).modalities else "input_ids"
     if architecture in PICTURES:
         return [tiny_processor(architecture)]
@@ -230,7 +229,7 @@ def _processors(model: Any, architecture: str, task: str) -> list[Any]:
 
 
 def _tokenizer(model: Any) -> Any:
-    """The tiny tokenizer, giving what the model reads."""
+    """Return the tiny tokenizer, which returns only inputs that the model accepts."""
     parameters = inspect.signature(model.forward).parameters
     two_kinds = "token_type_ids" in parameters and (getattr(model.config, "type_vocab_size", None) or 0) > 1
     names = ["input_ids", *(["token_type_ids"] if two_kinds else []), "attention_mask"]
@@ -244,7 +243,7 @@ def _tokenizer(model: Any) -> Any:
 
 
 def _whisper_tokenizer() -> Any:
-    """Bytes, and Whisper's words for the task, languages and times."""
+    """Return a byte-level tokenizer with Whisper's special tokens for tasks, languages and timestamps."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = transformers.WhisperTokenizer(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
     words = "startoftranscript en translate transcribe startoflm startofprev nospeech notimestamps".split()
@@ -262,7 +261,7 @@ def _say_words_of_whisper(said: Any) -> None:
 
 
 def _foreign() -> Path:
-    """The folders that Optimum wrote, unpacked."""
+    """Return the folder with the unpacked folders that Optimum wrote."""
     folder = Path(os.environ[CACHE]) / "foreign"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -273,7 +272,7 @@ def _foreign() -> Path:
 
 
 def _optimums(folder: Path, *, source: str, files: Sequence[str]) -> None:
-    """Files, as `name` or `name=new name`, of the folders that Optimum wrote, with the config of one of them."""
+    """Copy files from the folders that Optimum wrote, given as `name` or `name=new name`, with the config files of `source`."""
     written = _foreign()
     folder.mkdir(parents=True)
     for path in (written / source).glob("*.json"):
@@ -291,7 +290,7 @@ def _below(make: Callable[[Path], None], subfolder: str, folder: Path) -> None:
 
 
 def _exported(folder: Path, *, subfolder: str = "", weights: bool = False) -> None:
-    """BERT's hidden states and pooled ones as a graph that is nobody's, with the config above it, and the weights as well."""
+    """Export BERT to a graph without accel's metadata, in `subfolder`, with the config above it, and optionally the weights."""
     import accel
 
     source = Path(local(f"{LOCAL}bert", "feature-extraction"))
@@ -307,7 +306,7 @@ def _exported(folder: Path, *, subfolder: str = "", weights: bool = False) -> No
 
 
 def _graphs() -> dict[tuple[str, str | None], Callable[[Path], None]]:
-    """Repositories that hold graphs, by name and branch."""
+    """Return functions that create the repositories with graphs, by name and branch."""
     make = functools.partial
     bert = make(_optimums, source="bert-web")
     gpt2 = make(_optimums, source="gpt2-pair")

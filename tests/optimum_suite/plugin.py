@@ -1,4 +1,4 @@
-"""What the pytest run of Optimum's tests is given: our modules, local models, and a record of what became of each test."""
+"""Pytest plugin for Optimum's tests: it installs replacement modules and local models, and records the outcome of each test."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import pytest
 from . import hub, left_out, stand_ins
 
 RESULTS = "ACCEL_OPTIMUM_SUITE_RESULTS"
-"""The environment variable that names the file for what became of the tests, a line each."""
+"""Name of the environment variable with the path of the results file, which has one line for each test."""
 KNOWN = "ACCEL_OPTIMUM_SUITE_KNOWN"
-"""The environment variable that names the file with the names of tests that are not to be run again."""
+"""Name of the environment variable with the path of the file that lists tests which must not be run again."""
 PASSED, FAILED, LEFT_OUT, SKIPPED = "passed", "failed", "left out", "skipped by themselves"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported: each process of the run has its own modules."""
+    """Install the replacements before any test is imported. Each worker process of the run calls this hook."""
     stand_ins.install()
     _answer_for_the_hub()
-    # Optimum's own table of architectures; its tests import it by this name.
+    # Optimum's own table of architectures, which its tests import by this name.
     sys.path.insert(0, str(config.rootpath / "tests" / "onnxruntime"))
     import testing_utils
 
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _answer_for_the_hub() -> None:
-    """Let whoever loads by a name of the Hub find the local folder."""
+    """Patch loaders so that a repository name of the Hub loads the local folder instead."""
     import datasets
     import huggingface_hub
     import requests
@@ -44,7 +44,7 @@ def _answer_for_the_hub() -> None:
 
     from accel.compat.optimum import models
 
-    # Each of them has a copy of its own.
+    # Patch every auto class, because each has its own `from_pretrained`.
     loaders = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")]
     for cls in (*(one for one in loaders if hasattr(one, "_model_mapping")), models.Words):
         _load_local(cls, hub.task_of)
@@ -58,7 +58,7 @@ def _answer_for_the_hub() -> None:
         hub.local(repo_id), local_dir
     )
     datasets.load_dataset = _some_sentences
-    # The picture of Optimum's tests, from where it is on the web.
+    # Replace the download of the test image of Optimum's tests.
     for client in (requests, image_utils.httpx):
         client.get = lambda *_, **__: types.SimpleNamespace(raw=io.BytesIO(_picture()), content=_picture())
 
@@ -76,7 +76,7 @@ def _load_local(cls: Any, task_of: Callable[[type[Any]], str | None]) -> None:
 
 
 def _some_sentences(*_: Any, **__: Any) -> Any:
-    """What is asked for as GLUE's SST-2."""
+    """Return sentences in place of GLUE's SST-2."""
     import datasets
 
     words = ("a good bank", "the slow card", "what a lost machine", "where is my new phone")
@@ -84,7 +84,7 @@ def _some_sentences(*_: Any, **__: Any) -> Any:
 
 
 def _picture() -> bytes:
-    """As large as the one that is meant: noise, 640 by 480 pixels."""
+    """Return a PNG with noise, of the same size as the original image: 640 by 480 pixels."""
     import numpy as np
     from PIL import Image
 
@@ -94,12 +94,12 @@ def _picture() -> bytes:
 
 
 def name_of(nodeid: str) -> str:
-    """`file::Class::test` of pytest's name for a test."""
+    """Return `file::Class::test` for a pytest node id."""
     return Path(nodeid.partition("::")[0]).name + "::" + nodeid.partition("::")[2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take out what is known, and mark what is left out."""
+    """Remove tests that already have a result, and mark the tests that are left out as skipped."""
     known = json.loads(Path(os.environ[KNOWN]).read_text(encoding="utf-8")) if KNOWN in os.environ else []
     items[:] = [item for item in items if name_of(item.nodeid) not in known]
     for item in items:
@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-    """A test that found other words in the error that it expected is left out."""
+    """Report a test as left out if it got the expected error with a different message."""
     report = yield
     if call.excinfo is not None and left_out.only_words_differ(name_of(item.nodeid), call.excinfo.value):
         why = f"{LEFT_OUT}: {left_out.WORDS}: {call.excinfo.value}"
@@ -118,7 +118,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write down what became of a test, in the process that hears of all of them."""
+    """Record the outcome of a test, in the main process, which receives the reports of all workers."""
     if "PYTEST_XDIST_WORKER" in os.environ or (report.passed and report.when != "call"):
         return
     if report.passed:
@@ -133,7 +133,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be imported fails as a whole."""
+    """Record a test file that cannot be imported as one failure."""
     if report.failed:
         _write(report.nodeid, FAILED, _last_line(report))
 

@@ -1,4 +1,4 @@
-"""Modules that Optimum's tests import: `accel.compat.optimum` for `optimum.onnxruntime`, and the little they need of the rest."""
+"""Replacements for modules that Optimum's tests import: `accel.compat.optimum` for `optimum.onnxruntime`, and small parts of others."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from transformers.cache_utils import Cache
 from accel.interfaces.task_registry import all_tasks
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
-# Modules of `optimum.onnxruntime` from which a test imports names by themselves.
+# Submodules of `optimum.onnxruntime` from which tests import names directly.
 _RUNTIME = ("configuration", "modeling_decoder", "modeling_seq2seq", "utils")
 
 
 def install() -> None:
-    """Put every module in its place."""
+    """Install all replacement modules in `sys.modules`."""
     import accel.compat.optimum as ours
 
     _module("optimum")
@@ -64,16 +64,16 @@ def _module(name: str, **values: Any) -> types.ModuleType:
 
 
 class TasksManager:
-    """What Optimum's exporter can: everything, as far as the tests ask."""
+    """Replacement for Optimum's class of the same name, which reports that every model supports every task."""
 
     @staticmethod
     def get_supported_tasks_for_model_type(*_: Any, **__: Any) -> list[str]:
-        """All tasks, with a cache and without."""
+        """Return the names of all tasks, with and without a KV cache."""
         return [name + past for name in (spec.name for spec in all_tasks()) for past in ("", "-with-past")]
 
 
 def _export_config(name: str) -> Any:
-    """An exporter's config, of which tests read the oldest transformers that it works with."""
+    """Return a config of an exporter, from which tests read only the minimum version of transformers."""
     if name.startswith("__"):
         raise AttributeError(name)
     return types.SimpleNamespace(MIN_TRANSFORMERS_VERSION="0")
@@ -89,7 +89,7 @@ def _is_transformers_version(comparison: str, version: str) -> bool:
 
 
 def _preprocessors(name: str, first: bool = False) -> list[Any]:
-    """Everything that makes inputs of a model, a processor of several before its parts."""
+    """Return all tokenizers and processors of a model, the combined processor first."""
     found = []
     for auto in ("AutoProcessor", "AutoTokenizer", "AutoFeatureExtractor", "AutoImageProcessor"):
         try:
@@ -102,7 +102,7 @@ def _preprocessors(name: str, first: bool = False) -> list[Any]:
 
 
 def _grid(values: Mapping[str, Sequence[Any]], add_test_name: bool = True) -> list[list[Any]]:
-    """Every combination, with a name in front that no other has."""
+    """Return every combination of values, each preceded by a unique name."""
     rows = [list(row) for row in itertools.product(*values.values())]
     return [["_".join(map(str, row)), *row] for row in rows] if add_test_name else rows
 
@@ -113,7 +113,7 @@ def _remove(path: str | os.PathLike[str]) -> None:
 
 
 def _as_in_transformers_4() -> None:
-    """What the tests use of transformers 4 on either side, PyTorch's and ours: caches read as tuples, and an argument of `generate`."""
+    """Patch both PyTorch's and accel's models to provide features of transformers 4: caches as tuples, and an argument of `generate`."""
 
     def layers(cache: Any) -> tuple[tuple[torch.Tensor, ...], ...]:
         parts = [

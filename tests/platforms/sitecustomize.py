@@ -1,6 +1,7 @@
-"""Remove what a platform lacks before `accel` is imported; Python starts with this module where `ACCEL_TEST_PLATFORM` names one.
+"""Simulate another platform: remove what it lacks before `accel` is imported. Python imports this module at start if it
+is on the path; it acts if `ACCEL_TEST_PLATFORM` is set.
 
-`sys.platform` stays, and other libraries are imported before, as they choose by it.
+`sys.platform` is unchanged. Other libraries are imported first, because they choose code by `sys.platform`.
 """
 
 # ruff: noqa: PTH110, PTH112, PTH119
@@ -73,7 +74,7 @@ def _become(platform: str) -> None:
 
 
 def _no_files_under(*folders: str) -> None:
-    """For `accel` alone: other libraries chose by `sys.platform` what they read."""
+    """Hide files under these folders from `accel` only. Other libraries chose by `sys.platform` which files they read."""
     opened = io.open
 
     def asked_by_accel() -> bool:
@@ -91,13 +92,17 @@ def _no_files_under(*folders: str) -> None:
 
 
 def _files_of_windows() -> None:
-    """Folders cannot be opened, files that are open cannot be removed, and no folder takes the place of another one."""
+    """Simulate Windows files: folders cannot be opened, open files cannot be removed, and a folder cannot replace
+    another folder.
+    """
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     real = {name: getattr(os, name) for name in ("open", "unlink", "replace", "rename", "readlink", "listdir")}
     import filelock
 
     class Lock(filelock.FileLock):
-        """Removes its file when it is released, as `filelock.WindowsFileLock`; its own trials of the file system are not ours."""
+        """A lock that removes its file on release, as `filelock.WindowsFileLock` does, without the file system checks
+        of that class.
+        """
 
         def _release(self) -> None:
             super()._release()

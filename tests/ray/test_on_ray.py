@@ -1,6 +1,6 @@
-"""The server and offline inference on a real Ray of this machine: the answers are those without it, and a killed replica costs nobody's.
+"""Test the server and offline inference on a Ray cluster on this machine.
 
-`make test-ray` makes an environment with Ray.
+Results are equal to those without Ray, and no request is lost when a replica is killed. `make test-ray` creates an environment with Ray.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from accel.testing.generators import save_generator
 
 pytest.importorskip("ray", reason="the extra ray is not installed: see `make test-ray`")
 
-# Ray and what it brings warn of themselves.
+# Ignore warnings, because Ray and its dependencies emit warnings about their own code.
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TEXTS = ["where is my card", "help", "my top up failed and nobody answers", "rate"]
@@ -47,7 +47,7 @@ def ray() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def url(ray: Any, models: dict[str, str]) -> Iterator[str]:
-    """A server of two replicas."""
+    """Start a server with two replicas and yield its URL."""
     found: list[str] = []
     ready, until = threading.Event(), threading.Event()
     failed: list[Exception] = []
@@ -62,7 +62,7 @@ def url(ray: Any, models: dict[str, str]) -> Iterator[str]:
                 until=until,
                 on_ready=lambda one: (found.append(one), ready.set()),
             )
-        except Exception as error:  # noqa: BLE001  # told to the fixture
+        except Exception as error:  # noqa: BLE001  # the fixture reports it
             failed.append(error)
             ready.set()
 
@@ -86,7 +86,7 @@ def post(url: str, body: Any, key: str = "key") -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-def test_it_answers_what_the_engine_answers(url: str, models: dict[str, str]) -> None:
+def test_answers_equal_the_engines(url: str, models: dict[str, str]) -> None:
     with Engine(models, backend="pytorch") as engine:
         expected = engine.run(TEXTS, model="labels")
         written = engine.generator("writer")(TEXTS[0], GenerationOptions(max_new_tokens=6)).text
@@ -106,7 +106,7 @@ def test_keys_and_errors_are_those_of_the_server(url: str) -> None:
     assert (status, json.loads(body)["error"]["type"]) == (422, "invalid_request")
 
 
-def test_a_replica_that_is_killed_under_load_costs_no_caller_that_tries_again(url: str, ray: Any) -> None:
+def test_callers_can_retry_when_a_replica_is_killed(url: str, ray: Any) -> None:
     answers: list[int] = []
     tries: list[int] = []
     end = threading.Event()
@@ -156,7 +156,7 @@ def _until(done: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_arguments_for_rays_own_tools_are_checked(ray: Any) -> None:
+def test_arguments_of_ray_tools_are_checked(ray: Any) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'replicas'"):
         build({"models": "x", "replica": 2})
     with pytest.raises(ConfigError, match="no models"):
@@ -177,9 +177,7 @@ def table(folder: Path) -> Any:
     return parquet.read_table(folder).to_pydict()
 
 
-def test_a_batch_has_the_rows_of_one_process_and_goes_on(
-    ray: Any, models: dict[str, str], rows: Path, tmp_path: Path
-) -> None:
+def test_a_batch_equals_one_process_and_continues(ray: Any, models: dict[str, str], rows: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"rows_a_part": 8, "backend": "pytorch"}
     batch(models["labels"], rows, tmp_path / "here", **arguments)
     batch_on_ray(models["labels"], rows, tmp_path / "there", cpus=0.2, **arguments)
@@ -192,7 +190,7 @@ def test_a_batch_has_the_rows_of_one_process_and_goes_on(
     assert there["score"] == pytest.approx(here["score"], abs=1e-6)
 
 
-def test_a_row_that_cannot_be_is_named_as_in_one_process(ray: Any, models: dict[str, str], tmp_path: Path) -> None:
+def test_an_invalid_row_is_named(ray: Any, models: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "help"}\n{"text": 7}\n')
     with pytest.raises(InputError, match=r"Row 1: 'text' is 7, not a text"):

@@ -1,38 +1,86 @@
-"""Tiny models as they are served, and one whose calls wait until they are let through."""
+"""Fixtures with tiny models for the serving tests, and a model whose calls block until the test releases them."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 import accel
+from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
+
+CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def save_ranker(folder: Path) -> None:
+    """Save a cross-encoder with one score and its tokenizer."""
+    tiny_model("bert", num_labels=1, id2label={0: "score"}, label2id={"score": 0}).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def save_judge(folder: Path) -> None:
+    """Save a text classifier with the labels of an entailment model."""
+    names = ["contradiction", "neutral", "entailment"]
+    save_tiny(folder, "bert", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+
+
+def save_chat(folder: Path, **config: Any) -> None:
+    """Save a generating model whose tokenizer has a chat template."""
+    save_generator(folder, "qwen3", **config)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT}))
+
+
+def post(client: TestClient, path: str, **body: Any) -> Any:
+    """Send a POST request and return the JSON of its response; fail if the status is not 200."""
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def send_binary(client: TestClient, path: str, *tensors: tuple[str, str, list[int], bytes], **body: Any) -> Any:
+    """Send an Open Inference Protocol request with binary tensors (name, datatype, shape, bytes) after the JSON."""
+    inputs = [
+        {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(part)}}
+        for name, datatype, shape, part in tensors
+    ]
+    head = json.dumps({"inputs": inputs, **body}).encode()
+    content = head + b"".join(part for *_, part in tensors)
+    return client.post(path, content=content, headers={"Inference-Header-Content-Length": str(len(head))})
+
+
+def close(found: Any, expected: Any) -> bool:
+    """Return whether two results have the same structure and texts, and numbers within 1e-4.
+
+    Numbers may differ, because a batch is rounded differently than a single row.
+    """
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
+    if isinstance(expected, float | np.floating | np.ndarray):
+        return bool(np.allclose(found, expected, atol=1e-4))
+    return type(found) is type(expected) and bool(found == expected)
 
 
 @pytest.fixture(scope="session")
 def served(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
-    """A model of a task, run by PyTorch: nothing has to be exported for what the tests here are about."""
+    """Return a function that opens the model of a task. PyTorch runs the models, because these tests do not need an export."""
     made: dict[str, accel.ORTModel] = {}
 
-    def ranker(folder: Path) -> None:
-        tiny_model("bert", num_labels=1, id2label={0: "score"}, label2id={"score": 0}).save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-
-    def judge(folder: Path) -> None:
-        names = ["contradiction", "neutral", "entailment"]
-        ids = {name: i for i, name in enumerate(names)}
-        save_tiny(folder, "bert", id2label=dict(enumerate(names)), label2id=ids)
-
-    own = {"rank": ranker, "zero-shot-classification": judge}
+    own = {"rank": save_ranker, "zero-shot-classification": save_judge, "chat": save_chat}
 
     def get(task: str) -> accel.ORTModel:
         if task not in made:
             folder = shared(f"served-{task}", own[task]) if task in own else tiny_folder("bert", task)
-            # The pipeline of sentence similarity is that of features.
+            # Pass the task: for the model class of sentence-similarity, the default task is feature-extraction.
             named = None if task in own else task
             made[task] = accel.ORTModel.from_pretrained(folder, backend="pytorch", task=named)
         return made[task]
@@ -41,11 +89,11 @@ def served(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Cal
 
 
 class Gate:
-    """A session whose calls wait.
+    """A session whose calls block until the gate is opened.
 
     Attributes:
-        calls: Shapes of the token ids of each call that was made.
-        waiting: Set while a call waits.
+        calls: Shape of the token ids in each call so far.
+        waiting: Event that is set when a call begins to block.
     """
 
     def __init__(self, session: Any) -> None:
@@ -69,7 +117,7 @@ class Gate:
 
 @pytest.fixture
 def gated(tiny_folder: Callable[..., Path]) -> Iterator[tuple[accel.ORTModel, Gate]]:
-    """A text classifier whose calls wait, and its gate."""
+    """Yield a text classifier whose calls block, and its gate."""
     model = accel.ORTModel.from_pretrained(tiny_folder("bert", "text-classification"), backend="pytorch")
     gate = Gate(model._session)
     model._session = gate

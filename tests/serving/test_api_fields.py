@@ -1,4 +1,4 @@
-"""Each field that requests of OpenAI, Cohere and text-embeddings-inference have is followed, or refused by name with a remedy."""
+"""Test that every request field of OpenAI, Cohere and text-embeddings-inference has an effect, or is refused by name with a fix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from starlette.testclient import TestClient
 import accel
 from accel.serving.http.app import create_app, endpoints
 from accel.serving.http.unserved_paths import UNSUPPORTED
-from accel.testing.generators import save_generator
-from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
+from accel.testing.models import save_tiny
 
 STORED = json.loads((Path(__file__).parents[1] / "fixtures/api_fields/fields.json").read_text(encoding="utf-8"))
 FIELDS: Mapping[str, list[str]] = {
@@ -28,9 +27,8 @@ FIELDS: Mapping[str, list[str]] = {
 }
 CASES = [(path, field) for path, fields in FIELDS.items() for field in fields]
 BODIES = {one.path: one.body for one in endpoints() if one.body is not None}
-CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 LONG = "card " * 120 + "bank"
-"""Longer than the 94 tokens that the models read; its end differs from its beginning."""
+"""A text with more than the 94 tokens that the models accept; its last word differs from the other words."""
 
 BASE: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "my card"},
@@ -42,7 +40,7 @@ BASE: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "help", "texts": ["bank", LONG]},
     "/tokenize": {"inputs": "my card"},
 }
-"""A body that works, for each path."""
+"""A valid request body for each path."""
 
 TOOL = {"type": "function", "function": {"name": "pay", "parameters": {}}}
 SENT: dict[str, Any] = {
@@ -114,7 +112,7 @@ SENT: dict[str, Any] = {
     "inputs": ["bank"],
     "query": "where is my card",
 }
-"""A plausible value of each field, of one path where it says so."""
+"""A plausible value for each field. A key `FIELD PATH` is a value only for this path."""
 ALONG: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "seed"): {"temperature": 1},
     ("/v1/completions", "seed"): {"temperature": 1},
@@ -129,33 +127,20 @@ ALONG: dict[tuple[str, str], dict[str, Any]] = {
     ("/embed", "truncate"): {"inputs": LONG},
     ("/v2/embed", "truncate"): {"texts": [LONG]},
 }
-"""Fields without which another field has nothing to change."""
+"""By path and field: other fields that are sent too, because the field has no effect without them."""
 
 
 @pytest.fixture(scope="module")
-def client(shared: Callable[..., Path]) -> Iterator[TestClient]:
+def client(shared: Callable[..., Path], served: Callable[[str], accel.ORTModel]) -> Iterator[TestClient]:
     def vectors(folder: Path) -> None:
         save_tiny(folder, "bert", "sentence-similarity")
         prompts = {"prompts": {"query": "where is ", "passage": "the "}, "default_prompt_name": None}
         (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
 
-    def scores(folder: Path) -> None:
-        tiny_model("bert", num_labels=1, id2label={0: "score"}, label2id={"score": 0}).save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-
-    def chat(folder: Path) -> None:
-        save_generator(folder, "qwen3")
-        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": CHAT}))
-
-    def opened(name: str, write: Any, **more: Any) -> accel.ORTModel:
-        return accel.ORTModel.from_pretrained(shared(f"fields-{name}", write), backend="pytorch", **more)
-
-    models = {
-        "vectors": opened("vectors", vectors, task="sentence-similarity"),
-        "scores": opened("scores", scores),
-        "chat": opened("chat", chat),
-    }
+    embedder = accel.ORTModel.from_pretrained(
+        shared("fields-vectors", vectors), backend="pytorch", task="sentence-similarity"
+    )
+    models = {"vectors": embedder, "scores": served("rank"), "chat": served("chat")}
     with TestClient(create_app(accel.Engine(models))) as made:
         yield made
 
@@ -173,21 +158,19 @@ def ask(client: TestClient, path: str, **body: Any) -> Any:
 
 
 def plain(answer: Any) -> Any:
-    """An answer without what differs from call to call."""
+    """Return a JSON response without the fields that differ in every call."""
     return {k: v for k, v in answer.items() if k not in ("id", "created")} if isinstance(answer, dict) else answer
 
 
 def told(answer: Any) -> str:
-    """The error as the client of the path's API shows it."""
+    """Return the error text as a client of the path's API shows it."""
     values = answer.json()
     error = values.get("error", values.get("message"))
     return error if isinstance(error, str) else f"{error['message']} Fix: {error['fix']}"
 
 
 @pytest.mark.parametrize(("path", "field"), CASES)
-def test_a_field_changes_the_answer_or_is_refused_by_name_or_cannot_change_it(
-    path: str, field: str, client: TestClient
-) -> None:
+def test_each_field_changes_the_answer_or_is_ignored_or_refused(path: str, field: str, client: TestClient) -> None:
     if field == "model":
         ask(client, path)
         answer = client.post(path, json={**BASE[path], "model": "other"})
@@ -302,7 +285,7 @@ CHECKS: dict[tuple[str, str], Callable[[TestClient], None]] = {
     ("/rerank", "raw_scores"): scores_of_pairs,
     ("/rerank", "truncate"): documents_not_cut,
 }  # fmt: skip
-"""What a field does, where another answer than without it says too little."""
+"""Functions that check the effect of a field, where a response that merely differs proves too little."""
 
 
 def test_every_sent_value_belongs_to_a_field() -> None:
@@ -312,14 +295,14 @@ def test_every_sent_value_belongs_to_a_field() -> None:
 
 
 @pytest.mark.parametrize("path", UNSUPPORTED)
-def test_a_path_that_is_not_served_says_what_is(path: str, client: TestClient) -> None:
+def test_unserved_paths_name_a_replacement(path: str, client: TestClient) -> None:
     answer = client.request("GET" if path == "/info" else "POST", path, json={})
     assert answer.status_code == 501
     assert told(answer) == f"{path} is not supported. Fix: {UNSUPPORTED[path]}"
 
 
 @pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/audio/speech", "/v1/rerank", "/embedd", "/v2/parse"])
-def test_an_unknown_path_names_those_that_there_are(path: str, client: TestClient) -> None:
+def test_unknown_paths_list_known_ones(path: str, client: TestClient) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 404
     assert "/embed" in told(answer) or "/v1/embeddings" in told(answer) or "/v2/rerank" in told(answer)
@@ -336,13 +319,13 @@ def test_an_unknown_path_names_those_that_there_are(path: str, client: TestClien
         ([[]], "`input[0]` is []"),
     ],
 )
-def test_tokens_of_another_tokenizer_are_refused(tokens: Any, words: str, client: TestClient) -> None:
+def test_invalid_token_ids_are_refused(tokens: Any, words: str, client: TestClient) -> None:
     answer = client.post("/v1/embeddings", json={"input": tokens})
     assert answer.status_code == 422
     assert words in told(answer)
 
 
-def test_errors_have_the_shape_of_each_api(client: TestClient) -> None:
+def test_errors_have_the_form_of_each_api(client: TestClient) -> None:
     openai = client.post("/v1/embeddings", json={"input": 3}).json()["error"]
     assert openai["message"].endswith(f"Fix: {openai['fix']}")
     assert (openai["param"], openai["type"], openai["code"]) == ("input", "invalid_request", "invalid_request")
@@ -352,7 +335,7 @@ def test_errors_have_the_shape_of_each_api(client: TestClient) -> None:
     assert set(cohere) == {"id", "message"}
 
 
-def test_an_unknown_prompt_names_those_that_there_are(client: TestClient) -> None:
+def test_an_unknown_prompt_lists_known_ones(client: TestClient) -> None:
     answer = client.post("/embed", json={"inputs": "card", "prompt_name": "qery"})
     assert "'qery'" in told(answer)
     assert "query, passage" in told(answer)
@@ -389,7 +372,7 @@ _OURS = ("Input should", "pydantic", "constrained", "function-", "str]", "list["
 
 
 @pytest.mark.parametrize("path", sorted({one.path for one in endpoints() if one.body is not None}))
-def test_no_wrong_type_is_described_in_the_words_of_a_validator(path: str, client: TestClient) -> None:
+def test_errors_do_not_quote_pydantic(path: str, client: TestClient) -> None:
     (endpoint,) = (one for one in endpoints() if one.path == path)
     url = path.replace("{model}", "scores").replace("{version}", "1")
     assert endpoint.body is not None

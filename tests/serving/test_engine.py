@@ -1,4 +1,4 @@
-"""An engine gives every caller the pipeline's own answer, and few calls of the model to all of them."""
+"""Test that the engine returns the same results as the pipeline to every caller, with few model calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -26,8 +27,11 @@ from accel.errors import (
     SessionError,
     TaskError,
 )
-from accel.testing.models import POSITIONS, tiny_tokenizer
-from tests.serving.conftest import Gate
+from accel.serving.batch.batch_run import batch
+from accel.serving.operations import Operation
+from accel.testing.models import POSITIONS
+from tests.serving.conftest import Gate, close
+from tests.triton.made import graph
 
 Served = Callable[[str], accel.ORTModel]
 Gated = tuple[accel.ORTModel, Gate]
@@ -40,17 +44,6 @@ TEXTS = [
     "why is the transfer so slow",
 ]
 QUESTIONS = [{"question": "where is my card", "context": f"the card is in {text} and not in london"} for text in TEXTS]
-
-
-def close(found: Any, expected: Any) -> bool:
-    """Equal structure and words, numbers within 1e-4: a batch rounds otherwise than a row alone."""
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
-    if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
-    if isinstance(expected, float | np.floating | np.ndarray):
-        return bool(np.allclose(found, expected, atol=1e-4))
-    return type(found) is type(expected) and bool(found == expected)
 
 
 CASES = [
@@ -67,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("task", "inputs", "options"), CASES)
-def test_answers_are_the_pipelines_own(task: str, inputs: list[Any], options: dict[str, Any], served: Served) -> None:
+def test_answers_equal_the_pipelines(task: str, inputs: list[Any], options: dict[str, Any], served: Served) -> None:
     model = served(task)
     pipe = accel.pipeline(task, model=model)
     expected_alone = [pipe(one, **options) for one in inputs]
@@ -89,7 +82,7 @@ def test_answers_are_the_pipelines_own(task: str, inputs: list[Any], options: di
 
 
 @pytest.mark.parametrize("task", ["feature-extraction", "sentence-similarity"])
-def test_embeddings_are_those_of_encode(task: str, served: Served) -> None:
+def test_embeddings_equal_encode(task: str, served: Served) -> None:
     model: Any = served(task)
     with accel.Engine(model) as engine:
         found = engine.run(TEXTS, operation="embed", normalize_embeddings=True)
@@ -98,7 +91,7 @@ def test_embeddings_are_those_of_encode(task: str, served: Served) -> None:
     assert single.shape == model.encode(TEXTS[0]).shape
 
 
-def test_ranking_is_that_of_rank(served: Served) -> None:
+def test_ranking_equals_rank(served: Served) -> None:
     model: Any = served("rank")
     with accel.Engine(model) as engine:
         found = engine.run(("where is my card", TEXTS), operation="rank", top_k=3, return_documents=True)
@@ -108,7 +101,7 @@ def test_ranking_is_that_of_rank(served: Served) -> None:
     assert close(found, model.rank("where is my card", TEXTS, top_k=3, return_documents=True))
 
 
-def test_tensors_of_unequal_lengths_share_a_call_and_come_back_as_long_as_they_went(served: Served) -> None:
+def test_tensors_of_unequal_lengths_share_a_call(served: Served) -> None:
     model = served("token-classification")
     calls = [{"input_ids": torch.full((rows, length), 9), "attention_mask": torch.ones(rows, length, dtype=torch.int64)}
              for rows, length in ((1, 4), (3, 7), (2, 4))]  # fmt: skip
@@ -127,7 +120,7 @@ def test_an_empty_list_is_an_empty_answer(served: Served) -> None:
         assert engine.run([]) == []
 
 
-def test_what_waits_while_the_model_runs_shares_the_next_call(gated: Gated) -> None:
+def test_waiting_requests_share_the_next_call(gated: Gated) -> None:
     model, gate = gated
     with accel.Engine(model) as engine:
         first = engine.submit("help")
@@ -187,7 +180,7 @@ def test_no_answer_in_time_is_an_error_and_frees_the_place(blocking: bool, gated
         gate.open()
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(gated: Gated) -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry(gated: Gated) -> None:
     model, gate = gated
     with accel.Engine(model, max_queue=3) as engine:
         jobs = [engine.submit("help") for _ in range(3)]
@@ -215,7 +208,7 @@ def test_a_request_that_would_wait_too_long_is_refused(gated: Gated) -> None:
 
 
 def test_one_bad_request_does_not_fail_its_neighbours(gated: Gated) -> None:
-    """Token ids that the model has not are found by the session, which sees the whole batch."""
+    """Test a batch with an invalid token id, which only the session detects, when it runs the whole batch."""
     model, gate = gated
     ids = {"input_ids": torch.tensor([[2, 9, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
     bad = {**ids, "input_ids": torch.tensor([[2, 100_000, 3]])}
@@ -230,36 +223,6 @@ def test_one_bad_request_does_not_fail_its_neighbours(gated: Gated) -> None:
             jobs[1].future.result(30)
 
 
-def test_a_row_without_the_token_that_a_head_reads_is_refused_alone(shared: Callable[..., Path]) -> None:
-    """BART's classifier reads the last end token of each row; the other callers' rows hold one and two of them."""
-    config = transformers.BartConfig(
-        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=64, vocab_size=60,
-    )  # fmt: skip
-
-    def save(folder: Path) -> None:
-        torch.manual_seed(0)
-        transformers.BartForSequenceClassification(config).save_pretrained(folder)
-        tiny_tokenizer(roberta_like=True).save_pretrained(folder)
-
-    model = accel.ORTModel.from_pretrained(shared("served-bart", save), backend="pytorch")
-    gate = Gate(model._session)
-    model._session = gate
-    rows = [[0, 7, 2, 8, 2], [0, 7, 8, 9, 10], [0, 21, 22, 23, 2]]
-    calls = [
-        {"input_ids": torch.tensor([row]), "attention_mask": torch.ones((1, 5), dtype=torch.int64)} for row in rows
-    ]
-    with accel.Engine(model) as engine:
-        engine.submit("help")
-        assert gate.waiting.wait(30)
-        jobs = [engine.submit(call, operation="tensors") for call in calls]
-        gate.open()
-        for job, call in ((jobs[0], calls[0]), (jobs[2], calls[2])):
-            np.testing.assert_allclose(job.future.result(30)["logits"], model(**call).logits, atol=1e-5)
-        with pytest.raises(InputError, match="Row 0 of 'input_ids' has no token 2"):
-            jobs[1].future.result(30)
-
-
 @pytest.mark.parametrize(
     ("inputs", "options", "error", "match"),
     [
@@ -271,15 +234,15 @@ def test_a_row_without_the_token_that_a_head_reads_is_refused_alone(shared: Call
         ("help", {"tpo_k": 2}, InputError, "no option 'tpo_k'. Did you mean 'top_k'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
+def test_invalid_requests_are_refused(
     inputs: Any, options: dict[str, Any], error: type[Exception], match: str, served: Served
 ) -> None:
     with accel.Engine(served("text-classification")) as engine, pytest.raises(error, match=match):
         engine.run(inputs, **options)
 
 
-def test_a_panic_of_the_tokenizer_is_one_requests_error(served: Served) -> None:
-    """A stride as long as a window without its two special tokens; the thread that hit it answers the next one."""
+def test_a_panic_of_the_tokenizer_fails_one_request(served: Served) -> None:
+    """Test that a thread continues after a tokenizer panic, caused by a stride that leaves no room in a window."""
     with accel.Engine(served("token-classification"), workers=1) as engine:
         stride = POSITIONS - 2 - 2
         with pytest.raises(InputError, match="stride"):
@@ -287,11 +250,42 @@ def test_a_panic_of_the_tokenizer_is_one_requests_error(served: Served) -> None:
         assert engine.submit("pay").future.result(30)
 
 
-def test_a_model_without_labels_for_it_offers_no_zero_shot(served: Served) -> None:
-    with accel.Engine(served("text-classification")) as engine:
-        assert engine.operations() == ("text-classification", "tokenize", "tensors")
-    with accel.Engine(served("zero-shot-classification")) as engine:
-        assert "zero-shot-classification" in engine.operations()
+@pytest.mark.parametrize(
+    ("task", "pipelines"),
+    [
+        ("text-classification", ("text-classification",)),
+        ("zero-shot-classification", ("text-classification", "zero-shot-classification")),
+        ("question-answering", ("question-answering",)),
+    ],
+)
+def test_a_model_offers_its_pipelines_once(task: str, pipelines: tuple[str, ...], served: Served) -> None:
+    """Test the operations of a model. Zero-shot classification is only offered for models with entailment labels."""
+    with accel.Engine(served(task)) as engine:
+        assert engine.operations() == (*pipelines, "tensors", "tokenize")
+
+
+def test_operations_with_work_of_their_own_are_offered(served: Served) -> None:
+    class Own(Operation):
+        def work(self, model: accel.ORTModel, tokenizer: Any) -> Any:
+            raise NotImplementedError
+
+    model = served("text-classification")
+    offered = [one.offered(model) for one in (Own("own"), Operation("text-classification"), Operation("other"))]
+    assert offered == [True, True, False]
+
+
+def test_a_graph_without_a_pipeline_takes_tensors_by_default(tmp_path: Path) -> None:
+    onnx.save(graph("text-classification"), str(tmp_path / "model.onnx"))
+    transformers.BertConfig().save_pretrained(tmp_path)
+    (tmp_path / "rows.csv").write_text("text\nhelp\n")
+    model = accel.ORTModel.from_pretrained(tmp_path, task="custom", backend="cpu")
+    with accel.Engine(model) as engine:
+        ids = torch.ones((1, 3), dtype=torch.int64)
+        inputs = {"input_ids": ids, "attention_mask": ids, "token_type_ids": ids - 1}
+        assert engine.run(inputs)["logits"].shape == (1, 3)
+    with pytest.raises(TaskError, match="'tensors' reads no table"):
+        batch(model, tmp_path / "rows.csv", tmp_path / "out")
+    model.close()
 
 
 def test_several_models_and_workers(served: Served) -> None:
@@ -309,7 +303,7 @@ def test_several_models_and_workers(served: Served) -> None:
     assert close(found[: 2 * len(TEXTS)], [pipe(text) for text in TEXTS for pipe in pipes])
 
 
-def test_closing_answers_what_was_accepted(gated: Gated) -> None:
+def test_closing_answers_accepted_requests(gated: Gated) -> None:
     model, gate = gated
     engine = accel.Engine(model).start()
     jobs = [engine.submit("help") for _ in range(20)]
@@ -320,7 +314,7 @@ def test_closing_answers_what_was_accepted(gated: Gated) -> None:
         engine.submit("help")
 
 
-def test_closing_without_draining_refuses_what_waits(gated: Gated) -> None:
+def test_closing_without_draining_refuses_waiting_requests(gated: Gated) -> None:
     model, gate = gated
     engine = accel.Engine(model).start()
     running = engine.submit("help")
@@ -333,18 +327,18 @@ def test_closing_without_draining_refuses_what_waits(gated: Gated) -> None:
         waits.future.result(30)
 
 
-def test_a_call_before_the_start_says_so(served: Served) -> None:
+def test_a_call_before_the_start_is_an_error(served: Served) -> None:
     with pytest.raises(EngineClosedError, match="not started"):
         accel.Engine(served("text-classification")).run("help")
 
 
 @pytest.mark.parametrize("setting", [{"workers": 0}, {"max_batch": 0}, {"max_queue": -1}, {"timeout_s": 0}])
-def test_limits_that_cannot_work_are_refused(setting: dict[str, Any]) -> None:
+def test_invalid_limits_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         accel.Engine("model", **setting)
 
 
-def test_times_of_the_steps_add_up_to_no_more_than_all(served: Served) -> None:
+def test_times_of_the_steps_add_up(served: Served) -> None:
     with accel.Engine(served("text-classification")) as engine:
         start = time.perf_counter()
         job = engine.submit(TEXTS)
@@ -354,7 +348,7 @@ def test_times_of_the_steps_add_up_to_no_more_than_all(served: Served) -> None:
     assert 0 < timing.tokenization_s + timing.queue_s + timing.inference_s <= timing.total_s <= seconds
 
 
-def test_processors_that_are_given_are_shared(tiny_folder: Callable[..., Path]) -> None:
+def test_processors_are_shared_by_workers(tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("bert", "text-classification")
     with accel.Engine(folder, backend="pytorch", processors=4, workers=2) as engine:
         assert next(iter(engine.models.values())).session_options.threads == 2
@@ -364,7 +358,7 @@ def test_processors_that_are_given_are_shared(tiny_folder: Callable[..., Path]) 
         accel.Engine(folder, processors=0)
 
 
-def test_an_engine_that_was_closed_says_so_and_makes_nothing_new(served: Served) -> None:
+def test_a_closed_engine_raises(served: Served) -> None:
     engine = accel.Engine(served("text-classification"))
     with engine:
         engine.run("help")
@@ -384,14 +378,9 @@ def test_a_model_that_does_not_open_leaves_none_open(tiny_folder: Callable[..., 
         assert not engine.models
 
 
-def test_a_task_is_offered_once(served: Served) -> None:
-    with accel.Engine(served("question-answering")) as engine:
-        assert engine.operations() == ("question-answering", "tokenize", "tensors")
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_is_told_that_the_threads_are_elsewhere(served: Served) -> None:
+def test_a_forked_process_cannot_use_the_engine(served: Served) -> None:
     with accel.Engine(served("text-classification")) as engine:
         child = os.fork()
         if not child:

@@ -1,4 +1,4 @@
-"""Tokens to final text, and what ends it."""
+"""Test the conversion of tokens to final text, and the conditions that end a generation."""
 
 from __future__ import annotations
 
@@ -13,21 +13,9 @@ import accel
 from accel import ORTModelForCausalLM
 from accel.artifact import Artifact
 from accel.decoding.generation_options import GenerationOptions
-from accel.decoding.stop_text import TextPieces
 from accel.errors import InputError
 from accel.serving.continuous_batching.generation_engine import GenerationEngine
 from accel.testing.models import tiny_tokenizer
-
-
-def test_pieces_are_the_text_that_the_tokenizer_makes() -> None:
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer("where is my card, please help! 42")["input_ids"]
-    reader = TextPieces(tokenizer)
-    found = [reader.push(token) for token in ids]
-    assert "".join([*found, reader.finish()]) == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-# Through an engine
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +57,8 @@ def test_a_chat_needs_a_template(model: Any) -> None:
             engine.encode([{"role": "odd", "content": ""}])
 
 
-def test_one_stop_string_is_not_its_letters() -> None:
-    assert GenerationOptions(stop="card").stop == ("card",)  # type: ignore[arg-type]  # what callers pass
+def test_a_stop_string_is_not_split_into_letters() -> None:
+    assert GenerationOptions(stop="card").stop == ("card",)  # type: ignore[arg-type]  # users pass a string
     assert GenerationOptions(stop=["card", "pay"]).stop == ("card", "pay")  # type: ignore[arg-type]
 
 
@@ -80,9 +68,11 @@ def test_one_stop_string_is_not_its_letters() -> None:
         {"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"max_new_tokens": "4"}, {"seed": "x"}, {"seed": 1.0},
         {"top_k": 2.0}, {"temperature": "hot"}, {"temperature": True}, {"top_p": "0.9"}, {"presence_penalty": None},
         {"logit_bias": [1, 2]}, {"logit_bias": {1: "a"}}, {"stop": None}, {"stop": (1,)}, {"stop": 5}, {"ignore_eos": "no"},
+        {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_new_tokens": 0}, {"stop": ("",)},
+        {"repetition_penalty": 0.0}, {"presence_penalty": float("nan")}, {"seed": 1 << 64}, {"temperature": float("inf")},
     ],
 )  # fmt: skip
-def test_options_of_another_type_are_named(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_named(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(InputError, match=name) as caught:
         GenerationOptions(**wrong)
@@ -94,7 +84,7 @@ def test_prompts_are_texts_tokens_or_messages(generator: Callable[..., Artifact]
     with GenerationEngine(ORTModelForCausalLM(generator("llama"))) as engine:
         wanted = engine([5, 6, 7], options).text
         for same in ((5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7])):
-            assert engine(same, options).text == wanted  # type: ignore[arg-type]  # what callers pass
+            assert engine(same, options).text == wanted  # type: ignore[arg-type]  # users pass arrays
         for wrong in (
             [1.5, 2.5],
             [True, False],

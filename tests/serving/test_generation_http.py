@@ -1,4 +1,4 @@
-"""Generated text over HTTP, in OpenAI's shapes and as server-sent events."""
+"""Test text generation over HTTP, in OpenAI's formats and as server-sent events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from accel.artifact import Artifact
 from accel.serving.continuous_batching.running_rows import RunningRows
 from accel.serving.http.app import create_app
 from accel.serving.http.server_settings import ServerSettings
+from tests.serving.conftest import CHAT, post
 
 PROMPT = "where is my card"
 MESSAGES = [{"role": "user", "content": PROMPT}]
-TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 GREEDY = {"temperature": 0}
 
 
@@ -37,18 +37,12 @@ def engine(model: Any) -> accel.Engine:
 @pytest.fixture(scope="module")
 def client(engine: accel.Engine) -> Iterator[TestClient]:
     with TestClient(create_app(engine, ServerSettings(max_client_batch=3))) as made:
-        engine.generator().tokenizer.chat_template = TEMPLATE
+        engine.generator().tokenizer.chat_template = CHAT
         yield made
 
 
-def post(client: TestClient, path: str, **body: Any) -> Any:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def events(client: TestClient, path: str, **body: Any) -> list[Any]:
-    """What a stream holds before its last line."""
+    """Send a request and return the events of its streamed response, without the final `[DONE]`."""
     with client.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -92,7 +86,7 @@ def test_a_streamed_chat_is_the_whole_one(client: TestClient) -> None:
     assert len({chunk["id"] for chunk in found}) == 1
 
 
-def test_each_event_has_the_token_counts_where_they_are_asked_for(client: TestClient) -> None:
+def test_each_event_can_have_token_counts(client: TestClient) -> None:
     asked = {"include_usage": True, "continuous_usage_stats": True}
     found = events(client, "/v1/completions", prompt="pay", max_tokens=9, stream=True, stream_options=asked, **GREEDY)
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
@@ -126,14 +120,6 @@ def test_streamed_completions_of_several_prompts(client: TestClient) -> None:
     assert texts == [choice["text"] for choice in whole["choices"]]
 
 
-def test_draws_with_a_seed_are_the_same_again(client: TestClient) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.9, "top_p": 0.95}
-    first, again, other = (
-        post(client, "/v1/completions", seed=seed, **body)["choices"][0]["text"] for seed in (5, 5, 6)
-    )
-    assert first == again != other
-
-
 def test_without_a_temperature_openai_draws(client: TestClient) -> None:
     found = {post(client, "/v1/completions", prompt=PROMPT, seed=seed)["choices"][0]["text"] for seed in range(4)}
     assert len(found) > 1
@@ -154,7 +140,7 @@ def test_stop_strings(client: TestClient, several: bool) -> None:
 
 
 def test_generate(client: TestClient, engine: accel.Engine, model: Any) -> None:
-    """Greedy by default, as the model's own settings have it."""
+    """Test `/generate`, which uses greedy decoding by default, as in the model's generation config."""
     *pieces, last = events(client, "/generate", inputs=PROMPT, max_new_tokens=7)
     text = "".join(piece["text"] for piece in [*pieces, last])
     assert text == expected(engine, model, PROMPT, 7)
@@ -163,7 +149,7 @@ def test_generate(client: TestClient, engine: accel.Engine, model: Any) -> None:
     assert whole == {"text": text, "finish_reason": "length", "usage": last["usage"]}
 
 
-def test_answers_tell_how_long_it_took(client: TestClient) -> None:
+def test_answers_have_timing_headers(client: TestClient) -> None:
     headers = client.post("/generate", json={"inputs": PROMPT, "max_new_tokens": 2, "stream": False}).headers
     assert all(float(headers[f"x-{what}-ms"]) >= 0 for what in ("queue", "tokenization", "inference"))
 
@@ -172,8 +158,6 @@ def test_answers_tell_how_long_it_took(client: TestClient) -> None:
     ("path", "body", "words"),
     [
         ("/v1/chat/completions", {"messages": []}, "messages"),
-        ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, "`n` is 2"),
-        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
         ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 100_000}, "new ones are asked for"),
         ("/v1/chat/completions", {"messages": MESSAGES, "logit_bias": {"121": 1}}, "token 121"),
@@ -186,20 +170,14 @@ def test_answers_tell_how_long_it_took(client: TestClient) -> None:
         ("/generate", {"inputs": "card " * 400}, "prompt has"),
     ],
 )
-def test_what_is_refused(client: TestClient, path: str, body: dict[str, Any], words: str) -> None:
+def test_invalid_bodies_are_refused(client: TestClient, path: str, body: dict[str, Any], words: str) -> None:
     for stream in (False, True):
         answer = client.post(path, json={**body, "stream": stream})
         assert answer.status_code == 422
         assert words in answer.json()["error"]["message"]
 
 
-def test_an_unknown_model(client: TestClient) -> None:
-    answer = client.post("/v1/chat/completions", json={"model": "tny", "messages": MESSAGES})
-    assert answer.status_code == 404
-    assert "Did you mean 'tiny'?" in answer.json()["error"]["message"]
-
-
-def test_metrics_count_what_the_client_got(client: TestClient) -> None:
+def test_metrics_equal_the_clients_token_counts(client: TestClient) -> None:
     def counted(name: str) -> float:
         lines = client.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}_total{{"))
@@ -216,7 +194,7 @@ def test_metrics_count_what_the_client_got(client: TestClient) -> None:
 
 
 class Slow:
-    """Steps that take a while."""
+    """Delay each decoding step of the running batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         step = RunningRows.step
@@ -257,33 +235,3 @@ def test_no_token_in_time_is_a_timeout(model: Any, monkeypatch: pytest.MonkeyPat
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout"
         scheduler = engine.generator().scheduler
     assert scheduler.running == 0
-
-
-def test_a_caller_that_hangs_up_frees_its_row(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed or whole: over a real connection."""
-    import httpx2
-    import uvicorn
-
-    Slow(monkeypatch, 0.05)
-    engine = accel.Engine({"tiny": model})
-    server = uvicorn.Server(uvicorn.Config(create_app(engine), port=0, log_config=None, lifespan="on"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        deadline = time.monotonic() + 30
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        body = {"inputs": PROMPT, "max_new_tokens": 180}
-        with httpx2.stream("POST", f"{url}/generate", json=body) as answer:
-            next(answer.iter_lines())
-        with pytest.raises(httpx2.TimeoutException):
-            httpx2.post(f"{url}/generate", json={**body, "stream": False}, timeout=0.3)
-        scheduler = engine.generator().scheduler
-        while scheduler.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert scheduler.running == 0
-        assert scheduler.steps < 120
-    finally:
-        server.should_exit = True
-        thread.join(30)

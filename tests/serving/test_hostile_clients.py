@@ -1,4 +1,4 @@
-"""A server at a real socket, and clients that are slow, silent, many, or gone."""
+"""Test a server on a real socket with many clients, and with clients that are slow, send nothing, or disconnect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELP = json.dumps({"inputs": "help"}).encode()
 
 @contextmanager
 def running(front: Front) -> Iterator[int]:
-    """The server in a thread, and its port; told to end behind the block."""
+    """Run the server in a thread, yield its port, and shut it down after the `with` block."""
     ready = threading.Event()
     url: list[str] = []
 
@@ -61,7 +61,7 @@ def ask(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
 
 
 def sent(port: int, path: str, body: bytes, length: int | None = None) -> socket.socket:
-    """A connection on which a request was sent, or its beginning."""
+    """Open a connection and send a request, or with `length` only the beginning of a request; return the connection."""
     made = socket.create_connection(("127.0.0.1", port), timeout=60)
     made.sendall(
         b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), length or len(body), body)
@@ -77,7 +77,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def until_pending(engine: accel.Engine, wanted: int, port: int) -> None:
-    """Wait until so many inputs wait or are computed; what the server counted is in the message of one that does not come."""
+    """Wait until the given number of inputs wait or run; on failure, show the request counts from the server's metrics."""
     try:
         until(lambda: engine.pending() == wanted)
     except AssertionError:
@@ -87,7 +87,7 @@ def until_pending(engine: accel.Engine, wanted: int, port: int) -> None:
 
 
 def read(connection: socket.socket) -> bytes:
-    """All that comes until the server ends the connection."""
+    """Read from a connection until the server closes it, and return all bytes."""
     parts = []
     while part := connection.recv(65536):
         parts.append(part)
@@ -95,7 +95,7 @@ def read(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(served: Served) -> None:
+def test_an_incomplete_body_times_out(served: Served) -> None:
     engine = accel.Engine({"labels": served("text-classification")})
     front = create_app(engine, ServerSettings(body_timeout_s=0.2))
     with running(front) as port:
@@ -104,7 +104,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(served: Served) -> None:
         assert ask(port, "/classify", HELP)[0] == 200
 
 
-def test_half_a_body_does_not_keep_a_server_from_ending(served: Served) -> None:
+def test_an_incomplete_body_does_not_delay_the_end(served: Served) -> None:
     front = create_app(accel.Engine({"labels": served("text-classification")}), ServerSettings(linger_s=0.0))
     with running(front) as port:
         half = sent(port, "/classify", HELP[:5], length=len(HELP))
@@ -113,7 +113,7 @@ def test_half_a_body_does_not_keep_a_server_from_ending(served: Served) -> None:
         assert read(half).startswith(b"HTTP/1.1 503")
 
 
-def test_requests_behind_each_other_on_one_connection_are_all_answered(served: Served) -> None:
+def test_pipelined_requests_are_all_answered(served: Served) -> None:
     with running(create_app(accel.Engine({"labels": served("text-classification")}))) as port:
         one = b"POST /classify HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(HELP)
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -148,19 +148,22 @@ def test_a_client_that_leaves_frees_its_row(stream: bool, wait: bool, chat: acce
 
 
 def counted(page: str, name: str, **labels: str) -> int:
-    """The sum of a counter over all labels that are not named."""
+    """Return the sum of a Prometheus counter over all label values that are not given."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     found = re.findall(rf"^{name}(?:{{(.*)}})? ([0-9.e+]+)$", page, re.MULTILINE)
     return int(sum(float(value) for given, value in found if all(one in given for one in wanted)))
 
 
 @pytest.mark.thorough
-def test_two_thousand_requests_of_sixteen_callers_are_counted_as_they_count_them(served: Served) -> None:
-    """Answered, refused by the queue, wrong, of a model that is not there, and of callers that leave: exactly."""
+def test_metrics_equal_the_counts_of_sixteen_callers(served: Served) -> None:
+    """Test that metrics are exact for all outcomes.
+
+    The requests succeed, are refused by the queue, are invalid, name an unknown model, or are sent by clients that disconnect.
+    """
     model = served("sentence-similarity")
     gate = Gate(model._session)
     model._session = gate
-    # A loaded machine is late with its event loop, which alone would refuse some.
+    # Set a large `max_wait_s`: on a busy machine, the event loop is late and requests would be refused for this reason alone.
     engine = accel.Engine({"vectors": model}, max_queue=6, max_wait_s=600)
     statuses: Counter[str] = Counter()
     tokens = inputs = 0
@@ -186,7 +189,7 @@ def test_two_thousand_requests_of_sixteen_callers_are_counted_as_they_count_them
 
     try:
         with running(create_app(engine)) as port:
-            # Those that leave while the model is busy.
+            # These clients disconnect while the model is busy.
             left = [sent(port, "/v1/embeddings", b'{"input": ["help", "card"]}') for _ in range(3)]
             until_pending(engine, 6, port)
             statuses[str(ask(port, "/v1/embeddings", b'{"input": "help"}')[0])] += 1
@@ -217,7 +220,7 @@ def test_two_thousand_requests_of_sixteen_callers_are_counted_as_they_count_them
     assert counted(page, "accel_inputs_total", outcome="cancelled") == 6
     assert counted(page, "accel_inputs_total", outcome="failed") == 0
     assert counted(page, "accel_queue_seconds_count") == statuses["200"]
-    # Of those that left, rows that were in a call already were computed, too.
+    # Rows of disconnected clients that were already in a running call are counted.
     first_call = gate.calls[0]
     assert counted(page, "accel_tokens_total") == tokens + first_call[0] * 3
     assert counted(page, "accel_pending_inputs") == 0

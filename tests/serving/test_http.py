@@ -1,9 +1,8 @@
-"""The server speaks its protocols, and says what is wrong with a request in each one's words."""
+"""Test the protocols of the HTTP server, and its error responses in the format of each protocol."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import gzip
 import json
 import random
@@ -23,11 +22,10 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 import accel
-from accel.errors import ConfigError
 from accel.serving.http.app import create_app
 from accel.serving.http.endpoints import Call, Endpoint
 from accel.serving.http.server_settings import ServerSettings
-from tests.serving.conftest import Gate
+from tests.serving.conftest import Gate, close, post, send_binary
 
 Served = Callable[[str], accel.ORTModel]
 
@@ -51,20 +49,6 @@ def client(served: Served) -> Iterator[TestClient]:
         yield made
 
 
-def post(client: TestClient, path: str, **body: Any) -> Any:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def close(found: Any, expected: Any) -> bool:
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
-    if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
-    return bool(abs(found - expected) < 1e-4) if isinstance(expected, float) else bool(found == expected)
-
-
 TASK_CALLS = [
     ("/classify", "labels", {"inputs": "where is my card"}),
     ("/classify", "labels", {"inputs": ["help", "the bank"], "top_k": 2}),
@@ -78,7 +62,7 @@ TASK_CALLS = [
 
 
 @pytest.mark.parametrize(("path", "model", "body"), TASK_CALLS)
-def test_a_task_answers_as_its_pipeline(
+def test_endpoints_answer_as_pipelines(
     path: str, model: str, body: dict[str, Any], client: TestClient, served: Served
 ) -> None:
     pipe = accel.pipeline(TASKS[model], model=served(TASKS[model]))
@@ -104,23 +88,14 @@ def test_tokenize(client: TestClient) -> None:
     assert tokens[2] == {"id": tokens[2]["id"], "text": "card", "start": 3, "stop": 7, "special": False}
 
 
-@pytest.mark.parametrize("encoding", ["float", "base64"])
-def test_embeddings_as_openai_gives_them(encoding: str, client: TestClient, served: Served) -> None:
+def test_embeddings_as_openai_gives_them(client: TestClient, served: Served) -> None:
     texts = ["my card", "the bank is closed"]
-    found = post(client, "/v1/embeddings", model="vectors", input=texts, encoding_format=encoding)
+    found = post(client, "/v1/embeddings", model="vectors", input=texts)
     rows = [one["embedding"] for one in found["data"]]
-    if encoding == "base64":
-        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
     model: Any = served("sentence-similarity")
     assert np.allclose(rows, model.encode(texts, normalize_embeddings=True), atol=1e-5)
     assert [one["index"] for one in found["data"]] == [0, 1]
     assert found["usage"]["prompt_tokens"] == 4 + 6
-
-
-def test_fewer_dimensions_have_length_one_again(client: TestClient) -> None:
-    found = post(client, "/v1/embeddings", model="vectors", input="my card", dimensions=8)["data"][0]["embedding"]
-    assert len(found) == 8
-    assert np.linalg.norm(found) == pytest.approx(1, abs=1e-5)
 
 
 def test_the_list_of_models(client: TestClient) -> None:
@@ -147,16 +122,9 @@ def test_inference_protocol_json(client: TestClient, served: Served) -> None:
 
 
 def test_inference_protocol_binary(client: TestClient, served: Served) -> None:
-    parts = [np.array(values, dtype=np.int64).tobytes() for values in FEEDS.values()]
-    inputs = [
-        {"name": one, "datatype": "INT64", "shape": [1, 4], "parameters": {"binary_data_size": len(part)}}
-        for one, part in zip(FEEDS, parts, strict=True)
-    ]
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    answer = client.post(
-        "/v2/models/labels/versions/1/infer", content=head + b"".join(parts),
-        headers={"Inference-Header-Content-Length": str(len(head))},
-    )  # fmt: skip
+    tensors = [(name, "INT64", [1, 4], np.array(values, dtype=np.int64).tobytes()) for name, values in FEEDS.items()]
+    path = "/v2/models/labels/versions/1/infer"
+    answer = send_binary(client, path, *tensors, parameters={"binary_data_output": True})
     assert answer.status_code == 200
     length = int(answer.headers["inference-header-content-length"])
     (output,) = json.loads(answer.content[:length])["outputs"]
@@ -181,8 +149,8 @@ def test_sagemaker_asks_the_models_own_endpoint(served: Served) -> None:
 
 
 BAD = [
-    ("/classify", b"{", 400, "no JSON"),
-    ("/classify", b"", 400, "no JSON"),
+    ("/classify", b"{", 400, "not JSON"),
+    ("/classify", b"", 400, "not JSON"),
     ("/classify", {"inputs": 3, "model": "labels"}, 422, "inputs"),
     ("/classify", {"inputs": "help", "model": "labels", "colour": 1}, 422, "colour"),
     ("/classify", {"inputs": "help", "model": "nope"}, 404, "no model 'nope'"),
@@ -207,7 +175,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "words"), BAD)
-def test_what_is_wrong_is_said(path: str, body: Any, status: int, words: str, client: TestClient) -> None:
+def test_errors_name_the_reason(path: str, body: Any, status: int, words: str, client: TestClient) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = client.post(path, content=content)
     assert answer.status_code == status, answer.text
@@ -217,7 +185,7 @@ def test_what_is_wrong_is_said(path: str, body: Any, status: int, words: str, cl
     assert "site-packages" not in answer.text
 
 
-def test_a_body_without_a_length_is_cut_off_at_the_limit(client: TestClient) -> None:
+def test_a_body_without_a_length_is_limited(client: TestClient) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(100):
             yield b" " * 1000
@@ -229,10 +197,10 @@ def test_a_body_without_a_length_is_cut_off_at_the_limit(client: TestClient) -> 
 def test_a_compressed_body_is_named_as_such(path: str, client: TestClient) -> None:
     answer = client.post(path, content=gzip.compress(b'{"inputs": "help"}'), headers={"content-encoding": "gzip"})
     assert answer.status_code == 415
-    assert "Compressed bodies are not taken." in answer.text
+    assert "Compressed bodies are not accepted." in answer.text
 
 
-def test_answers_tell_their_steps_and_their_id(client: TestClient) -> None:
+def test_answers_have_request_ids_and_timing_headers(client: TestClient) -> None:
     answer = client.post("/classify", json={"inputs": "help", "model": "labels"}, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
     for step in ("queue", "tokenization", "inference"):
@@ -266,12 +234,7 @@ def test_keys(served: Served) -> None:
         assert client.get("/metrics").status_code == 401
 
 
-def test_an_empty_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match="empty"):
-        ServerSettings(api_keys=("",))
-
-
-def test_a_full_queue_is_429_with_a_time_to_come_back(gated: tuple[accel.ORTModel, Gate]) -> None:
+def test_a_full_queue_is_429_with_retry_after(gated: tuple[accel.ORTModel, Gate]) -> None:
     model, gate = gated
     engine = accel.Engine({"labels": model}, max_queue=1).start()
     with TestClient(create_app(engine)) as client:
@@ -286,12 +249,12 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(gated: tuple[accel.ORTMode
     engine.close()
 
 
-def test_requests_that_waited_for_the_event_loop_are_refused_unless_they_are_alone(served: Served) -> None:
+def test_a_late_event_loop_refuses_requests(served: Served) -> None:
     begun = threading.Event()
 
     async def slow(call: Call, body: Any) -> Response:
         begun.set()
-        time.sleep(0.3)  # what a loop does that has too much to do
+        time.sleep(0.3)  # block the event loop, as heavy load would
         await asyncio.sleep(0.2)
         return Response(status_code=200)
 
@@ -317,7 +280,7 @@ def test_no_answer_in_time_is_504(gated: tuple[accel.ORTModel, Gate]) -> None:
         gate.open()
 
 
-def test_what_fails_inside_says_nothing_about_the_inside(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_hide_their_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("text-classification")
     with TestClient(create_app(accel.Engine({"labels": model}))) as client:
         monkeypatch.setattr(model, "_session", None)
@@ -327,7 +290,7 @@ def test_what_fails_inside_says_nothing_about_the_inside(served: Served, monkeyp
         assert answer.json()["error"]["request_id"] in answer.text
 
 
-def test_metrics_agree_with_the_clients_own_count(served: Served) -> None:
+def test_metrics_equal_the_clients_counts(served: Served) -> None:
     with TestClient(create_app(accel.Engine({"labels": served("text-classification")}))) as client:
         for _ in range(7):
             client.post("/classify", json={"inputs": ["help", "the bank"]})
@@ -336,7 +299,7 @@ def test_metrics_agree_with_the_clients_own_count(served: Served) -> None:
     assert 'accel_requests_total{method="POST",path="/classify",status="200"} 7.0' in text
     assert 'accel_requests_total{method="POST",path="/classify",status="422"} 1.0' in text
     assert 'accel_inputs_total{model="labels",outcome="answered"} 14.0' in text
-    assert 'accel_tokens_total{model="labels"} 49.0' in text  # 7 times 3 and 4 tokens
+    assert 'accel_tokens_total{model="labels"} 49.0' in text  # 7 requests, each with a text of 3 tokens and a text of 4
 
 
 def test_the_page_and_its_description(client: TestClient) -> None:
@@ -362,7 +325,7 @@ def test_the_guides_calls_work(client: TestClient) -> None:
 
 
 def broken(chance: random.Random, value: Any) -> Any:
-    """A body with something wrong in it."""
+    """Return a copy of a request body with a random error in it."""
     strange: list[Any] = [
         None, True, -1, 1e308, 10**30, "", "\u0000", "é" * 50, "[MASK]" * 40, [], {}, [[]], [None], {"a": []}, ["x"] * 9,
     ]  # fmt: skip
@@ -383,8 +346,8 @@ def broken(chance: random.Random, value: Any) -> Any:
     return chance.choice(strange)
 
 
-def fuzz(client: TestClient, rounds: int, seed: int) -> dict[int, int]:
-    chance = random.Random(seed)
+def fuzz(client: TestClient, rounds: int) -> dict[int, int]:
+    chance = random.Random(0)
     description = client.get("/openapi.json").json()
     targets = [
         (
@@ -412,12 +375,6 @@ def fuzz(client: TestClient, rounds: int, seed: int) -> dict[int, int]:
 
 
 def test_malformed_bodies_are_refused_and_nothing_breaks(client: TestClient) -> None:
-    found = fuzz(client, 400, seed=0)
+    found = fuzz(client, 400)
     assert {200, 400, 422} <= set(found)
-    assert post(client, "/classify", model="labels", inputs="help")
-
-
-@pytest.mark.thorough
-def test_ten_thousand_malformed_bodies(client: TestClient) -> None:
-    fuzz(client, 10_000, seed=1)
     assert post(client, "/classify", model="labels", inputs="help")

@@ -1,4 +1,4 @@
-"""The manifests of the documentation are YAML, ask for paths that exist, and pass arguments that are taken."""
+"""Test the manifests in the documentation: they are valid YAML, use existing paths, and pass arguments that exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def values_of(value: Any, name: str) -> Iterator[Any]:
-    """Everything that has a name, wherever it is."""
+    """Yield all values of a key in nested mappings and lists."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key == name:
@@ -73,15 +73,15 @@ def test_ray_is_given_arguments_that_exist() -> None:
         ("1:4", {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 16.0}}),
     ],
 )
-def test_replicas_as_ray_names_them(count: str, expected: dict[str, Any]) -> None:
+def test_replicas_become_options_of_ray(count: str, expected: dict[str, Any]) -> None:
     made = Replicas(count=count, cpus=2, gpus=0.5).options(100)
     assert made["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
-    # More than the engine's queue, so that it is the engine that refuses.
+    # The limit must be greater than the engine's queue, so that the engine refuses requests, not Ray.
     assert made["max_ongoing_requests"] > 100
     assert {name: made[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("count", ["0", "4:1", "many", "1:2:3", "-1"])
-def test_numbers_of_replicas_that_cannot_be(count: str) -> None:
-    with pytest.raises(ValueError, match="no number of replicas"):
+def test_invalid_numbers_of_replicas_are_refused(count: str) -> None:
+    with pytest.raises(ValueError, match="not a number of replicas"):
         Replicas(count=count)

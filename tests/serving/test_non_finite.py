@@ -1,4 +1,4 @@
-"""No door writes NaN or infinity, and no request may hold them."""
+"""Test that no endpoint returns NaN or infinity, and that requests with NaN or infinity are refused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from accel.errors import InputError, NotFiniteError
 from accel.serving.batch.batch_run import batch
 from accel.serving.http.app import create_app
 from accel.serving.non_finite import find_non_finite
-from accel.testing.generators import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
+from tests.serving.conftest import save_chat, save_judge, save_ranker, send_binary
 
 BAD, GOOD = "my card is lost", "where is the bank"
-"""The embedding of `lost` is NaN: texts without it have answers."""
-CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+"""Texts with and without the word `lost`, whose embedding is NaN in the damaged models."""
 TASKS = (
     "text-classification",
     "token-classification",
@@ -36,7 +35,7 @@ TASKS = (
 
 
 def damage(folder: Path, token: str = "lost") -> None:
-    """Make the embedding of one token NaN."""
+    """Set the embedding of one token to NaN in a saved model."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer
 
@@ -54,19 +53,11 @@ def damaged(shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
 
     def write(task: str, folder: Path) -> None:
         if task == "generate":
-            save_generator(folder, "qwen3", tie_word_embeddings=False)
-            settings = json.loads((folder / "tokenizer_config.json").read_text())
-            (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT}))
-        elif task == "rank":
-            tiny_model("bert", num_labels=1, id2label={0: "score"}, label2id={"score": 0}).save_pretrained(folder)
-            tiny_tokenizer().save_pretrained(folder)
-        elif task == "judge":
-            names = ["contradiction", "neutral", "entailment"]
-            save_tiny(
-                folder, "bert", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)}
-            )
+            save_chat(folder, tie_word_embeddings=False)
+        elif task in ("rank", "judge"):
+            (save_ranker if task == "rank" else save_judge)(folder)
         else:
-            # A word's weights are not those of its logit, or every row would have NaN.
+            # Untie the word embeddings from the output layer: with tied weights, every row would have a NaN logit.
             save_tiny(folder, "bert", task, tie_word_embeddings=False)
         damage(folder)
 
@@ -130,7 +121,7 @@ def strict(content: bytes) -> Any:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_door_answers_with_numbers_that_are_none(name: str, client: TestClient) -> None:
+def test_no_endpoint_answers_with_nan(name: str, client: TestClient) -> None:
     path, body = CALLS[name]
     assert client.post(path, json=body(GOOD)).status_code == 200
     answer = client.post(path, json=body(BAD))
@@ -141,7 +132,7 @@ def test_no_door_answers_with_numbers_that_are_none(name: str, client: TestClien
     assert "NaN" in told or "nan" in told
 
 
-def test_a_stream_tells_that_there_is_no_number(client: TestClient) -> None:
+def test_a_stream_ends_with_an_error(client: TestClient) -> None:
     answer = client.post("/generate", json={"inputs": BAD, "max_new_tokens": 3})
     assert answer.status_code == 200
     assert "no finite number" in strict(answer.text.removeprefix("data: ").strip().encode())["error"]["message"]
@@ -153,7 +144,7 @@ def test_the_error_names_the_input_and_the_output(client: TestClient) -> None:
     assert "logits" in answer.json()["error"]["message"]
 
 
-def test_a_metric_counts_requests_without_numbers(damaged: Callable[[str], accel.ORTModel]) -> None:
+def test_a_metric_counts_requests_with_nan(damaged: Callable[[str], accel.ORTModel]) -> None:
     engine = accel.Engine({"labels": damaged("text-classification"), "chat": damaged("generate")})
     with TestClient(create_app(engine)) as client:
         client.post("/classify", json={"inputs": BAD})
@@ -165,7 +156,7 @@ def test_a_metric_counts_requests_without_numbers(damaged: Callable[[str], accel
 
 
 @pytest.mark.parametrize("operation", ["text-classification", "embed"])
-def test_callers_of_the_same_batch_have_their_answers(operation: str, damaged: Callable[[str], accel.ORTModel]) -> None:
+def test_nan_in_one_request_leaves_the_batch_answered(operation: str, damaged: Callable[[str], accel.ORTModel]) -> None:
     with accel.Engine(damaged("feature-extraction" if operation == "embed" else operation)) as engine:
         jobs = [engine.submit(text, operation=operation) for text in (GOOD, BAD, GOOD, "help")]
         assert isinstance(jobs[1].future.exception(30), NotFiniteError)
@@ -173,8 +164,8 @@ def test_callers_of_the_same_batch_have_their_answers(operation: str, damaged: C
             assert find_non_finite(job.future.result(30)) is None
 
 
-def test_callers_of_a_batch_whose_scales_are_computed_from_all_rows(damaged: Callable[[str], accel.ORTModel]) -> None:
-    """As dynamic int8 does: one row's NaN is in every row's output."""
+def test_nan_that_spreads_over_a_batch_leaves_others_answered(damaged: Callable[[str], accel.ORTModel]) -> None:
+    """Test a session where NaN in one row makes all outputs of the batch NaN, as with dynamic int8 quantization."""
     model = damaged("text-classification")
     session = model._session
 
@@ -199,7 +190,7 @@ def test_callers_of_a_batch_whose_scales_are_computed_from_all_rows(damaged: Cal
         model._session = session
 
 
-def test_float16_that_overflows_is_an_error_and_not_a_sure_label(shared: Callable[..., Path]) -> None:
+def test_float16_overflow_is_an_error(shared: Callable[..., Path]) -> None:
     def write(folder: Path) -> None:
         model = tiny_model("bert")
         with torch.no_grad():
@@ -216,7 +207,7 @@ def test_float16_that_overflows_is_an_error_and_not_a_sure_label(shared: Callabl
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_offline_rows_without_numbers_are_errors(
+def test_offline_rows_with_nan_are_errors(
     format: Any, damaged: Callable[[str], accel.ORTModel], tmp_path: Path
 ) -> None:
     data = tmp_path / "data.csv"
@@ -264,26 +255,21 @@ def test_places_of_numbers_that_are_not_finite(value: Any, place: str | None) ->
         ("/v2/models/rank/infer", '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, %s]}]}', "inputs[0].data[1]"),
     ],
 )  # fmt: skip
-def test_requests_may_not_hold_them(literal: str, path: str, body: str, place: str, client: TestClient) -> None:
+def test_requests_with_nan_are_refused(literal: str, path: str, body: str, place: str, client: TestClient) -> None:
     answer = client.post(path, content=body % literal)
     assert answer.status_code == 400, answer.text
     assert place in answer.text
 
 
-def test_binary_tensors_may_not_hold_nan(client: TestClient) -> None:
+def test_binary_tensors_with_nan_are_refused(client: TestClient) -> None:
     part = np.array([1, math.nan], np.float32).tobytes()
-    one = {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": len(part)}}
-    head = json.dumps({"inputs": [one]}).encode()
-    answer = client.post(
-        "/v2/models/text-classification/infer", content=head + part,
-        headers={"Inference-Header-Content-Length": str(len(head))},
-    )  # fmt: skip
+    answer = send_binary(client, "/v2/models/text-classification/infer", ("x", "FP32", [1, 2], part))
     assert answer.status_code == 400
     assert "'x'" in answer.text
     assert "[0, 1]" in answer.text
 
 
-def test_reports_and_command_lines_write_null_for_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_write_null_for_nan(capsys: pytest.CaptureFixture[str]) -> None:
     from accel.artifact.json_text import json_text
     from accel.cli.application import emit
 
@@ -294,9 +280,7 @@ def test_reports_and_command_lines_write_null_for_what_was_not_measured(capsys: 
     assert strict(capsys.readouterr().out.encode()) == expected
 
 
-def test_json_lines_of_columns_that_are_kept_hold_no_nan(
-    damaged: Callable[[str], accel.ORTModel], tmp_path: Path
-) -> None:
+def test_kept_columns_have_null_for_nan(damaged: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""`accel serve` as a process: it starts, is told to end under load, and loses nothing that it accepted."""
+"""Test `accel serve` as a process: it starts, shuts down under load, and finishes all accepted requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel.cli import app
 
 @contextmanager
 def process(*arguments: str, home: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The command, and its port when it is ready."""
+    """Start the command and yield its process and port when it is ready."""
     environment = {**os.environ, "ACCEL_HOME": home}
     started = subprocess.Popen(
         [sys.executable, "-m", "accel", "serve", *arguments, "--port", "0"],
@@ -51,12 +51,12 @@ def process(*arguments: str, home: str) -> Iterator[tuple[subprocess.Popen[str],
 
 
 class Caller(threading.Thread):
-    """Calls again and again over one connection until the server refuses or is gone.
+    """A thread that sends requests over one connection until the server refuses or closes it.
 
     Attributes:
-        answered: Complete answers.
-        refused: Answers that said that it ends.
-        lost: Requests that it began to answer, and did not.
+        answered: Complete responses.
+        refused: Responses with the error that the server is shutting down.
+        lost: Errors of requests whose responses began and were not completed.
     """
 
     def __init__(self, port: int) -> None:
@@ -74,7 +74,7 @@ class Caller(threading.Thread):
                     connection.request("POST", "/classify", body)
                     answer = connection.getresponse()
                 except (ConnectionError, http.client.RemoteDisconnected):
-                    return  # nothing came back: it was not accepted
+                    return  # no response: the request was not accepted
                 try:
                     answer.read()
                 except (ConnectionError, http.client.IncompleteRead) as error:
@@ -91,8 +91,10 @@ class Caller(threading.Thread):
             connection.close()
 
 
-def end_under_load(folder: Path, home: str) -> None:
-    with process(str(folder), "--backend", "pytorch", home=home) as (server, port):
+def test_a_signal_drains_the_server(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny_folder("bert", "text-classification")
+    # Set a large maximum wait: on a busy machine, the event loop is late and requests would be refused for this reason alone.
+    with process(str(folder), "--backend", "pytorch", "--max-wait-ms", "600000", home=str(tmp_path)) as (server, port):
         callers = [Caller(port) for _ in range(8)]
         for one in callers:
             one.start()
@@ -108,18 +110,6 @@ def end_under_load(folder: Path, home: str) -> None:
     assert sum(one.refused for one in callers) == 8, "some found the door closed instead of being told"
 
 
-def test_told_to_end_it_answers_what_it_accepted_and_refuses_the_rest(
-    tiny_folder: Callable[..., Path], tmp_path: Path
-) -> None:
-    end_under_load(tiny_folder("bert", "text-classification"), str(tmp_path))
-
-
-@pytest.mark.thorough
-def test_told_to_end_twenty_times(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    for _ in range(20):
-        end_under_load(tiny_folder("bert", "text-classification"), str(tmp_path))
-
-
 def test_a_port_that_is_taken_is_an_error_with_a_remedy(tiny_folder: Callable[..., Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -129,7 +119,7 @@ def test_a_port_that_is_taken_is_an_error_with_a_remedy(tiny_folder: Callable[..
 
 
 def test_an_address_that_is_not_this_machines_is_an_error_with_a_remedy(tiny_folder: Callable[..., Path]) -> None:
-    # Reserved for documentation.
+    # Addresses in 192.0.2.0/24 are reserved for documentation, so no machine has this address.
     asked = ["serve", str(tiny_folder("bert", "text-classification")), "--port", "0", "--host", "192.0.2.1"]
     done = CliRunner().invoke(app, asked)
     assert (done.exit_code, "--host" in done.output) == (2, True)
@@ -137,7 +127,7 @@ def test_an_address_that_is_not_this_machines_is_an_error_with_a_remedy(tiny_fol
 
 @pytest.mark.parametrize("option", ["--replicas", "--cpus", "--gpus"])
 @pytest.mark.parametrize("asked", [["serve", "model"], ["batch", "model", "--data", "a.csv", "--out", "out"]])
-def test_what_is_for_ray_alone_is_refused_without_it(asked: list[str], option: str) -> None:
+def test_options_of_ray_are_refused_without_ray(asked: list[str], option: str) -> None:
     done = CliRunner().invoke(app, [*asked, option, "2"])
     assert (done.exit_code, f"{option}: for Ray alone" in done.output) == (2, True)
 

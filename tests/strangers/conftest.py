@@ -1,4 +1,4 @@
-"""The folders of other tools, unpacked once."""
+"""Fixtures of the stored folders that other tools wrote; they are unpacked once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .folders import ARCHIVE, FOREIGN
 
 @pytest.fixture(scope="session")
 def folders(shared: Callable[..., Path]) -> Path:
-    """All of them, with the answers of the tools."""
+    """Return a folder with all stored folders, and the outputs that the tools computed."""
 
     def unpack(out: Path) -> None:
         with tarfile.open(ARCHIVE) as archive:

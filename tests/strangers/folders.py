@@ -1,4 +1,4 @@
-"""The stored folders of other tools, and the questions that those tools answered."""
+"""The stored folders that other tools wrote, and the questions (model inputs) for which those tools' outputs are stored."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ questions: Any = _questions()
 
 
 def stored(folders: Path, tool: str, name: str) -> Any:
-    """What the tool answered, question by question."""
+    """Return a tool's stored outputs for a model, one entry for each question."""
     return json.loads((folders / "answers" / f"{tool}-{name}.json").read_text(encoding="utf-8"))
 
 
 def same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two answers are equal, numbers up to a tolerance."""
+    """Return whether two outputs are equal; numbers are compared with a tolerance."""
     if isinstance(expected, dict):
         return (
             isinstance(found, dict)

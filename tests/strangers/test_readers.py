@@ -1,7 +1,7 @@
-"""What other tools read of the graphs that `accel export` writes: each opens, checks or rewrites them, and the answers stay.
+"""Other tools open, check or rewrite the graphs that `accel export` writes, and the outputs do not change.
 
-One reader a function: a graph's file in, a graph's file out, or nothing where the reader only checks. Readers that are not
-installed are skipped.
+There is one function for each reader. It gets a graph file, and returns the rewritten graph file, or `None` if the tool only checks.
+Tests of tools that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from accel.artifact import Artifact, Component
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 Reader = Callable[[Path, Path, Component], "Path | None"]
-# Other kernels and orders of sums, of float32 logits up to 5.
+# Tolerance for other kernels and orders of summation, for float32 logits up to 5.
 CLOSE = 1e-4
-# Share of the answers' norm: 8-bit weights and activations of tiny random models, ONNX Runtime's own way. Unrelated answers are 1.4 away.
+# Tolerance of 8-bit graphs of tiny random models in ONNX Runtime, relative to the norm of the outputs. Unrelated outputs differ by 1.4.
 INTEGERS = 0.35
 MODELS = {
     "bert": "text-classification",
@@ -37,7 +37,7 @@ MODELS = {
     "t5": "text2text-generation",
     "whisper": "automatic-speech-recognition",
 }
-# ONNX Runtime's optimizer names architectures in its own way, and looks for their layers by it.
+# Names of the architectures in ONNX Runtime's optimizer, which selects its fusions by them.
 OPTIMIZER_TYPES = {"bert": "bert", "vit": "vit", "t5": "t5", "whisper": "bart"}
 COMPONENTS = [
     ("bert", "model"), ("vit", "model"), ("gpt2", "model"), ("t5", "encoder"), ("t5", "cross_attention"), ("t5", "decoder"),
@@ -48,13 +48,13 @@ THOROUGH = {("t5", "cross_attention"), ("whisper", "cross_attention"), ("whisper
 
 @pytest.fixture(scope="module")
 def exported(tiny_artifact: Callable[..., Artifact], generator: Callable[..., Artifact]) -> Callable[[str], Artifact]:
-    """One export of each kind."""
+    """Return a function that exports each model once."""
     return lambda name: tiny_artifact(name, MODELS[name]) if name in ("bert", "vit") else generator(name)
 
 
 @pytest.fixture(autouse=True)
 def _no_files_left(tmp_path: Path) -> Iterator[None]:
-    """Some readers write into the working folder."""
+    """Run each test in a temporary working folder, because some readers write files there."""
     before = Path.cwd()
     os.chdir(tmp_path)
     yield
@@ -62,7 +62,7 @@ def _no_files_left(tmp_path: Path) -> Iterator[None]:
 
 
 def inputs_of(artifact: Artifact, component: Component) -> dict[str, np.ndarray]:
-    """Two rows; an empty cache with room for what is read."""
+    """Return inputs with two rows, and an empty KV cache with enough capacity for the tokens."""
     sizes = {"batch": 2, "sequence": 6, "total": 6, "past": 0, "capacity": 6, "kept": 1, "encoder_sequence": 5}
     feeds = capture.feeds_for(component.inputs, sizes, seed=0, folder=artifact.path)
     for spec in component.inputs:
@@ -80,7 +80,7 @@ def inputs_of(artifact: Artifact, component: Component) -> dict[str, np.ndarray]
 def answers(graph: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    # Exact 8-bit products, also on processors whose instructions saturate.
+    # Compute exact 8-bit products, also on processors whose 8-bit instructions saturate.
     options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs() if not value.name.startswith("present")]
@@ -89,28 +89,28 @@ def answers(graph: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def check(graph: Path, out: Path, component: Component) -> None:
-    """onnx's checker, with shape inference."""
+    """Check a graph with onnx's checker, including shape inference."""
     onnx.checker.check_model(str(graph), full_check=True)
 
 
 def infer_shapes(graph: Path, out: Path, component: Component) -> Path:
-    """onnx's shape inference at its strictest."""
+    """Run onnx's shape inference in strict mode."""
     made = onnx.shape_inference.infer_shapes(onnx.load(graph), check_type=True, strict_mode=True, data_prop=True)
     onnx.save(made, out)
     return out
 
 
 def preprocess(graph: Path, out: Path, component: Component) -> Path:
-    """ONNX Runtime's preparation for quantization."""
+    """Run ONNX Runtime's preprocessing for quantization."""
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    # Its symbolic inference does not know that a row's mask is as long as the row, unless it may merge axes.
+    # Allow it to merge axes: its symbolic inference cannot derive that the attention mask is as long as the row.
     quant_pre_process(str(graph), str(out), auto_merge=True)
     return out
 
 
 def quantize_dynamic(graph: Path, out: Path, component: Component) -> Path:
-    """ONNX Runtime's dynamic quantizer."""
+    """Quantize a graph with ONNX Runtime's dynamic quantizer."""
     from onnxruntime.quantization import quantize_dynamic as run
 
     run(graph, out)
@@ -118,7 +118,7 @@ def quantize_dynamic(graph: Path, out: Path, component: Component) -> Path:
 
 
 def quantize_static(graph: Path, out: Path, component: Component) -> Path:
-    """ONNX Runtime's static quantizer."""
+    """Quantize a graph with ONNX Runtime's static quantizer."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat
     from onnxruntime.quantization import quantize_static as run
 
@@ -135,7 +135,7 @@ def quantize_static(graph: Path, out: Path, component: Component) -> Path:
 
 
 def optimize(graph: Path, out: Path, component: Component, *, kind: str) -> Path:
-    """ONNX Runtime's transformer optimizer."""
+    """Optimize a graph with ONNX Runtime's transformer optimizer."""
     from onnxruntime.transformers.optimizer import optimize_model
 
     optimize_model(str(graph), model_type=kind, num_heads=2, hidden_size=32, opt_level=0).save_model_to_file(str(out))
@@ -143,17 +143,17 @@ def optimize(graph: Path, out: Path, component: Component, *, kind: str) -> Path
 
 
 def slim(graph: Path, out: Path, component: Component) -> Path:
-    """onnxslim."""
+    """Simplify a graph with onnxslim."""
     onnxslim = pytest.importorskip("onnxslim")
     onnx.save(onnxslim.slim(str(graph)), out)
     return out
 
 
 def extend(graph: Path, out: Path, component: Component) -> Path:
-    """onnxruntime-extensions: its operators next to a graph's own, in one session."""
+    """Add an operator of onnxruntime-extensions to a graph, and run it in the same session as the graph's own operators."""
     extensions = pytest.importorskip("onnxruntime_extensions")
     model = onnx.load(graph)
-    # A text that is an input of its own, in upper case, is lowered beside the model.
+    # Add a text input and an operator that converts it to lower case, independent of the rest of the graph.
     text = onnx.helper.make_tensor_value_info("text", onnx.TensorProto.STRING, ["texts"])
     low = onnx.helper.make_tensor_value_info("lowered", onnx.TensorProto.STRING, ["texts"])
     model.graph.node.append(onnx.helper.make_node("StringLower", ["text"], ["lowered"], domain="ai.onnx.contrib"))
@@ -214,15 +214,13 @@ def test_the_transformer_optimizer(name: str, part: str, exported: Callable[[str
 
 
 @pytest.mark.parametrize(("name", "part"), CASES)
-def test_no_initializer_has_a_second_record_of_its_shape(
-    name: str, part: str, exported: Callable[[str], Artifact]
-) -> None:
+def test_initializers_have_no_value_info(name: str, part: str, exported: Callable[[str], Artifact]) -> None:
     artifact = exported(name)
     graph = onnx.load(artifact.path / artifact.component(part).file, load_external_data=False).graph
     assert not {tensor.name for tensor in graph.initializer} & {value.name for value in graph.value_info}
 
 
-# transformers.js
+# Tests with transformers.js.
 
 SCRIPT = """
 import { env, AutoModelForSequenceClassification, AutoModelForImageClassification, Tensor } from '@huggingface/transformers';
@@ -244,7 +242,7 @@ console.log(JSON.stringify([...logits.data]));
 
 
 def node_modules() -> Path | None:
-    """The folder with transformers.js: `ACCEL_NODE_MODULES`, where Node itself is installed."""
+    """Return the folder that contains transformers.js (`ACCEL_NODE_MODULES`); `None` if it or Node is not installed."""
     folder = Path(os.environ.get("ACCEL_NODE_MODULES", "node_modules")).absolute()
     installed = (folder / "@huggingface" / "transformers" / "package.json").is_file()
     return folder if shutil.which("node") and installed else None
@@ -259,7 +257,7 @@ def test_transformers_js(name: str, exported: Callable[[str], Artifact], tmp_pat
     modules = node_modules()
     assert modules is not None
     shutil.copytree(artifact.path, tmp_path / "model")
-    # Its layout: graphs in a subfolder, their weights next to them as `model.onnx_data`.
+    # The layout that transformers.js expects: graphs in the subfolder `onnx`, weights next to them in `model.onnx_data`.
     (tmp_path / "model" / "onnx").mkdir()
     model = onnx.load(artifact.file())
     onnx.save(model, tmp_path / "model" / "onnx" / "model.onnx", save_as_external_data=True, location="model.onnx_data")
@@ -282,5 +280,5 @@ def test_transformers_js(name: str, exported: Callable[[str], Artifact], tmp_pat
     assert done.returncode == 0, done.stderr
     (expected,) = answers(artifact.file(), feeds)
     found = np.array(json.loads(done.stdout.strip().splitlines()[-1]), np.float32)
-    # WebAssembly's kernels sum in another order.
+    # WebAssembly kernels sum in a different order.
     assert np.abs(found.reshape(expected.shape) - expected).max() < CLOSE

@@ -1,6 +1,6 @@
-"""Folders that sentence-transformers 3 to 6 saved: every door answers as the library that saved them, by weights and by graph.
+"""Folders of sentence-transformers 3 to 6 give the library's own outputs through every entry point, from weights and from graphs.
 
-The folders and the library's answers are in `tests/fixtures/foreign/sentence_transformers.tar.xz`; see the README there.
+The folders and the library's outputs are in `tests/fixtures/foreign/sentence_transformers.tar.xz`; see the README there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accel.stages.export import export
 
 PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "sentence_transformers.tar.xz"
 THOROUGH = pytest.mark.thorough
-# The oldest and the newest version write every form of every file; those between mix them.
+# The oldest and the newest version write every form of every file; the versions between them write a mixture of these forms.
 VERSIONS: list[Any] = ["3", pytest.param("4", marks=THOROUGH), pytest.param("5", marks=THOROUGH), "6"]
 WITH_GRAPH = (
     "mean-normalize", "cls", "lasttoken", "two-poolings", "dense", "prompts", "prompt-excluded", "truncated", "lower", "short",
@@ -38,7 +38,7 @@ EMBEDDERS = (
 )  # fmt: skip
 CROSS = ("cross", "cross-identity", "cross-labels", "cross-labels-sigmoid")
 REFUSED = {"sparse": "sparse encoder", "multi-vector": "multi-vector encoder", "router": "Router"}
-# Of float32 values up to 3, computed by other kernels; the answers are stored with six decimals.
+# Tolerance for float32 values up to 3, computed by other kernels; the stored outputs have six decimals.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 Folder = Callable[[str, str], Path]
@@ -54,14 +54,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def answers(root: Path) -> Callable[[str, str], dict[str, Any]]:
-    """The library's own answers, by version and folder."""
+    """Return a function that gives the library's own outputs, by version and folder."""
     read = {path.parent.name: json.loads(path.read_text())["folders"] for path in root.glob("*/answers.json")}
     return lambda version, name: read[version][name]
 
 
 @pytest.fixture
 def graph_alone(root: Path, tmp_path: Path) -> Folder:
-    """A folder without its weights: what is left is the graph in `onnx`."""
+    """Return a function that copies a folder without the weights, so that only the graph in `onnx` remains."""
 
     def make(version: str, name: str) -> Path:
         target = tmp_path / f"{version}-{name}"
@@ -84,7 +84,7 @@ def check_embeddings(model: accel.ORTModelForFeatureExtraction, expected: dict[s
     found = model.encode(expected["texts"])
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected["embeddings"], **CLOSE)
-    # Versions 3 and 4 leave the first special token out after an empty prompt, as if it were one of the prompt's.
+    # With an empty prompt, versions 3 and 4 exclude the first special token from pooling, as if it belonged to the prompt.
     if "passages" in expected and (model.sentence_vectors.settings.include_prompt or version in ("5", "6")):
         passages = model.encode(expected["texts"], prompt_name="passage")
         np.testing.assert_allclose(passages, expected["passages"], **CLOSE)
@@ -129,7 +129,7 @@ def test_openvinos_layout_embeds_as_the_library(
 
 
 def test_modules_after_the_graph_travel_with_it(graph_alone: Folder, answers: Any, tmp_path: Path) -> None:
-    """What is saved, optimized or quantized of a graph without pooling embeds as before."""
+    """A graph without pooling gives the same embeddings after it is saved, optimized or quantized."""
     folder, expected = graph_alone("6", "dense"), answers("6", "dense")
     with embedder(folder) as model:
         model.save_pretrained(tmp_path / "saved")
@@ -139,7 +139,7 @@ def test_modules_after_the_graph_travel_with_it(graph_alone: Folder, answers: An
             check_embeddings(model, expected)
     accel.quantize(folder, tmp_path / "quantized", scheme="dynamic-int8")
     with embedder(tmp_path / "quantized") as model:
-        # 8 bits, of vectors of length 1.
+        # Tolerance of 8-bit quantization, for vectors of length 1.
         np.testing.assert_allclose(model.encode(expected["texts"]), expected["embeddings"], rtol=0, atol=0.05)
 
 
@@ -156,7 +156,7 @@ def test_hidden_states_by_another_name(graph_alone: Folder, answers: Any, name: 
 
 
 def test_a_sentence_embedding_by_another_name(graph_alone: Folder, answers: Any) -> None:
-    """A graph of one matrix is taken for pooled already, whatever its output is called."""
+    """A graph with a 2-D output counts as pooled, whatever the name of the output."""
     folder = graph_alone("6", "cls")
     graph = onnx.load(folder / "onnx" / "model.onnx")
     renamed(graph, "hidden")
@@ -171,7 +171,7 @@ def test_a_sentence_embedding_by_another_name(graph_alone: Folder, answers: Any)
 
 
 def renamed(graph: onnx.ModelProto, name: str) -> None:
-    """Give a graph's one output another name."""
+    """Rename the only output of a graph."""
     (output,) = graph.graph.output
     for node in graph.graph.node:
         for part in (node.input, node.output):
@@ -185,7 +185,7 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def test_float16_states_are_pooled_in_float32(graph_alone: Folder) -> None:
-    """Sums of 30 tokens of 3,000 are above 65,504, float16's largest number."""
+    """The sum of 30 tokens with value 3,000 is above 65,504, the largest float16 number."""
     folder = graph_alone("6", "mean-normalize")
     (folder / "1_Pooling" / "config.json").write_text(
         '{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true}'
@@ -243,13 +243,13 @@ def test_the_prompts_of_a_cross_encoder(root: Path, answers: Any) -> None:
             model.predict(expected["pairs"], prompt_name="querry")
 
 
-# The doors. Each takes the folder with the graph, where nothing but the files next to it says what becomes of its outputs.
+# Tests of entry points. Each uses a folder with a graph; only files next to the graph define how its outputs are processed.
 
-DOORS = ["prompt-excluded", "two-poolings", "truncated"]
+SETTINGS_OUTSIDE_THE_GRAPH = ["prompt-excluded", "two-poolings", "truncated"]
 
 
 @pytest.mark.parametrize("version", ["3", "6"])
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", SETTINGS_OUTSIDE_THE_GRAPH)
 def test_the_server_embeds_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
     starlette = pytest.importorskip("starlette.testclient", reason="the extra serving is not installed")
     from accel.serving.http.app import create_app
@@ -276,7 +276,7 @@ def test_the_server_ranks_as_the_library(root: Path, answers: Any) -> None:
     np.testing.assert_allclose([found[0], found[1]], expected["scores"][:2], **CLOSE)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", SETTINGS_OUTSIDE_THE_GRAPH)
 def test_batches_embed_as_the_library(root: Path, answers: Any, tmp_path: Path, name: str) -> None:
     expected = answers("6", name)
     rows = tmp_path / "rows.jsonl"
@@ -288,7 +288,7 @@ def test_batches_embed_as_the_library(root: Path, answers: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("version", ["3", "6"])
-@pytest.mark.parametrize("name", [*DOORS, "dot"])
+@pytest.mark.parametrize("name", [*SETTINGS_OUTSIDE_THE_GRAPH, "dot"])
 def test_evaluations_compare_what_the_library_embeds(root: Path, answers: Any, version: str, name: str) -> None:
     expected = answers(version, name)
     texts, vectors = expected["texts"], np.array(expected["embeddings"])
@@ -309,7 +309,7 @@ def test_evaluations_rank_with_the_prompt(root: Path, answers: Any) -> None:
     np.testing.assert_allclose(1 / (1 + np.exp(-np.array(logits))), expected["scores"][:2], **CLOSE)
 
 
-def test_a_comparison_with_the_original_reads_the_same_prompt(root: Path, answers: Any, tmp_path: Path) -> None:
+def test_the_original_is_compared_with_the_same_prompt(root: Path, answers: Any, tmp_path: Path) -> None:
     texts = answers("6", "prompt-excluded")["texts"]
     rows = [{"sentence1": texts[i], "sentence2": texts[i - 1], "score": float(i)} for i in range(len(texts))]
     found = accel.evaluate(root / "6" / "prompt-excluded", rows, against=root / "6" / "prompt-excluded")
@@ -318,14 +318,14 @@ def test_a_comparison_with_the_original_reads_the_same_prompt(root: Path, answer
 
 
 def test_a_graph_is_compared_with_the_weights_next_to_it(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It returns hidden states, which are pooled after it, and no `pooler_output`."""
+    """The graph returns hidden states, which are pooled after it, and no `pooler_output`."""
     folder = root / "3" / "mean-normalize"
     assert accel.validate(folder, against=folder).passed
     assert "returns no pooler_output, which is not compared" in caplog.text
 
 
 def test_pipelines_answer_the_same_through_weights_and_graph(root: Path, answers: Any) -> None:
-    """Hidden states, as transformers' own pipeline; the model under it has the embeddings."""
+    """Pipelines return hidden states, as transformers' own pipeline does; the model's output has the embeddings."""
     folder, expected = root / "6" / "two-poolings", answers("6", "two-poolings")
     pipes = [
         accel.pipeline("feature-extraction", str(folder), **settings)
@@ -339,7 +339,7 @@ def test_pipelines_answer_the_same_through_weights_and_graph(root: Path, answers
 
 
 @pytest.mark.parametrize("version", ["3", "6"])
-@pytest.mark.parametrize("name", [*DOORS, "lasttoken", "lower", "short"])
+@pytest.mark.parametrize("name", [*SETTINGS_OUTSIDE_THE_GRAPH, "lasttoken", "lower", "short"])
 def test_fronts_of_triton_embed_as_the_library(
     graph_alone: Folder, answers: Any, tmp_path: Path, version: str, name: str
 ) -> None:
@@ -358,7 +358,7 @@ def test_fronts_of_triton_rank_as_the_library(graph_alone: Folder, answers: Any,
 
 
 def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list[str]]], dict[str, Any]]:
-    """What a front answers, its graph run here."""
+    """Create a Triton front model and run it in this process; return a function that computes its outputs for texts."""
     pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
     import onnxruntime
 
@@ -386,27 +386,29 @@ def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list
     return answer
 
 
-# Refusals.
+# Tests of folders that must raise an error.
 
 
 @pytest.mark.parametrize(
     ("version", "name"),
     [("5", "sparse"), ("6", "sparse"), ("6", "multi-vector"), ("3", "router"), ("4", "router")],
 )
-def test_models_of_other_kinds_are_refused_at_every_door(root: Path, tmp_path: Path, version: str, name: str) -> None:
+def test_models_of_other_kinds_are_refused_at_every_entry_point(
+    root: Path, tmp_path: Path, version: str, name: str
+) -> None:
     reason = REFUSED[name] if name != "router" else "Asym"
     folder = root / version / name
     rows = [{"sentence1": "card", "sentence2": "lost", "score": float(i)} for i in range(2)]
-    doors: list[Callable[[], Any]] = [
+    calls: list[Callable[[], Any]] = [
         lambda: export(folder, tmp_path / "out"),
         lambda: accel.evaluate(folder, rows),
         lambda: accel.ORTModel.from_pretrained(folder, backend="pytorch"),
         lambda: embedder(folder, backend="pytorch").encode(["card"]),
         lambda: export(folder, tmp_path / "similar", task="sentence-similarity"),
     ]
-    for door in doors:
+    for call in calls:
         with pytest.raises(TaskError, match=reason):
-            door()
+            call()
     assert not (tmp_path / "out").exists()
 
 
@@ -419,7 +421,7 @@ def test_a_router_is_refused_by_its_name(root: Path, version: str) -> None:
 
 
 def test_hidden_states_of_a_model_whose_settings_are_not_followed(root: Path, tmp_path: Path) -> None:
-    """sentence-transformers runs its own modules over our hidden states; `encode` has the reason why it does not embed."""
+    """The model returns hidden states, to which sentence-transformers applies its own modules; `encode` raises an error with the reason."""
     folder = tmp_path / "folder"
     shutil.copytree(root / "6" / "cls", folder)
     path = folder / "sentence_bert_config.json"
@@ -461,7 +463,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FIELDS if kind != "Normalize"])
-def test_a_field_that_nobody_reads_is_an_error(root: Path, tmp_path: Path, kind: str) -> None:
+def test_unknown_fields_are_refused(root: Path, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(root / "6" / "dense-identity", folder)
     path = folder / FILES[kind]
@@ -473,7 +475,7 @@ def test_a_field_that_nobody_reads_is_an_error(root: Path, tmp_path: Path, kind:
 
 
 def _refused_values(kind: str) -> list[tuple[str, Any]]:
-    """By field, a value that is not followed."""
+    """Return fields with values that are not supported."""
     accepted = {name: use for name, use in FIELDS[kind].items() if isinstance(use, tuple)}
     return [(name, {"other": 1}) for name in accepted]
 
@@ -492,7 +494,7 @@ def _refused_values(kind: str) -> list[tuple[str, Any]]:
         (GENERAL, "model_type", "OtherEncoder"),
     ],
 )
-def test_a_value_that_nobody_follows_is_an_error(root: Path, tmp_path: Path, file: str, field: str, value: Any) -> None:
+def test_unsupported_values_are_refused(root: Path, tmp_path: Path, file: str, field: str, value: Any) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(root / "6" / "dense-identity", folder)
     values = json.loads((folder / file).read_text())
@@ -502,8 +504,8 @@ def test_a_value_that_nobody_follows_is_an_error(root: Path, tmp_path: Path, fil
     assert str(value if not isinstance(value, dict) else next(iter(value))) in caught.value.message
 
 
-def test_left_padding_moves_no_first_token(root: Path, answers: Any, tmp_path: Path) -> None:
-    """The first token of a row is that of its text, wherever the padding is."""
+def test_left_padding_does_not_change_the_first_token(root: Path, answers: Any, tmp_path: Path) -> None:
+    """The first token of a row is the first token of its text, even if padding comes before it."""
     for name in ("cls", "weightedmean"):
         folder = tmp_path / name
         shutil.copytree(root / "6" / name, folder)
@@ -512,13 +514,13 @@ def test_left_padding_moves_no_first_token(root: Path, answers: Any, tmp_path: P
         with embedder(folder, backend="pytorch", export=True) as model:
             texts = answers("6", name)["texts"]
             alone = np.stack([model.encode(text) for text in texts])
-            # BERT's positions count from the left, padding too: only texts of one length answer alike.
+            # BERT's position ids count padding on the left, so only texts of the maximum length give the same outputs in a batch.
             rows = [i for i, text in enumerate(texts) if len(text.split()) == max(len(one.split()) for one in texts)]
             np.testing.assert_allclose(model.encode(texts)[rows], alone[rows], **CLOSE)
 
 
-def test_an_artifact_says_where_its_settings_came_from(root: Path, tmp_path: Path) -> None:
-    """The files of the source travel with an export, so that its settings are read there."""
+def test_settings_of_the_source_travel_with_an_export(root: Path, tmp_path: Path) -> None:
+    """An export contains the settings files of its source, so that the settings are read from the export."""
     export(root / "6" / "prompts", tmp_path / "out")
     assert Artifact.load(tmp_path / "out").task == "sentence-similarity"
     assert sentence_settings(tmp_path / "out").prompt() == sentence_settings(root / "6" / "prompts").prompt() != ""

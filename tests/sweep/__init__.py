@@ -1,6 +1,6 @@
-"""Every architecture that transformers has for our tasks, through every backend that is here.
+"""Test all architectures that transformers has for accel's tasks, on all available backends.
 
-In: transformers' own tables of models (`cases`), and a small random model of each (`shrinking`, `building`). Out: what
-each stage of each backend made of it (`cells`), kept in `benchmarks/sweep.json` (`store`) and shown in `docs/models.md`
-(`page`). `running` shares the work out among processes; `python -m tests.sweep --help` shows how to call it.
+In: transformers' own tables of models (`cases`), and a small model with random weights for each (`shrinking`, `building`). Out: a
+result for each stage of each backend (a `Cell`, see `cells`), stored in `benchmarks/sweep.json` (`store`) and shown in
+`docs/models.md` (`page`). `running` distributes the work to processes; `python -m tests.sweep --help` shows the options.
 """

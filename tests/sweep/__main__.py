@@ -1,4 +1,4 @@
-"""`python -m tests.sweep`: see `--help`."""
+"""Command line of the sweep: `python -m tests.sweep`; see `--help`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Each process has one processor; read when torch is imported, which happens below.
+from tqdm import tqdm
+
+# Use one thread per process. torch reads these variables when it is imported, so they are set first.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 if "--artifacts" not in sys.argv:
-    # A trace looks for GPUs, and a process that has seen one cannot be forked.
+    # Hide GPUs: tracing looks for GPUs, and a process that has initialized CUDA cannot be forked.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CI", "true")  # OpenVINO's and NNCF's telemetry stays off
+os.environ.setdefault("CI", "true")  # disables the telemetry of OpenVINO and NNCF
 
 _JSON, _PAGE = Path("benchmarks/sweep.json"), Path("docs/models.md")
 _EXAMPLES = """examples:
@@ -37,7 +39,7 @@ _EXAMPLES = """examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tests.sweep",
         description="Every architecture of transformers, through every backend that is here, compared with PyTorch.",
@@ -67,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 1 when a call succeeded with a wrong answer."""
+    """Run the command line; return 1 if a call succeeded with wrong outputs, 2 if no architecture and task match, else 0."""
     options = parser().parse_args(arguments)
     if options.page_only or options.merge:
         return _finish(options, options.merge)
@@ -96,7 +98,7 @@ def _backends(named: str) -> list[str]:
 
 
 def _preload() -> None:
-    """Everything that the processes need, once. No session is opened here: a fork would lose its threads."""
+    """Import all modules that the forked processes need. Create no session: its threads would be missing in forked processes."""
     import importlib
     import warnings
     from unittest.mock import patch
@@ -107,7 +109,7 @@ def _preload() -> None:
     for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
                  "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
                  "accel.tuning.accuracy_budget", "accel.models.encoder_decoder", "accel.tasks.text_classification"):  # fmt: skip
-        # A library that looks at GPUs while it is imported (torchao) leaves a process that cannot be forked.
+        # Hide GPUs during imports: torchao looks for GPUs when it is imported, and the process could then not be forked.
         with contextlib.suppress(ImportError), patch("torch.cuda.is_available", return_value=False):
             importlib.import_module(name)
     import transformers
@@ -117,7 +119,7 @@ def _preload() -> None:
 
 
 def _warm_up() -> None:
-    """Trace one model before the processes are forked: tables that the first trace fills are theirs for nothing.
+    """Trace one model before processes are forked, so that they inherit the tables that the first trace fills.
 
     Measured with two busy cores: a trace of RoBERTa takes 17 s in a process without it and 4 to 7 s with it.
     """
@@ -167,7 +169,7 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
 
 
 def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
-    """Write what a machine with a GPU needs; what was refused is a cell in a file beside it."""
+    """Write the graphs that a machine with a GPU needs. Failed exports are recorded in `sweep.json` in the same folder."""
     from . import gpu, running
     from .cells import GPU
     from .store import Store, digest_of
@@ -190,15 +192,15 @@ def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Versions of backends that were not swept now stay as they were."""
+    """Return the new versions and settings, and keep the old versions of backends that were not tested this time."""
     return {**old, **new, "versions": {**old.get("versions", {}), **new["versions"]}}
 
 
 def _both(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What two files of cells were made with: where that differs, the one and the other."""
+    """Return the versions and processors of two files of results; different values are joined by `and`."""
 
     def either(one: str | None, other: str | None) -> str:
-        # What an earlier merge joined is taken apart again, so that nothing is named twice.
+        # Values may already be joined by an earlier merge: split them, so that no value occurs twice.
         return " and ".join(dict.fromkeys(part for text in (one, other) if text for part in text.split(" and ")))
 
     ours, theirs = old.get("versions", {}), new.get("versions", {})
@@ -223,33 +225,21 @@ def _build_only(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     return 0
 
 
-def _progress(total: int, what: str) -> Any:
-    from contextlib import contextmanager
+@contextlib.contextmanager
+def _progress(total: int, what: str) -> Iterator[Callable[[Any], None]]:
+    with tqdm(total=total, desc=what) as bar:
 
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+        def advance(pair: Any) -> None:
+            bar.set_postfix_str(pair.name, refresh=False)
+            bar.update()
 
-    @contextmanager
-    def shown() -> Any:
-        bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        columns = (*bars, TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda pair: bar.update(task, advance=1, description=f"{what}: {pair.name}")
-
-    return shown()
+        yield advance
 
 
 def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
     from .cases import pairs
     from .cells import FAILED, NOT_BUILT, OK, REFUSED, WRONG
-    from .page import capturable, counts, page, rows_of, share
+    from .page import capturable, counts, rows_of, share, site
     from .store import Store
 
     store = Store(options.json)
@@ -261,7 +251,10 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
         store.keep((pair.architecture, pair.task) for pair in pairs())
         store.write()
     cells = store.cells.values()
-    options.page.write_text(page(cells, store.about), encoding="utf-8")
+    for name, text in site(cells, store.about).items():
+        path = options.page if name == "models.md" else options.page.parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     found, able = counts(cells), capturable(cells)
     print(", ".join(f"{found[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NOT_BUILT)))
     print(f"{share(able):.1%} of the {len(able)} cells that transformers' own exporters can capture are green: {options.page}")  # fmt: skip
@@ -274,7 +267,7 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
 
 
 def _stop(*_: object) -> None:
-    """What is known is written and the processes are ended on the way out, as after Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C, so that the results are written and the processes are ended."""
     raise KeyboardInterrupt
 
 

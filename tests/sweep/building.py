@@ -1,4 +1,4 @@
-"""The small random model of a pair."""
+"""Build a small model with random weights for a pair (an architecture and a task)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from accel.interfaces.task_registry import task_spec
 from .cases import Pair
 from .shrinking import BEGIN, LABELS, PAD, small_config
 
-# Small models have a million weights; one with more was not shrunk, and would take minutes and memory.
+# Small models have about a million weights. A model above this limit was not reduced, and would need minutes and much memory.
 MOST_WEIGHTS = 30_000_000
-# Of a matrix: each passes on a little less than it gets, so that rounding does not grow from layer to layer.
+# Scale of random weight matrices. A value below 1 makes each layer's outputs slightly smaller, so that rounding errors do not grow.
 GAIN = 0.7
 
 
-class NotBuilt(Exception):  # noqa: N818  # a finding, not a failure
-    """The small model could not be made, or does not answer in PyTorch."""
+class NotBuilt(Exception):  # noqa: N818  # an expected result, not an error
+    """Raised if a small model cannot be built, or raises an error in PyTorch."""
 
 
 def build(pair: Pair, seed: int = 0) -> Any:
-    """The small model of a pair in evaluation mode, with seeded weights.
+    """Return the small model of a pair (architecture and task) in evaluation mode, with seeded random weights.
 
     Raises:
-        NotBuilt: With the reason.
+        NotBuilt: The model cannot be built; the message has the reason.
     """
     try:
-        # A question-answering head has two outputs, start and end.
+        # A question-answering head has two outputs per token, start and end.
         labels = 2 if task_spec(pair.task).name in ("question-answering", "document-question-answering") else LABELS
         config = small_config(pair.architecture)
         cls = getattr(transformers, pair.model)
         text = getattr(config, "text_config", None)
         if text is not None and cls.config_class is type(text):
-            config = text  # transformers does likewise: the part of the model that writes
+            config = text  # as in transformers: the model class takes the text config, not the whole config
         config.num_labels = labels
         if pair.task == "text-generation" and hasattr(config, "is_decoder"):
-            config.is_decoder = True  # BERT and its kind write only when they are told to
+            config.is_decoder = True  # BERT and similar architectures generate text only with this setting
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = BEGIN
         with torch.device("meta"):
@@ -52,7 +52,7 @@ def build(pair: Pair, seed: int = 0) -> Any:
             _hide_the_last_token(model)
     except NotBuilt:
         raise
-    # Foreign code, which may raise anything, and ask for libraries that are not installed.
+    # Catch all exceptions: model code may raise anything, and may need libraries that are not installed.
     except Exception as error:
         raise NotBuilt(first_line(error)) from error
     if model.can_generate():
@@ -67,10 +67,10 @@ def build(pair: Pair, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def enliven(model: torch.nn.Module, seed: int = 0) -> None:
-    """Weights that pass values of order 1 on, and no bias that is zero: else a graph that lost one goes unnoticed.
+    """Set random weights that keep activations near magnitude 1, and nonzero biases, so that a graph without a bias is detected.
 
-    What transformers starts neither as zeros, nor as ones, nor as a matrix (a decay, a temperature) is left as it is, and
-    so is what it computes and never trains (Marian's sines), which it saves in no file.
+    Parameters that transformers initializes neither as zeros, nor as ones, nor as a matrix (a decay, a temperature) are unchanged. Frozen
+    parameters are unchanged, because transformers computes them and does not save them (Marian's sinusoidal positions).
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -78,8 +78,8 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
             continue
         drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if parameter.ndim >= 2:
-            # Experts are matrices side by side; a convolution sums over all of a filter, that of patches, too; of a table one
-            # row is taken.
+            # Scale by the number of summed inputs: the last axis for stacked expert matrices, the whole filter for convolutions (also of
+            # patches), and 1 for embedding tables, from which a single row is read.
             fan_in = parameter.shape[-1] if "expert" in name else parameter[0].numel()
             is_table = "embed" in name and parameter.ndim < 4
             parameter.copy_(GAIN * drawn / max(1, 1 if is_table else fan_in) ** 0.5)
@@ -87,7 +87,7 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.copy_(1 + 0.1 * drawn)
         elif bool((parameter == 0).all()):
             parameter.copy_(0.1 * drawn)
-    # What a batch normalization has seen in training: values such as these weights pass on.
+    # Set running means and variances of batch normalizations to values that fit the activations of these weights.
     for _, module in sorted(model.named_modules()):
         mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
         if mean is not None and variance is not None:
@@ -97,13 +97,13 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
 
 @torch.no_grad()
 def _hide_the_last_token(model: Any) -> None:
-    """Make embeddings small where they are the head's weights as well.
+    """Scale the embeddings down if the output head shares their weights.
 
-    Else the likeliest next tokens are those most like the last one, whatever the layers say.
+    Without this, the most likely next token is always similar to the last token, and errors in the layers have no effect.
     """
     try:
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:  # models of sounds have none
+    except NotImplementedError:  # audio models have no token embeddings
         return
     if (
         embeddings is not None
@@ -114,7 +114,7 @@ def _hide_the_last_token(model: Any) -> None:
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """What an error says in one line."""
+    """Return the error's type and message in one line of at most `most` characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
     return text[:most]

@@ -1,4 +1,4 @@
-"""Which architectures are swept for which tasks: transformers' own tables, asked by the tasks that accel has."""
+"""List the pairs of architecture and task to test, from transformers' own tables of models and accel's tasks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from accel.interfaces.task_registry import all_tasks, task_spec
 
-# Tasks that are another one with pooling behind it or with one class, and the one without any architecture.
+# Tasks that add only pooling to another task or have only one class, and the custom task, which has no architecture.
 _NOT_SWEPT = ("sentence-similarity", "text-ranking", "custom")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """One architecture doing one task.
+    """An architecture together with a task.
 
     Attributes:
-        architecture: transformers' `model_type`.
-        task: The task's name.
-        model: Name of the transformers class.
+        architecture: `model_type` in transformers.
+        task: Name of the task.
+        model: Name of the model class in transformers.
     """
 
     architecture: str
@@ -33,15 +33,15 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """What `--only` matches, and what keys start with."""
+        """Name of the pair: `architecture/task`. The option `--only` matches this name."""
         return f"{self.architecture}/{self.task}"
 
 
 def pairs(tasks: Sequence[str] = (), only: Sequence[str] = ()) -> list[Pair]:
-    """All pairs, or those of some tasks, or those whose name or architecture matches a pattern.
+    """Return all (architecture, task) pairs, limited to `tasks`, and to names or architectures that match a pattern in `only`.
 
     Raises:
-        TaskError: A task that accel does not have.
+        TaskError: accel does not have one of the tasks.
     """
     wanted = {task_spec(task).name for task in tasks}
     found = [pair for pair in _all_pairs() if not wanted or pair.task in wanted]
@@ -62,20 +62,20 @@ def _all_pairs() -> Iterable[Pair]:
             if spec.embeds and architecture not in _encoders_of_text():
                 continue
             if not spec.embeds and spec.auto_model == "AutoModel" and not _has_fields(architecture, spec.fields):
-                # The class for any model, of which the task is for some.
+                # `AutoModel` lists all models: skip architectures without the fields that this task needs.
                 continue
             if spec.name == "text2text-generation" and not _has_encoder(architecture):
-                # Voxtral and its kind: sounds in the prompt of a decoder, which the table of speech has as well.
+                # Skip architectures like Voxtral: they have only a decoder, with audio in the prompt, and belong to the speech task.
                 continue
             pictures = spec.generates and "image" in spec.modalities
-            # One table for captions (an encoder-decoder of images) and for prompts that hold images.
+            # transformers has one table for both tasks: encoder-decoders write captions, decoders read prompts with images.
             if pictures and _has_encoder(architecture) != (spec.name == "image-to-text"):
                 continue
             yield Pair(architecture, spec.name, model)
 
 
 def _models(auto_models: Sequence[str]) -> dict[str, str]:
-    """Class by model type, of the first auto class that has one."""
+    """Return model class names by model type; if several auto classes have a model type, the first auto class wins."""
     found: dict[str, str] = {}
     for auto_model in auto_models:
         found = {**_table(auto_model), **found}
@@ -83,15 +83,15 @@ def _models(auto_models: Sequence[str]) -> dict[str, str]:
 
 
 def loader_of(pair: Pair) -> Any:
-    """The auto class that loads a pair's model."""
+    """Return the auto class of transformers that loads the model of a pair (architecture and task)."""
     names = task_spec(pair.task).auto_models
     name = next((one for one in names if _table(one).get(pair.architecture) == pair.model), names[0])
     return getattr(transformers, name)
 
 
 def _table(auto_model: str) -> dict[str, str]:
-    """Class by model type, as transformers' auto class has them; the first where there are several."""
-    # The table of names, before anything is imported: transformers keeps no public way to it.
+    """Return the model class names of an auto class by model type; the first name if there are several."""
+    # Read the private table of names, because transformers has no public one that avoids importing all models.
     table = getattr(transformers, auto_model)._model_mapping._model_mapping
     return {key: value if isinstance(value, str) else value[0] for key, value in table.items()}
 
@@ -99,17 +99,17 @@ def _table(auto_model: str) -> dict[str, str]:
 def _has_encoder(architecture: str) -> bool:
     try:
         return bool(getattr(CONFIG_MAPPING[architecture], "is_encoder_decoder", False))
-    except Exception:  # noqa: BLE001  # transformers imports a module by its name
-        return True  # whatever is wrong is to be seen
+    except Exception:  # noqa: BLE001  # transformers imports modules lazily, which may fail in many ways
+        return True  # keep the architecture, so that the sweep reports the error
 
 
 def _has_fields(architecture: str, fields: Sequence[str]) -> bool:
     try:
         return all(hasattr(CONFIG_MAPPING[architecture], field) for field in fields)
-    except Exception:  # noqa: BLE001  # transformers imports a module by its name
+    except Exception:  # noqa: BLE001  # transformers imports modules lazily, which may fail in many ways
         return False
 
 
 def _encoders_of_text() -> set[str]:
-    """Those whose hidden states are their product; every decoder has hidden states, too, and another task already."""
+    """Return text encoders, for the embedding task. Decoders have hidden states as well, but belong to text generation."""
     return {*modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}

@@ -1,4 +1,4 @@
-"""One pair through one backend: a cell for each stage, with a measured difference or the reason of its refusal."""
+"""Test one pair (architecture and task) on one backend: report a `Cell` (result) for each stage, with the difference or the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,14 @@ ROWS, ROWS_INT8 = "rows", "rows-int8"
 STAGES = (EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, ROWS, ROWS_INT8)
 PYTORCH, GPU = "pytorch", "cuda"
 TOLERANCES = {EXPORT: 1e-4, OPTIMIZE: 1e-4, QUANTIZE: 0.35, GENERATE: 0.0, ROWS: 1e-4, ROWS_INT8: 0.35}
-"""Largest accepted relative difference. Float32 sums in another order are about 1e-6 apart; more is accepted where PyTorch's own float32 is
-as far from float64. Eight bits in a model of random weights are a tenth apart, and more in deep ones."""
-_UPSTREAM = 1e-3  # a graph of transformers' own exporters counts as captured up to here
+"""Largest accepted relative difference of each stage. Different summation orders in float32 give differences of about 1e-6. A larger
+difference is accepted if PyTorch's own float32 differs from float64 as much. Int8 with random weights gives about 0.1, and more in
+deep models."""
+_UPSTREAM = 1e-3  # largest difference at which a graph of transformers' own exporters counts as captured
 NEW_TOKENS = 8
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 1}
-"""Greedy, and no token twice: models of random weights come to repeat one, and that hides a wrong cache."""
-# Logits of two tokens this close, relative to the largest, may be told apart either way.
+"""Greedy generation that never repeats a token: models with random weights tend to repeat one token, which would hide a wrong cache."""
+# Relative to the largest logit. If the logits of two tokens are closer than this, both tokens are accepted.
 _TIE = 1e-3
 
 OK, WRONG, REFUSED, FAILED, NOT_BUILT, NONE = "ok", "wrong", "refused", "failed", "not built", "none"
@@ -52,18 +53,18 @@ STATUSES = (WRONG, FAILED, REFUSED, OK, NOT_BUILT, NONE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What one stage of one backend made of one pair.
+    """Result of one stage of a backend for one pair (architecture and task).
 
     Attributes:
-        architecture, task, backend, stage: What it is about; the backend of a model that was not built is `pytorch`.
-        status: `ok`; `wrong`: it ran and differs; `refused`: the library said why not; `failed`: it ended in another
-            way, by a time limit or a crash; `not built`: there is no model to try; `none`: the backend has no such stage.
-        difference: Relative to the largest value that PyTorch answers.
+        architecture, task, backend, stage: Identify the result. The backend of a model that could not be built is `pytorch`.
+        status: `ok`; `wrong`: the stage ran and its outputs differ; `refused`: the library raised an error with a reason;
+            `failed`: other error, timeout or crash; `not built`: no small model; `none`: the backend has no such stage.
+        difference: Largest difference from PyTorch, relative to PyTorch's largest value.
         in_batch: Largest relative difference between a row alone and the same row in a batch, for `rows` and `rows-int8`.
-        reason: Why it is not `ok`, in one line.
-        upstream: Whether transformers' own exporters capture the model, where that was tried.
-        seconds: It took.
-        digest: Of the code and the versions that it was made with.
+        reason: Reason why the status is not `ok`, in one line.
+        upstream: Whether transformers' own exporters capture the model; `None` if not tested.
+        seconds: Duration of the stage, in seconds.
+        digest: Digest of the code and the library versions that produced the result.
     """
 
     architecture: str
@@ -80,11 +81,11 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What it is about in one word."""
+        """Key of the result: architecture, task, backend and stage, joined by slashes."""
         return "/".join((self.architecture, self.task, self.backend, self.stage))
 
     def to_dict(self) -> dict[str, Any]:
-        """What is kept: no empty fields."""
+        """Return the fields of the result that are not empty, by name."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
@@ -93,7 +94,7 @@ Announce = Callable[[str, str], None]
 
 
 def stages_of(pair: Pair, backend: str = "cpu") -> tuple[str, ...]:
-    """The stages that a pair goes through on a backend."""
+    """Return the stages that are tested for a pair (architecture and task) on a backend."""
     if backend == GPU:
         return (HALF, GENERATE) if pair.task == "text-generation" else (HALF,)
     stages = [EXPORT, OPTIMIZE, QUANTIZE]
@@ -106,100 +107,117 @@ def stages_of(pair: Pair, backend: str = "cpu") -> tuple[str, ...]:
 
 
 def wanted(pair: Pair, backends: Sequence[str], stages: Sequence[str] = STAGES) -> set[tuple[str, str]]:
-    """The backends and stages that a pair goes through, among some stages."""
+    """Return the (backend, stage) combinations that are tested for a pair (architecture and task), limited to `stages`."""
     return {(backend, stage) for backend in backends for stage in stages_of(pair, backend) if stage in stages}
 
 
 def sweep_pair(
     pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Take a pair through every stage of every backend.
+    """Test a pair (architecture and task) in every stage of every backend.
 
     Args:
-        pair: What to try.
+        pair: Architecture and task to test.
         backends: Names of backends.
-        report: Called with each cell as soon as it is known.
-        announce: Called with the backend and the stage that begins.
-        skip: Backends and stages that are known already.
+        report: Function that is called with the result of each stage.
+        announce: Function that is called with the backend and the stage that begins.
+        skip: (backend, stage) combinations that are already known.
+    """
+    with tempfile.TemporaryDirectory(prefix="sweep-") as name:
+        folder = Path(name)
+        made = built(pair, report, announce, folder / "model")
+        exports: dict[str, Artifact] = {}
+        for backend in backends if made is not None else ():
+            if made is not None and not wanted(pair, [backend]) <= set(skip):
+                model, source, asked = made
+                _Run(
+                    pair=pair, backend=backend, model=model, source=source, asked=asked, folder=folder, exports=exports,
+                    report=report, announce=announce, skip=skip,
+                ).all_stages()  # fmt: skip
+
+
+def built(
+    pair: Pair, report: Report, announce: Announce, folder: Path | None = None
+) -> tuple[Any, Path | None, list[Question]] | None:
+    """Build a pair's model and run it in PyTorch; return the model, its folder and its questions (inputs with PyTorch's outputs).
+
+    If the model cannot be built or raises an error, report the failure and return `None`.
+
+    Args:
+        pair: Architecture and task of the model.
+        report: Function that is called with the result if there is a failure.
+        announce: Function that is called before the model is built.
+        folder: Folder in which the model is saved and from which it is loaded again; `None` to keep it in memory.
     """
     announce(PYTORCH, BUILD)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
-        try:
-            model, source = saved(pair, build(pair), Path(folder) / "model")
-            asked = questions(pair, model)
-        except NotBuilt as error:
-            report(cell_of(pair, PYTORCH, BUILD, NOT_BUILT, started, reason=str(error)))
-            return
-        exports: dict[str, Artifact] = {}
-        for backend in backends:
-            if not wanted(pair, [backend]) <= set(skip):
-                _Run(pair, backend, model, source, asked, Path(folder), exports, report, announce, skip).all_stages()
+    try:
+        model, source = build(pair), None
+        if folder is not None:
+            model, source = saved(pair, model, folder)
+        return model, source, questions(pair, model)
+    except NotBuilt as error:
+        report(cell_of(pair, PYTORCH, BUILD, NOT_BUILT, started, reason=str(error)))
+        return None
 
 
 def saved(pair: Pair, model: Any, folder: Path) -> tuple[Any, Path | None]:
-    """A model in a folder, as users have them, and as transformers reads it from there.
+    """Save a model to a folder and load it again, as users load models; return the loaded model and the folder.
 
-    transformers does not read all that it writes (Youtu's embedding of padding), and finds no model for this task in some
-    folders (the part of a model that writes, alone): those are exported from memory, and `None` is returned for the folder.
+    transformers does not load all that it saves (Youtu's padding embedding), and finds no model for the task in some folders (only the
+    text part of a larger model). The original model and `None` are then returned, and the model is exported from memory.
     """
     auto = loader_of(pair)
     try:
         with quiet():
             model.save_pretrained(folder)
             loaded = auto.from_pretrained(folder, local_files_only=True)
-    # Foreign code, which may raise anything.
+    # Catch all exceptions: model code may raise anything.
     except Exception:  # noqa: BLE001
         return model, None
     return (loaded.eval(), folder) if type(loaded) is type(model) else (model, None)
 
 
 def cell_of(pair: Pair, backend: str, stage: str, status: str, started: float, **rest: Any) -> Cell:
-    """A cell of a pair that took from `started` until now."""
+    """Return the result of a stage that lasted from `started` until now."""
     seconds = round(time.perf_counter() - started, 1)
     return Cell(
         architecture=pair.architecture, task=pair.task, backend=backend, stage=stage, status=status, seconds=seconds, **rest
     )  # fmt: skip
 
 
-# Graphs lie in folders of this run, whose names say nothing and differ each time.
+# Pattern of paths in temporary folders, whose names are different in each run.
 _TEMPORARY = re.compile(r"(?:/[\w.+-]+){2,}/([\w.+-]+)")
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, in one line, without the names of temporary folders."""
+    """Return the message of an error in one line, without the names of temporary folders."""
     text = error.message if isinstance(error, AccelError) else str(error)
     line = f"{type(error).__name__}: {' '.join(text.split())}"
     return _TEMPORARY.sub(r"\1", line)[:400]
 
 
+@dataclass(slots=True, kw_only=True)
 class _Run:
-    """A pair on its way through one backend."""
+    """State while one pair (architecture and task) is tested on one backend."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        backend: str,
-        model: Any,
-        source: Path | None,
-        asked: list[Question],
-        folder: Path,
-        exports: dict[str, Artifact],
-        report: Report,
-        announce: Announce,
-        skip: Sequence[tuple[str, str]],
-    ) -> None:
-        self.pair, self.backend, self.model, self.asked = pair, backend, model, asked
-        self.source = source
-        self.folder, self.exports, self.report, self.announce = folder, exports, report, announce
-        self.skip = set(skip)
-        self.rows: list[Company] = []
-        self.integers: Artifact | None = None
-        self.apart = Apart()
-        self.why_not_exported = ""
+    pair: Pair
+    backend: str
+    model: Any
+    source: Path | None
+    asked: list[Question]
+    folder: Path
+    exports: dict[str, Artifact]
+    report: Report
+    announce: Announce
+    skip: Sequence[tuple[str, str]]
+    rows: list[Company] = field(default_factory=list)
+    integers: Artifact | None = None
+    apart: Apart = field(default_factory=Apart)
+    why_not_exported: str = ""
 
     def all_stages(self) -> None:
-        """Export; then each stage that starts from the export."""
+        """Run the export, and then every stage that starts from the exported graph."""
         exports, backend = self.exports, self.backend
 
         def export() -> float:
@@ -223,7 +241,7 @@ class _Run:
                 self.report(cell_of(self.pair, self.backend, stage, REFUSED, started, reason=why))
 
     def _stage(self, stage: str, measure: Callable[[], float]) -> str:
-        """Measure one cell; returns the reason where it is not green."""
+        """Run one stage and report its result; return the reason if the status is not `ok`, else an empty string."""
         if (self.backend, stage) in self.skip and stage != EXPORT:
             return ""
         self.announce(self.backend, stage)
@@ -234,7 +252,7 @@ class _Run:
             apart = measure()
             limit = TOLERANCES[stage]
             if stage in (QUANTIZE, ROWS_INT8) and limit < apart < math.inf:
-                # Eight bits may do that by themselves; a quarter more for grids that were not tried.
+                # Accept the difference that int8 rounding alone causes in PyTorch, plus a quarter for untested grids.
                 limit = max(limit, 1.25 * largest_error(self.model, self._asked(stage)))
             if stage in (EXPORT, OPTIMIZE, ROWS) and limit < apart < math.inf:
                 limit = max(limit, accepted_rounding(own_error(self.model, self._asked(stage))))
@@ -248,10 +266,10 @@ class _Run:
             status, reason = NONE, str(error)
         except AccelError as error:
             reason = reason_of(error)
-            # An export that answers must answer these rows as well.
+            # A graph that ran with other inputs must also run with these rows, so a new error counts as a failure, not as a refusal.
             new = stage in (ROWS, ROWS_INT8) and reason != self.why_not_exported
             status = FAILED if new else REFUSED
-        # Whatever else comes out of it is a finding about the library.
+        # Record any other error as a failure of the library.
         except Exception as error:  # noqa: BLE001
             status, reason = FAILED, reason_of(error)
         if stage == EXPORT:
@@ -278,7 +296,7 @@ class _Run:
                 session.close()
 
     def _asked(self, stage: str) -> list[Question]:
-        """What rounding is measured with."""
+        """Return the questions (inputs with expected outputs) with which the effect of rounding is measured."""
         if stage not in (ROWS, ROWS_INT8):
             return self.asked
         rows = [row for company in self.rows for row in company.rows]
@@ -289,7 +307,7 @@ class _Run:
         return float(f"{found:.2g}") if stage in (ROWS, ROWS_INT8) and math.isfinite(found) else None
 
     def _rows(self, artifact: Artifact) -> float:
-        """Rows alone: how far they are from PyTorch's answers to the rows alone, and from the rows in a batch."""
+        """Return the largest difference of rows computed alone, from PyTorch's outputs for these rows and from the same rows in a batch."""
         self.rows = self.rows or companies(self.pair, self.model)
         opened = self._open(artifact)
         opened.generation_config = copy.deepcopy(getattr(self.model, "generation_config", None))
@@ -301,9 +319,9 @@ class _Run:
         return self.apart.worst
 
     def _integer_rows(self, artifact: Artifact) -> float:
-        """Rows alone and rows in a batch: how far the int8 graph is from the float32 graph that it was made from.
+        """Return the largest difference of the int8 graph from its float32 graph, for rows computed alone and for rows in a batch.
 
-        Scales of activations are computed from the whole batch, so that rows alone differ from rows in the batch.
+        Dynamic quantization computes the scales of activations from the whole batch, so rows computed alone differ from rows in the batch.
         """
         self.rows = self.rows or companies(self.pair, self.model)
         parent, integers = self._open(artifact), self._open(self._quantized(artifact))
@@ -325,7 +343,7 @@ class _Run:
                     session.close()
 
     def _optimized(self) -> Artifact:
-        """The backend's own export; where it optimizes ONNX graphs only, that of the backend that makes them."""
+        """Optimize the backend's own export; if the backend optimizes only ONNX graphs, optimize another backend's ONNX export."""
         spec = registry.describe(self.backend)
         able = [one for one in spec.capabilities if one.stage == "optimize" and one.does(self.pair.task)]
         formats = {one.consumes for one in able}
@@ -348,13 +366,14 @@ class _Run:
         return self.integers
 
     def _tokens(self, artifact: Artifact) -> float:
-        """How many tokens differ from transformers' own, with a cache, without, and with the next one."""
+        """Return how many tokens differ from transformers' own: with a cache, without a cache, and with a cache again."""
         opened = self._open(artifact)
         opened.generation_config = copy.deepcopy(self.model.generation_config)
         inputs = prompts(self.pair, self.model)
         worst = 0
         for use_cache in (True, False, True):
-            # Positions that count padding make PyTorch itself write another text without a cache, once it wrote padding.
+            # Use the same setting in PyTorch: if position ids count padding tokens, PyTorch's own texts with and
+            # without a cache differ after a generated padding token.
             told = {"use_cache": use_cache, "return_dict_in_generate": True, "output_logits": True}
             expected = self.model.generate(**inputs, **GREEDY, **told)
             found = opened.generate(**inputs, **GREEDY, use_cache=use_cache)
@@ -362,12 +381,12 @@ class _Run:
         return float(worst)
 
 
-class _NoStage(Exception):  # noqa: N818  # no failure
-    """The backend has no such stage."""
+class _NoStage(Exception):  # noqa: N818  # an expected result, not an error
+    """Raised if the backend has no such stage."""
 
 
 def mistaken(found: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
-    """How many of the new tokens differ, up to where two were as likely as each other in PyTorch itself."""
+    """Return how many new tokens differ. Tokens after a first difference between two almost equally likely tokens are not counted."""
     count = len(expected.logits)
     wanted, have = expected.sequences[:, -count:], found[:, -count:]
     if wanted.shape != have.shape:
@@ -388,24 +407,25 @@ def mistaken(found: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
 
 @torch.inference_mode()
 def captured_upstream(pair: Pair, model: Any, asked: Sequence[Question]) -> bool:
-    """Whether transformers' own exporter captures the model: with any sizes, so that what it captured answers like PyTorch
-    at other sizes than those of the trace, too.
+    """Return whether transformers' own exporter captures the model with dynamic sizes.
+
+    The captured model must give PyTorch's outputs at the sizes of the trace and at other sizes.
     """
     try:
         with quiet():
             if task_spec(pair.task).generates:
                 return _generation_captured(pair, model)
-            # More than one row: a trace makes a constant of an axis of size 1.
+            # Use inputs with several rows, because tracing turns an axis of size 1 into a constant.
             traced, other = asked[1 % len(asked)], asked[2 % len(asked)]
             exported = OnnxExporter().export(model, dict(traced.inputs), OnnxConfig(dynamic=True))
             return all(difference(one, _floating(exported(**one.inputs))) <= _UPSTREAM for one in (traced, other))
-    # Foreign code that traces foreign code.
+    # Catch all exceptions: exporter and model are third-party code.
     except Exception:  # noqa: BLE001
         return False
 
 
 def _generation_captured(pair: Pair, model: Any) -> bool:
-    """The same of every part of a generating model: those that read the prompt, and the step behind it."""
+    """Return whether transformers' exporter captures every part of a generating model: the prompt's parts and the decoding step."""
     traced, other = prompts(pair, model), prompts(pair, model, batch=3, sequence=14)
     exported = OnnxExporter().export_for_generation(model, traced, OnnxConfig(dynamic=True))
     for name, (part, inputs) in decompose_for_generation(model, other).items():
@@ -419,7 +439,7 @@ def _generation_captured(pair: Pair, model: Any) -> bool:
 
 
 def _floating(result: Any) -> Tensors:
-    """The floating-point tensors that a model returned, by name."""
+    """Return the floating-point tensors in a model's output, by name."""
     named = result if isinstance(result, Mapping) else {"logits": result}
     return {
         name: value.detach().float()

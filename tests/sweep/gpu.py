@@ -1,7 +1,7 @@
-"""Float16 on a GPU: graphs made on a machine without one, and run on one that has it.
+"""Test float16 graphs on a GPU: export them on a machine without a GPU, and run them on a machine with one.
 
-`export_for_gpu` leaves a folder a pair; `sweep_on_gpu` builds the same seeded model again, and asks the graph and PyTorch the
-same questions. Eager float16 rounds, too, so the bar is a multiple of its error, not a number.
+`export_for_gpu` writes one folder for each pair. `sweep_on_gpu` builds the same seeded model again, and runs the graph and PyTorch with
+the same inputs. Eager float16 has rounding errors as well, so the limit is a multiple of eager's error instead of a fixed number.
 """
 
 from __future__ import annotations
@@ -37,75 +37,70 @@ from .cells import (
     WRONG,
     Announce,
     Report,
+    built,
     cell_of,
     mistaken,
     reason_of,
     stages_of,
 )
-from .questions import Tensors, is_decoder, make_inputs, prompts, questions
+from .questions import Tensors, is_decoder, make_inputs, prompts
 
 DEVICE = "cuda"
 Skip = Sequence[tuple[str, str]]
 
-# Batch, sequence, padding: every form that the backend makes of a graph, short and long.
+# (batch size, sequence length, padding): short and long inputs, for every variant of the graph that the backend creates.
 SHAPES = tuple(
     (batch, sequence, padding)
     for batch, sequence in ((1, 7), (2, 33), (4, 128), (16, 256))
     for padding in (("none", "right", "left") if batch > 1 else ("none",))
 )
 MOST = 3.0
-"""How many times eager float16's error ours may be, both as norms of the difference from float32 over float32's norm."""
-# Below it, one error is as good as another: half a unit in the last place of float16.
+"""Largest accepted ratio of the graph's error to eager float16's error. An error is the norm of the difference from float32, divided
+by the norm of float32."""
+# Errors below half a unit in the last place of float16 count as equal.
 _SMALLEST = 5e-4
-_CALLS = 4  # the first ones of a shape run the graph as it is, the later ones replay what was captured
-_ROWS = 16  # the error of a single row of a few labels says more about the row than about who computed it
+_CALLS = 4  # the first calls of a shape run the graph directly, later calls replay the captured CUDA graph
+_ROWS = 16  # minimum number of rows: the error of a single row with few labels is too random
 _ANSWERS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
-# Of models with experts: that share of tokens may be sent elsewhere, by us or by eager float16. Chosen, not measured.
+# For models with experts: fraction of tokens that may be routed to other experts, by the graph or by eager float16. Chosen, not measured.
 _ROUTED = 0.02
-# Of so many tokens at least: of 1,024 the errors' norm beyond that share differs by 3 between two draws, as what was sent
-# elsewhere is seen by the tokens behind it (PhiMoE; of 4,096 ours is 0.85 to 1.3 times eager's).
+# Minimum number of tokens for models with experts. With 1,024 tokens the norm of the remaining errors differs by a factor of 3 between two
+# random inputs, because later tokens attend to tokens routed to other experts (PhiMoE; with 4,096 tokens the ratio is 0.85 to 1.3).
 _ROUTED_TOKENS = 4096
 
 
 def folder_of(root: Path, pair: Pair) -> Path:
-    """Where a pair's graphs are."""
+    """Return the folder with the graphs of a pair (architecture and task)."""
     return root / f"{pair.architecture}--{pair.task}"
 
 
 def is_ready(root: Path, pair: Pair) -> bool:
-    """Whether there is a graph of a pair."""
+    """Return whether the graph of a pair (architecture and task) has been exported."""
     return any((folder_of(root, pair) / name).is_dir() for name in ("O4", "export"))
 
 
 def export_for_gpu(
     root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Skip = ()
 ) -> None:
-    """Export a pair and optimize it for the GPU; a refusal is a cell, and so is a model that was not built.
+    """Export a pair and optimize it for the GPU. Report a result if the export is refused or the model cannot be built.
 
-    Where the last stage wants the GPU itself, it is left for the machine that has one.
+    If the optimization needs a GPU, keep only the export; the machine with the GPU then optimizes it.
     """
-    announce(PYTORCH, BUILD)
-    started = time.perf_counter()
     folder = folder_of(root, pair)
-    if is_ready(root, pair):
-        return
-    try:
-        model = build(pair)
-        questions(pair, model)
-    except NotBuilt as error:
-        report(cell_of(pair, PYTORCH, BUILD, NOT_BUILT, started, reason=str(error)))
+    if is_ready(root, pair) or (made := built(pair, report, announce)) is None:
         return
     announce(GPU, HALF)
+    started = time.perf_counter()
     try:
-        exported = accel.export(model, folder / "export", task=pair.task)
+        exported = accel.export(made[0], folder / "export", task=pair.task)
     except AccelError as error:
         for stage in stages_of(pair, GPU):
             report(cell_of(pair, GPU, stage, REFUSED, started, reason=reason_of(error)))
         return
     try:
         accel.optimize(exported, folder / "O4", backend=GPU, level="O4")
-    # Its comparison with the parent may need kernels that only a GPU has: tried again there.
+    # Catch all exceptions: the comparison with the exported graph may need kernels that only a GPU has. It is repeated there.
     except Exception:  # noqa: BLE001
         return
     shutil.rmtree(folder / "export")
@@ -114,7 +109,7 @@ def export_for_gpu(
 def sweep_on_gpu(
     root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Skip = ()
 ) -> None:
-    """Run what `export_for_gpu` made of a pair, and compare it with PyTorch."""
+    """Run the graphs that `export_for_gpu` wrote for a pair, and compare them with PyTorch."""
     announce(PYTORCH, BUILD)
     started = time.perf_counter()
     try:
@@ -143,7 +138,7 @@ def sweep_on_gpu(
             status, reason = NOT_BUILT, str(error)
         except AccelError as error:
             status, reason = REFUSED, reason_of(error)
-        # Whatever else comes out of it is a finding about the library.
+        # Record any other error as a failure of the library.
         except Exception as error:  # noqa: BLE001
             status, reason = FAILED, reason_of(error)
         shown = None if apart is None or apart == float("inf") else float(f"{apart:.2g}")
@@ -162,15 +157,15 @@ def _on_device(inputs: Tensors) -> Tensors:
 
 @torch.inference_mode()
 def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
-    """The largest ratio of our error to eager float16's over all shapes, each taken over at least `_ROWS` rows."""
+    """Return the largest ratio of the graph's error to eager float16's error over all shapes, each with at least `_ROWS` rows."""
     opened = model_class(pair.task)(artifact, backend=GPU)
     exact, half = copy.deepcopy(model).to(DEVICE), copy.deepcopy(model).half().to(DEVICE)
     left_out = _ROUTED if _routes(model) else 0.0
     worst = 0.0
-    # PyTorch's own float32 is the reference: without TF32.
+    # PyTorch float32 is the reference, so disable TF32.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or SHAPES[-1][1]
-    limit = limit if limit > 0 else SHAPES[-1][1]  # XLNet says that it has none by -1
+    limit = limit if limit > 0 else SHAPES[-1][1]  # XLNet uses -1 for "no limit"
     for seed, (batch, longest, padding) in enumerate(SHAPES):
         sequence = min(longest, limit)
         if padding == "left" and not is_decoder(pair) and model.main_input_name != "input_ids":
@@ -187,7 +182,7 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
                 found = opened(**inputs)
                 if call not in (0, _CALLS - 1):
                     continue
-                # Moshi's decoder answers with states beside its logits, which no graph of a decoder returns.
+                # Compare only outputs that the graph returns: Moshi's decoder also returns hidden states, which decoder graphs do not.
                 for name in (n for n in _ANSWERS if n in expected and (n in found or "logits" not in found)):
                     ours.setdefault(name, []).append(_errors(found[name], expected[name], mask))
                     theirs.setdefault(name, []).append(_errors(eager[name], expected[name], mask))
@@ -197,22 +192,22 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
 
 
 def _references(exact: Any, half: Any, inputs: Tensors) -> tuple[Any, Any]:
-    """The answers of PyTorch, in float32 and in float16.
+    """Return PyTorch's outputs in float32 and in float16.
 
     Raises:
-        NotBuilt: It has none.
+        NotBuilt: PyTorch raises an error for these inputs.
     """
     narrow = {name: value.half() if value.is_floating_point() else value for name, value in inputs.items()}
     try:
         return exact(**inputs), _eager(half, narrow, exact, inputs)
-    # Foreign model code: what it does not take says nothing about ours.
+    # Catch all exceptions: an error in the model code itself is no error of accel.
     except Exception as error:
         raise NotBuilt(f"does not answer on {', '.join(inputs)} in PyTorch: {first_line(error)}") from error
 
 
 def _eager(half: Any, narrow: Tensors, exact: Any, inputs: Tensors) -> Any:
-    """The answer of eager float16; by autocast where a model's code mixes types, or of its rounded weights where it has an
-    operator without float16.
+    """Return the outputs of eager float16. If the model's code mixes dtypes, use autocast; if an operator has no float16 kernel, compute
+    in float32 with weights rounded to float16.
     """
     try:
         return half(**narrow)
@@ -225,13 +220,13 @@ def _eager(half: Any, narrow: Tensors, exact: Any, inputs: Tensors) -> Any:
 
 
 def _routes(model: Any) -> bool:
-    """Whether it sends tokens to some of its experts: one that is sent elsewhere by a rounding has an error of another kind."""
+    """Return whether the model routes tokens to experts. A rounding error may change the expert, which causes a much larger error."""
     config = model.config.get_text_config()
     return any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS)
 
 
 def _errors(found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """The difference of each token's, or each row's, answer as a share of the size of such an answer; 1-D, at real positions."""
+    """Return the relative error of each token or row, as a 1-D tensor without padding positions, relative to the mean output norm."""
     if found.shape != expected.shape:
         return torch.tensor([float("inf")])
     found, expected = found.to(expected.device).float(), expected.float()
@@ -243,14 +238,14 @@ def _errors(found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor | No
 
 
 def _size(errors: Sequence[torch.Tensor], left_out: float) -> float:
-    """Root of the mean square, without the share of the largest that is left out."""
+    """Return the root mean square of the errors, without the fraction `left_out` of the largest errors."""
     every = torch.cat(list(errors)).sort().values
     kept = every[: every.numel() - math.ceil(left_out * every.numel())] if left_out else every
     return float(kept.square().mean().sqrt()) if kept.numel() else 0.0
 
 
 def _tokens(pair: Pair, model: Any, artifact: Artifact) -> float:
-    """How many greedy tokens differ from float32's where its choice was clear of float16's rounding."""
+    """Return how many greedy tokens differ from float32's, where float32's choice was clear compared with float16 rounding."""
     opened = model_class(pair.task)(artifact, backend=GPU)
     opened.generation_config = copy.deepcopy(model.generation_config)
     inputs = _on_device(prompts(pair, model))

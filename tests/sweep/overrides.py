@@ -1,7 +1,7 @@
-"""Architectures whose sizes depend on each other in ways that their names do not tell.
+"""Small config values for architectures whose sizes depend on each other in ways that field names do not show.
 
-A dictionary is put over what `shrinking` found, one in it over a sub-config; a function makes the config from small ones
-of other architectures.
+A dictionary replaces values that `shrinking` computed; a nested dictionary replaces values of a sub-config. A function creates the whole
+config from small configs of other architectures.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _efficientnet(small: Callable[..., Any]) -> Any:
 
 
 def _resnet(*stages: int) -> Any:
-    """Backbones of detectors: transformers' own, as timm's come from the Hub."""
+    """Return a small backbone of a detector. It is transformers' own ResNet, because timm's backbones are downloaded from the Hub."""
     return transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], layer_type="basic",
         out_features=[f"stage{i}" for i in stages],
@@ -102,7 +102,7 @@ def _mask2former(small: Callable[..., Any]) -> Any:
 
 
 def _sam(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Embeddings of an image as high and wide as its prompt encoder takes them."""
+    """Return a function that creates a small SAM config; image size and patch size of encoder and prompt encoder must be equal."""
     edges = {"image_size": 32, "patch_size": 8}
 
     def made(small: Callable[..., Any]) -> Any:
@@ -156,17 +156,17 @@ _VITS = {
     "depth_separable_num_layers": 1, "num_speakers": 1, "speaker_embedding_size": 0,
 }  # fmt: skip
 
-# A state-space layer's heads together are as wide as its inner size, twice the hidden one.
+# In a state-space layer, number of heads times head size must be the inner size, which is twice the hidden size.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 
-# Three strides instead of seven: the sizes in a trace are formulas of them, and take minutes.
+# Use three strides instead of seven, because each adds a formula to the sizes in a trace, which then takes minutes.
 _WAVES: dict[str, Any] = {
     "conv_dim": (16, 16, 16), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4),
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
     "tdnn_dim": (32, 32, 32, 32, 48), "xvector_output_dim": 32, "classifier_proj_size": 32,
 }  # fmt: skip
 
-# What DeBERTa's checkpoints have, and its defaults have not.
+# Values of DeBERTa's checkpoints; the defaults of its config differ.
 _DISENTANGLED = {
     "relative_attention": True,
     "pos_att_type": ["c2p", "p2c"],
@@ -231,7 +231,7 @@ OVERRIDES: dict[str, Special] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),
     },
-    # As many as there are positions, as in the real ones: what is beyond the window is another computation.
+    # As large as the number of positions, as in real checkpoints; text beyond this window is computed differently.
     "doge": {"keep_window_size": 320},
     "donut-swin": {"window_size": 2, "image_size": 64},
     "efficientnet": _efficientnet,
@@ -251,7 +251,7 @@ OVERRIDES: dict[str, Special] = {
         "stage_num_blocks": [1, 1, 1, 1],
     },
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    # Six coordinates share the hidden size.
+    # Six position embeddings are concatenated to the hidden size: 4 x 12 + 2 x 8 = 64.
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "levit": lambda small: transformers.LevitConfig(
         image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[1, 2, 3], depths=[1, 1, 1]
@@ -284,7 +284,7 @@ OVERRIDES: dict[str, Special] = {
     "lightglue": lambda small: lightglue_config(),
     "grounding-dino": _grounding_dino("GroundingDino"),
     "mm-grounding-dino": _grounding_dino("MMGroundingDino"),
-    # Real ones read 16 tokens; the sweep asks with up to 33.
+    # Real checkpoints have 16 positions, but the sweep's texts have up to 33 tokens.
     "owlv2": {"text_config": {"max_position_embeddings": 64}},
     "owlvit": {"text_config": {"max_position_embeddings": 64}},
     "sam": _sam("Sam"),

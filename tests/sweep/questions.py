@@ -1,6 +1,6 @@
-"""What a model is asked: inputs of several shapes and paddings, and which of the answers count.
+"""Create model inputs of several shapes and paddings, and compare outputs with PyTorch's at positions that are not padding.
 
-They are made here and not by the library's own sampler, which is among what is swept.
+This module does not use accel's own sample inputs, because the sweep tests them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from .shrinking import BEGIN, END, FIRST_PLAIN_TOKEN, IMAGE, LAST_PLAIN_TOKEN, P
 
 Tensors = dict[str, torch.Tensor]
 CHOICES = 3
-# What models write where nothing may be chosen (TAPAS' other columns, Grounding DINO's missing tokens) is less, and measures nothing.
+# Lower limit of compared values. Models write very negative values for forbidden choices (TAPAS' other columns, Grounding DINO's missing
+# tokens); their exact size is irrelevant.
 _NOTHING = -1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Inputs and PyTorch's answer to them.
+    """Model inputs together with PyTorch's outputs.
 
     Attributes:
-        name: Shape and padding, for reasons: `3x12 right`.
-        inputs: By name.
-        expected: PyTorch's outputs by name, in float32.
-        real: `(batch, sequence)` boolean, the positions that are no padding; `None` where nothing is padded.
+        name: Shape and padding, for messages: `3x12 right`.
+        inputs: Inputs by name.
+        expected: PyTorch's float32 outputs by name.
+        real: `(batch, sequence)` boolean mask of the positions that are not padding; `None` without padding.
     """
 
     name: str
@@ -43,30 +44,30 @@ class Question:
     real: torch.Tensor | None = None
 
 
-# Batch, sequence, padding. The trace's own sample is 2x5, or 2x3 behind a cache.
+# (batch size, sequence length, padding). These differ from the sample inputs of the trace: 2x5, or 2x3 with a cache.
 _SHAPES = ((1, 7, "none"), (3, 12, "right"), (2, 33, "right"), (3, 9, "left"))
 
 
 def questions(pair: Pair, model: Any) -> list[Question]:
-    """Inputs of several shapes for a model, with its answers.
+    """Return inputs of several shapes for a model, with PyTorch's outputs.
 
     Raises:
-        NotBuilt: It does not answer, or not with numbers.
+        NotBuilt: The model raises an error, or its outputs are not finite.
     """
     found = []
     for seed, (batch, sequence, padding) in enumerate(_SHAPES):
         if padding == "left" and not is_decoder(pair):
             continue
         if padding == "right" and pair.task == "text-to-audio":
-            # PyTorch's sound of a padded row ends differently than that of the row alone; `rows` compares rows alone.
+            # Skip: PyTorch's audio of a padded row ends differently from that of the row alone. The stage `rows` compares rows alone.
             continue
         inputs, real = make_inputs(pair, model, batch, sequence, padding, seed)
         try:
             expected = answers(model, inputs)
-            # What training reads is no answer.
+            # Compare only the outputs that the task keeps, without those needed only for training.
             kept = task_spec(pair.task).keeps
             expected = {name: value for name, value in expected.items() if name in kept} or expected
-        # Foreign model code, which may raise anything.
+        # Catch all exceptions: model code may raise anything.
         except Exception as error:
             raise NotBuilt(f"does not answer on {', '.join(inputs)} in PyTorch: {first_line(error)}") from error
         if not expected:
@@ -80,7 +81,7 @@ def questions(pair: Pair, model: Any) -> list[Question]:
 
 
 def is_decoder(pair: Pair) -> bool:
-    """Whether users pad its prompts on the left."""
+    """Return whether prompts of this pair are usually padded on the left."""
     return pair.task == "text-generation" or (
         pair.architecture in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         and pair.architecture not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -94,7 +95,7 @@ def _reads_both_ways(pair: Pair) -> bool:
 
 @torch.inference_mode()
 def answers(model: Any, inputs: Mapping[str, torch.Tensor]) -> Tensors:
-    """What a model, PyTorch's or ours, answers: floating-point tensors by name; models that draw noise draw the same each time."""
+    """Return the floating-point outputs by name, of a PyTorch or accel model. Models that draw noise use the same seed each time."""
     torch.manual_seed(0)
     result = model(**inputs)
     return {
@@ -105,15 +106,15 @@ def answers(model: Any, inputs: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def counted(question: Question, value: torch.Tensor) -> torch.Tensor:
-    """The part of an answer that stands at real positions, or all of it where it has none."""
+    """Return the values at positions that are not padding; all values if the output has no (batch, sequence) axes."""
     real = question.real
     return value[real] if real is not None and value.ndim >= 2 and value.shape[:2] == real.shape else value
 
 
 def difference(question: Question, found: Mapping[str, torch.Tensor]) -> float:
-    """Largest absolute difference over the largest absolute expected value, at real positions.
+    """Return the largest absolute difference divided by the largest absolute expected value, at positions that are not padding.
 
-    Outputs of ours are matched by name; an answer without the one that the task is about is infinitely different.
+    Outputs are matched by name. Return infinity if the task's main output is missing.
     """
     shared = [name for name in question.expected if name in found and not name.startswith("encoder_")]
     wanted = next((found for found in ([n for n in names if n in question.expected] for names in _MAIN) if found), [])
@@ -130,7 +131,7 @@ def difference(question: Question, found: Mapping[str, torch.Tensor]) -> float:
     return worst
 
 
-# What tasks are about; hidden states only where there is nothing else (Moshi returns both).
+# Main outputs of the tasks. Hidden states count only if there is no other output in this list (Moshi returns both).
 _MAIN = (
     ("logits_per_image",), ("logits_per_audio",), ("waveform",), ("matching_scores",),
     ("class_queries_logits", "masks_queries_logits"), ("logits", "pred_boxes", "pred_masks"),
@@ -139,7 +140,7 @@ _MAIN = (
 
 
 def prompts(pair: Pair, model: Any, batch: int = 2, sequence: int = 9, *, ragged: bool = False) -> Tensors:
-    """A batch of prompts of unequal lengths, for `generate`; each row has its own length where it is ragged."""
+    """Return a batch of prompts of different lengths for `generate`; with `ragged`, no two rows share a length."""
     padding = "left" if is_decoder(pair) or pair.task == "image-text-to-text" else "right"
     inputs, _ = make_inputs(pair, model, batch, sequence, f"ragged-{padding}" if ragged else padding, seed=5)
     return {name: value for name, value in inputs.items() if not name.startswith(("decoder_", "position_"))}
@@ -148,17 +149,17 @@ def prompts(pair: Pair, model: Any, batch: int = 2, sequence: int = 9, *, ragged
 def make_inputs(
     pair: Pair, model: Any, batch: int, sequence: int, padding: str, seed: int
 ) -> tuple[Tensors, torch.Tensor | None]:
-    """Inputs of a shape, and which positions are no padding (`None` where nothing is padded).
+    """Return inputs of a shape, and the mask of positions that are not padding (`None` without padding).
 
     Raises:
-        NotBuilt: The model reads something else.
+        NotBuilt: The model needs inputs that this function cannot create.
     """
     draw = torch.Generator().manual_seed(100 + seed)
     parameters = inspect.signature(model.forward).parameters
     config = model.config
     main = model.main_input_name
     if main == "inputs" and "input_ids" in parameters:
-        # Perceiver's word for anything.
+        # Perceiver's generic input name.
         main = "input_ids"
     spec = task_spec(pair.task)
     real: torch.Tensor | None = None
@@ -168,7 +169,7 @@ def make_inputs(
         inputs = {main: torch.randn((batch, *_video_shape(config)), generator=draw)}
     elif spec.modalities == ("audio", "text"):
         audio = config.audio_config
-        # What CLAP makes no larger.
+        # The spectrogram size that CLAP does not resize.
         frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)
         sounds = torch.randn((batch, 1, frames, audio.num_mel_bins), generator=draw)
         texts, _ = _text(config.get_text_config(), (batch + 1, sequence), padding, draw, parameters)
@@ -180,7 +181,7 @@ def make_inputs(
             inputs["pixel_mask"] = torch.ones_like(inputs["pixel_values"][:, 0], dtype=torch.int64)
             inputs["pixel_mask"][1::2, -8:] = 0
         if "text" in spec.modalities:
-            # Any number of texts beside any number of images; as many for each of them where they are looked for.
+            # Use different numbers of texts and images, except for object detection, which needs the same number of texts for each image.
             count = batch + 1
             if spec.name == "zero-shot-object-detection":
                 count = batch if getattr(config, "max_text_len", None) else 2 * batch
@@ -195,19 +196,21 @@ def make_inputs(
         if "bbox" in parameters:
             half = min(400, getattr(config, "max_2d_position_embeddings", 1024) // 2)
             corners, sizes = (torch.randint(0, half, (*shape, 2), generator=draw) for _ in range(2))
-            inputs["bbox"] = torch.cat([corners, corners + sizes], dim=-1)
+            boxes = torch.cat([corners, corners + sizes], dim=-1)
+            # With a table of coordinates, bounding boxes are integers; without one, they are fractions of the page.
+            inputs["bbox"] = boxes if hasattr(config, "max_2d_position_embeddings") else boxes / 1000
         if spec.name == "table-question-answering":
             inputs["token_type_ids"] = torch.randint(0, 2, (*shape, len(config.type_vocab_sizes)), generator=draw)
         if spec.generates:
-            # transformers' `generate` passes none to a decoder, and refuses them for BERT's.
+            # transformers' `generate` passes no token type ids to decoders, and rejects them for BERT.
             inputs.pop("token_type_ids", None)
-        # An encoder counts its positions itself.
+        # Encoders compute position ids themselves.
         decodes = spec.generates and not config.is_encoder_decoder
         if decodes and "position_ids" in parameters and "attention_mask" in parameters:
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         if "image" in spec.modalities:
             _put_images(model, inputs, draw)
-        # An encoder-decoder's answers stand behind the decoder's tokens, which are not padded.
+        # The outputs of encoder-decoders follow the decoder's tokens, which have no padding.
         padded = inputs.get("attention_mask", mask).bool()
         real = padded if len(shape) == 2 and not (spec.generates and config.is_encoder_decoder) else None
     elif main == "pixel_values":
@@ -222,7 +225,7 @@ def make_inputs(
         raise NotBuilt(f"reads {main}, which the sweep makes no inputs of")
     if main in ("input_features", "input_values") and not spec.generates and "attention_mask" in parameters:
         sounds = inputs[main]
-        # Windows of one length are never padded.
+        # Spectrograms of a fixed length are never padded.
         if sounds.shape[1] != getattr(config, "max_length", None):
             mask = torch.ones(sounds.shape[:2], dtype=torch.int64)
             mask[1:, mask.shape[1] // 2 if padding != "none" else mask.shape[1] :] = 0
@@ -252,12 +255,12 @@ def _text(
         place = slice(length - hidden, length) if padding.endswith("right") else slice(0, hidden)
         rows[row, place], masks[row, place] = pad, 0
     if config.is_encoder_decoder:
-        # BART's classifier reads the end token, of which every row must hold one.
+        # BART's classifier reads the end token, so every row must contain one, and only one.
         said = getattr(config, "eos_token_id", None)
         end = said if isinstance(said, int) else END
         rows.scatter_(1, masks.sum(1, keepdim=True) - 1, end)
     if config.model_type == "longformer":
-        # Its answerer counts them: behind a question, before the context and behind it.
+        # Longformer's question-answering head needs separators: after the question, before the context and after the context.
         last = masks.sum(1, keepdim=True) - 1
         for place in (last // 3, last // 3 + 1, last):
             rows.scatter_(1, place, config.sep_token_id)
@@ -281,7 +284,7 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
 
 
 def _patches(config: Any, batch: int, count: int, padding: str, draw: torch.Generator) -> Tensors:
-    """Images of five columns of patches; where they are padded, each but the first has fewer of them."""
+    """Return patches of images with five columns; with padding, all rows of the batch but the first have fewer patches."""
     width = config.vision_config.patch_embed_hidden_size
     numbers = torch.arange(count)
     places = torch.stack([1 + numbers // 5, 1 + numbers % 5], dim=-1).expand(batch, -1, -1)
@@ -301,7 +304,7 @@ def _video_shape(config: Any) -> tuple[int, ...]:
 
 
 def _feature_shape(config: Any, length: int) -> tuple[int, int]:
-    """Whisper's window has one length, with the frames behind the bins; elsewhere frames come first, any number."""
+    """Return the shape of one row's features: (bins, frames) with fixed length for Whisper, else (frames, bins) of any length."""
     positions = getattr(config, "max_source_positions", None)
     bins = getattr(config, "num_mel_bins", None)
     if bins is not None and positions is not None and not hasattr(config, "input_feat_per_channel"):
@@ -314,14 +317,14 @@ def _feature_shape(config: Any, length: int) -> tuple[int, int]:
 
 
 def _sound_shape(config: Any, length: int) -> tuple[int, ...]:
-    """Half a second of samples and more; a fixed window of frames for what reads spectrograms."""
+    """Return the shape of one row's audio: half a second of samples or more, or a fixed spectrogram for models that read those."""
     if isinstance(getattr(config, "num_mel_bins", None), int) and isinstance(getattr(config, "max_length", None), int):
         return int(config.max_length), int(config.num_mel_bins)
     return (8000 + 200 * length,)
 
 
 def _put_images(model: Any, inputs: Tensors, draw: torch.Generator) -> None:
-    """An image a row: its placeholders behind the first real tokens of the prompt."""
+    """Insert the placeholder tokens of one image into each row's prompt, and add the pixel values."""
     config = model.config
     token = getattr(config, "image_token_id", None)
     if token is None:
@@ -338,7 +341,7 @@ def _put_images(model: Any, inputs: Tensors, draw: torch.Generator) -> None:
         features = getattr(features, "pooler_output", features)
         features = features[0] if isinstance(features, list | tuple) else features
         count = features.numel() // features.shape[-1]
-    # Foreign model code: many models take images in forms of their own.
+    # Catch all exceptions: many models take images in other forms.
     except Exception as error:
         raise NotBuilt(f"takes images in another form than pixel_values alone: {first_line(error)}") from error
     placed = torch.full((batch, count), token)

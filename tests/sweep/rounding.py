@@ -1,7 +1,7 @@
-"""What rounding does to a model's answers in PyTorch alone, to eight bits or to float32: the measure for a graph that is far off.
+"""Measure how much rounding to int8 or to float32 changes a model's outputs in PyTorch, as a limit for graphs with larger differences.
 
-A model of random weights may turn a small error into a large one: where experts are chosen by scores that lie close
-together, or where nothing normalizes what layers add up. Then rounding does so without any graph.
+Models with random weights may turn a small error into a large one, if they choose experts by almost equal scores or if no
+normalization limits the sum of the layers' outputs. Rounding then causes large differences even without a graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GRIDS = 8
 
 
 def largest_error(model: Any, asked: Sequence[Question]) -> float:
-    """The largest relative difference that rounding makes, over several grids: which scores change places differs."""
+    """Return the largest relative difference caused by int8 rounding, over several grids. Each grid changes other expert choices."""
     return max(
         difference(question, answers(made, question.inputs))
         for made in (rounded(model, coarser=1 + i / (2 * _GRIDS)) for i in range(_GRIDS))
@@ -28,11 +28,11 @@ def largest_error(model: Any, asked: Sequence[Question]) -> float:
 
 
 def own_error(model: Any, asked: Sequence[Question]) -> float:
-    """The largest relative difference between a model's answers in float32 and in float64; 0 where it does not compute in float64."""
+    """Return the largest relative difference between a model's outputs in float32 and in float64; 0 if it does not run in float64."""
     exact = copy.deepcopy(model).double()
     try:
         return max(difference(one, answers(exact, _in_float64(one.inputs))) for one in asked)
-    # Foreign model code, which may raise anything.
+    # Catch all exceptions: model code may raise anything.
     except Exception:  # noqa: BLE001
         return 0.0
 
@@ -43,18 +43,20 @@ def _in_float64(inputs: Tensors) -> Tensors:
 
 @torch.no_grad()
 def rounded(model: Any, coarser: float = 1.0) -> Any:
-    """A copy of a model whose products have weights in eight bits, symmetric and by output channel, and inputs in eight, of 256
-    levels between the least and the largest value. OpenVINO rounds inputs also where weights alone are stored so.
+    """Return a copy of a model with linear and convolution layers rounded to int8.
+
+    Weights are rounded symmetrically per output channel. Inputs are rounded to 256 levels between their smallest and largest value, because
+    OpenVINO rounds inputs even if only the weights are stored in int8.
 
     Args:
-        model: In evaluation mode.
-        coarser: Factor of the steps: up to 2, at which seven bits would do.
+        model: Model in evaluation mode.
+        coarser: Factor of the step size, up to 2, which corresponds to seven bits.
     """
     made = copy.deepcopy(model)
     for name, module in made.named_modules():
         product = isinstance(module, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d)
         for parameter in module.parameters(recurse=False):
-            # Experts are matrices side by side.
+            # The weights of experts are stacked matrices.
             if parameter.ndim >= 2 and (product or "expert" in name):
                 by_last = parameter.ndim == 3 and "expert" in name
                 parameter.copy_(_rounded_weights(parameter, coarser, by_last=by_last))
@@ -64,7 +66,7 @@ def rounded(model: Any, coarser: float = 1.0) -> Any:
 
 
 def _rounded_weights(weights: torch.Tensor, coarser: float, *, by_last: bool) -> torch.Tensor:
-    """Weights `(outer, ...)`, or `(experts, ...)` with a step for each of their rows, at the nearest of 255 levels."""
+    """Round weights to 255 levels, with one step per output channel `(outer, ...)`, or per row of each expert `(experts, ...)`."""
     axes = (-1,) if by_last else tuple(range(1, weights.ndim))
     step = coarser * weights.abs().amax(axes, keepdim=True).clamp(min=1e-12) / _LEVELS
     return (weights / step).round() * step

@@ -1,6 +1,6 @@
-"""Rows of a batch, recomputed alone: an answer must not depend on the other rows.
+"""Compare rows of a batch with the same rows computed alone: outputs of a row must not depend on the other rows.
 
-The rows differ in length, in padding, and in number and place of special tokens.
+The rows differ in length, in padding, and in number and position of special tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .shrinking import FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN
 ROWS, SEQUENCE, NEW_TOKENS = 6, 13, 4
 _TOKENS_ALIKE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "bbox")  # one value for each token
 _SPECIAL = ("eos_token_id", "sep_token_id", "cls_token_id", "bos_token_id", "mask_token_id", "pad_token_id")
-_PADDED_AT_THE_END = ("waveform", "spectrogram")  # of the longest row in the batch
-_CACHED = 1e-5  # PyTorch's own answers with a cache and without one differ by less, but for the layers named below
-_TIE = 1e-3  # as in `cells`: next tokens whose logits are this close, relative to the largest
+_PADDED_AT_THE_END = ("waveform", "spectrogram")  # outputs that are padded to the longest row of the batch
+_CACHED = 1e-5  # PyTorch's outputs with and without a cache differ by less, except for the Mamba2 layers handled below
+_TIE = 1e-3  # two next tokens whose logits differ by less than this, relative to the largest logit, count as equal; as in `cells`
 
 INTEGER_PAIRS = frozenset({
     "albert/text-classification", "bart/text-classification", "bart/text2text-generation", "beit/image-classification",
@@ -36,19 +36,19 @@ INTEGER_PAIRS = frozenset({
     "t5/text2text-generation", "vit/image-classification", "wav2vec2/ctc",
     "whisper/automatic-speech-recognition",
 })  # fmt: skip
-"""Pairs whose dynamic int8 graph is compared, rows alone and in a batch, with the float32 graph that it was made from."""
+"""Pairs (`architecture/task`) whose dynamic int8 graph is compared with its float32 graph, for rows alone and rows in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row alone.
+    """One row of a batch, computed alone.
 
     Attributes:
-        name: Number of the row, and how it is given.
+        name: Number of the row, and whether its padding was removed.
         inputs: Inputs by name, with one row.
-        expected: PyTorch's answer to this row alone.
-        place: Number of the row and of all rows, to find it in the batch; `None` where its padding was removed.
-        real: `(1, sequence)` boolean, the positions without padding; `None` where nothing is padded.
+        expected: PyTorch's outputs for this row alone.
+        place: (number of the row, number of rows in the batch), to find the row in the batch; `None` if its padding was removed.
+        real: `(1, sequence)` boolean mask of the positions that are not padding; `None` without padding.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """A batch of rows, and the same rows alone."""
+    """A batch of rows, and the same rows as batches of one row each."""
 
     inputs: Tensors
     rows: list[Row] = field(default_factory=list)
@@ -68,33 +68,33 @@ class Company:
 
 @dataclass(slots=True)
 class Apart:
-    """Largest relative differences: of rows alone from the expected answers, and from the same rows in the batch."""
+    """Largest relative differences between rows alone and the expected outputs, and between rows alone and the same rows in the batch."""
 
     alone: float = 0.0
     in_batch: float = 0.0
     where: str = ""
 
     def add(self, *, alone: float = 0.0, in_batch: float = 0.0, where: str = "") -> None:
-        """Keep the larger differences."""
+        """Add measured differences: keep the maximum of each kind, and the place of the largest."""
         if not max(alone, in_batch) <= self.worst:
             self.where = where
         self.alone, self.in_batch = max(self.alone, alone), max(self.in_batch, in_batch)
 
     def merge(self, other: Apart) -> None:
-        """Keep the larger differences of another comparison."""
+        """Add the differences of another comparison."""
         self.add(alone=other.alone, in_batch=other.in_batch, where=other.where)
 
     @property
     def worst(self) -> float:
-        """The larger one of the two."""
+        """The larger of the two differences, `alone` and `in_batch`."""
         return max(self.alone, self.in_batch)
 
 
 def companies(pair: Pair, model: Any) -> list[Company]:
-    """Batches of rows that differ; two where images or sounds and texts have a batch each.
+    """Return batches of different rows, each with the same rows alone; two if the batch size of texts differs from that of images or audio.
 
     Raises:
-        NotBuilt: PyTorch itself does not answer a row alone.
+        NotBuilt: PyTorch raises an error for a row alone.
     """
     _remove_noise(model)
     padding = "ragged-left" if is_decoder(pair) else "ragged-right"
@@ -108,7 +108,7 @@ def companies(pair: Pair, model: Any) -> list[Company]:
 
 
 def _remove_noise(model: Any) -> None:
-    """Set the scales of VITS' noise to 0: a batch draws other noise for a row than the row alone."""
+    """Set the noise scales of VITS to 0, because a row in a batch gets different noise than the row alone."""
     for name in ("noise_scale", "noise_scale_duration"):
         if hasattr(model, name):
             setattr(model, name, 0.0)
@@ -121,7 +121,7 @@ def _company(pair: Pair, model: Any, edited: Tensors, plain: Tensors, count: int
         try:
             alone = cut(edited, i, count)
             expected = _answer(model, alone, kept)
-        except Exception:  # noqa: BLE001  # foreign model code: the row is asked again without special tokens
+        except Exception:  # noqa: BLE001  # catch all exceptions of model code: the row is tried again without special tokens
             alone = cut(plain, i, count)
             for name, tensor in made.inputs.items():
                 _slice(tensor, i, count).copy_(_slice(plain[name], i, count))
@@ -133,7 +133,7 @@ def _company(pair: Pair, model: Any, edited: Tensors, plain: Tensors, count: int
         by_token = isinstance(mask, torch.Tensor) and mask.ndim == 2 and "input_ids" in alone
         by_token = by_token and mask.shape == alone["input_ids"].shape and mask.shape[0] == 1
         hidden = by_token and not bool(mask.all())
-        # An encoder-decoder's outputs follow the decoder's tokens, which have no padding.
+        # The outputs of encoder-decoders follow the decoder's tokens, which have no padding.
         decodes = "decoder_input_ids" in alone
         made.rows.append(Row(f"row {i}", alone, expected, (i, count), mask.bool() if hidden and not decodes else None))
         if hidden:
@@ -143,7 +143,7 @@ def _company(pair: Pair, model: Any, edited: Tensors, plain: Tensors, count: int
             }
             try:
                 made.rows.append(Row(f"row {i} without padding", trimmed, _answer(model, trimmed, kept)))
-            except Exception:  # noqa: BLE001  # some models take no text that is so short
+            except Exception:  # noqa: BLE001  # some models raise an error for very short texts
                 continue
     return made
 
@@ -157,7 +157,7 @@ def _answer(model: Any, inputs: Tensors, kept: Any) -> Tensors:
 
 
 def _slice(tensor: torch.Tensor, i: int, count: int) -> torch.Tensor:
-    """The part of a tensor that belongs to one row of `count`; all of it where it has no such axis."""
+    """Return the part of a tensor that belongs to row `i` of `count` rows; the whole tensor if it has no batch axis."""
     if tensor.ndim and tensor.shape[0] and tensor.shape[0] % count == 0:
         size = tensor.shape[0] // count
         return tensor[i * size : (i + 1) * size]
@@ -167,19 +167,19 @@ def _slice(tensor: torch.Tensor, i: int, count: int) -> torch.Tensor:
 
 
 def cut(tensors: Mapping[str, torch.Tensor], i: int, count: int) -> Tensors:
-    """One row of `count`: of inputs, or of answers."""
+    """Return row `i` of `count` rows, of inputs or of outputs by name."""
     return {name: _slice(tensor, i, count).clone() for name, tensor in tensors.items()}
 
 
 def _with_special_tokens(pair: Pair, model: Any, inputs: Tensors) -> Tensors:
-    """The same inputs, with `i` special tokens in row `i`, at places of plain tokens within the text."""
+    """Return inputs with `i` special tokens in row `i`, which replace plain tokens at random positions."""
     ids = inputs.get("input_ids")
     if ids is None or ids.is_floating_point():
         return inputs
     config = model.config.get_text_config() if "pixel_values" in inputs else model.config
     vocabulary = int(getattr(config, "vocab_size", 0) or 0)
     special = [value for value in (getattr(config, name, None) for name in _SPECIAL) if isinstance(value, int)]
-    # Longformer's head for questions wants three separators in each row.
+    # Longformer's question-answering head needs exactly three separators in each row.
     barred = {getattr(config, "sep_token_id", None)} if config.model_type == "longformer" else set()
     special = [token for token in dict.fromkeys(special) if 0 <= token < vocabulary and token not in barred]
     if not special:
@@ -201,13 +201,13 @@ def apart(
     *,
     from_batch: bool = False,
 ) -> Apart:
-    """How far rows alone are from what is expected of them, and from the same rows in the batch.
+    """Return the largest differences of rows computed alone, from the expected outputs and from the same rows in the batch.
 
     Args:
         company: The batch and its rows.
-        found: What answers inputs.
-        expected: The right answer to a row; PyTorch's to the row alone when `None`.
-        from_batch: Compare the rows in the batch, and not the rows alone, with what is expected.
+        found: Function from inputs to the outputs to test.
+        expected: Function from a row to its expected outputs; `None` for PyTorch's outputs for the row alone.
+        from_batch: Compare rows taken from the batch, instead of rows alone, with the expected outputs.
     """
     together = found(company.inputs)
     scales: dict[str, float] = {}
@@ -245,7 +245,7 @@ def _relative(a: torch.Tensor, b: torch.Tensor, real: torch.Tensor | None, scale
 
 @torch.inference_mode()
 def generated_apart(pair: Pair, model: Any, opened: Any) -> Apart:
-    """The same of the logits of a few generated tokens, as far as the tokens before them are the same."""
+    """Compare the logits of a few generated tokens of each row, alone and in a batch, as long as the previous tokens are equal."""
     inputs = prompts(pair, model, batch=ROWS, sequence=SEQUENCE, ragged=True)
     inputs = _with_special_tokens(pair, model, inputs)
     together = _steps(opened, inputs)
@@ -256,8 +256,8 @@ def generated_apart(pair: Pair, model: Any, opened: Any) -> Apart:
         in_batch = ([logits[i : i + 1] for logits in together[0]], together[1][i : i + 1])
         difference = _apart_by_step(alone, right)
         if difference > _CACHED:
-            # transformers 5.24: a Mamba2 layer limits the time step in a forward of the whole text, and not in a step after a
-            # cache (Zamba2, NemotronH). The graph limits it in both, as in training.
+            # transformers 5.24: Mamba2 layers limit the time step in a forward of the whole text, but not in a decoding step with
+            # a cache (Zamba2, NemotronH). The graph limits it in both, as in training.
             difference = min(difference, _apart_by_step(alone, _steps(model, row, use_cache=False)))
         made.add(alone=difference, where=f"generated tokens of row {i}, alone")
         made.add(in_batch=_apart_by_step(in_batch, alone), where=f"generated tokens of row {i}, in the batch and alone")
@@ -268,7 +268,7 @@ _Steps = tuple[list[torch.Tensor], torch.Tensor]
 
 
 def _steps(model: Any, inputs: Tensors, **settings: Any) -> _Steps:
-    """The logits of each new token, and the new tokens `(batch, steps)`."""
+    """Return the logits of each new token, and the new tokens `(batch, steps)`."""
     result = model.generate(
         **inputs,
         max_new_tokens=NEW_TOKENS,
@@ -289,13 +289,13 @@ def _apart_by_step(found: _Steps, right: _Steps) -> float:
         worst = max(worst, _relative(a[finite], b[finite], None, scale))
         chosen, other = int(right[1][0, step]), int(found[1][0, step])
         if chosen != other:
-            # Equally likely tokens: the rows go on differently, and rightly.
+            # If both tokens are almost equally likely, both continuations are correct: stop comparing.
             return worst if float(b[0, chosen] - b[0, other]) <= _TIE * scale else float("inf")
     return worst
 
 
 def all_apart(pair: Pair, model: Any, opened: Any, batches: Sequence[Company]) -> Apart:
-    """All comparisons of a pair in float32."""
+    """Run all comparisons of rows for a model in float32; return the largest differences."""
     made = Apart()
     _remove_noise(opened)
     for company in batches:

@@ -1,7 +1,7 @@
-"""Shares the pairs out among processes: one process a pair, forked from one that has everything imported.
+"""Test each pair (architecture and task) in its own process, forked from a process that has imported all libraries.
 
-A pair that hangs is ended by its process id, one that crashes the interpreter takes nothing with it; both are cells with
-the reason, and the pair goes on behind the stage that did it.
+A pair that hangs is killed. A crash of the interpreter ends only the process of one pair. Both are recorded as results with the reason,
+and the pair continues after the failed stage in a new process.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Sweep = Callable[..., None]
 
 @dataclass(slots=True)
 class _Job:
-    """A pair on its way.
+    """A pair (architecture and task) that is being tested, or waits to be tested.
 
     Attributes:
-        pair: What.
-        skip: Backends and stages that need no trying, or no trying again.
-        tries: Processes it had.
-        process: The one it has.
-        reports: What that one says.
-        doing: Backend and stage that it is at.
-        since: When that began.
-        slot: Which processor it has.
+        pair: Architecture and task.
+        skip: (backend, stage) combinations that are already known or must not be tried again.
+        tries: Number of processes started for this pair.
+        process: The current process.
+        reports: Connection from which the process's messages are read.
+        doing: Backend and stage that the process is running.
+        since: Start time of this stage.
+        slot: Number of the processor that the process uses.
     """
 
     pair: Pair
@@ -53,10 +53,10 @@ class _Job:
 
 
 def shard(pairs: Sequence[Pair], text: str) -> list[Pair]:
-    """The part `i/n` of the pairs, counted from 1; architectures stay together, whose modules are imported once.
+    """Return part `i/n` of the pairs, counted from 1. Pairs of one architecture stay together, so that its modules are imported once.
 
     Raises:
-        ValueError: It is no such part.
+        ValueError: `text` is not a valid part.
     """
     first, _, second = text.partition("/")
     i, n = int(first), int(second or 0)
@@ -79,18 +79,18 @@ def run(
     sweep: Sweep = sweep_pair,
     stages: Sequence[str] = STAGES,
 ) -> None:
-    """Sweep pairs in processes, and write what they found now and then, and at the end.
+    """Test pairs in processes, and write the results every few seconds and at the end.
 
     Args:
-        pairs: What to try.
+        pairs: (architecture, task) pairs to test.
         backends: Names of backends.
-        store: Known cells; those with the same digest are skipped.
-        digests: Of the code behind each backend, and `pytorch`.
-        jobs: Processes at a time.
-        limit_s: Seconds that a stage may take.
-        advance: Called with each pair that is done.
-        sweep: What a process does; `sweep_pair`'s signature.
-        stages: What is tried; an export is made in any case, and known afterwards.
+        store: Known results; results with the current code digest are not computed again.
+        digests: Code digest of each backend, and of `pytorch`.
+        jobs: Number of processes at the same time.
+        limit_s: Maximum seconds of a stage.
+        advance: Function that is called with each pair that is finished.
+        sweep: Function that a process runs, with the signature of `sweep_pair`.
+        stages: Stages to test. The export always runs, because other stages start from it.
     """
     waiting = []
     for pair in _longest_first(pairs, store):
@@ -103,7 +103,7 @@ def run(
     context = multiprocessing.get_context("fork")
     running: list[_Job] = []
     saved = time.monotonic()
-    # Of a process that is ended nothing cleans up: all of them write below one folder, which this one removes.
+    # Killed processes do not clean up, so all of them write into one folder, which this process removes.
     root = tempfile.TemporaryDirectory(prefix="sweep-", ignore_cleanup_errors=True)
     tempfile.tempdir = root.name
     try:
@@ -137,7 +137,7 @@ def run(
 
 
 def _longest_first(pairs: Sequence[Pair], store: Store) -> list[Pair]:
-    """By how long they took before; unknown ones first, as models that generate take longer."""
+    """Sort pairs by their last duration, longest first. Unknown pairs count 30 s per stage, so models that generate come first."""
     took: dict[tuple[str, str], float] = {}
     for cell in store.cells.values():
         key = (cell.architecture, cell.task)
@@ -165,14 +165,14 @@ def _child(
     slot: int | None,
     sweep: Sweep,
 ) -> None:
-    """What a process does: one pair, with one thread on one processor, and nothing on its terminal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """Run in the child process: test one pair, with one thread on one processor, without output on the terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.setpgid(0, 0)  # ended with whatever it started
+    os.setpgid(0, 0)  # a process group, so that processes started by this one are killed as well
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    # Runtimes make as many threads as a process may use processors.
+    # Use one processor, because runtimes create as many threads as the process may use processors.
     if slot is not None and hasattr(os, "sched_setaffinity"):
         allowed = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {allowed[slot % len(allowed)]})
@@ -184,17 +184,17 @@ def _child(
             lambda backend, stage: reports.send(("doing", (backend, stage))),
             skip,
         )
-    # Whatever it is, the parent writes it down.
+    # Catch everything: the parent records the error as a result.
     except BaseException as error:  # noqa: BLE001
         reports.send(("error", f"{type(error).__name__}: {error} ({traceback.format_exc().splitlines()[-3].strip()})"))
     reports.send(("end", None))
     reports.close()
-    # No exit handlers: those of runtimes that were imported before the fork wait for threads that are not here.
+    # Skip exit handlers: runtimes imported before the fork would wait for threads that do not exist in this process.
     os._exit(0)
 
 
 def _listen(job: _Job, store: Store, digests: Mapping[str, str]) -> bool:
-    """Read what a process said; whether it has ended."""
+    """Read the messages of a process; return whether the process has ended."""
     assert job.reports is not None
     try:
         while job.reports.poll():
@@ -219,7 +219,7 @@ def _listen(job: _Job, store: Store, digests: Mapping[str, str]) -> bool:
 def _finish(
     job: _Job, store: Store, digests: Mapping[str, str], backends: Sequence[str], limit_s: float | None
 ) -> bool:
-    """Write down how it ended; whether the pair has stages left that another process can try."""
+    """Record how a process ended; return whether another process can try remaining stages of the pair."""
     _end(job)
     if job.doing == ("", ""):
         return False
@@ -254,7 +254,7 @@ def _signal(code: int | None) -> str:
 
 
 def _end(job: _Job) -> None:
-    """End a job's process, and what it started."""
+    """End a job's process, and the processes that it started."""
     if job.process is None:
         return
     if job.process.is_alive() and job.doing != ("", ""):

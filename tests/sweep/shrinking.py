@@ -1,6 +1,7 @@
-"""A small config of any architecture: its own defaults, with every size replaced by a small one that fits the others.
+"""Create a small config of any architecture: its default config, with every size replaced by a small, consistent size.
 
-Sizes are found by the names that configs give them. What a config derives from its sizes is left to it to derive again.
+Sizes are recognized by the names of config fields. Values that a config computes from its sizes are not set, so that the config computes
+them again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .overrides import OVERRIDES
 HIDDEN, HEADS, KEY_VALUE_HEADS, INNER, LAYERS = 64, 4, 2, 96, 2
 VOCABULARY, POSITIONS, LABELS, IMAGE, PATCH = 120, 320, 3, 32, 8
 PAD, BEGIN, END = 0, 2, 3
-FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN = 10, 99  # what stands beyond is left for special tokens
+FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN = 10, 99  # larger ids are reserved for special tokens
 _MOST_LAYERS = 4
 
 Rule = Callable[[int], int]
@@ -32,14 +33,14 @@ def _always(value: int) -> Rule:
     return lambda _: value
 
 
-# The first pattern that is found in a field's name says its small value, given the one it had.
+# The first pattern that matches the field name gives the function that computes the small value from the original value.
 _RULES: tuple[tuple[str, Rule], ...] = (
     (r"(^|_)pad_token_id$", _always(PAD)),
     (r"(^|_)(bos_token_id|decoder_start_token_id)$", _always(BEGIN)),
     (r"(^|_)eos_token_id$", _always(END)),
     (r"(vocab_size|vocabulary_size|num_embeddings|vocab_size_per_layer_input)$", _most(VOCABULARY)),
     (r"type_vocab_size", _most(2)),
-    # Those of keys and values are fitted to the heads below.
+    # Key-value heads are adapted to the number of heads in `_fit_heads`.
     (r"(^num_kv_heads|^num_key_value_heads|_key_value_heads|_kv_heads|^n_head_kv)$", lambda old: old),
     (r"(num_(attention_)?heads|_attention_heads|^n_heads?|_num_heads|_heads)$", _most(HEADS)),
     (r"(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts)", _most(2)),
@@ -65,12 +66,12 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ),
 )
 _RULES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
-# Sizes that are none of a tensor of weights, or that the others do not depend on.
+# Fields to keep: they are not sizes of weight tensors, or no other size depends on them.
 _KEPT = re.compile(
     r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per"
     r"|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size|^num_stages$|^num_encoder_blocks$)"
 )
-# Fields without which some models cannot be made although their configs can.
+# Values for fields that are `None` by default and that some models need, although their configs do not.
 _WANTED = {
     "head_dim": HIDDEN // HEADS,
     "n_routed_experts": 4,
@@ -83,19 +84,19 @@ _TOKENS = re.compile(r"_token_ids$")
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_idx|_token|_id)$")
 
 
-class NotShrinkable(Exception):  # noqa: N818  # a finding, not a failure
-    """No small config could be made."""
+class NotShrinkable(Exception):  # noqa: N818  # an expected result, not an error
+    """Raised if no small config can be created."""
 
 
 def small_config(architecture: str, **settings: Any) -> Any:
-    """A small config of an architecture.
+    """Return a small config of an architecture.
 
     Args:
-        architecture: transformers' `model_type`.
-        **settings: Fields whose values are given.
+        architecture: `model_type` in transformers.
+        **settings: Values of config fields, set on the small config.
 
     Raises:
-        NotShrinkable: The config does not take its own fields with small values.
+        NotShrinkable: The config class raises an error with small values.
     """
     special = OVERRIDES.get(architecture, {})
     if callable(special):
@@ -103,7 +104,7 @@ def small_config(architecture: str, **settings: Any) -> Any:
     else:
         try:
             cls = CONFIG_MAPPING[architecture]
-        except Exception as error:  # transformers imports a module by its name
+        except Exception as error:  # transformers imports modules lazily, which may fail in many ways
             raise NotShrinkable(f"{type(error).__name__}: {error}") from error
         config = shrink(cls, special)
     for name, value in settings.items():
@@ -112,24 +113,24 @@ def small_config(architecture: str, **settings: Any) -> Any:
 
 
 def shrink(cls: type[Any], special: Mapping[str, Any] | None = None) -> Any:
-    """A small config of a class.
+    """Return a small config of a config class.
 
     Raises:
-        NotShrinkable: The class has no default, or refuses the small values.
+        NotShrinkable: The class has no default config, or raises an error with the small values.
     """
     try:
         default = cls()
         values = small_values(cls, default)
         merge(values, special or {})
         made = cls(**values)
-    # Foreign code that checks sizes in its own ways.
+    # Catch all exceptions: config classes check their sizes in different ways.
     except Exception as error:
         raise NotShrinkable(f"{cls.__name__}: {type(error).__name__}: {error}") from error
     return made
 
 
 def merge(values: dict[str, Any], special: Mapping[str, Any]) -> None:
-    """Put special values over small ones, into sub-configs too."""
+    """Replace small values by the special values of an architecture, also inside sub-configs."""
     for name, value in special.items():
         inner = values.get(name)
         if isinstance(value, Mapping) and isinstance(inner, transformers.PreTrainedConfig):
@@ -140,7 +141,7 @@ def merge(values: dict[str, Any], special: Mapping[str, Any]) -> None:
 
 
 def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
-    """Fields of a config class by name with small values; what the class derives itself is left out."""
+    """Return small values of the fields of a config class, by name; without fields that the class computes itself."""
     canonical = {value: key for key, value in getattr(cls, "attribute_map", {}).items()}
     declared = _declared(cls)
     values: dict[str, Any] = {}
@@ -167,15 +168,15 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
 
 
 def _value(config: Any, name: str, given: Any) -> Any:
-    """A field's value; the declared one where layers have values of their own, which such a config says by an error."""
+    """Return the value of a config field; the declared default if reading raises an error, as it does if each layer has its own value."""
     try:
         return getattr(config, name, given)
-    except Exception:  # noqa: BLE001  # each architecture has its own error
+    except Exception:  # noqa: BLE001  # each architecture raises its own type of error
         return given
 
 
 def _declared(cls: type[Any]) -> dict[str, Any]:
-    """The fields that a config's class and its bases declare, with their defaults."""
+    """Return the fields that a config class and its bases declare, with their default values."""
     found: dict[str, Any] = {}
     base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
     for one in dataclasses.fields(cls):
@@ -190,7 +191,7 @@ def _declared(cls: type[Any]) -> dict[str, Any]:
 
 
 def small_number(name: str, value: int) -> int:
-    """The small value of a field."""
+    """Return the small value of an integer field."""
     if _KEPT.search(name) or value <= 0:
         return value
     for pattern, rule in _RULES_COMPILED:
@@ -200,7 +201,7 @@ def small_number(name: str, value: int) -> int:
 
 
 def _small_sequence(name: str, values: list[int]) -> list[int]:
-    """Small values of a field that has one for each stage or each layer."""
+    """Return small values of a field that has one value for each stage or layer."""
     if _KEPT.search(name):
         return values
     if re.search(r"depths|num_blocks|layers", name):
@@ -208,14 +209,14 @@ def _small_sequence(name: str, values: list[int]) -> list[int]:
     if re.search(r"num_.*heads|_heads", name):
         return [min(value, 2 ** min(i, 2)) for i, value in enumerate(values)]
     if re.search(r"sizes|dims?$|channels|embed|filters|width", name):
-        # They may have to grow from stage to stage, and be divided by heads.
+        # Keep the ratios and use multiples of 16: sizes may have to grow from stage to stage, and be divisible by the number of heads.
         smallest = min(values)
         return [max(16, round(16 * value / smallest / 16) * 16) if value > 16 else value for value in values]
     return values
 
 
 def _fit_heads(values: dict[str, Any], default: Any, canonical: Mapping[str, str]) -> None:
-    """Heads of keys and values: as many as heads, or fewer, as it was."""
+    """Set the number of key-value heads: equal to the heads, fewer, or one, as in the default config."""
     for name in list(values):
         if not re.search(r"(num_kv_heads|num_key_value_heads|_key_value_heads|_kv_heads|n_head_kv)$", name):
             continue
@@ -230,7 +231,7 @@ def _fit_heads(values: dict[str, Any], default: Any, canonical: Mapping[str, str
 def _choose_layers(
     values: dict[str, Any], default: Any, canonical: Mapping[str, str], declared: Mapping[str, Any]
 ) -> None:
-    """Where layers differ, one of each kind; every list that has an entry a layer is cut alike."""
+    """If layers differ, keep one layer of each kind; shorten every list with one entry per layer in the same way."""
     total = _value(default, "num_hidden_layers", None)
     if not isinstance(total, int) or total <= LAYERS:
         return
@@ -255,7 +256,7 @@ def _choose_layers(
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Ids of special tokens that the small vocabulary does not hold, moved to its end, each to its own."""
+    """Return new ids of special tokens outside the small vocabulary: each gets its own id at the end of the vocabulary."""
     taken: dict[str, Any] = {}
     free = VOCABULARY - 1
     for name, value in values.items():

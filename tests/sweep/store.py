@@ -1,4 +1,4 @@
-"""What is known so far: `benchmarks/sweep.json`, one line a cell, and which code it was made with."""
+"""Store of the results: `benchmarks/sweep.json`, with one line for each result and the digest of the code that produced it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cases import Pair
 from .cells import Cell, wanted
 
 ROOT = Path(__file__).parents[2]
-# Rooms that no cell's answer depends on.
+# Packages of accel that do not influence any result.
 _ELSEWHERE = {"cli", "compat", "demo", "deploying", "measuring", "serving", "testing", "tuning"}
 _SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "rounding", "rows", "shrinking")
 _COMMON = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
@@ -23,7 +23,7 @@ _RUNTIMES = {"cpu": ("onnxruntime",), "openvino": ("openvino", "nncf"), "cuda": 
 
 
 def versions(backends: Iterable[str]) -> dict[str, str]:
-    """Versions of what the cells of some backends depend on; what is not installed is left out."""
+    """Return the versions of the installed packages that results of the given backends depend on."""
     names = [*_COMMON, *(name for backend in backends for name in _RUNTIMES.get(backend, ()))]
     found = {}
     for name in names:
@@ -35,7 +35,7 @@ def versions(backends: Iterable[str]) -> dict[str, str]:
 
 
 def digest_of(backend: str) -> str:
-    """Eight characters that change with the code and the versions that a backend's cells depend on."""
+    """Return eight characters that change with the code and the package versions that a backend's results depend on."""
     plugins = {"openvino": ("openvino",), "pytorch": ()}.get(backend, ("ortkit", backend))
     paths = [
         *(
@@ -47,7 +47,7 @@ def digest_of(backend: str) -> str:
         *(Path(__file__).with_name(f"{name}.py") for name in _SWEEP),
     ]
     if backend == "pytorch":
-        # Whether a model can be built has nothing to do with the library.
+        # Whether a model can be built does not depend on accel's code.
         paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "gpu", "rows")]
     made = hashlib.sha256(json.dumps(versions([backend]), sort_keys=True).encode())
     for path in sorted(paths):
@@ -56,7 +56,7 @@ def digest_of(backend: str) -> str:
 
 
 class Store:
-    """Cells by key, in a file that holds one line for each, or in memory alone."""
+    """Results (`Cell`) by key, in a JSON file with one line for each result, or only in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -72,9 +72,9 @@ class Store:
                 self.cells[key] = Cell(architecture=architecture, task=task, backend=backend, stage=stage, **kept)
 
     def put(self, cell: Cell) -> None:
-        """Keep a cell in place of an older one; nothing is written yet."""
+        """Store a result in place of an older one, without writing the file."""
         if cell.backend == "pytorch":
-            # There is no model to try: what an earlier one gave is gone.
+            # The model cannot be built any more, so remove all older results of this pair.
             self._drop(cell, lambda old: old.backend != "pytorch")
         else:
             self._drop(cell, lambda old: old.backend == "pytorch")
@@ -85,20 +85,20 @@ class Store:
         self.cells = {k: c for k, c in self.cells.items() if (c.architecture, c.task) != pair or not which(c)}
 
     def merge(self, other: Mapping[str, Cell]) -> None:
-        """Take another store's cells."""
+        """Add the results of another store."""
         for cell in other.values():
             self.put(cell)
 
     def keep(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Forget pairs of an architecture and a task that are swept no more."""
+        """Remove results whose (architecture, task) is not in `pairs`."""
         known = set(pairs)
         self.cells = {key: cell for key, cell in self.cells.items() if (cell.architecture, cell.task) in known}
 
     def write(self) -> None:
-        """Write everything, a line a cell, in order; the file is whole or as it was."""
+        """Write all results, sorted by key, one per line. The file is replaced at once, so it is never incomplete."""
         if self.path is None:
             return
-        # Whatever is replaced below must be a file of ours: a device or a link would be lost.
+        # Replace only a regular JSON file; a device or a symbolic link would be lost.
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()) or self.path.suffix != ".json":
             raise ValueError(f"{self.path} is not a JSON file.")
         lines = []
@@ -116,7 +116,7 @@ class Store:
         temporary.replace(self.path)
 
     def known(self, pair: Pair, backends: Sequence[str], digests: Mapping[str, str]) -> set[tuple[str, str]]:
-        """Backends and stages of a pair whose cells were made with this very code."""
+        """Return the (backend, stage) combinations of a pair (architecture and task) whose results were produced by the current code."""
         wanted_here = wanted(pair, backends)
         build = self.cells.get(f"{pair.name}/pytorch/build")
         if build is not None and build.digest == digests["pytorch"]:
@@ -126,7 +126,7 @@ class Store:
 
 
 def processor() -> str:
-    """The kind of processor, without the machine's name."""
+    """Return the model name of the processor, without the name of the machine."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     for line in lines:
@@ -136,6 +136,6 @@ def processor() -> str:
 
 
 def about(backends: Sequence[str]) -> dict[str, Any]:
-    """Versions and the kind of processor, for the page."""
+    """Return package versions and the processor, for the documentation page."""
     kind = f"{processor()}, {platform.system()} {platform.machine()}"
     return {"versions": versions(backends), "processor": kind}

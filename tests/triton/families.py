@@ -1,6 +1,6 @@
-"""Tiny decoders of many families, with tokenizers as such models have them, for the loop that generates text inside Triton.
+"""Tiny decoders of many families with typical tokenizers, for the generation loop that runs inside Triton.
 
-`accel.testing.generators` has the families that every room is tested with; these add positions, caches and masks of other kinds.
+`accel.testing.generators` has the families that other tests use; these families add other kinds of positions, caches and masks.
 """
 
 from __future__ import annotations
@@ -54,20 +54,10 @@ _FALCON: dict[str, Any] = {
     "multi_query": True,
     "new_decoder_architecture": False,
 }
-_EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
 SHORT = 24
-"""Tokens up to which the decoder with LongRoPE has its first angles."""
+"""Length in tokens up to which the LongRoPE decoder uses its short rotary factors."""
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
-_LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-# Family: class, config, whether its tokenizer has a token for each byte, as sentencepiece's do.
+# family name: (class name in transformers, config fields, whether the tokenizer has byte tokens as in sentencepiece)
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "bert": ("BertLMHeadModel", {**_PLAIN, "is_decoder": True}, False),
     "bloom": (
@@ -75,17 +65,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
         {"hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, **_HUGGING},
         False,
     ),
-    "codegen": ("CodeGenForCausalLM", {**_EMBEDDED, "rotary_dim": 8}, False),
-    "cohere": ("CohereForCausalLM", _GROUPED, False),
-    "falcon": ("FalconForCausalLM", {**_FALCON, "alibi": False}, False),
     "falcon, alibi": ("FalconForCausalLM", {**_FALCON, "alibi": True}, False),
-    "gemma": ("GemmaForCausalLM", {**_GROUPED, "head_dim": 16}, True),
     "gemma 2": (
         "Gemma2ForCausalLM",
         {**_GROUPED, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
         True,
     ),
-    "glm 4": ("Glm4ForCausalLM", {**_GROUPED, "head_dim": 16}, False),
     "gpt-bigcode": ("GPTBigCodeForCausalLM", _EMBEDDED, False),
     "gpt-j": ("GPTJForCausalLM", {**_EMBEDDED, "rotary_dim": 8}, False),
     "gpt-neo": (
@@ -104,32 +89,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
         {**_GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
         False,
     ),
-    "granite": ("GraniteForCausalLM", _GROUPED, False),
     "llama 2": ("LlamaForCausalLM", _GROUPED, True),
-    "llama 3": ("LlamaForCausalLM", {**_GROUPED, "rope_parameters": _LLAMA_3}, False),
     "mpt": (
         "MptForCausalLM",
         {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 192, "initializer_range": 0.3, **_HUGGING},
         False,
     ),
-    "nemotron": ("NemotronForCausalLM", _GROUPED, False),
-    "olmo 2": ("Olmo2ForCausalLM", _GROUPED, False),
-    "olmoe": ("OlmoeForCausalLM", _EXPERTS, False),
-    "phi": ("PhiForCausalLM", _PLAIN, False),
     "qwen 2": ("Qwen2ForCausalLM", _GROUPED, False),
     "qwen 2, windows": (
         "Qwen2ForCausalLM",
         {**_GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         False,
     ),
-    "qwen 2, experts": (
-        "Qwen2MoeForCausalLM",
-        {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-        False,
-    ),
     "smollm 3": ("SmolLM3ForCausalLM", {**_GROUPED, "no_rope_layers": [1, 0]}, False),
-    "stablelm": ("StableLmForCausalLM", _GROUPED, False),
-    "starcoder 2": ("Starcoder2ForCausalLM", {**_GROUPED, "sliding_window": 12}, False),
     "xglm": (
         "XGLMForCausalLM",
         {
@@ -157,7 +129,7 @@ LONG = "phi 3, long"
 
 
 def save_family(folder: Path, family: str) -> Path:
-    """Write a tiny decoder that generates until told to stop, with its tokenizer, as a transformers folder."""
+    """Save a tiny decoder and its tokenizer as a transformers folder. The decoder has no end token."""
     architecture, settings, has_bytes = FAMILIES[family]
     cls = getattr(transformers, architecture)
     torch.manual_seed(0)
@@ -177,7 +149,7 @@ def save_family(folder: Path, family: str) -> Path:
 
 @functools.cache
 def byte_tokenizer(has_bytes: bool) -> str:
-    """Byte-level BPE, or BPE that falls back to a token for each byte, as JSON."""
+    """Return a tokenizer as JSON: byte-level BPE, or with `has_bytes` BPE with byte fallback (one token for each byte)."""
     if not has_bytes:
         made = Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -199,7 +171,7 @@ def byte_tokenizer(has_bytes: bool) -> str:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    # The trainer knows bytes as special tokens, which are left out of texts.
+    # The trainer adds the byte tokens as special tokens, which decoding would skip: remove them from the special tokens.
     content = json.loads(made.to_str())
     content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] in _SPECIAL]
     return json.dumps(content)

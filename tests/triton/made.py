@@ -1,7 +1,7 @@
-"""Small artifacts in an instant, without an export: embeddings, a mask, and a head for each task.
+"""Small artifacts that are created without an export: embeddings, an attention mask, and a head for each task.
 
-Their graphs answer by the words of a text and their places, and by the mask, so that whatever a front does wrong with ids, types,
-padding or rows changes the answers.
+The outputs of these graphs depend on the words, their positions, the token types and the attention mask. An error of a front model in token
+ids, token types, padding or rows therefore changes the outputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IDS = tuple(
 
 
 def outputs(task: str) -> tuple[TensorSpec, ...]:
-    """What a graph for the task returns."""
+    """Return the outputs of the graph for a task."""
     count = len(LABELS[task])
     return {
         "token-classification": (TensorSpec("logits", "float32", ("batch", "sequence", count)),),
@@ -58,13 +58,13 @@ def outputs(task: str) -> tuple[TensorSpec, ...]:
 
 
 def make_artifact(folder: Path, task: str = "text-classification", *, format: str = "onnx", **changes: Any) -> Artifact:
-    """An artifact for a task. Of formats other than ONNX the graph is a file of that name with nothing in it.
+    """Create an artifact for a task. For formats other than ONNX, the graph is an empty file with the format's file name.
 
     Args:
-        folder: Where.
+        folder: Folder of the artifact.
         task: One of `LABELS`.
         format: `onnx`, `openvino_ir` or `tensorrt`.
-        **changes: Of the manifest: `dtype`, `quantization`, `profile`.
+        **changes: Values for the manifest: `dtype`, `quantized`, `profile`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     labels = LABELS[task]
@@ -98,7 +98,7 @@ def make_artifact(folder: Path, task: str = "text-classification", *, format: st
         domains=("",) if format == "onnx" else None,
     )
     profile = changes.pop("profile", None)
-    # An engine is built of a graph that was exported before.
+    # A TensorRT engine is built after an export, so the manifest has a second step with the profile.
     built = (Step(stage="export", backend="made", config={"profile": {"model": profile}}),) if profile else ()
     steps = (Step(stage="export", backend="made", config={}), *built)
     manifest = Manifest(
@@ -115,7 +115,7 @@ def make_artifact(folder: Path, task: str = "text-classification", *, format: st
 
 
 def graph(task: str) -> onnx.ModelProto:
-    """Words by their embeddings, weighed by how far they stand from the first one, averaged behind the mask."""
+    """Return the ONNX graph for a task: word embeddings weighted by position, averaged over the tokens that are not masked."""
     random = np.random.default_rng(0)
     count = {"question-answering": 2}.get(task, len(LABELS[task]))
     constants = {

@@ -1,7 +1,7 @@
-"""Find a `tritonserver`, start it on a repository, and send it requests over HTTP with plain JSON.
+"""Find a `tritonserver`, start it on a model repository, and send requests over HTTP as JSON.
 
-A server that has the Python backend alone, such as the one in the package `nvidia-pytriton`, runs the shadow of a repository: the same
-models, names and tensors, with ONNX graphs run by Python on the CPU.
+Some servers have only the Python backend, such as the server in the package `nvidia-pytriton`. They run a shadow of the repository: a copy
+with the same models, names and tensors, where Python runs the ONNX graphs on the CPU.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from accel.deploying.triton.model_config import CONFIG, kind, read, write
+from accel.deploying.triton.model_config import CONFIG, read, write
 from accel.deploying.triton.repository import SERVED, SETTINGS
 from accel.errors import ConfigError, SessionError
 
 VARIABLE = "ACCEL_TRITONSERVER"
-"""Environment variable with the path of a `tritonserver`, or of a Python that has the package `nvidia-pytriton`."""
+"""Environment variable with the path of a `tritonserver`, or of a Python interpreter that has the package `nvidia-pytriton`."""
 
 _USUAL = Path("/opt/tritonserver/bin/tritonserver")
 _ASK = """
@@ -40,13 +39,13 @@ print(json.dumps({"root": root and str(root), "libraries": sysconfig.get_config_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """A Triton that can be started.
+    """A Triton installation that can be started.
 
     Attributes:
-        binary: `tritonserver`.
-        backends: The folder of its backends.
-        stub: What runs Python models, where the server does not bring the one for this Python.
-        environment: Variables that it needs.
+        binary: Path of `tritonserver`.
+        backends: Folder of the server's backends.
+        stub: Program that runs Python models, if the server does not include one for this Python version.
+        environment: Environment variables that the server needs.
     """
 
     binary: Path
@@ -55,42 +54,31 @@ class Installation:
     environment: Mapping[str, str]
 
     def has(self, backend: str) -> bool:
-        """Whether it can run models of that backend."""
+        """Return whether the server can run models of a backend."""
         return backend == "ensemble" or (self.backends / backend).is_dir()
 
 
-def find_server(named: str | os.PathLike[str] | None = None) -> Installation | None:
-    """The Triton that was named, that the environment variable `ACCEL_TRITONSERVER` names, that is on the path or in its usual
-    place, or in the package `nvidia-pytriton` of this Python; `None` where there is none.
+def find_server() -> Installation | None:
+    """Return the Triton installation to use, or `None`.
+
+    The candidates are the path in `ACCEL_TRITONSERVER`, a `tritonserver` in the usual places, and the server in the package
+    `nvidia-pytriton` of this Python.
 
     Raises:
-        ConfigError: What was named is not there.
+        ConfigError: The path in `ACCEL_TRITONSERVER` is not a Triton installation.
     """
-    given = named or os.environ.get(VARIABLE)
-    if given is not None:
-        path = Path(given).expanduser()
-        if not path.is_file():
-            raise ConfigError(
-                f"There is no file {path}.", fix="name a tritonserver, or a Python that has nvidia-pytriton."
-            )
-        chosen = _of_binary(path) if path.name == "tritonserver" else _of_python(path)
-        if chosen is None:
-            raise ConfigError(f"{path} has no package nvidia-pytriton.", fix=f"{path} -m pip install nvidia-pytriton")
-        return chosen
-    on_path = shutil.which("tritonserver")
-    for usual in (Path(on_path) if on_path else _USUAL, _USUAL):
-        if usual.is_file():
-            return _of_binary(usual)
-    return _of_python(Path(sys.executable))
-
-
-def _of_binary(path: Path) -> Installation:
-    path = path.resolve()
-    return Installation(binary=path, backends=path.parents[1] / "backends", environment={})
+    named = os.environ.get(VARIABLE)
+    path = Path(named or shutil.which("tritonserver") or _USUAL)
+    if path.name == "tritonserver" and path.is_file():
+        return Installation(binary=path, backends=path.resolve().parents[1] / "backends", environment={})
+    installation = _of_python(path if named else Path(sys.executable))
+    if named and installation is None:
+        raise ConfigError(f"{path} is no tritonserver and no Python with nvidia-pytriton.", fix=f"set {VARIABLE}.")
+    return installation
 
 
 def _of_python(python: Path) -> Installation | None:
-    """The server inside the package `nvidia-pytriton` of a Python: it has the Python backend alone."""
+    """Return the server in the package `nvidia-pytriton` of a Python interpreter, or `None`. It has only the Python backend."""
     asked = subprocess.run([str(python), "-c", _ASK], capture_output=True, text=True, check=False)
     if asked.returncode != 0:
         return None
@@ -115,33 +103,23 @@ def _of_python(python: Path) -> Installation | None:
 
 
 class TritonServer:
-    """A running server; a context manager that stops it.
+    """A running server; a context manager that stops the server at its end.
 
     Args:
-        repository: A model repository, or several.
-        installation: Which server.
-        timeout_s: How long it may take to be ready, in seconds.
-        arguments: Further arguments of `tritonserver`.
+        repository: A model repository.
+        installation: The Triton installation to start.
 
     Raises:
-        SessionError: It ended, or was not ready in time; with the errors of its log.
+        SessionError: The server ended or was not ready in time; the error contains the errors in its log.
     """
 
-    def __init__(
-        self,
-        repository: Path | Sequence[Path],
-        installation: Installation,
-        *,
-        timeout_s: float = 120.0,
-        arguments: Sequence[str] = (),
-    ) -> None:
-        folders = [repository] if isinstance(repository, Path) else list(repository)
+    def __init__(self, repository: Path, installation: Installation) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="accel-triton-"))
-        self.log = self._folder / "log"
+        self._log = self._folder / "log"
         self.http, self.grpc = _free_port(), _free_port()
         command = [
             str(installation.binary),
-            *(f"--model-repository={folder}" for folder in folders),
+            f"--model-repository={repository}",
             f"--backend-directory={self._backends(installation)}",
             f"--http-port={self.http}",
             f"--grpc-port={self.grpc}",
@@ -149,26 +127,16 @@ class TritonServer:
             "--grpc-address=127.0.0.1",
             "--allow-metrics=false",
             "--exit-on-error=true",
-            *arguments,
         ]
-        self.log.touch()
+        with self._log.open("wb") as stream:
+            # Start a new process group, so that the processes of Python models can be killed with the server, and so that Ctrl-C does
+            # not reach the server directly.
+            self._process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **installation.environment},
+                start_new_session=True,
+            )  # fmt: skip
         try:
-            with self.log.open("wb") as stream:
-                # A process group of its own: the processes of Python models end with it, and Ctrl-C reaches it through us alone.
-                self._process = subprocess.Popen(
-                    command,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **installation.environment},
-                    start_new_session=True,
-                )
-        except OSError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise SessionError(
-                f"{installation.binary} cannot be started: {error}.", fix="check the path, or leave it out."
-            ) from error
-        try:
-            self._wait(timeout_s)
+            self._wait(120.0)
         except BaseException:
             self.close()
             raise
@@ -179,93 +147,41 @@ class TritonServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def url(self) -> str:
-        """Where it answers over HTTP."""
-        return f"http://127.0.0.1:{self.http}"
-
     def close(self) -> None:
-        """Stop it. A second call does nothing."""
+        """Stop the server. A second call has no effect."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
-                if hasattr(os, "killpg"):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                else:
-                    self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
-        """The JSON at a path, such as `v2/models/NAME/infer`, or `None` for an empty answer.
+    def ask(self, path: str) -> Any:
+        """Return the JSON response at a URL path."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/{path}", timeout=60) as answer:
+            return json.load(answer)
 
-        Raises:
-            SessionError: The server refused, and why; or it does not answer.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(f"{self.url}/{path}", data, timeout_s) as answer:
-                content = answer.read()
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")
-            raise SessionError(f"Triton answered {path} with {error.code}: {said}", fix="see the message.") from error
-        except OSError as error:
-            raise SessionError(f"Triton does not answer {path}: {error}.", fix="see its log.") from error
-        return json.loads(content) if content else None
-
-    def infer(
-        self, name: str, inputs: Mapping[str, tuple[str, Any]], parameters: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Outputs by name, as nested lists' flat values with their shapes: `{"SCORE": ([1, 1], [0.9])}`.
-
-        Args:
-            name: The model.
-            inputs: Triton's type and an array for each input.
-            parameters: Of the request.
-        """
-        given = [
-            {"name": key, "datatype": kind, "shape": list(values.shape), "data": values.ravel().tolist()}
-            for key, (kind, values) in inputs.items()
-        ]
-        found = self.ask(f"v2/models/{name}/infer", {"inputs": given, "parameters": dict(parameters or {})})
-        return {one["name"]: (one["shape"], one["data"]) for one in found["outputs"]}
-
-    def stream(self, name: str, body: Mapping[str, Any], timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """The pieces of an answer, in their order, from Triton's endpoint `generate_stream`.
-
-        Args:
-            name: A decoupled model.
-            body: Inputs by name, and `parameters`.
-            timeout_s: How long a piece may take, in seconds.
-
-        Raises:
-            SessionError: The server refused, and why.
-        """
-        path = f"v2/models/{name}/generate_stream"
-        try:
-            with urllib.request.urlopen(f"{self.url}/{path}", json.dumps(body).encode(), timeout_s) as answer:
-                events = [json.loads(line[5:]) for line in answer if line.startswith(b"data:")]
-        except OSError as error:
-            said = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
-            raise SessionError(f"Triton answered {path} with: {said}", fix="see the message.") from error
-        if any("error" in event for event in events):
-            raise SessionError(f"Triton answered {path} with: {events[-1]['error']}", fix="see the message.")
+    def stream(self, name: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of a streamed response from Triton's endpoint `generate_stream`."""
+        url = f"http://127.0.0.1:{self.http}/v2/models/{name}/generate_stream"
+        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
+            events = [json.loads(line[5:]) for line in answer if line.startswith(b"data:")]
+        assert not any("error" in event for event in events), events
         return events
 
     def statistics(self, name: str) -> dict[str, Any]:
-        """What the server counted for a model: `inference_count`, `execution_count`, ..."""
+        """Return the server's counters for a model, such as `inference_count` and `execution_count`."""
         found: dict[str, Any] = self.ask(f"v2/models/{name}/stats")["model_stats"][0]
         return found
 
-    def errors(self) -> list[str]:
-        """Lines of its log that say what failed."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for line in lines if line.startswith("E") or "error:" in line.lower()]
+    def _errors(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join([line for line in lines if line.startswith("E") or "error:" in line.lower()][-12:])
 
     def _backends(self, installation: Installation) -> Path:
-        """The folder of backends, with the right stub for Python models in it."""
+        """Return the folder of backends, with the correct stub program for Python models."""
         if installation.stub is None:
             return installation.backends
         folder = self._folder / "backends"
@@ -277,17 +193,13 @@ class TritonServer:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                said = "\n".join(self.errors()[-12:]) or self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
-                raise SessionError(
-                    f"tritonserver ended with {self._process.returncode}:\n{said}", fix="see the messages of its log."
-                )
+                raise SessionError(f"tritonserver ended with {self._process.returncode}:\n{self._errors()}")
             try:
-                with urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5):
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/v2/health/ready", timeout=5):
                     return
             except OSError:
                 time.sleep(0.2)
-        said = "\n".join(self.errors()[-12:])
-        raise SessionError(f"tritonserver was not ready after {timeout_s:.0f} s.\n{said}", fix="allow it more time.")
+        raise SessionError(f"tritonserver was not ready after {timeout_s:.0f} s.\n{self._errors()}")
 
 
 def _free_port() -> int:
@@ -297,15 +209,15 @@ def _free_port() -> int:
 
 
 def shadow(repository: Path, out: Path, *, threads: int = 1) -> list[str]:
-    """Write the shadow of a repository into the folder `out`, which must not exist.
+    """Write the shadow of a model repository: a copy in which Python runs the ONNX graphs.
 
     Args:
         repository: A model repository.
-        out: Where its shadow goes.
-        threads: Of each graph.
+        out: Folder for the shadow; must not exist.
+        threads: Number of threads for each graph.
 
     Returns:
-        The models whose graphs cannot be run by Python; they are left out.
+        Names of the models whose graphs Python cannot run; they are omitted.
     """
     left_out = []
     shutil.copytree(repository, out)
@@ -322,7 +234,7 @@ def shadow(repository: Path, out: Path, *, threads: int = 1) -> list[str]:
         config.backend, config.platform = "python", ""
         for field in ("optimization", "parameters", "default_model_filename", "instance_group"):
             config.ClearField(field)
-        config.instance_group.add(count=1, kind=kind("KIND_CPU"))
+        config.instance_group.add(count=1, kind="KIND_CPU")
         write(config, path.parent)
         for version in (one for one in path.parent.iterdir() if one.is_dir() and one.name.isdigit()):
             shutil.copyfile(SERVED / "graph.py", version / "model.py")

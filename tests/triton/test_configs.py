@@ -1,4 +1,4 @@
-"""Configurations are what they were: a golden file for each backend and each task, read by Triton's own message."""
+"""Test that model configurations equal the golden files: one for each task, and one for each backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel.deploying.triton.repository import SERVED
 
 GOLDEN = Path(__file__).parent / "golden"
 TASKS = [*LABELS, "zero-shot-classification"]
-# What an artifact is, and how it is deployed.
+# backend and device: (arguments of the artifact, deployment settings)
 BACKENDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "onnxruntime-cpu": ({}, {"threads": 4}),
     "onnxruntime-cuda": ({"dtype": "float16"}, {"device": "cuda", "instances": 2}),
@@ -47,10 +47,15 @@ def artifact_for(folder: Path, task: str, **changes: Any) -> Path:
     return make_artifact(folder, made, **changes).path
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_configurations_are_the_golden_ones(tmp_path: Path, backend: str, task: str) -> None:
-    """`ACCEL_GOLDEN=write` writes them anew; read the difference before it is committed."""
+@pytest.mark.parametrize(
+    ("backend", "task"),
+    [
+        *(("onnxruntime-cpu", task) for task in TASKS),
+        *((one, TASKS[0]) for one in BACKENDS if one != "onnxruntime-cpu"),
+    ],
+)
+def test_configurations_equal_the_golden_files(tmp_path: Path, backend: str, task: str) -> None:
+    """Test the front model of each task and the graph's model of each backend. `ACCEL_GOLDEN=write` updates the golden files."""
     changes, settings = BACKENDS[backend]
     made = deploy(artifact_for(tmp_path / "artifact", task, **changes), tmp_path / "out", task=task, **settings)
     found = {name: (made.path / name / CONFIG).read_text(encoding="utf-8") for name in made.models}
@@ -63,7 +68,7 @@ def test_configurations_are_the_golden_ones(tmp_path: Path, backend: str, task: 
 
 
 @pytest.mark.parametrize("layout", ["text", "ensemble", "graph"])
-def test_what_is_written_is_found_to_be_right(tmp_path: Path, layout: str) -> None:
+def test_written_repositories_have_no_findings(tmp_path: Path, layout: str) -> None:
     artifact = make_artifact(tmp_path / "artifact").path
     made = deploy(artifact, tmp_path / "out", layout=layout, buckets=(16, 32) if layout != "graph" else ())
     assert check(made.path) == ()
@@ -99,7 +104,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[AccelError]]]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_with_a_remedy(tmp_path: Path, case: str) -> None:
+def test_invalid_deployments_are_refused(tmp_path: Path, case: str) -> None:
     task, changes, settings, error = REFUSED[case]
     with pytest.raises(error) as caught:
         deploy(make_artifact(tmp_path / "artifact", task, **changes).path, tmp_path / "out", **settings)
@@ -115,7 +120,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(tmp_path: Path, case: str) ->
         ("tokenizer_config.json", {"split_special_tokens": True}, "split_special_tokens"),
     ],
 )
-def test_what_triton_would_read_differently_is_refused(
+def test_files_that_triton_reads_differently_are_refused(
     tmp_path: Path, file: str, change: dict[str, Any], words: str
 ) -> None:
     folder = make_artifact(tmp_path / "artifact").path
@@ -127,15 +132,13 @@ def test_what_triton_would_read_differently_is_refused(
     assert caught.value.fix
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path / "artifact").path
     with pytest.raises(OutputFolderError):
         deploy(artifact, artifact)
 
 
-def test_a_queue_policy_is_written_only_when_asked_for_and_warned_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queue_policy_is_optional_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr(repository.logger, "warning", warned.append)
     artifact = make_artifact(tmp_path / "artifact").path
@@ -148,8 +151,8 @@ def test_a_queue_policy_is_written_only_when_asked_for_and_warned_about(
 
 
 @pytest.mark.parametrize("path", sorted(SERVED.glob("*.py")), ids=lambda path: path.name)
-def test_what_is_copied_needs_little(path: Path) -> None:
-    """Python 3.10, and of libraries those that the guide's container has."""
+def test_copied_modules_import_little(path: Path) -> None:
+    """Test that the modules that run inside Triton support Python 3.10 and import only libraries of the guide's container."""
     tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
     absolute = {
         name.split(".")[0]

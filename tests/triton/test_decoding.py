@@ -1,4 +1,4 @@
-"""The loop that generates text inside Triton makes the local pipeline's tokens, whoever else is in the batch."""
+"""Test that the generation loop inside Triton returns the same tokens as the local pipeline, with any other rows in the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel.deploying.triton import deploy
 from accel.deploying.triton.served.text_decoder import TextDecoder
 from accel.deploying.triton.served.tokens import NotFinite, Refused
 
-from .families import FAMILIES, LONG, SHORT, byte_tokenizer, save_family
+from .families import FAMILIES, LONG, SHORT, save_family
 from .families import PROMPTS as BYTE_PROMPTS
 
 QUICK = ("bloom",)
@@ -34,7 +34,7 @@ PROMPTS = ["the card", "where is my new bank account in paris", "pay", "i can no
 
 
 class Text:
-    """What one request got."""
+    """The result of one request: pieces of text, and errors."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -46,7 +46,7 @@ class Text:
 
 
 def decoder_of(artifact: Artifact, folder: Path) -> TextDecoder:
-    """A decoder as a repository has it."""
+    """Deploy an artifact and return the `TextDecoder` of its repository."""
     made = deploy(artifact.path, folder / "out", name="decoder")
     version = made.path / "decoder" / "1"
     settings = read_json(version / "settings.json")
@@ -63,13 +63,13 @@ def decoder_of(artifact: Artifact, folder: Path) -> TextDecoder:
 def decoders(
     generator: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., TextDecoder]:
-    """Decoders of families by name."""
+    """Return a function that creates the decoder of a model family."""
     return lambda family="llama": decoder_of(generator(family), tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture(scope="session")
 def exported(shared: Callable[..., Path]) -> Callable[[str], Artifact]:
-    """Exported decoders of `FAMILIES`, made when first asked for."""
+    """Return a function that exports a decoder of `FAMILIES`; the exports are created at the first use."""
 
     def get(family: str) -> Artifact:
         name = f"decoder-{family}"
@@ -85,7 +85,7 @@ def decoder(decoders: Callable[..., TextDecoder]) -> TextDecoder:
 
 
 def start(decoder: TextDecoder, prompt: str, cancelled: Callable[[], bool] = lambda: False, **options: Any) -> Text:
-    """A request joins the batch."""
+    """Add a request to the running batch and return its result object."""
     found = Text()
     row = decoder.read(prompt, options, send=found.pieces.append, done=found.ended.append, cancelled=cancelled)
     decoder.add(row)
@@ -103,9 +103,7 @@ def wanted(artifact: Artifact, prompt: str, new: int) -> str:
     return str(made[0]["generated_text"])
 
 
-def test_a_row_whose_logits_hold_nan_ends_with_an_error_and_the_others_go_on(
-    decoder: TextDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_ends_only_its_row(decoder: TextDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     good = start(decoder, "pay", max_new_tokens=4)
     run = decoder._run
 
@@ -133,9 +131,7 @@ def check_family(decoder: TextDecoder, artifact: Artifact, prompts: Sequence[str
         assert text.text == wanted(artifact, prompt, 6 + i)
 
 
-def test_rows_that_join_and_leave_get_what_they_get_alone(
-    decoder: TextDecoder, generator: Callable[..., Artifact]
-) -> None:
+def test_answers_of_joining_rows_equal_single_answers(decoder: TextDecoder, generator: Callable[..., Artifact]) -> None:
     check_family(decoder, generator("llama"))
 
 
@@ -163,7 +159,7 @@ def test_decoders_with_tokenizers_of_bytes(exported: Callable[[str], Artifact], 
 @pytest.mark.parametrize("scheme", ["weight-int4", "weight-int8", "dynamic-int8"])
 @pytest.mark.parametrize("family", ["bloom", "gpt-neo", "qwen 2"])
 def test_quantized_decoders(exported: Callable[[str], Artifact], tmp_path: Path, family: str, scheme: str) -> None:
-    """With dynamic-int8 a row is scaled with those beside it: it is compared alone."""
+    """Test quantized decoders. With dynamic-int8, each prompt runs alone, because rows of a batch share quantization scales."""
     quantized = accel.quantize(exported(family), tmp_path / "quantized", scheme=scheme)
     decoder = decoder_of(quantized, tmp_path)
     for prompts in [[one] for one in BYTE_PROMPTS] if scheme == "dynamic-int8" else [BYTE_PROMPTS]:
@@ -171,7 +167,7 @@ def test_quantized_decoders(exported: Callable[[str], Artifact], tmp_path: Path,
 
 
 @pytest.mark.thorough
-def test_texts_end_where_long_rope_would_change_their_neighbours(
+def test_texts_end_before_long_rope_changes_its_angles(
     exported: Callable[[str], Artifact], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     artifact = exported(LONG)
@@ -188,7 +184,7 @@ def test_texts_end_where_long_rope_would_change_their_neighbours(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["mamba", "t5"])
-def test_decoders_that_keep_something_else_are_refused(
+def test_decoders_with_other_states_are_refused(
     generator: Callable[..., Artifact], tmp_path: Path, family: str
 ) -> None:
     with pytest.raises(TaskError) as caught:
@@ -196,7 +192,7 @@ def test_decoders_that_keep_something_else_are_refused(
     assert caught.value.fix
 
 
-def test_drawn_tokens_depend_on_the_seed_alone(decoder: TextDecoder) -> None:
+def test_drawn_tokens_depend_only_on_the_seed(decoder: TextDecoder) -> None:
     options = {"do_sample": True, "temperature": 2.0, "top_k": 20, "top_p": 0.9, "max_new_tokens": 8}
     alone = start(decoder, PROMPTS[0], seed=7, **options)
     finish(decoder)
@@ -208,8 +204,8 @@ def test_drawn_tokens_depend_on_the_seed_alone(decoder: TextDecoder) -> None:
     assert all(one.ended == [None] for one in others)
 
 
-def test_what_is_drawn_without_a_word_is_one_of_the_likeliest_fifty(decoder: TextDecoder) -> None:
-    """As in transformers' `generate`."""
+def test_the_default_top_k_is_transformers(decoder: TextDecoder) -> None:
+    """Test that the default `top_k` equals the default of `generate` in transformers."""
     row = decoder.read(PROMPTS[0], {"do_sample": True}, send=lambda _: None, done=lambda _: None)
     assert row.options["top_k"] == transformers.GenerationConfig._get_default_generation_params()["top_k"]
 
@@ -225,7 +221,7 @@ def test_a_stop_text_ends_the_answer_before_it(decoder: TextDecoder) -> None:
     assert cut.ended == [None]
 
 
-def test_who_has_gone_is_asked_once_and_leaves(decoder: TextDecoder) -> None:
+def test_a_caller_that_has_gone_leaves(decoder: TextDecoder) -> None:
     asked: list[int] = []
     alone = start(decoder, PROMPTS[1], max_new_tokens=6)
     finish(decoder)
@@ -237,7 +233,7 @@ def test_who_has_gone_is_asked_once_and_leaves(decoder: TextDecoder) -> None:
     assert other.text == alone.text
 
 
-def test_a_failure_is_everyones_and_the_next_request_is_answered(decoder: TextDecoder) -> None:
+def test_a_failure_ends_all_rows_but_not_the_loop(decoder: TextDecoder) -> None:
     texts = [start(decoder, prompt) for prompt in PROMPTS[:2]]
     decoder.fail(RuntimeError("no memory"))
     assert [str(one.ended[0]) for one in texts] == ["no memory"] * 2
@@ -251,12 +247,12 @@ def test_a_failure_is_everyones_and_the_next_request_is_answered(decoder: TextDe
     [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2.0}, {"stop": ""}, {"beams": 2}, {"do_sample": 1}],
     ids=str,
 )
-def test_parameters_that_cannot_work_are_refused(decoder: TextDecoder, options: dict[str, Any]) -> None:
+def test_invalid_parameters_are_refused(decoder: TextDecoder, options: dict[str, Any]) -> None:
     with pytest.raises(Refused, match=next(iter(options))):
         start(decoder, PROMPTS[0], **options)
 
 
-def test_padding_that_no_row_needs_any_more_is_dropped(decoder: TextDecoder) -> None:
+def test_unused_padding_is_dropped(decoder: TextDecoder) -> None:
     start(decoder, " ".join(PROMPTS), max_new_tokens=1 + 1)
     start(decoder, PROMPTS[2], max_new_tokens=8)
     width = decoder._mask.shape[1]
@@ -266,47 +262,20 @@ def test_padding_that_no_row_needs_any_more_is_dropped(decoder: TextDecoder) -> 
     finish(decoder)
 
 
-def test_settings_of_the_model_that_the_loop_lacks_are_refused(
-    generator: Callable[..., Artifact], tmp_path: Path
+@pytest.mark.parametrize(
+    ("file", "change", "field"),
+    [
+        ("generation_config.json", {"num_beams": 4}, "num_beams"),
+        ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}, "clean_up_tokenization_spaces"),
+    ],
+)
+def test_unsupported_settings_are_refused(
+    generator: Callable[..., Artifact], tmp_path: Path, file: str, change: dict[str, Any], field: str
 ) -> None:
     folder = tmp_path / "artifact"
     shutil.copytree(generator("llama").path, folder)
-    (folder / "generation_config.json").write_text('{"num_beams": 4, "eos_token_id": 3}')
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     Artifact.accept_files(folder)
-    with pytest.raises(ConfigError, match="num_beams"):
+    with pytest.raises(ConfigError, match=field):
         deploy(folder, tmp_path / "out")
-
-
-def test_a_tokenizer_that_changes_what_was_sent_is_refused(generator: Callable[..., Artifact], tmp_path: Path) -> None:
-    folder = tmp_path / "artifact"
-    shutil.copytree(generator("llama").path, folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "clean_up_tokenization_spaces": True}))
-    Artifact.accept_files(folder)
-    with pytest.raises(ConfigError, match="clean_up_tokenization_spaces"):
-        deploy(folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        ["<0xC3>", "<0xA9>", "a", "b"],
-        ["<0xC3>", "<0xA9>", "<0xC3>", "a"],
-        ["a", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>"],
-    ],
-    ids=["a character", "bytes that are none", "at the end"],
-)
-def test_bytes_are_sent_when_it_is_known_what_they_say(tokens: list[str]) -> None:
-    """All bytes of a run that is not UTF-8 become marks, also those that were a character before the last one came."""
-    tokenizer = Tokenizer.from_str(byte_tokenizer(True))
-    ids = [tokenizer.token_to_id(token) for token in tokens]
-    coming = iter(ids)
-
-    def run(feeds: Any) -> dict[str, Any]:
-        return {"logits": np.eye(tokenizer.get_vocab_size(), dtype="float32")[[next(coming)]][None]}
-
-    settings = {"caches": {}, "takes": [], "end": [], "limit": None, "defaults": {"max_new_tokens": len(ids)}}
-    decoder = TextDecoder(run, tokenizer, settings)
-    made = start(decoder, "dog")
-    finish(decoder)
-    assert made.text == tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""The code that runs inside Triton answers as the local pipelines do, however requests are batched."""
+"""Test that the code that runs inside Triton returns the same results as the local pipelines, for any batching of requests."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ TEXTS = [
     "the fee is zzz",
 ]
 ATOL = 1e-5
-"""One graph, run by one runtime: what differs is the order of sums over padding."""
+"""Tolerance for the same graph in the same runtime: only the order of sums over padding differs."""
 
 
 def texts(*values: str) -> np.ndarray[Any, Any]:
-    """A request's texts as Triton hands them over."""
+    """Return texts as the array that Triton passes for one request."""
     return np.array([[value.encode() for value in values]], dtype=object)
 
 
 @dataclass
 class Front:
-    """A front of a repository, its graph run here."""
+    """The front model of a repository; its graph runs in this process."""
 
     folder: Path
     artifact: Path
@@ -74,9 +74,13 @@ class Front:
         return self.batches.answer(given, self.call)
 
 
+Fronts = Callable[..., Front]
+Local = Callable[..., Any]
+
+
 @pytest.fixture(scope="session")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
-    """Fronts by task."""
+    """Return a function that creates the front model of a task."""
     made: dict[Any, Front] = {}
 
     def get(task: str, of: str | None = None, **settings: Any) -> Front:
@@ -87,7 +91,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
             found = deploy(artifact, root / "out", task=task, name="front", **settings)
             made[key] = Front(found.path / "front" / "1", artifact.path)
         made[key].calls.clear()
-        # What earlier tests' calls cost is nobody's business here.
+        # Reset the measured call costs, so that earlier tests have no influence.
         made[key].batches._calls = Calls()
         return made[key]
 
@@ -95,8 +99,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
 
 
 @pytest.fixture(scope="session")
-def local(front: Callable[..., Front]) -> Callable[..., Any]:
-    """The local pipelines over the same artifacts."""
+def local(front: Fronts) -> Callable[..., Any]:
+    """Return a function that creates the local pipeline of the same artifact."""
     made: dict[str, Any] = {}
 
     def get(task: str, of: str | None = None) -> Any:
@@ -107,7 +111,7 @@ def local(front: Callable[..., Front]) -> Callable[..., Any]:
     return get
 
 
-def test_labels_and_scores_are_the_pipelines(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+def test_labels_and_scores_equal_the_pipelines(front: Fronts, local: Local) -> None:
     answers = front("text-classification").ask_all([{"TEXT": [text]} for text in TEXTS])
     for text, answer in zip(TEXTS, answers, strict=True):
         wanted = local("text-classification")(text)[0]
@@ -118,12 +122,12 @@ def test_labels_and_scores_are_the_pipelines(front: Callable[..., Front], local:
         np.testing.assert_allclose(answer["SCORES"][0], [everything[label] for label in labels], atol=ATOL)
 
 
-def test_a_text_without_the_token_that_a_head_reads_is_refused_alone(tmp_path: Path) -> None:
+def test_a_text_without_a_required_token_is_refused_alone(tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path / "artifact", "text-classification")
     tokenizer = transformers.AutoTokenizer.from_pretrained(artifact.path)
     (component,) = artifact.components
     ids, *others = component.inputs
-    # No other text holds it.
+    # Require a token that only one of the texts contains.
     ids = replace(ids, required=tokenizer.convert_tokens_to_ids("card"))
     component = replace(component, inputs=(ids, *others))
     artifact = Artifact(artifact.path, replace(artifact.manifest, components=(component,)))
@@ -136,7 +140,7 @@ def test_a_text_without_the_token_that_a_head_reads_is_refused_alone(tmp_path: P
 
 
 @pytest.mark.parametrize("function", ["none", "sigmoid", "softmax"])
-def test_pairs_and_functions(front: Callable[..., Front], local: Callable[..., Any], function: str) -> None:
+def test_pairs_and_functions(front: Fronts, local: Local, function: str) -> None:
     answer = front("text-classification").ask({"TEXT": [TEXTS[0]], "TEXT_PAIR": [TEXTS[1]]}, function_to_apply=function)
     wanted = local("text-classification")({"text": TEXTS[0], "text_pair": TEXTS[1]}, function_to_apply=function)
     np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
@@ -144,7 +148,7 @@ def test_pairs_and_functions(front: Callable[..., Front], local: Callable[..., A
 
 @pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
-def test_entities_are_the_pipelines(front: Callable[..., Front], local: Callable[..., Any], strategy: str) -> None:
+def test_entities_equal_the_pipelines(front: Fronts, local: Local, strategy: str) -> None:
     answers = front("token-classification").ask_all([{"TEXT": [text]} for text in TEXTS], aggregation_strategy=strategy)
     for text, answer in zip(TEXTS, answers, strict=True):
         wanted = local("token-classification")(text, aggregation_strategy=strategy)
@@ -152,7 +156,7 @@ def test_entities_are_the_pipelines(front: Callable[..., Front], local: Callable
 
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
-def test_long_texts_are_tagged_in_windows(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+def test_long_texts_are_tagged_in_windows(front: Fronts, local: Local) -> None:
     long = " ".join(TEXTS * 3)
     answer = front("token-classification").ask({"TEXT": [long]}, aggregation_strategy="first", stride=8)
     wanted = local("token-classification")(long, aggregation_strategy="first", stride=8)
@@ -168,9 +172,7 @@ def same_entities(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"max_seq_len": 24, "doc_stride": 4}, {"max_answer_len": 2}])
-def test_answers_are_the_pipelines(
-    front: Callable[..., Front], local: Callable[..., Any], options: dict[str, Any]
-) -> None:
+def test_answers_equal_the_pipelines(front: Fronts, local: Local, options: dict[str, Any]) -> None:
     context = " ".join(TEXTS * 2)
     answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": [context]}, **options)
     wanted = local("question-answering")(question="where?", context=context, **options)
@@ -181,7 +183,7 @@ def test_answers_are_the_pipelines(
     np.testing.assert_allclose(answer["SCORE"][0], [one["score"] for one in wanted], atol=ATOL)
 
 
-def test_an_impossible_answer_is_the_pipelines(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+def test_an_impossible_answer_equals_the_pipelines(front: Fronts, local: Local) -> None:
     asked = {"handle_impossible_answer": True, "top_k": 50}
     answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": ["pay the fee"]}, **asked)
     wanted = local("question-answering")(question="where?", context="pay the fee", **asked)
@@ -191,7 +193,7 @@ def test_an_impossible_answer_is_the_pipelines(front: Callable[..., Front], loca
 
 @pytest.mark.parametrize("task", ["sentence-similarity", "feature-extraction"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_embeddings_are_the_models(front: Callable[..., Front], task: str, normalize: bool) -> None:
+def test_embeddings_equal_the_models(front: Fronts, task: str, normalize: bool) -> None:
     one = front(task)
     found = np.concatenate([a["EMBEDDING"] for a in one.ask_all([{"TEXT": [t]} for t in TEXTS], normalize=normalize)])
     model = accel.ORTModelForFeatureExtraction.from_pretrained(one.artifact)
@@ -200,8 +202,8 @@ def test_embeddings_are_the_models(front: Callable[..., Front], task: str, norma
 
 @pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("labels", [["bank", "phone", "fee"], ["bank"]])
-def test_labels_of_a_request_are_the_pipelines(
-    front: Callable[..., Front], local: Callable[..., Any], labels: list[str], multi_label: bool
+def test_candidate_labels_equal_the_pipelines(
+    front: Fronts, local: Local, labels: list[str], multi_label: bool
 ) -> None:
     zero_shot = front("zero-shot-classification", "text-classification")
     answer = zero_shot.ask({"TEXT": [TEXTS[3]], "CANDIDATE_LABELS": labels}, multi_label=multi_label)
@@ -210,7 +212,7 @@ def test_labels_of_a_request_are_the_pipelines(
     np.testing.assert_allclose(answer["SCORES"][0], wanted["scores"], atol=ATOL)
 
 
-def test_documents_are_ranked_as_by_the_model(front: Callable[..., Front]) -> None:
+def test_rankings_equal_the_models(front: Fronts) -> None:
     one = front("text-ranking")
     answer = one.ask({"QUERY": [TEXTS[0]], "DOCUMENTS": TEXTS[1:]})
     model = accel.ORTModelForSequenceClassification.from_pretrained(one.artifact)
@@ -219,13 +221,13 @@ def test_documents_are_ranked_as_by_the_model(front: Callable[..., Front]) -> No
     np.testing.assert_allclose(answer["SCORES"][0][answer["RANKING"][0]], [one["score"] for one in wanted], atol=ATOL)
 
 
-def test_requests_of_a_batch_are_one_call(front: Callable[..., Front]) -> None:
+def test_requests_of_a_batch_are_one_call(front: Fronts) -> None:
     one = front("text-classification")
     one.ask_all([{"TEXT": [text]} for text in TEXTS])
     assert [shape[0] for shape in one.calls] == [len(TEXTS)]
 
 
-def test_rows_above_the_largest_batch_are_several_calls_of_like_lengths(front: Callable[..., Front]) -> None:
+def test_large_batches_are_divided_by_length(front: Fronts) -> None:
     one, whole = front("text-classification", max_batch_size=2), front("text-classification")
     requests = [{"TEXT": [text]} for text in TEXTS]
     wanted = whole.ask_all(requests)
@@ -237,7 +239,7 @@ def test_rows_above_the_largest_batch_are_several_calls_of_like_lengths(front: C
 
 
 def taught(call_s: float, token_s: float, count: int = 40) -> Calls:
-    """What a call and a token cost, learnt from calls of many sizes."""
+    """Return call costs measured from calls of many sizes, with the given cost of a call and of a token in seconds."""
     calls = Calls()
     for tokens in np.random.default_rng(0).integers(8, 600, size=count).tolist():
         calls.note(tokens, call_s + tokens * token_s)
@@ -259,12 +261,12 @@ LENGTHS = [4, 5, 5, 6, 40, 42, 90]
     ],
     ids=["nothing known", "too little known", "an accelerator", "dear calls", "dear tokens", "in between"],
 )
-def test_rows_are_divided_as_far_as_that_pays(calls: Calls, parts: list[tuple[int, int]]) -> None:
+def test_rows_are_divided_by_costs(calls: Calls, parts: list[tuple[int, int]]) -> None:
     assert calls.divide(LENGTHS, 32) == parts
 
 
-def test_no_division_is_cheaper() -> None:
-    """Against every way to divide six rows."""
+def test_the_division_is_the_cheapest() -> None:
+    """Test the cost against every possible division of six rows."""
     lengths, call, most = [3, 4, 9, 11, 30, 31], 12.0, 3
     calls = taught(call * 1e-3, 1e-3)
 
@@ -280,7 +282,7 @@ def test_no_division_is_cheaper() -> None:
     assert cost(calls.divide(lengths, most)) == pytest.approx(min(every))
 
 
-def test_divided_rows_keep_their_answers(front: Callable[..., Front]) -> None:
+def test_divided_rows_have_equal_answers(front: Fronts) -> None:
     one = front("text-classification")
     requests = [{"TEXT": [text]} for text in TEXTS]
     whole = one.ask_all(requests)
@@ -292,7 +294,7 @@ def test_divided_rows_keep_their_answers(front: Callable[..., Front]) -> None:
         np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
 
 
-def test_batches_are_padded_to_buckets(front: Callable[..., Front]) -> None:
+def test_batches_are_padded_to_buckets(front: Fronts) -> None:
     one = front("text-classification", buckets=(16, 40))
     found = one.ask_all([{"TEXT": [text]} for text in TEXTS])
     assert {shape[1] for shape in one.calls} <= {16, 40}
@@ -301,7 +303,7 @@ def test_batches_are_padded_to_buckets(front: Callable[..., Front]) -> None:
     )
 
 
-def test_left_padding_changes_no_answer(front: Callable[..., Front], tmp_path: Path) -> None:
+def test_left_padding_changes_no_answer(front: Fronts, tmp_path: Path) -> None:
     plain = front("token-classification")
     left = Front(plain.folder, plain.artifact)
     left.batches.tokens._left = True
@@ -312,7 +314,7 @@ def test_left_padding_changes_no_answer(front: Callable[..., Front], tmp_path: P
         ]
 
 
-def test_one_request_that_cannot_be_answered_leaves_the_others_alone(front: Callable[..., Front]) -> None:
+def test_a_refused_request_leaves_the_others_answered(front: Fronts) -> None:
     one = front("text-classification")
     wanted = one.ask({"TEXT": [TEXTS[0]]})
     found = one.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": ["pay " * 100]}])
@@ -323,10 +325,8 @@ def test_one_request_that_cannot_be_answered_leaves_the_others_alone(front: Call
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("task", ["text-classification", "token-classification", "feature-extraction"])
-def test_nan_is_answered_to_no_one_and_leaves_the_others_alone(
-    front: Callable[..., Front], task: str, spread: bool
-) -> None:
-    """`spread`: as in dynamic int8, whose scales are computed from all rows."""
+def test_nan_leaves_the_other_requests_answered(front: Fronts, task: str, spread: bool) -> None:
+    """Test NaN in one row. With `spread`, all rows of the batch become NaN, as with dynamic int8 quantization."""
     served = front(task)
     first = int(served.batches.tokens.encode(TEXTS[1], cut="longest_first")[0].ids[1])
 
@@ -348,7 +348,7 @@ def test_nan_is_answered_to_no_one_and_leaves_the_others_alone(
                 np.testing.assert_allclose(values, expected[i][name], atol=ATOL)
 
 
-def test_infinity_in_an_answer_is_an_error(front: Callable[..., Front]) -> None:
+def test_infinity_in_an_answer_is_an_error(front: Fronts) -> None:
     served = front("feature-extraction")
 
     def call(feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def test_infinity_in_an_answer_is_an_error(front: Callable[..., Front]) -> None:
     assert isinstance(answer, NotFinite)
 
 
-def test_a_long_text_is_cut_when_that_is_asked_for(front: Callable[..., Front], local: Callable[..., Any]) -> None:
+def test_a_long_text_can_be_cut(front: Fronts, local: Local) -> None:
     answer = front("text-classification").ask({"TEXT": ["pay " * 100]}, truncation=True)
     wanted = local("text-classification")("pay " * 100, truncation=True)[0]
     np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
@@ -383,20 +383,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_answered_says_why(front: Callable[..., Front], case: str) -> None:
+def test_refused_requests_name_the_reason(front: Fronts, case: str) -> None:
     task, inputs, options, words = REFUSED[case]
     of = {"zero-shot-classification": "text-classification"}.get(task)
     with pytest.raises(Refused, match=words):
         front(task, of).ask(inputs, **options)
 
 
-def test_bytes_that_are_no_text_are_refused(front: Callable[..., Front]) -> None:
+def test_bytes_that_are_not_utf_8_are_refused(front: Fronts) -> None:
     one = front("text-classification")
     (answer,) = one.batches.answer([Request({"TEXT": np.array([[b"\xff\xfe"]], dtype=object)}, {})], one.call)
     assert isinstance(answer, Refused)
 
 
-# What Triton hands to a model in Python, as far as the models here use it.
+# Replacements for the classes that Triton passes to Python models, reduced to the parts that the models use.
 
 
 @dataclass
@@ -428,7 +428,7 @@ class Asked:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A stand-in for the module that only exists inside Triton."""
+    """Replace the module `triton_python_backend_utils`, which exists only inside Triton."""
     module: Any = ModuleType("triton_python_backend_utils")
 
     def find(holder: Any, name: str) -> Tensor | None:
@@ -448,13 +448,13 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of `served`, as if it stood in a version's folder."""
+    """Return the Triton model of a module in `served`, with the given folder as the folder of its version."""
     module = importlib.import_module(f"accel.deploying.triton.served.{name}")
     monkeypatch.setattr(module, "__file__", str(folder / "model.py"))
     return module.TritonPythonModel()
 
 
-def test_the_front_answers_triton(front: Callable[..., Front], backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_front_answers_triton(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = front("text-classification")
 
     class InferenceRequest:
@@ -474,13 +474,11 @@ def test_the_front_answers_triton(front: Callable[..., Front], backend: Any, mon
     assert responses[1].error.args[1] == 3
 
 
-def test_the_steps_of_an_ensemble_answer_as_the_front(
-    front: Callable[..., Front], backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ensembles_answer_as_the_front(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = front("token-classification")
-    tokenizer, last = (model(name, here.folder, monkeypatch) for name in ("tokenizer_step", "answer_step"))
-    for one in (tokenizer, last):
-        one.initialize({})
+    tokenizer, last = (model("ensemble_step", here.folder, monkeypatch) for _ in range(2))
+    for step, names in ((tokenizer, ["TEXT"]), (last, ["TEXT", "logits"])):
+        step.initialize({"model_config": json.dumps({"input": [{"name": name} for name in names]})})
     text = Tensor("TEXT", texts(TEXTS[0]))
     (ids,) = tokenizer.execute([Asked([text])])
     found = here.call({one.name: one.values for one in ids.tensors})
@@ -488,7 +486,7 @@ def test_the_steps_of_an_ensemble_answer_as_the_front(
     assert answer.tensors[0].values.tolist() == here.ask({"TEXT": [TEXTS[0]]})["ENTITIES"].tolist()
 
 
-def test_the_graph_in_python_splits_what_triton_merged(
+def test_the_graph_in_python_splits_merged_requests(
     tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = make_artifact(tmp_path / "artifact")

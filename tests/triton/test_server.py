@@ -1,7 +1,7 @@
-"""A real Triton loads what is written, answers as the local pipelines do, and batches.
+"""Test that a real Triton server loads the repositories, returns the same results as the local pipelines, and batches requests.
 
-Needs a server: `make test-triton` makes an environment with the one inside the package nvidia-pytriton, whose Python backend runs the
-shadow of each repository.
+The tests need a server. `make test-triton` creates an environment with the server of the package nvidia-pytriton, whose Python backend
+runs the shadow of each repository.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ grpc_client = pytest.importorskip("tritonclient.grpc", reason="the extra triton 
 http_client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 
 ATOL = 1e-4
-"""What the issue asks for; the server's ONNX Runtime may be of another version."""
+"""Tolerance against the local pipelines; the server's ONNX Runtime may have a different version."""
 TEXTS = [
     "Where is my new card?",
     "wolfgang is not here",
     "pay",
     "How can I transfer cash from my account to the bank in Paris, please?",
     "the fee is zzz",
+    "paga 😀 カード ö",
 ]
 ENCODERS = ("text-classification", "token-classification", "question-answering", "sentence-similarity")
 
@@ -58,7 +59,7 @@ def installation() -> Installation:
 def artifacts(
     installation: Installation, tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Tiny models by task, exported as a user does."""
+    """Return tiny artifacts by task, exported as a user would export them."""
     root = tmp_path_factory.mktemp("artifacts")
     save_tiny(root / "ranker", "bert", "text-ranking", num_labels=1)
     ranker = accel.export(root / "ranker", root / "ranker-onnx", task="text-ranking")
@@ -71,7 +72,7 @@ def artifacts(
 def repository(
     artifacts: dict[str, Path], generator: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Every task in one repository, and its shadow beside it."""
+    """Deploy every task into one repository, and write its shadow next to it."""
     root = tmp_path_factory.mktemp("triton")
     whole = root / "repository"
     deployed = [
@@ -101,7 +102,7 @@ def server(repository: Path, installation: Installation) -> Iterator[TritonServe
 
 @pytest.fixture(scope="session", params=["http", "grpc"])
 def ask(request: pytest.FixtureRequest, server: TritonServer) -> Iterator[Callable[..., dict[str, Any]]]:
-    """A request by Triton's own client."""
+    """Yield a function that sends a request with Triton's own client."""
     module = http_client if request.param == "http" else grpc_client
     port = server.http if request.param == "http" else server.grpc
     client = module.InferenceServerClient(f"127.0.0.1:{port}")
@@ -127,7 +128,7 @@ def ask(request: pytest.FixtureRequest, server: TritonServer) -> Iterator[Callab
 
 @pytest.fixture(scope="session")
 def local(artifacts: dict[str, Path]) -> Callable[[str], Any]:
-    """The local pipelines over the same artifacts."""
+    """Return a function that creates the local pipeline of a task from the same artifact."""
     return functools.cache(lambda task: accel.pipeline(task, str(artifacts[task])))
 
 
@@ -179,18 +180,12 @@ def test_ranking(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None:
     np.testing.assert_allclose(answer["SCORES"][answer["RANKING"]], [one["score"] for one in wanted], atol=ATOL)
 
 
-def test_a_text_that_is_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:
+def test_a_text_that_is_too_long_is_refused(ask: Callable[..., Any]) -> None:
     with pytest.raises(Exception, match="202 tokens and the model reads 94"):
         ask("text_classification", {"TEXT": ["pay " * 200]})
 
 
-def test_texts_of_any_script_are_answered(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
-    text = "paga 😀 カード ö"
-    wanted = local("text-classification")(text)[0]["score"]
-    np.testing.assert_allclose(ask("text_classification", {"TEXT": [text]})["SCORE"], [wanted], atol=ATOL)
-
-
-def test_the_example_asks_for_rows_of_one_request(server: TritonServer, local: Callable[[str], Any]) -> None:
+def test_the_example_sends_several_rows(server: TritonServer, local: Callable[[str], Any]) -> None:
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "triton_client" / "client.py"))
     found = example["classify"](f"127.0.0.1:{server.http}", "text_classification", TEXTS)
     wanted = [local("text-classification")(text)[0] for text in TEXTS]
@@ -199,7 +194,7 @@ def test_the_example_asks_for_rows_of_one_request(server: TritonServer, local: C
 
 
 def test_requests_with_several_sizes_share_a_batch(server: TritonServer) -> None:
-    """What a request brings many of, labels and documents, may be of any number beside others."""
+    """Test that requests with different numbers of labels or documents share a batch."""
     calls = [("text_ranking", {"QUERY": ["card"], "DOCUMENTS": TEXTS[: 1 + i % 5]}, {}) for i in range(32)]
     before = server.statistics("text_ranking")
     callers(server, calls, 16)
@@ -211,7 +206,7 @@ def test_requests_with_several_sizes_share_a_batch(server: TritonServer) -> None
 def callers(
     server: TritonServer, calls: Sequence[tuple[str, dict[str, list[str]], dict[str, Any]]], count: int
 ) -> None:
-    """Many clients at once, each with the next call as soon as it has an answer."""
+    """Send requests from many concurrent clients; each client sends the next request when it has a response."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for one in calls:
         waiting.put(one)
@@ -232,7 +227,7 @@ def callers(
                 given.append(tensor)
             try:
                 client.infer(name, given, parameters=options or None)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the test shows it
+            except Exception as error:  # noqa: BLE001  # the test reports any error
                 failed.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(count)]
@@ -248,13 +243,11 @@ def test_sixteen_callers_with_ragged_texts_share_batches(server: TritonServer) -
     callers(server, [("waiting", {"TEXT": [text]}, {}) for text in ragged], 16)
     counted = server.statistics("waiting")
     assert counted["inference_count"] / counted["execution_count"] > 4
-    # One call of the graph for each batch of texts.
+    # The graph's model counts the rows of all requests.
     assert server.statistics("waiting_graph")["inference_count"] >= 320
 
 
-def test_text_is_streamed_as_the_local_pipeline_makes_it(
-    server: TritonServer, generator: Callable[..., Artifact]
-) -> None:
+def test_streamed_text_equals_the_local_pipelines(server: TritonServer, generator: Callable[..., Artifact]) -> None:
     prompts = ["the card", "where is my new bank account in paris", "pay", "i can not transfer cash", "the fee", "a"]
     pipe = accel.pipeline("text-generation", str(generator("llama").path))
     found: dict[str, list[str]] = {}
@@ -296,9 +289,7 @@ def test_pieces_of_text_come_over_grpc(server: TritonServer) -> None:
     assert len(text.split()) >= 5
 
 
-def test_what_the_server_does_not_load_is_said(
-    artifacts: dict[str, Path], installation: Installation, tmp_path: Path
-) -> None:
+def test_errors_of_loading_are_reported(artifacts: dict[str, Path], installation: Installation, tmp_path: Path) -> None:
     made = deploy(artifacts["text-classification"], tmp_path / "out", backend="python")
     code = made.path / made.name / "1" / "model.py"
     code.write_text(code.read_text(encoding="utf-8") + "\nraise RuntimeError('broken on purpose')\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Arguments of wrong types: refused by every public function, in our words, before anything is done."""
+"""Every public function rejects arguments of wrong types with an error of accel before it does anything."""
 
 from __future__ import annotations
 

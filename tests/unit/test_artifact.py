@@ -75,16 +75,12 @@ def test_round_trip(artifact: Artifact) -> None:
 
 
 def test_digest_ignores_how_it_was_measured(artifact: Artifact) -> None:
-    from dataclasses import replace
-
     other = Artifact(artifact.path, replace(artifact.manifest, run=None, steps=()))
     assert other.digest == artifact.digest
     assert Artifact(artifact.path, replace(artifact.manifest, quantization=None)).digest != artifact.digest
 
 
 def test_manifests_without_operator_domains_open_and_keep_their_digest(artifact: Artifact) -> None:
-    from dataclasses import replace
-
     written = json.loads((artifact.path / "accel.json").read_text())
     assert "domains" not in written["components"][0], "what is unknown is not written"
     assert Artifact.load(artifact.path).domains is None
@@ -93,20 +89,6 @@ def test_manifests_without_operator_domains_open_and_keep_their_digest(artifact:
     assert told.digest == artifact.digest
     assert Artifact.load(artifact.path) == told
     assert told.domains == ("", "com.microsoft")
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
-def test_damage_names_the_file(artifact: Artifact, damage: str) -> None:
-    path = artifact.path / "weights.bin"
-    if damage == "missing":
-        path.unlink()
-    elif damage == "truncated":
-        path.write_bytes(b"w")
-    else:
-        path.write_bytes(b"x" * 700)
-    with pytest.raises(IntegrityError, match="weights.bin") as info:
-        Artifact.load(artifact.path)
-    assert "Fix:" in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -120,24 +102,6 @@ def test_a_file_has_one_record_which_is_a_checksum(artifact: Artifact, wrong: di
     records.insert(0, {**records[0], **wrong})
     file.write_text(sealed(values))
     with pytest.raises(SchemaError, match=r"graph\.bin"):
-        Artifact.load(artifact.path)
-
-
-def test_a_large_file_that_was_changed_in_place_is_found_whatever_its_time_says(
-    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
-    weights = artifact.path / "weights.bin"
-    weights.write_bytes(bytes(2 << 20))
-    component = artifact.components[0]
-    component = replace(component, files=record_files(artifact.path, ["graph.bin", "weights.bin"]))
-    Artifact.create(artifact.path, replace(artifact.manifest, components=(component,)))
-    Artifact.load(artifact.path)
-    before = weights.stat()
-    with weights.open("r+b") as file:
-        file.write(b"1")
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(IntegrityError, match=r"weights\.bin"):
         Artifact.load(artifact.path)
 
 
@@ -155,7 +119,9 @@ def test_a_verified_file_is_not_read_again(artifact: Artifact, monkeypatch: pyte
 
 
 def rewritten(artifact: Artifact, values: dict[str, Any]) -> Path:
-    """The folder with another manifest, whose checksum fits: whoever writes a hostile one computes that, too."""
+    """Write another manifest with a valid checksum, and return the folder. An attacker can compute the checksum as
+    well.
+    """
     (artifact.path / "accel.json").write_text(sealed({k: v for k, v in values.items() if k != "sha256"}))
     return artifact.path
 
@@ -174,7 +140,7 @@ def test_manifest_may_not_point_outside(artifact: Artifact, name: str) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_what_is_recorded_has_to_be_a_file(artifact: Artifact, make: Callable[[Path], None]) -> None:
-    """A pipe would be read for ever."""
+    """A recorded pipe is refused, because reading it would never end."""
     made = artifact.path / "more.json"
     make(made)
     values = values_of(artifact)
@@ -185,7 +151,7 @@ def test_what_is_recorded_has_to_be_a_file(artifact: Artifact, make: Callable[[P
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", "", "a b", "x" * 200])
 def test_names_of_components_are_no_paths(artifact: Artifact, name: str) -> None:
-    """Stages name files after them."""
+    """Component names are checked, because stages use them in file names."""
     values = values_of(artifact)
     values["components"][0]["name"] = name
     with pytest.raises(SchemaError, match="no name of a component"):
@@ -238,13 +204,13 @@ def test_every_graph_is_recorded(artifact: Artifact, change: dict[str, object]) 
 
 
 def test_each_file_is_recorded_and_each_change_found(artifact: Artifact) -> None:
-    """Configs and tokenizers as well as graphs, and the manifest itself; each file is named."""
+    """Changes of configs, tokenizers, graphs and the manifest are found, and the error names the file."""
     folder = artifact.path
     for name in ("config.json", "vocab.txt", "1_Pooling/config.json"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text('{"labels": ["no", "yes"]}')
     Artifact.create(folder, artifact.manifest)
-    # Nobody's business: it is not read.
+    # Unrecorded files that no library reads may change.
     (folder / "README.md").write_text("Hello.")
     assert [record.name for record in Artifact.load(folder).manifest.files] == [
         "1_Pooling/config.json", "config.json", "vocab.txt",
@@ -261,6 +227,9 @@ def test_each_file_is_recorded_and_each_change_found(artifact: Artifact) -> None
             path.write_bytes(changed)
             with pytest.raises(ArtifactError, match=re.escape(str(path))):
                 Artifact.load(folder)
+        path.write_bytes(content[:-1])
+        with pytest.raises(ArtifactError, match=re.escape(path.name)):
+            Artifact.load(folder)
         path.unlink()
         with pytest.raises(ArtifactError, match=re.escape(path.name)):
             Artifact.load(folder)
@@ -288,7 +257,7 @@ def test_a_file_that_would_be_read_with_the_tokenizer_is_found(artifact: Artifac
     added = artifact.path / name
     added.parent.mkdir(exist_ok=True)
     added.write_text("{}")
-    # Who has no tokenizer may be given one.
+    # An artifact without a tokenizer may get one.
     assert Artifact.load(artifact.path)
     added.unlink()
     (artifact.path / "tokenizer.json").write_text("{}")
@@ -306,7 +275,7 @@ def _vocabulary_files(tokenizer: str) -> list[str]:
     try:
         return list(getattr(transformers, tokenizer).vocab_files_names.values())
     except (AttributeError, ImportError):
-        # A class behind a library that is not here.
+        # The class needs a library that is not installed.
         return []
 
 
@@ -324,7 +293,7 @@ def test_every_file_that_transformers_reads_by_its_name_is_of_a_kind() -> None:
         if word is not None
         for name in _vocabulary_files(word)
     }
-    # config.json is always recorded; weights, adapters and cards are nothing that is read beside a graph.
+    # config.json is always recorded. Weights, adapters and model cards are not read together with a graph.
     others = {"config.json", "modelcard.json", "adapter_config.json"}
     names = {value for value in constants.values() if not value.endswith((".bin", ".safetensors", ".index.json"))}
     assert {"special_tokens_map.json", "vocab.txt"} <= names | vocabularies
@@ -363,17 +332,6 @@ def test_snapshots_of_the_hub_are_made_of_links(artifact: Artifact, tmp_path: Pa
     (snapshot / "weights.bin").rename(repository / "blobs" / "1f")
     (snapshot / "weights.bin").symlink_to("../../blobs/1f")
     assert Artifact.load(snapshot).manifest == artifact.manifest
-    (repository / "blobs" / "1f").rename(tmp_path / "outside.bin")
-    (snapshot / "weights.bin").unlink()
-    (snapshot / "weights.bin").symlink_to(tmp_path / "outside.bin")
-    with pytest.raises(IntegrityError, match="outside of the folder"):
-        Artifact.load(snapshot)
-
-
-def test_not_json(artifact: Artifact) -> None:
-    (artifact.path / "accel.json").write_text("{")
-    with pytest.raises(IntegrityError, match="accel.json"):
-        Artifact.load(artifact.path)
 
 
 def test_no_artifact(tmp_path: Path) -> None:
@@ -397,7 +355,7 @@ def test_staging_leaves_nothing_on_error(tmp_path: Path) -> None:
 
 
 def test_stale_folders_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
-    """Whoever has the same host name and another process table holds the lock all the same."""
+    """A lock also protects the folder of a process with the same host name in another process namespace."""
     dead, alive = tmp_path / ".accel-staging-ab", tmp_path / ".accel-staging-cd"
     for folder in (dead, alive):
         folder.mkdir()
@@ -455,7 +413,7 @@ def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
         (folder / "file").write_text("x")
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OutputFolderError, match="is full"), staging(tmp_path / "out"):
-        # What `ndarray.tofile` raises, and by then the file is gone and the disk has room again.
+        # The error that `ndarray.tofile` raises. By then the file is removed and the disk has free space again.
         raise OSError("problem writing element 98304 to file")
     with pytest.raises(OutputFolderError, match="are about to be written"), staging(tmp_path / "out", needs=1 << 60):
         pass
@@ -514,17 +472,6 @@ def test_companions_are_small_files_without_weights(tmp_path: Path) -> None:
     assert {path.name for path in target.iterdir()} == {"tokenizer.json", "vocab.txt"}
 
 
-def test_scratch_folders_of_killed_runs_go_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = tmp_path / ".accel-staging-left"
-    left.mkdir()
-    with scratch() as first, scratch() as second:
-        assert {first.parent, second.parent} == {tmp_path}
-        assert first.is_dir()
-        assert not left.exists()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_one_at_a_time_makes_what_a_key_stands_for(tmp_path: Path) -> None:
     lock = tmp_path / "inner" / "a.lock"
     with held(lock) as ours:
@@ -561,7 +508,9 @@ def test_weights_replaced_with_their_size_and_time_are_others(tmp_path: Path, mo
 def test_graphs_that_select_tokens_by_a_mask_over_the_batch_take_rows_with_equal_numbers_of_them(
     artifact: Artifact, settings: dict[str, Any], token: int
 ) -> None:
-    """BART's classifiers as other tools, and earlier versions of this library, exported them."""
+    """BART classifiers exported by other tools and by earlier versions of accel, which mix up rows with different token
+    counts.
+    """
     (artifact.path / "config.json").write_text(json.dumps({"model_type": "bart", **settings}), encoding="utf-8")
     ids = TensorSpec("input_ids", "int64", ("batch", "sequence"))
     outputs = (TensorSpec("logits", "float32", ("batch", 3)),)
@@ -572,7 +521,7 @@ def test_graphs_that_select_tokens_by_a_mask_over_the_batch_take_rows_with_equal
     loaded = with_row_tokens(Artifact.load(Artifact.create(artifact.path, manifest).path))
     ids = loaded.components[0].inputs[0]
     assert (ids.name, ids.required, ids.equal_counts) == ("input_ids", token, True)
-    # Exported by this version: each row is answered by itself.
+    # Exports of this version compute each row independently.
     component = replace(component, inputs=(replace(ids, equal_counts=False),))
     again = with_row_tokens(
         Artifact.load(Artifact.create(artifact.path, replace(manifest, components=(component,))).path)

@@ -1,4 +1,4 @@
-"""Rows from data sets and files, what their columns mean, and batches made of them."""
+"""Calibration rows from data sets and files, the mapping of their columns, and batches of rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 
 from accel.artifact import Artifact
 from accel.config import QuantizeConfig
-from accel.data.batches import Batches, Encoded, calibration_batches, longest
+from accel.data.batches import Batches, calibration_batches, longest
 from accel.data.columns import map_columns
+from accel.data.encoded_rows import Encoded
 from accel.data.labels import label_ids
 from accel.data.rows import is_rows, load_rows, take
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, QuantizeError

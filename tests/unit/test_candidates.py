@@ -1,9 +1,9 @@
-"""Candidates are what the backends declare."""
+"""The candidates of a search are exactly the declared capabilities of the backends."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -20,8 +20,7 @@ from accel.interfaces.specs import (
     SchemeSettings,
 )
 from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
-from accel.tuning.search import in_turns
-from accel.tuning.subject import Tried
+from accel.tuning.tune_proposals import in_turns
 
 VENDOR = BackendSpec(
     name="vendor",
@@ -58,9 +57,7 @@ def test_every_declared_step_is_a_recipe(space: Space) -> None:
     assert [str(c) for c in space.candidates(export, "float32")] == ["vendor: vendor_graph float32"]
 
 
-def test_settings_worth_a_try_for_a_task_are_recipes_of_their_own(
-    space: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_of_a_scheme_are_recipes_for_their_tasks(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Capability(
         stage="quantize", consumes="vendor_graph", produces="vendor_graph", schemes=("weight-4",),
         settings=(SchemeSettings("weight-4", ("block_size",), (OptionTrial("block_size", 128, tasks=(GENERATES,)),)),),
@@ -77,7 +74,7 @@ def test_settings_worth_a_try_for_a_task_are_recipes_of_their_own(
         assert [one.split(" > ")[1] for one in found if "weight-4" in one] == sizes
 
 
-def test_what_is_asked_for_and_exports_nothing_is_exported_for(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_backend_exports_for_a_backend_that_only_runs(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = next(one for one in VENDOR.capabilities if one.stage == "run")
     runner = BackendSpec(
         name="runner", summary="runs alone", extra="runner", impl="nowhere:Nothing", capabilities=(runs,)
@@ -93,7 +90,7 @@ def test_what_is_asked_for_and_exports_nothing_is_exported_for(space: Space, mon
     assert not asked.optimizations(export, "float32")
 
 
-def test_what_is_left_out_has_a_reason(space: Space) -> None:
+def test_skipped_candidates_have_a_reason(space: Space) -> None:
     (export,) = space.exports()
     space.quantizations(export, "float32")
     reasons = {skipped.name: skipped.reason for skipped in space.skipped}
@@ -102,7 +99,7 @@ def test_what_is_left_out_has_a_reason(space: Space) -> None:
     assert "size, not time" in reasons["vendor: vendor_graph float16"]
 
 
-def test_what_is_exported_is_not_converted_too(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_formats_are_not_also_converted(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     converter = BackendSpec(
         name="converter",
         summary="made up",
@@ -138,7 +135,7 @@ def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.Monkey
     assert not any(c.options.buckets for c in without_mask)
 
 
-def test_options_of_a_backend_are_tried_where_they_are_worth_it(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_backend_are_tried_on_their_devices(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = (OptionTrial("quantization", "odd"), OptionTrial("quantization", "float8", ("cuda",)))
     runs = Capability(stage="run", consumes="vendor_graph", trials=trials)
     vendor = replace(VENDOR, capabilities=(VENDOR.capabilities[0], runs), recorded_options=("quantization",))
@@ -174,13 +171,18 @@ def test_buckets_double() -> None:
 
 
 def test_plain_exports_are_screened_last_and_the_backends_in_turns() -> None:
-    def tried(backend: str, setting: str, *, plain: bool = False) -> Tried:
+    def candidate(backend: str, setting: str, *, plain: bool = False) -> Candidate:
         recipe = Recipe(stage="export" if plain else "optimize", backend=backend, format=backend, setting=setting)
-        return Tried(Candidate(recipe=recipe, backend=backend, device="cpu"), cast(Any, None))
+        return Candidate(recipe=recipe, backend=backend, device="cpu")
 
-    offered = [tried("a", "float32", plain=True), tried("b", "float32", plain=True), tried("a", "O1"), tried("a", "O2")]
-    found = [(one.candidate.backend, one.candidate.recipe.setting) for one in in_turns(offered)]
-    assert found == [("a", "O2"), ("b", "float32"), ("a", "O1"), ("a", "float32")]
+    plain = [candidate("a", "float32", plain=True), candidate("b", "float32", plain=True)]
+    ordered = in_turns([*plain, candidate("a", "O1"), candidate("a", "O2")])
+    assert [(c.backend, c.recipe.setting) for c in ordered] == [
+        ("a", "O2"),
+        ("b", "float32"),
+        ("a", "O1"),
+        ("a", "float32"),
+    ]
 
 
 def test_options_that_cannot_matter_are_not_tried(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:

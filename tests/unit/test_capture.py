@@ -1,4 +1,4 @@
-"""What capture reads from a PyTorch model before it traces it."""
+"""Properties that capture reads from a PyTorch model before tracing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from accel.capture.source_loader import load_source
 from accel.capture.tracer import _SimpleSizes, _without_cache
 from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
-from accel.stages.graph_comparison import _without_padding, compare, compare_whole, differences, merged
+from accel.stages.graph_comparison import _without_padding, compare, compare_with_model, differences, merged
 from accel.stages.resolution import resolve
 from accel.testing.sounds import save_sound_model
 
@@ -55,7 +55,7 @@ class Tower(torch.nn.Module):
 
 
 class Reader(torch.nn.Module):
-    """Text with rotary positions, beside a tower of images with four patches."""
+    """A text model with rotary position embeddings and an image tower with four patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,9 @@ class Reader(torch.nn.Module):
 
 
 def test_a_model_is_asked_the_same_at_every_export(tmp_path: Path) -> None:
-    """This one draws where it is loaded, too."""
+    """Sample inputs are the same at every export, and the random state is unchanged. This model draws random numbers
+    while it loads.
+    """
     model = resolve(save_sound_model(tmp_path / "model"), task="ctc")
     asked = []
     for seed in (5, 6):
@@ -86,7 +88,9 @@ def test_positions_of_images_do_not_limit_texts() -> None:
 
 
 def test_the_part_for_texts_is_the_one_that_was_made_of_its_config() -> None:
-    """Towers are called as their authors like, and say nothing of what they read: Ovis2's, Qwen3-VL's, GLM-4V's."""
+    """The text part is found by its config, because image towers have no common names or attributes (Ovis2, Qwen3-VL,
+    GLM-4V).
+    """
     torch.manual_seed(0)
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
     config = transformers.Ovis2Config(
@@ -101,7 +105,9 @@ def test_the_part_for_texts_is_the_one_that_was_made_of_its_config() -> None:
 
 
 def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
-    """TIPSv2's positions, of which its config says nothing at the top, and MiniMax's blocks."""
+    """Length limits also come from precomputed tables: TIPSv2's position embeddings, which its top-level config does
+    not mention, and MiniMax's blocks.
+    """
     model = Reader()
     model.text_model = torch.nn.ModuleDict({"position_embedding": torch.nn.Module()})
     model.text_model.position_embedding.weights = torch.zeros(48, 8)
@@ -111,7 +117,9 @@ def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
 
 
 def test_a_model_s_own_kind_of_table_has_bounds_as_well() -> None:
-    """I-BERT's: OpenVINO reads beyond a table, and ONNX Runtime counts from its end."""
+    """I-BERT's own embedding class gets bounds: for invalid ids OpenVINO reads outside the table, and ONNX Runtime
+    counts from its end.
+    """
     model = transformers.IBertForSequenceClassification(
         transformers.IBertConfig(**{**TINY, "max_position_embeddings": 34})
     )
@@ -123,7 +131,7 @@ def test_a_model_s_own_kind_of_table_has_bounds_as_well() -> None:
 
 
 def test_bigbird_computes_its_own_token_types() -> None:
-    """From the separator, in its head for questions alone."""
+    """BigBird's head for question answering computes token types from the separator; its other heads do not."""
     torch.manual_seed(0)
     config = transformers.BigBirdConfig(**TINY, attention_type="original_full", sep_token_id=7)
     ids = torch.tensor([[5, 6, 7, 8, 9], [8, 7, 6, 5, 7]])
@@ -133,7 +141,7 @@ def test_bigbird_computes_its_own_token_types() -> None:
 
 
 def test_values_that_the_model_made_others_of_are_no_caches() -> None:
-    """DiffLlama pairs heads before it attends."""
+    """DiffLlama pairs attention heads, so the values it attends to are not those in the KV cache."""
     past = torch.zeros(1, 2, 0, 4)
     layer = CacheLayer(past, past, 3, 3, roomy=False)
     key, value = layer.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4))
@@ -183,7 +191,7 @@ def test_a_part_of_a_model_is_refused(task: str, encoder: bool, reads: str, said
 
 
 class Windows(torch.nn.Module):
-    """Pads to whole windows before each of its halvings, as Swin does."""
+    """A model that pads to whole windows before each of three downsampling steps, as Swin does."""
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
@@ -199,17 +207,6 @@ def test_a_trace_of_long_formulas_ends() -> None:
         torch.export.export(Windows(), (pixels,), dynamic_shapes={"pixel_values": {2: height}})
 
 
-def test_short_formulas_do_not_end_a_trace() -> None:
-    class Half(torch.nn.Module):
-        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-            return pixel_values[:, :, ::2] + 1
-
-    shapes = {"pixel_values": {2: torch.export.Dim.DYNAMIC}}
-    with _SimpleSizes("Half"):
-        made = torch.export.export(Half(), (torch.ones(2, 1, 40, 8),), dynamic_shapes=shapes)
-    assert made.module()(torch.ones(2, 1, 20, 8)).shape == (2, 1, 10, 8)
-
-
 def test_answers_at_padding_are_not_compared() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     specs = [TensorSpec("logits", "float32", ("batch", "sequence", 4)), TensorSpec("pooled", "float32", ("batch", 3))]
@@ -221,14 +218,14 @@ def test_answers_at_padding_are_not_compared() -> None:
 
 
 def _answers(**values: torch.Tensor) -> Any:
-    """A session without inputs that answers these."""
+    """Return a session without inputs that always returns these values."""
     words = {torch.int64: "int64", torch.float32: "float32"}
     outputs = tuple(TensorSpec(name, words[value.dtype], tuple(value.shape)) for name, value in values.items())
     return SimpleNamespace(inputs=(), outputs=outputs, run=lambda feeds, state: values)
 
 
 def test_each_output_has_its_own_tolerance() -> None:
-    """An embedding beside logits in hundreds, which a graph in float16 may be 1 off."""
+    """A float16 error of logits in the hundreds is accepted, but the same error of an embedding is not."""
     expected = {"logits": torch.full((1, 4), 100.0), "embedding": torch.full((1, 4), 0.5)}
     case = Case({"batch": 1}, {}, expected)
     near = _answers(logits=expected["logits"] + 0.5, embedding=expected["embedding"])
@@ -243,7 +240,9 @@ def test_each_output_has_its_own_tolerance() -> None:
 
 
 def test_an_image_that_fills_no_whole_patches_is_among_the_cases() -> None:
-    """MobileNet pads by what its strides leave over: a graph that was compared with even sizes alone was wrong for others."""
+    """The cases include odd image sizes. MobileNet's padding depends on the remainder of its strides; a graph compared
+    only with even sizes was wrong for other sizes.
+    """
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
     source = Source(
         model=transformers.ResNetForImageClassification(config).eval(),
@@ -259,7 +258,7 @@ def test_an_image_that_fills_no_whole_patches_is_among_the_cases() -> None:
 
 
 class _MuchOfLittle(torch.nn.Module):
-    """Answers `x` but for what a float32 beside 10,000 loses of it."""
+    """A model that returns `x` with a rounding error, because it adds and subtracts a large number in float32."""
 
     def __init__(self, number: Any = 1e4) -> None:
         super().__init__()
@@ -276,22 +275,28 @@ def test_a_graph_may_be_as_far_off_as_pytorch_is_from_what_is_right() -> None:
     case = Case({"batch": 1}, {"x": x}, model(x))
     own = float((case.expected["logits"] - x).abs().max())
     assert 1e-4 < own < 1e-3
-    found = compare_whole(_answers(logits=case.expected["logits"] + 2 * own), [case], None, "float32", model)
+    found = compare_with_model(
+        {"model": _answers(logits=case.expected["logits"] + 2 * own)}, {"model": [case]}, None, "float32", model
+    )
     assert found["own_rounding"] == pytest.approx(own)
     assert found["tolerance"] == pytest.approx(3 * own)
-    assert OWN_ROUNDING not in compare_whole(_answers(**case.expected), [case], None, "float32", model)
+    assert OWN_ROUNDING not in compare_with_model(
+        {"model": _answers(**case.expected)}, {"model": [case]}, None, "float32", model
+    )
     far = _answers(logits=case.expected["logits"] + 4 * own)
     for atol, dtype in ((None, "float32"), (own, "float32")):
         with pytest.raises(ValidationError, match="'logits'"):
-            compare_whole(far, [case], atol, dtype, model)
+            compare_with_model({"model": far}, {"model": [case]}, atol, dtype, model)
     coarse = _MuchOfLittle(1e6)
     case = Case({"batch": 1}, {"x": x}, coarse(x))
     with pytest.raises(ValidationError, match="accepted is 0.01"):
-        compare_whole(_answers(logits=case.expected["logits"] + 0.02), [case], None, "float32", coarse)
+        compare_with_model(
+            {"model": _answers(logits=case.expected["logits"] + 0.02)}, {"model": [case]}, None, "float32", coarse
+        )
 
 
 def test_numbers_of_what_was_chosen_are_right_or_wrong() -> None:
-    """Which of 2,000 points matches: the next one is another point, not one that is nearly right."""
+    """An index output, such as the matching point among 2,000, has no tolerance: the next index is another point."""
     expected = {"matches": torch.arange(2000)[None]}
     case = Case({"batch": 1}, {}, expected)
     assert compare(_answers(**expected), [case], None, "float16")["max_abs_difference"] == 0
@@ -304,7 +309,9 @@ def test_numbers_of_what_was_chosen_are_right_or_wrong() -> None:
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_without_a_fused_operator(softcap: float | None, with_sinks: bool) -> None:
-    """Gemma 2 caps its scores, and GPT-OSS has a column for a sink: OpenVINO's graphs are traced by this function."""
+    """OpenVINO graphs are traced with this attention function. It supports Gemma 2's capped scores and GPT-OSS's sink
+    column.
+    """
     draw = torch.Generator().manual_seed(0)
     query = torch.randn((2, 4, 5, 8), generator=draw)
     key, value = (torch.randn((2, 2, 5, 8), generator=draw) for _ in range(2))
@@ -351,9 +358,10 @@ divided (float[a, b] x, int64 n) => (int64 half, int64 third)
     ],
 )
 def test_sizes_are_divided_without_a_correction(number: str, expected: Any, operators: list[str]) -> None:
-    """Beside it, ONNX Runtime's CUDA provider read sizes of 0 in graphs of Wav2Vec2, now and then.
+    """Sizes are divided without the correction for negative numbers. With it, ONNX Runtime's CUDA provider sometimes
+    read sizes of 0 in graphs of Wav2Vec2.
 
-    OpenVINO divides integers as float32: BEiT's graph answered something else there once sizes were moved far above 0.
+    OpenVINO divides integers in float32, so BEiT's graph gave other results when sizes were moved far above 0.
     """
     openvino = pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
     model = onnx_ir.from_onnx_text(SIZES.format(number))
@@ -386,7 +394,9 @@ padded (float[1, 2, height, width] x) => (float[1, 2, tall, wide] largest)
 
 
 def test_zeros_around_an_image_are_among_what_the_largest_is_taken_of() -> None:
-    """BiT pads before it pools. ONNX Runtime moves the padding into the pooling, which passes over it."""
+    """BiT pads images with zeros before max pooling. ONNX Runtime fuses the padding into the pooling, which then
+    ignores the zeros.
+    """
     onnxruntime = pytest.importorskip("onnxruntime", reason="the extra `onnxruntime` is not installed")
     model = onnx_ir.from_onnx_text(PADDED)
     keep_padding(model)
@@ -400,7 +410,9 @@ def test_zeros_around_an_image_are_among_what_the_largest_is_taken_of() -> None:
 
 
 def test_a_decoder_that_classifies_returns_no_cache() -> None:
-    """Of an encoder-decoder, the decoder's config is a copy, which says by itself whether there is a cache."""
+    """A decoder with a classification head returns no KV cache. In an encoder-decoder, the decoder's config is a copy
+    with its own cache setting.
+    """
     config = transformers.MT5Config(
         vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_decoder_layers=1, num_labels=2
     )
@@ -430,7 +442,7 @@ def test_tokens_that_are_drawn_are_in_the_tables_of_both_parts() -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.int64, 8)])
 def test_boxes_of_another_kind_keep_their_type_and_width(dtype: torch.dtype, width: int) -> None:
-    """Shares of a page, or four corners: a caller's sample says what the model reads."""
+    """Bounding boxes may be fractions of the page, or four corners. The caller's sample decides type and width."""
     example = {"bbox": torch.ones(2, 5, width, dtype=dtype)}
     resized = resize(
         example, {"bbox": {0: "batch", 1: "sequence"}}, {"batch": 3, "sequence": 7}, transformers.BertConfig(), seed=1

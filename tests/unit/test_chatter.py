@@ -1,4 +1,4 @@
-"""What other libraries print and warn of is held back, and nothing else, from however many threads."""
+"""Output and warnings of other libraries are suppressed, and nothing else, also with several threads."""
 
 from __future__ import annotations
 

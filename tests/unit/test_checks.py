@@ -1,8 +1,8 @@
-"""What a session checks: masks and their rows, and sizes that a model has positions for."""
+"""Input checks of sessions: masks and their rows, and sequence lengths that the model has positions for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -22,11 +22,15 @@ def spec(name: str = "attention_mask", *, most: int = 1, axes: tuple[str, ...] =
 
 
 def both_ways(check: ValueCheck, mask: torch.Tensor) -> list[str]:
-    """The errors for a mask by name, and as one of the arrays in the graph's order."""
+    """Return the errors for a mask passed by name, and for the same mask passed as an array in the graph's order."""
+    return errors(check, {"attention_mask": mask})
+
+
+def errors(check: ValueCheck, feeds: Mapping[str, torch.Tensor]) -> list[str]:
     found = []
     calls: list[Callable[[], None]] = [
-        lambda: check({"attention_mask": mask}),
-        lambda: check.arrays([mask.numpy()]),
+        lambda: check(feeds),
+        lambda: check.arrays([tensor.numpy() for tensor in feeds.values()]),
     ]
     for call in calls:
         try:
@@ -113,7 +117,7 @@ def test_sizes_that_a_model_has_positions_for() -> None:
 
 
 def test_how_long_a_sound_a_conformer_takes() -> None:
-    """One sample fewer than what its convolutions make another position of."""
+    """The longest audio of a Conformer is one sample shorter than the length that would need another position."""
     config = transformers.Wav2Vec2ConformerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16), conv_kernel=(10, 3),
         conv_stride=(5, 4), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, vocab_size=20, max_source_positions=30,
@@ -149,21 +153,10 @@ def test_each_row_holds_the_token_that_a_head_reads(order: tuple[str, str]) -> N
         specs = {"input_ids": TensorSpec("input_ids", "int64", AXES, required=2, equal_counts=equal_counts)}
         specs["attention_mask"] = TensorSpec("attention_mask", "int64", AXES, role="mask")
         check = ValueCheck([specs[name] for name in order])
-        feeds = {name: given[name][:rows] for name in order}
-        messages = []
-        calls: list[Callable[[], None]] = [
-            lambda: check(feeds),
-            lambda: check.arrays([tensor.numpy() for tensor in feeds.values()]),
-        ]
-        for call in calls:
-            try:
-                call()
-            except InputError as error:
-                messages.append(error.message)
-        return messages
+        return errors(check, {name: given[name][:rows] for name in order})
 
     assert found(equal_counts=False, rows=2) == []
-    # The last row's token is padding.
+    # In the last row, the required token is masked as padding.
     assert [message[:45] for message in found(equal_counts=False, rows=3)] == [
         "Row 2 of 'input_ids' has no token 2, which th"
     ] * 2

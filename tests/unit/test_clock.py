@@ -1,4 +1,4 @@
-"""The time limit of a search, shared out over its stages."""
+"""The time limit of a search is divided among its stages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from accel.tuning.subject import Clock
 
 
-def test_without_a_limit_there_is_always_time() -> None:
+def test_without_a_limit_time_is_infinite() -> None:
     clock = Clock(limit_s=None)
     assert (clock.left(), clock.until(0.3), clock.timeout()) == (math.inf, 1.0, None)
 
 
-def test_a_stage_gets_a_part_of_what_is_left() -> None:
+def test_a_stage_gets_a_share_of_the_remaining_time() -> None:
     late = Clock(limit_s=100.0, started=time.perf_counter() - 60)
     share = late.until(0.5)
     assert share == pytest.approx(0.8, abs=0.01)
@@ -23,14 +23,14 @@ def test_a_stage_gets_a_part_of_what_is_left() -> None:
     assert late.timeout(share) == pytest.approx(20, abs=1)
 
 
-def test_when_it_is_over_a_process_has_a_moment_to_answer() -> None:
+def test_after_the_limit_a_process_has_a_moment_to_answer() -> None:
     over = Clock(limit_s=10.0, started=time.perf_counter() - 60)
     assert over.left() < 0
     assert over.timeout() == 0.1
     assert over.until(0.5) > 1
 
 
-def test_what_is_kept_back_is_not_shared_out() -> None:
+def test_kept_time_is_not_divided() -> None:
     late = Clock(limit_s=100.0, started=time.perf_counter() - 60)
     late.keep(10.0)
     assert late.left(late.until(1.0)) == pytest.approx(30, abs=1)

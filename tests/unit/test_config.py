@@ -1,4 +1,6 @@
-"""Settings: validated, rejected with a hint, round-tripped."""
+"""Settings are validated, invalid settings raise an error with a hint, and valid settings survive a round trip through
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ def test_round_trip(config: object) -> None:
         (SessionOptions, {"threads": "2"}, "use int or None"),
         (SessionOptions, {"threads": True}, "use int or None"),
         (SessionOptions, {"buckets": "16"}, "use tuple of int"),
-        (SessionOptions, {"buckets": (16, 32.5)}, "use tuple of int"),
+        (SessionOptions, {"buckets": (16, 32.5)}, r"buckets\[1\] is 32.5.\nFix: use int"),
         (SessionOptions, {"spinning": 1}, "use bool"),
         (SessionOptions, {"buckets": (32, 16)}, "rising"),
+        (SessionOptions, {"pad_to_multiple_of": 0}, "at least 1"),
+        (SessionOptions, {"pad_to_multiple_of": 8, "buckets": (8,)}, "leave one of the two"),
         (SessionOptions, {"compute_dtype": "int8"}, "float32, float16, bfloat16"),
         (SessionOptions, {"graph_optimization": "most"}, "none, basic, extended, all"),
     ],

@@ -1,4 +1,4 @@
-"""A disturbed machine is said in tables, pages and JSON; made of numbers, not of timings."""
+"""Disturbed measurements are reported in tables, pages and JSON. The tests use invented timings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.measuring.report import html_page, text_table
 
 WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
 QUIET = [10.0, 10.1, 10.2, 9.9, 10.0, 10.3, 9.8, 10.0]
-# Another program ran during the second half.
+# Timings while another program ran during the second half.
 HIT = [10.0, 10.1, 10.2, 9.9, 600.0, 900.0, 500.0, 700.0]
 
 
@@ -36,13 +36,13 @@ def benchmark(baseline: list[float], other: list[float], found: Disturbance | No
     )  # fmt: skip
 
 
-def test_a_quiet_machine_has_no_sign() -> None:
+def test_a_quiet_machine_is_not_disturbed() -> None:
     found = disturbance({"1x8": QUIET}, load_average=0.4, processors=2, steal=0.01)
     assert (found.signs, found.disturbed) == ((), False)
     assert found.spread == pytest.approx(1.04, abs=0.01)
 
 
-def test_each_sign_is_said() -> None:
+def test_each_sign_is_reported() -> None:
     (spread,) = disturbance({"1x8": HIT, "1x16": QUIET}).signs
     assert spread == "rounds of the baseline took 9.97 to 760 ms for 1x8"
     (load,) = disturbance({}, load_average=6.2, processors=2).signs
@@ -60,7 +60,7 @@ def test_the_watch_reads_load_and_steal(monkeypatch: pytest.MonkeyPatch) -> None
     assert (found.load_average, found.steal, len(found.signs)) == (7.0, 0.5, 2)
 
 
-def test_a_system_without_load_average_and_proc_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_judged_without_load_average_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "getloadavg", raising=False)
     monkeypatch.setattr(module, "_processor_time", lambda: None)
     found = MachineWatch().judge({"1x8": HIT})
@@ -68,7 +68,7 @@ def test_a_system_without_load_average_and_proc_is_watched(monkeypatch: pytest.M
     assert found.disturbed
 
 
-def test_a_planted_disturbance_is_in_the_table_the_page_and_the_json() -> None:
+def test_a_disturbance_is_in_the_table_the_page_and_the_json() -> None:
     quiet, hit = benchmark(QUIET, [1.0] * 8).to_dict(), benchmark(HIT, [1.0] * 8).to_dict()
     line = "Other programs disturbed these measurements: rounds of the baseline took"
     for text in (text_table(quiet), html_page(quiet)):
@@ -79,8 +79,8 @@ def test_a_planted_disturbance_is_in_the_table_the_page_and_the_json() -> None:
     assert list(quiet["disturbance"]["signs"]) == []
 
 
-def test_a_disturbed_speedup_is_no_single_number() -> None:
-    """A search once printed 658 times PyTorch, with an interval from 43 to 668."""
+def test_a_disturbed_speedup_is_printed_as_unsteady() -> None:
+    """A search once reported 658 times PyTorch's speed, with an interval from 43 to 668."""
     text = text_table(benchmark(HIT, [1.0] * 8).to_dict())
     assert "unsteady: 10.00 to 765.53" in text
     assert "10.00 (9.90 to 10.20)" in text_table(benchmark(QUIET, [1.0] * 8).to_dict())
@@ -93,7 +93,7 @@ def test_a_single_round_is_json_and_shown_as_unsteady() -> None:
     assert "unsteady: 0.00 to ∞" in html_page(values)
 
 
-def test_cells_remember_what_each_round_took() -> None:
+def test_cells_keep_the_time_of_each_round() -> None:
     cell = benchmark(QUIET, [1.0] * 8)["fast"].cells[0]
     assert isinstance(cell, Cell)
     assert cell.round_ms == [1.0] * 8

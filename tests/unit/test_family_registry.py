@@ -1,4 +1,4 @@
-"""Families are found by model type, also those of other distributions."""
+"""Model families are found by model type, including families of other distributions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILY = Tall()
 
 @pytest.fixture
 def another_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its table names one module, `tall`."""
+    """Install a distribution with families: a module `tall`, and a module that does not exist."""
     package = tmp_path / "tall_models"
     package.mkdir()
     (package / "__init__.py").write_text('MODULES = {"tall-text": "tall", "broken": "absent"}', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A form that computes something else than the graph is found before its first answer, turned off and named."""
+"""A form with results that differ from the graph is detected before its first use, disabled and named in a warning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checks_of(artifact: Artifact, compute_dtype: str = "float32", **versions: st
 
 
 class Counted:
-    """A way to compute that is off by `error` and counts its calls."""
+    """A computation whose results are off by `error`, and which records its calls."""
 
     def __init__(self, error: float = 0.0) -> None:
         self.error = error
@@ -87,7 +87,7 @@ def test_what_cannot_be_remembered_is_checked_again(artifact: Artifact) -> None:
 
 
 class _OffAtFixedShapes:
-    """A session that is wrong where shapes are fixed."""
+    """A session that returns wrong results for fixed shapes."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -129,7 +129,7 @@ def test_a_wrong_bucket_is_not_used(
 def test_wrong_steps_are_not_used(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A runtime that lets padding in is found before the first padded answer."""
+    """A runtime whose results depend on padding is detected before the first padded call returns."""
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-steps"))
     plain = open_plan(make_plan(artifact)).sessions["model"]
     session: Any = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(pad_to_multiple_of=8)))).sessions[
@@ -165,7 +165,9 @@ def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.Monke
 def test_rows_that_begin_with_padding_are_not_padded_where_that_changes_them(
     options: SessionOptions, tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DeBERTa classifies by the first token, and its masked tokens see all of the padding."""
+    """Left-padded rows are not padded further if this changes the results. It does for DeBERTa, which classifies by the
+    first token, and whose masked tokens attend to all padding.
+    """
     artifact = tiny_artifact("deberta-v2")
     ids = torch.arange(5, 16).repeat(2, 1)
     for mask in (torch.tensor([[1] * 11, [0] * 4 + [1] * 7]), torch.tensor([[1] * 11, [1] * 7 + [0] * 4])):

@@ -1,16 +1,19 @@
-"""A search measures accuracy as the model will be run: the workload's rows a call, and the candidate's options."""
+"""A search measures accuracy under the conditions of the workload: its rows per call and the candidate's options."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from accel.artifact.reading import build
 from accel.config import SessionOptions
-from accel.data.batches import Encoded
+from accel.data.encoded_rows import Encoded
 from accel.errors import ConfigError
 from accel.measuring.accuracy.comparison import Comparison, Interval, Scored
 from accel.measuring.accuracy.evaluation import EvaluationData, rows_a_call
@@ -41,7 +44,7 @@ def scored(value: float, batch_size: int, drop: float | None = None) -> Accuracy
 
 
 class FakeBuilder:
-    """Answers with what it is told, and remembers what was asked."""
+    """Returns fixed results and records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -60,7 +63,7 @@ class FakeBuilder:
 
 
 class NoStore:
-    """Remembers nothing."""
+    """A store that stores nothing."""
 
     def get(self, kind: str, key: Any) -> None: ...
 
@@ -77,7 +80,9 @@ def test_a_search_measures_with_the_rows_a_call_and_the_options_of_its_workload(
     grader.begin()
     recipe = Recipe(stage="quantize", backend="cpu", format="onnx", setting="dynamic-int8")
     candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(buckets=(8, 16)))
-    made = cast(Any, type("Made", (), {"path": Path(), "recipe": recipe, "facts": type("Facts", (), {"digest": "a"})}))
+    made = cast(
+        Any, type("BuiltArtifact", (), {"path": Path(), "recipe": recipe, "facts": type("Facts", (), {"digest": "a"})})
+    )
     tried = Tried(candidate, made)
     grader.grade(tried)
     (_, _, data, _), (_, variant, _, _, sizes) = builder.asked
@@ -86,29 +91,27 @@ def test_a_search_measures_with_the_rows_a_call_and_the_options_of_its_workload(
     assert (variant.options.buckets, variant.options.threads) == ((8, 16), 1)
 
 
-def test_of_several_numbers_of_rows_the_worst_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_drop_of_several_batch_sizes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {1: scored(0.94, 1, drop=1.0), 4: scored(0.92, 4, drop=3.0), 8: scored(0.93, 8, drop=2.0)}
 
     class Prepared:
-        def __init__(self, data: EvaluationData, **named: Any) -> None:
+        def __init__(self, data: EvaluationData, model: Any, **named: Any) -> None:
             self.batch_size = data.batch_size
 
     artifact = SimpleNamespace(path=Path())
     model = SimpleNamespace(artifact=artifact, config=None, close=lambda: None)
     monkeypatch.setattr(jobs, "EvaluationSet", Prepared)
-    monkeypatch.setattr(jobs, "positions", lambda artifact: None)
     monkeypatch.setattr(jobs, "planned_variant", lambda variant: None)
     monkeypatch.setattr(jobs.ORTModel, "from_plan", lambda plan: model)
-    monkeypatch.setattr(jobs, "load_processor", lambda *args, **named: None)
     monkeypatch.setattr(jobs, "_scored", lambda model, data, *args: answers[data.batch_size])
     variant = Variant(name="one", path=Path(), task="text-classification")
     found = jobs.accuracy(variant, DATA, None, (1, 4, 8))
     assert (found.batch_size, found.scored.value, found.scored.seconds) == (4, 0.92, 6.0)
     assert found.by_batch == {"1": 0.94, "4": 0.92, "8": 0.93}
-    assert Accuracy.from_dict(found.to_dict()) == found
+    assert build(Accuracy, json.loads(json.dumps(asdict(found))), "a kept accuracy") == found
 
 
-def test_rows_share_a_call_in_their_order_where_texts_are_timed_so() -> None:
+def test_rows_share_a_call_in_their_order_if_by_length_is_false() -> None:
     encoded = Encoded(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]}, padding={"input_ids": 0})
     assert encoded.plan(2) == [[1, 3], [2, 0]]
     assert encoded.plan(2, by_length=False) == [[0, 1], [2, 3]]

@@ -1,4 +1,6 @@
-"""Folders from strangers: whatever a manifest or a config holds, opening it is an error of ours or a model, soon, and writes nothing."""
+"""Untrusted folders: with any content of a manifest or config, opening a folder soon gives a model or an error of
+accel, and writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from accel.data.batches import load_processor
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError
 
 _SECONDS, _BYTES = 10.0, 2 << 30
-# Values that made something somewhere hang, allocate, or raise what it liked.
+# Values that once caused a hang, a huge allocation or an unexpected exception in some code.
 _HOSTILE: tuple[Callable[[], Any], ...] = (
     lambda: None,
     lambda: True,
@@ -57,7 +59,7 @@ def _nested(depth: int) -> Any:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in a JSON value something can be put."""
+    """Yield the paths of all values in a JSON value, as tuples of keys and indices."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -66,7 +68,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """A copy in which up to three values were replaced, removed or doubled."""
+    """Return a copy in which up to three values are replaced, removed or duplicated."""
     made = copy.deepcopy(values)
     for _ in range(chance.randint(1, 3)):
         *way, last = chance.choice(list(places(made)))
@@ -90,7 +92,9 @@ def everything_in(folder: Path) -> dict[str, float]:
 
 
 def tried(opening: Callable[[], Any]) -> bool:
-    """Whether it opened; fails where it raised something else than our errors, hung, or took gigabytes."""
+    """Return whether the folder opens. Fail on errors that are not errors of accel, on hangs, and on gigabytes of
+    memory.
+    """
     started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         opening()
@@ -109,7 +113,7 @@ COUNTS = [300, pytest.param(10_000, marks=pytest.mark.thorough)]
 def test_manifests(
     count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their checksums fit; a manifest that still opens is run, too."""
+    """Mutated manifests with valid checksums open or raise. Models that still open are also run."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "inner" / "artifact")
@@ -138,7 +142,9 @@ def test_manifests(
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", ["llama", "bart"])
 def test_manifests_of_generators(family: str, count: int, generator: Callable[..., Artifact], tmp_path: Path) -> None:
-    """What still opens is run: a manifest that is wrong about its graph must not be followed."""
+    """Mutated manifests of generators: models that still open are also run, so a wrong description of the graph must be
+    detected.
+    """
     folder = shutil.copytree(generator(family).path, tmp_path / "artifact")
     values = json.loads((folder / "accel.json").read_text())
     del values["sha256"]
@@ -196,7 +202,7 @@ def test_a_config_of_millions_of_labels(tiny_artifact: Callable[..., Artifact], 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_configs(count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """What transformers makes of them is an error of ours as well, whatever it raises."""
+    """Mutated configs raise only errors of accel, whatever transformers raises for them."""
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     values = json.loads((folder / "config.json").read_text())
     chance = random.Random(count)
@@ -220,7 +226,9 @@ DAMAGED = ["", '{"a": ', "[]", "5", "null", '"x"', "\xff\xfe"]
 
 @pytest.mark.parametrize("text", [*DAMAGED, "{}"])
 def test_a_damaged_tokenizer_is_named(text: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """Its checksum fits: the artifact was made of it, or it was accepted."""
+    """A damaged tokenizer with a valid checksum is named in the error. The artifact may have been made with it, or it
+    was accepted later.
+    """
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     for name in ("tokenizer.json",) if text == "{}" else ("tokenizer.json", "tokenizer_config.json"):
         kept = (folder / name).read_bytes()
@@ -292,7 +300,7 @@ def test_a_damaged_processor_is_named(loader: str, text: str, tmp_path: Path) ->
 
 
 class PanicException(BaseException):
-    """As tokenizers' library raises it."""
+    """An exception with the name that the tokenizers library uses for panics."""
 
 
 def test_a_panic_of_tokenizers_is_an_error_of_ours(

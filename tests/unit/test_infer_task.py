@@ -1,4 +1,4 @@
-"""The task read from a config's architecture."""
+"""The task is inferred from the architecture in a config."""
 
 import pytest
 
@@ -19,6 +19,18 @@ from accel.interfaces.task_registry import all_tasks, infer_task, task_spec
         ("VisionEncoderDecoderModel", "image-to-text"),
         ("DistilBertForQuestionAnswering", "question-answering"),
         ("FlaubertForQuestionAnsweringSimple", "question-answering"),
+        ("LayoutLMv3ForQuestionAnswering", "document-question-answering"),
+        ("TapasForQuestionAnswering", "table-question-answering"),
+        ("CLIPModel", "zero-shot-image-classification"),
+        ("ViTModel", "feature-extraction"),
+        ("DetrForObjectDetection", "object-detection"),
+        ("MMGroundingDinoForObjectDetection", "zero-shot-object-detection"),
+        ("DetrForSegmentation", "image-segmentation"),
+        ("Mask2FormerForUniversalSegmentation", "image-segmentation"),
+        ("SegformerForSemanticSegmentation", "image-segmentation"),
+        ("DepthAnythingForDepthEstimation", "depth-estimation"),
+        ("Swin2SRForImageSuperResolution", "image-to-image"),
+        ("VJEPA2ForVideoClassification", "video-classification"),
     ],
 )
 def test_the_architecture_decides(architecture: str, task: str) -> None:
@@ -45,7 +57,7 @@ LEFT_OUT = {
     "any-to-any": "its models generate images and speech, too, by code of their own",
     "decision": "it reads logits at positions that it names, which graphs of generating models do not return",
 }
-"""Pipelines of transformers that no task of ours serves, and why; docs/guides/pipelines.md says so, too."""
+"""Pipelines of transformers without a task in accel, with the reasons. docs/guides/pipelines.md lists them as well."""
 
 
 def test_every_stock_pipeline_has_a_task_or_a_reason() -> None:

@@ -1,4 +1,6 @@
-"""Inputs that are left out: one default for calls, calibration and evaluation, and none where the model computes its own."""
+"""Missing inputs get the same default in calls, calibration and evaluation, or no default if the model computes its own
+value.
+"""
 
 from __future__ import annotations
 

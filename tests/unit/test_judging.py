@@ -1,4 +1,4 @@
-"""Candidates of a search compared with the PyTorch that was measured beside them."""
+"""Candidates of a search are compared with PyTorch in float32, measured in the same search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.measuring.statistics import summarize
 from accel.tuning.candidates import Candidate, Recipe
 from accel.tuning.jobs import Accuracy, ArtifactFacts
 from accel.tuning.objective import Judge
-from accel.tuning.subject import Made, Measurement, Tried
+from accel.tuning.subject import BuiltArtifact, Measurement, Tried
 from accel.tuning.trials import Constraints, Goal
 
 
@@ -40,8 +40,10 @@ def screened(name: str, search: str, *, ms: float, pytorch_ms: float) -> Tried:
     return Tried(candidate, cast(Any, None), screen=beside(measured(ms), measured(pytorch_ms), search))
 
 
-def test_what_an_earlier_search_measured_is_compared_with_its_own_pytorch() -> None:
-    """The first search ran beside other programs, which made everything a hundred times slower, and was interrupted."""
+def test_earlier_results_are_compared_with_the_baseline_of_their_search() -> None:
+    """Results are compared with the baseline of their own search. Here the first search was disturbed by other
+    programs, which made everything a hundred times slower, and was interrupted.
+    """
     judge = Judge(Goal(objective="latency", constraints=Constraints()))
     tried = {
         "before": screened("before", "first", ms=200.0, pytorch_ms=400.0),
@@ -55,8 +57,8 @@ def test_what_an_earlier_search_measured_is_compared_with_its_own_pytorch() -> N
     assert [one.candidate.backend for one in judge.ranked()] == ["after", "before", "last"]
 
 
-def test_within_a_search_all_are_compared_with_its_usual_pytorch() -> None:
-    """Another program's work hit PyTorch in one heat alone."""
+def test_candidates_of_a_search_are_compared_with_its_median_baseline() -> None:
+    """A candidate is compared with the median baseline of its search. Another program slowed PyTorch in one round only."""
     judge = Judge(Goal(objective="latency", constraints=Constraints()))
     names = ("one", "two", "hit")
     for name in names:
@@ -64,8 +66,10 @@ def test_within_a_search_all_are_compared_with_its_usual_pytorch() -> None:
     assert [judge.speed(judge.tried[name]) for name in names] == pytest.approx([2.0, 2.0, 2.0])
 
 
-def test_other_programs_are_noticed_by_pytorchs_own_latencies() -> None:
-    """One processor of two was taken: PyTorch's threads waited for each other 60 times as long, other runtimes' did not."""
+def test_other_programs_are_detected_by_pytorchs_latencies() -> None:
+    """Another program that used one of two processors is detected: PyTorch's threads waited 60 times as long, and those
+    of other runtimes did not.
+    """
     judge = Judge(Goal(objective="latency", constraints=Constraints()))
     judge.tried["one"] = screened("one", "first", ms=1.0, pytorch_ms=3.0)
     judge.tried["two"] = screened("two", "first", ms=1.0, pytorch_ms=4.0)
@@ -93,13 +97,15 @@ def survivor(recipe: Recipe, times: list[float], anchor: list[float] = PYTORCH, 
     candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(**options))
     comparison = cast(Any, SimpleNamespace(excess=lambda budget: 0.0, in_a_table=dict))
     scored = Scored(value=0.9, scores={}, predictions=(), seconds=1.0)
-    found = Accuracy(
+    accuracy = Accuracy(
         metric="accuracy", higher_is_better=True, scored=scored, rows=10, data={}, comparison=comparison, batch_size=1,
         by_batch={"1": 0.9},
     )  # fmt: skip
-    made = Made(recipe, Path(), ArtifactFacts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0))
+    built = BuiltArtifact(
+        recipe, Path(), ArtifactFacts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0)
+    )
     measurement = beside(rounds(times), rounds(anchor))
-    return Tried(candidate, made, screen=measurement, final=measurement, found=found)
+    return Tried(candidate, built, screen=measurement, final=measurement, accuracy=accuracy)
 
 
 def judged(*group: Tried, objective: Any = "latency") -> Judge:
@@ -132,21 +138,23 @@ def test_float_wins_where_int8_is_no_faster() -> None:
     assert kept(int8, plain)[0] == "cpu: onnx float32 (threads 1)"
 
 
-def test_what_is_shown_to_be_faster_wins() -> None:
+def test_a_clearly_faster_candidate_wins() -> None:
     plain, int8 = survivor(EXPORT, [1.0] * 12), survivor(INT8, [ms / 1.2 for ms in NOISE], buckets=(8,))
     name, reasons = kept(plain, int8)
     assert "dynamic-int8" in name
     assert reasons["cpu: onnx float32"].startswith("fits, and the winner is 1.2")
 
 
-def test_an_unsure_measurement_does_not_make_twice_as_slow_equal() -> None:
+def test_candidates_far_apart_are_not_equal_however_wide_the_interval() -> None:
     wild = [0.2, 40.0, 3.0, 0.3, 9.0, 0.1, 5.0, 3.0, 8.0, 0.5, 3.0, 4.0]
     plain, int8 = survivor(EXPORT, wild), survivor(INT8, [1.0] * 12)
     assert "dynamic-int8" in kept(plain, int8)[0]
 
 
-def test_survivors_of_different_searches_are_compared_by_their_own_pytorch() -> None:
-    """The earlier search ran on a machine that was ten times as slow."""
+def test_survivors_of_different_searches_are_compared_through_their_baselines() -> None:
+    """Finalists of different searches are compared relative to their baselines. The earlier search ran on a machine
+    that was ten times slower.
+    """
     before = survivor(INT8, [10.0 * ms for ms in NOISE], [10 * ms for ms in PYTORCH])
     now = survivor(EXPORT, [1.0] * 12)
     assert judged(before, now).beside(before, now).equal
@@ -154,7 +162,9 @@ def test_survivors_of_different_searches_are_compared_by_their_own_pytorch() -> 
 
 
 def test_one_statistic_is_shown_for_one_measurement() -> None:
-    """A search showed 10.2 on the screen and wrote 16.1 into its file."""
+    """A measurement has the same speedup everywhere. A search once showed 10.2 on the screen and wrote 16.1 to its
+    file.
+    """
     plain = survivor(EXPORT, [1.0] * 12, [4.0] * 6 + [40.0] * 6)
     judge = judged(plain)
     (trial,) = judge.trials(plain, {}, cast(Any, SimpleNamespace(skipped=[])))
@@ -176,7 +186,7 @@ def test_sizes_are_exact() -> None:
     assert str(judge.speedup(small)) == "4.00 (4.00 to 4.00)"
 
 
-def test_other_programs_are_in_what_the_search_found() -> None:
+def test_the_result_of_a_search_reports_other_programs() -> None:
     plain = survivor(EXPORT, [1.0] * 12)
     signs = ("the load average was 7.0 on 2 processors before the measurement",)
     plain.final = replace(plain.last, disturbance=Disturbance(signs=signs))

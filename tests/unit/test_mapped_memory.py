@@ -1,4 +1,4 @@
-"""Which pages of a model's weights are given back to the system, and which are not."""
+"""Memory pages of a model's weights that are released to the system, and pages that are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not TELLS, reason="the system does not tell whic
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> torch.Tensor:
-    """A weight of 1 MiB as safetensors maps it, all of it read."""
+    """Return a memory-mapped weight of 1 MiB from a safetensors file, with all its pages loaded."""
     file = tmp_path / "model.safetensors"
     save_file({"weight": torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)}, file)
     weight = load_file(file)["weight"]
@@ -71,7 +71,9 @@ def test_other_systems_are_left_alone(mapped: torch.Tensor, monkeypatch: pytest.
 
 
 def test_a_weight_is_given_back_as_it_is_written(mapped: torch.Tensor, tmp_path: Path) -> None:
-    """Also where two values have the same, and where the optimizer transposed it."""
+    """Pages are released while a weight is written, even if two values share the weight, or the optimizer transposed
+    it.
+    """
     tensor = onnx_ir.Tensor(mapped.numpy().T, name="weight")
     values = [onnx_ir.Value(name=name, const_value=tensor) for name in ("weight", "tied")]
     nodes = [onnx_ir.node("Identity", [value]) for value in values]

@@ -1,4 +1,4 @@
-"""Models that make a mask of the padding they find: what stands in for the mask of a call without one."""
+"""Models that derive a mask from padding tokens: the default for the mask in calls without a mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the next token and the stop texts: of `accel.decoding`, and of its copy without torch in Triton repositories."""
+"""Choice of the next token and stop texts, in `accel.decoding` and in its copy without torch for Triton repositories."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_scores_that_allow_no_token_are_an_error(value: float) -> None:
         drawn(scores)
 
 
-# Eight tokens; the sequence so far holds tokens 0 and 3.
+# Logits of eight tokens; the sequence so far contains tokens 0 and 3.
 LOGITS = [2.0, 1.5, 1.4, 1.0, 0.5, 0.0, -1.0, -2.0]
 SEEN = [0, 3, 0]
-# Options of a draw (greedy without a temperature), and the tokens that can be chosen, the likeliest first.
+# (sampling options, candidate tokens with the most probable first); without a temperature, decoding is greedy.
 CHOICES: dict[str, tuple[dict[str, float], list[int]]] = {
     "greedy": ({}, [0]),
     "greedy with a penalty": ({"repetition_penalty": 2.0}, [1]),
@@ -85,7 +85,9 @@ CHOICES: dict[str, tuple[dict[str, float], list[int]]] = {
 
 @pytest.fixture(scope="module")
 def probabilities() -> Callable[[dict[str, float]], torch.Tensor]:
-    """The probability of each token by `accel.decoding`; 1 for the token of greedy decoding."""
+    """Return a function that computes each token's probability with `accel.decoding`; 1 for the token of greedy
+    decoding.
+    """
     model = tiny_generator("llama")
 
     def get(options: dict[str, float]) -> torch.Tensor:
@@ -115,14 +117,15 @@ def test_draws_without_torch_have_their_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype="float32"))
     random, options = np.random.default_rng(0), {"do_sample": True, "top_p": 0.9}
     drawn = np.bincount([text_decoder.choose(logits, [0], options, random) for _ in range(4000)], minlength=4) / 4000
-    # The first three tokens, whose probabilities sum to 0.95. Four standard deviations of a share of 4000 draws.
+    # The first three tokens have a total probability of 0.95. The tolerance is four standard deviations for 4000 draws.
     np.testing.assert_allclose(drawn, np.array([0.5, 0.3, 0.15, 0.0]) / 0.95, atol=4 * 0.5 / 4000**0.5)
 
 
 class ByteTokenizer:
-    """Tokens are bytes; those below 256 behave like the pieces of a byte-level tokenizer, those above like `<0xNN>` tokens.
+    """A tokenizer whose tokens are bytes. Tokens below 256 are like pieces of a byte-level tokenizer, and higher ones
+    like `<0xNN>` tokens.
 
-    All bytes of a run of `<0xNN>` tokens that is not UTF-8 become marks.
+    If a run of `<0xNN>` tokens is not valid UTF-8, each of its bytes becomes a replacement character.
     """
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -140,7 +143,7 @@ def named(data: bytes) -> list[int]:
     return [256 + byte for byte in data]
 
 
-# Tokens, stop text, the answer.
+# (tokens, stop text, expected text)
 TEXTS: dict[str, tuple[list[int], str | None, str]] = {
     "letters": (list(b"one two"), None, "one two"),
     "characters of several bytes": (list("a\xdf\u2192\U0001f600!".encode()), None, "a\xdf\u2192\U0001f600!"),
@@ -181,7 +184,9 @@ def test_the_first_of_several_stop_texts_ends_the_text() -> None:
 
 
 def test_logits_become_tokens_in_one_place() -> None:
-    """Everything else that generates calls it; beams and other modes are transformers'."""
+    """Only one place turns logits into tokens, and all other code calls it. Beam search and other modes run in
+    transformers.
+    """
     root = Path(text_decoder.__file__).parents[3]
     places = {
         str(path.relative_to(root))

@@ -1,4 +1,4 @@
-"""Metrics of what models see in images, beside numbers worked out by hand or by the field's own scripts."""
+"""Image metrics, compared with values computed by hand or by reference implementations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestBoxes:
         assert scores == pytest.approx({"map": 1.0, "map_50": 1.0, "map_75": 1.0})
 
     def test_overlap_decides_which_thresholds_count(self) -> None:
-        # 40 x 40 against 40 x 30 inside it: an overlap of 0.75, which 6 of the 10 thresholds accept.
+        # Boxes of 40 x 40 and 40 x 30 inside: the IoU is 0.75, which is at least 6 of the 10 thresholds.
         scores = METRICS["map"].compute([[at(0.9, 10, 10, 50, 40)]], [[object_at(*SQUARE)]])
         assert scores == pytest.approx({"map": 0.6, "map_50": 1.0, "map_75": 1.0})
 
@@ -45,7 +45,7 @@ class TestBoxes:
 
     def test_an_object_is_found_once(self) -> None:
         found = [[at(0.9, *SQUARE), at(0.8, *SQUARE)], [at(0.7, *SQUARE)]]
-        # Of two objects: right, wrong, right. Precision 1 up to a recall of 1/2, then 2/3.
+        # Predictions for two objects: correct, wrong, correct. Precision is 1 up to a recall of 1/2, then 2/3.
         expected = (51 * 1 + 50 * 2 / 3) / 101
         assert precision(found, [[object_at(*SQUARE)]] * 2) == pytest.approx(expected)
 
@@ -56,13 +56,15 @@ class TestBoxes:
         true = [[object_at(*SQUARE), object_at(60, 60, 90, 90, label=1)]]
         assert precision([[at(0.9, *SQUARE)]], true) == pytest.approx(0.5)
 
-    def test_what_hits_a_crowd_does_not_count(self) -> None:
+    def test_boxes_on_a_crowd_do_not_count(self) -> None:
         true = [[object_at(*SQUARE), object_at(60, 60, 90, 90, crowd=1)]]
         found = [[at(0.9, 60, 60, 75, 75), at(0.8, 70, 70, 90, 90), at(0.7, *SQUARE)]]
         assert precision(found, true) == pytest.approx(1.0)
 
-    def test_as_the_script_of_coco(self) -> None:
-        """Forty images of four classes; pycocotools 2.0.11 finds 0.10818997, 0.27711247 and 0.06834247."""
+    def test_matches_pycocotools(self) -> None:
+        """Compare mAP with pycocotools on 40 images of four classes; pycocotools 2.0.11 computes 0.10818997, 0.27711247
+        and 0.06834247.
+        """
         draw = np.random.default_rng(0)
         references, predictions = [], []
         for _ in range(40):
@@ -109,7 +111,7 @@ class TestBoxes:
 
 
 class TestAreas:
-    # Class, right, predicted, true: overlaps of 2/4, 6/8 and 0/1.
+    # (class, intersection, predicted area, true area): IoUs of 2/4, 6/8 and 0/1.
     ROWS = ([(0, 2, 3, 3), (1, 6, 7, 7)], [(2, 0, 1, 0)])
 
     def test_mean_iou(self) -> None:
@@ -118,7 +120,7 @@ class TestAreas:
         assert scores["pixel_accuracy"] == pytest.approx(8 / 10)
         assert scores["mean_accuracy"] == pytest.approx((2 / 3 + 6 / 7) / 2)
 
-    def test_sums_are_the_metric(self) -> None:
+    def test_sums_give_the_metric(self) -> None:
         for name in Segments.metrics(2):
             metric = METRICS[name]
             assert metric.sums is not None
@@ -140,7 +142,7 @@ def test_decibels() -> None:
     assert METRICS["psnr"].drop(30.0, 29.5) == pytest.approx(0.5)
 
 
-def test_found_by_name() -> None:
+def test_metrics_by_name() -> None:
     assert metric_for(None, Segments).name == "mean_iou"
     for name, metric in METRICS.items():
         assert metric.name == name

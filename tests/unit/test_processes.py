@@ -1,4 +1,4 @@
-"""Processes of one's own."""
+"""Helper processes: interrupts, and sockets of killed processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# Prints a line as soon as the server of processes was started, whose imports take seconds.
+# A script that prints a line when the fork server has started; the imports of the fork server take seconds.
 _SCRIPT = """
 import threading, time
 from multiprocessing import forkserver
@@ -29,7 +29,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_while_a_process_imports_is_told_by_nobody_but_the_parent() -> None:
+def test_an_interrupted_process_prints_nothing_while_it_imports() -> None:
     command = [sys.executable, "-c", _SCRIPT]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -37,10 +37,10 @@ def test_an_interrupt_while_a_process_imports_is_told_by_nobody_but_the_parent()
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "started\n"
-        # Where it has begun to import, and handles signals.
+        # Wait until the fork server handles signals and is importing.
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-        # Time to tell, and not all that its imports take.
+        # Wait long enough for an error message, but not for all imports.
         time.sleep(1.5)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.stderr.read() == ""
@@ -49,7 +49,7 @@ def test_an_interrupt_while_a_process_imports_is_told_by_nobody_but_the_parent()
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned, without sockets of a server")
 @pytest.mark.parametrize("length", [10, 90])
 def test_sockets_of_a_killed_process_are_removed_by_the_next(length: int, tmp_path: Path) -> None:
-    """Also where the folder for temporary files has a path that leaves a socket's no room."""
+    """Sockets of a killed process are removed, even if the path of the temporary folder is too long for a socket."""
     folder = Path(tempfile.mkdtemp(dir="/tmp")) if length < 40 else tmp_path / ("x" * length)
     folder.mkdir(exist_ok=True)
     program = (

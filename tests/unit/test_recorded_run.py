@@ -1,4 +1,4 @@
-"""A manifest comes from anybody: what it may say about running, and what it may not."""
+"""Manifests are untrusted: settings for running that a manifest may contain, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel.errors import ConfigError
 
 @pytest.fixture
 def recorded(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Artifact]:
-    """The tiny classifier with a run record."""
+    """Return a function that makes the tiny classifier with a run record in its manifest."""
     artifact = tiny_artifact("bert")
 
     def get(backend: str = "cpu", **run: Any) -> Artifact:

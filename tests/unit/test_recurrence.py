@@ -1,4 +1,4 @@
-"""The functions that stand in for transformers' recurrences while a model is traced: the same numbers, from any state."""
+"""Replacements for transformers' recurrences during tracing compute the same values, from any initial state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from accel.capture import recurrence
 
 BATCH, TOKENS, HEADS = 2, 7, 4
-# float32 sums of some tens of values of order 1, in another order.
+# Tolerance for float32 sums of about ten to a hundred values of order 1 in a different order.
 CLOSE = 1e-5
 
 

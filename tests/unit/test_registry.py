@@ -1,4 +1,4 @@
-"""Finding and choosing backends."""
+"""Discovery and choice of backends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from accel.artifact import Artifact
 from accel.artifact.resolved_model import Resolved
 from accel.backends import doctor, plan, registry
+from accel.backends.stage_plan import plan_stage
 from accel.config import PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
-from accel.interfaces.entry_points import BACKENDS
+from accel.interfaces.entry_points import group_of
 from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe, Reason
 from accel.stages.prepare import prepare
 
@@ -165,7 +166,9 @@ def test_a_plan_depends_on_its_arguments_alone(tiny_artifact: Callable[..., Arti
     inventory = registry.Inventory(specs=(made,), probe=lambda spec: CPU, missing=lambda spec: None)
     weights = Resolved(kind="weights", id="org/name", task="text-classification", folder=tmp_path)
     found = plan.make_plan(weights, inventory=inventory)
-    assert (found.backend, found.exporter, found.artifact, str(found.device)) == (made, made, None, "cpu")
+    assert (found.backend, found.artifact, str(found.device)) == (made, None, "cpu")
+    assert found.exporter is not None
+    assert found.exporter.backend is made
     assert found == plan.make_plan(weights, inventory=inventory)
     artifact = tiny_artifact()
     assert found.with_artifact(artifact, inventory).artifact is artifact
@@ -179,20 +182,22 @@ def test_device_is_found_by_index() -> None:
     assert str(select([spec("a")], [CUDA], device=DeviceSpec("cuda", 1)).device) == "cuda:1"
 
 
-# Plugins of other people
+# Third-party plugins
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *plugins: tuple[str, str, object]) -> None:
-    """Make entry points, and modules they point to (`None`: a module that cannot be imported)."""
+    """Register entry points and the modules that they refer to (`None`: the module cannot be imported)."""
     entries = []
     for name, module_name, value in plugins:
         if value is not None:
             module = ModuleType(module_name)
             module.SPEC = value  # type: ignore[attr-defined]
             monkeypatch.setitem(sys.modules, module_name, module)
-        entries.append(metadata.EntryPoint(name, f"{module_name}:SPEC", BACKENDS))
+        entries.append(metadata.EntryPoint(name, f"{module_name}:SPEC", group_of("backends")))
     real = metadata.entry_points
-    monkeypatch.setattr(metadata, "entry_points", lambda group: entries if group == BACKENDS else real(group=group))
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: entries if group == group_of("backends") else real(group=group)
+    )
     registry._describe.cache_clear()
     registry.probe.cache_clear()
     registry.tell_broken.cache_clear()
@@ -225,7 +230,7 @@ def test_who_is_left_out_is_told_before_another_does_its_work(
     able = spec("y", impl="json:JSONDecoder", requires=())
     install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", able))
     for _ in range(2):
-        assert registry.owner("run", "onnx").name == "y"
+        assert plan_stage("run", "onnx").backend.name == "y"
     assert len(said) == 1
     assert "The backend 'x' is left out" in said[0]
     assert "More than one plugin is called 'x'" in said[0]
@@ -248,7 +253,7 @@ def test_a_plugin_that_exits_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_package_that_was_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(BackendUnavailableError, match=r"entry points are missing.*\n?.*pip install"):
-        registry.owner("export", "onnx")
+        plan_stage("export", "onnx")
 
 
 def test_wrong_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,22 +317,22 @@ def test_owner_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a", "spec_a", spec("a", priority=5)),
         ("b", "spec_b", spec("b", capabilities=(quantizer,))),
     )
-    assert registry.owner("quantize", "onnx").name == "b"
-    assert registry.owner("quantize", "onnx", scheme="dynamic-int8").name == "b"
+    assert plan_stage("quantize", "onnx").backend.name == "b"
+    assert plan_stage("quantize", "onnx", scheme="dynamic-int8").backend.name == "b"
     with pytest.raises(BackendUnavailableError, match="Did you mean 'dynamic-int8'"):
-        registry.owner("quantize", "onnx", scheme="dynamc-int8")
+        plan_stage("quantize", "onnx", scheme="dynamc-int8")
     limited = Capability(stage="quantize", consumes="onnx", produces="own", schemes=("dynamic-int8",), domains=("",))
     install(monkeypatch, ("c", "spec_c", spec("c", capabilities=(limited,))))
-    assert registry.owner("quantize", "onnx", domains=("",)).name == "c"
+    assert plan_stage("quantize", "onnx", domains=("",)).backend.name == "c"
     with pytest.raises(BackendUnavailableError, match="'c' cannot quantize this graph: it has no operators of x"):
-        registry.owner("quantize", "onnx", domains=("", "x"))
+        plan_stage("quantize", "onnx", domains=("", "x"))
     with pytest.raises(BackendUnavailableError, match="No backend can optimize onnx"):
-        registry.owner("optimize", "onnx")
-    # What it says to do has to work: no scheme helps where no backend reads the format.
+        plan_stage("optimize", "onnx")
+    # The suggested fix must work. If no backend reads the format, another scheme does not help.
     with pytest.raises(
         BackendUnavailableError, match=r"No backend can quantize pt2\.\nFix: start from a model in the format onnx\."
     ):
-        registry.owner("quantize", "pt2", scheme="dynamic-int8")
+        plan_stage("quantize", "pt2", scheme="dynamic-int8")
 
 
 def preparing(name: str, *schemes: str) -> BackendSpec:
@@ -341,17 +346,17 @@ def test_who_prepares_is_found_by_the_scheme(monkeypatch: pytest.MonkeyPatch) ->
         ("b", "spec_b", preparing("b", "other", "qat-int8")),
         ("c", "spec_c", spec("c")),
     )
-    assert registry.owner("prepare", "torch", scheme="qat-int8").name == "b"
-    assert registry.owner("prepare", "torch", scheme="accelerate").name == "a"
+    assert plan_stage("prepare", "torch", scheme="qat-int8").backend.name == "b"
+    assert plan_stage("prepare", "torch", scheme="accelerate").backend.name == "a"
     with pytest.raises(BackendUnavailableError, match="'c' cannot prepare torch with scheme 'accelerate'.\nFix: .*'a'"):
-        registry.owner("prepare", "torch", "c", scheme="accelerate")
+        plan_stage("prepare", "torch", "c", scheme="accelerate")
     with pytest.raises(BackendUnavailableError, match="Did you mean 'accelerate'"):
-        registry.owner("prepare", "torch", scheme="acelerate")
+        plan_stage("prepare", "torch", scheme="acelerate")
     assert {status.name: status.prepares for status in doctor.list_backends()}["b"] == ("other", "qat-int8")
 
 
 class Doubling:
-    """A backend that prepares models on the host."""
+    """A backend that prepares models on the CPU."""
 
     def probe(self) -> Probe:
         return CPU

@@ -1,11 +1,11 @@
-"""What a search that found nothing says."""
+"""The error of a search in which no candidate meets the constraints."""
 
 from __future__ import annotations
 
 from accel.tuning.trials import no_fit
 
 
-def test_what_was_not_timed_is_told_with_its_reason() -> None:
+def test_candidates_that_were_not_timed_are_listed_with_reasons() -> None:
     text = str(no_fit([], {"max_drop": 1.0}, None, {f"candidate{i}": f"reason {i}" for i in range(12)}))
     assert "\n  candidate0: reason 0" in text
     assert "candidate9" in text

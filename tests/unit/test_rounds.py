@@ -1,4 +1,4 @@
-"""Taking turns: what happens to a variant that is too slow, and to one whose process is lost."""
+"""Variants are measured in turns, including a variant that is too slow and a variant whose process dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
 
 
 class FakeWorker:
-    """Calls that take a stated time, without taking it; one above `never` does not answer."""
+    """A worker that reports calls with a fixed time at once. It never returns from calls above `never`."""
 
     def __init__(self, milliseconds: float, *, never: float = 1e9, dies: bool = False) -> None:
         self.milliseconds, self.never, self.dies, self.calls = milliseconds, never, dies, 0
@@ -102,7 +102,7 @@ def test_without_a_limit_everything_is_warmed_up() -> None:
 
 
 @pytest.mark.parametrize(("rate", "told"), [(200.0, True), (100.0, False), (None, False)])
-def test_a_variant_that_falls_behind_is_named(rate: float | None, told: bool) -> None:
+def test_saturated_variants_are_reported(rate: float | None, told: bool) -> None:
     cell = {"workload": "1x8", "batch": 1, "latency": {"median": 9.0, "p95": 10.0}, "ratio": None, "throughput": 100.0}
     variant = {
         "name": "slow one",

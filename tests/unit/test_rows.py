@@ -1,4 +1,4 @@
-"""Rows of a padded batch, one token behind the other."""
+"""Rows of a padded batch, concatenated without padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sounds from arrays, files and `datasets`' audio as one kind of wave, and the metrics of what is heard in them."""
+"""Audio from arrays, files and `datasets` columns becomes the same waveform; and metrics of audio tasks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAVE = tiny_sound(0.5)
 
 @pytest.fixture(params=[True, False], ids=["soundfile", "scipy"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to read a file, the first where it is installed."""
+    """Run a test with both audio file readers; soundfile only if it is installed."""
     if request.param:
         pytest.importorskip("soundfile", reason="soundfile is not installed")
     else:
@@ -75,11 +75,11 @@ def test_channels_become_one(tmp_path: Path) -> None:
 
 
 def test_another_rate_is_the_same_sound() -> None:
-    """A tone keeps its pitch and its length in seconds."""
+    """Resampling keeps the pitch of a tone and its duration in seconds."""
     tone = np.sin(2 * np.pi * 50 * np.arange(2000) / 2000).astype(np.float32)
     found = wave_of({"array": tone, "sampling_rate": 2000}, RATE)
     expected = np.sin(2 * np.pi * 50 * np.arange(1000) / 1000)
-    # The filter rings at both ends.
+    # Skip both ends, where the filter oscillates.
     np.testing.assert_allclose(found[50:-50], expected[50:-50], atol=0.01)
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_sound(value: Any, message: str) -> None:
 
 
 class Extractor:
-    """Only what rows need: a rate, and a call that keeps what it was given."""
+    """A minimal feature extractor: a sampling rate, and a call that returns its waveforms."""
 
     sampling_rate = RATE
 
@@ -113,7 +113,8 @@ def test_rows_of_audio_features_need_no_torchcodec(tmp_path: Path) -> None:
     rows = map_columns(load_rows(data), "audio-classification")
     assert rows.sample.columns == {"label": "intent", "audio": "clip"}
     encoded = encode_sounds(rows, Extractor(), None)
-    # Lengths that differ share no batch: what is padded is heard by models whose extractors give no mask.
+    # Sounds of different lengths are not batched together: without a mask from the extractor, models would process the
+    # padding as audio.
     assert encoded.plan(8) == [[0, 2], [1, 3]]
     found: Any = encoded.batch([1, 3])["input_values"]
     np.testing.assert_array_equal(found, [tiny_sound(0.3, 1), tiny_sound(0.3, 3)])
@@ -150,7 +151,7 @@ def test_wav_without_samples_is_refused() -> None:
     ],
 )
 def test_error_rates(found: list[str], true: list[str], wer: float, cer: float | None) -> None:
-    """By hand, from the definition: edits over the length of what is right."""
+    """Error rates computed by hand from the definition: number of edits divided by the length of the reference."""
     assert metric_for(None, Transcripts).compute(found, true)["wer"] == pytest.approx(wer)
     if cer is not None:
         assert metric_for("cer", Transcripts).compute(found, true)["cer"] == pytest.approx(cer)
@@ -159,7 +160,8 @@ def test_error_rates(found: list[str], true: list[str], wer: float, cer: float |
 def test_equal_error_rate() -> None:
     eer = metric_for(None, Voices)
     assert eer.compute([0.9, 0.8, 0.2, 0.1], [1, 1, 0, 0])["eer"] == pytest.approx(0.0)
-    # One of four of each is on the wrong side of any threshold between 0.4 and 0.6.
+    # One of the four positive and one of the four negative pairs are misclassified at any threshold between 0.4 and
+    # 0.6.
     found = [0.9, 0.8, 0.7, 0.4, 0.6, 0.3, 0.2, 0.1]
     assert eer.compute(found, [1, 1, 1, 1, 0, 0, 0, 0])["eer"] == pytest.approx(0.25)
     assert eer.compute([0.1, 0.2, 0.8, 0.9], [1, 1, 0, 0])["eer"] == pytest.approx(1.0)
@@ -172,7 +174,7 @@ def test_frame_accuracy_leaves_unlabelled_frames_out() -> None:
 
 
 def test_rankings() -> None:
-    """scikit-learn's nDCG, and the other two by hand."""
+    """nDCG is compared with scikit-learn; the two other metrics are computed by hand."""
     from sklearn.metrics import ndcg_score
 
     rows = [([0.9, 0.1, 0.5, 0.3], [0.0, 1.0, 1.0, 0.0]), ([0.2, 0.8], [0.0, 1.0])]

@@ -1,11 +1,11 @@
-"""Summaries of latencies, and ratios with their intervals."""
+"""Summaries of latencies, and ratios with confidence intervals."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from accel.measuring.statistics import Ratio, bootstrap_interval, geometric_mean, ratio, speedup, summarize
+from accel.measuring.statistics import Ratio, bootstrap_interval, speedup, summarize
 
 
 def test_summary_of_known_numbers() -> None:
@@ -24,18 +24,19 @@ def test_bootstrap_of_a_mean_agrees_with_the_normal_interval() -> None:
     values = np.random.default_rng(0).normal(3, 2, 400)
     low, high = bootstrap_interval(lambda picks: values[picks].mean(axis=1), len(values), resamples=4000)
     error = 1.96 * values.std(ddof=1) / len(values) ** 0.5
-    # 4000 drawings place an end of the interval to about 4 % of its width.
+    # With 4000 resamples, an end of the interval is accurate to about 4 % of the width.
     assert (low, high) == pytest.approx((values.mean() - error, values.mean() + error), abs=0.08 * error)
 
 
 def _rounds(generator: np.random.Generator, drift: np.ndarray, scale: float) -> list[list[float]]:
-    return [list(scale * d * generator.lognormal(0, 0.05, 20)) for d in drift]
+    """Return the rounds of one workload; each is the median of 20 calls."""
+    return [[float(np.median(scale * d * generator.lognormal(0, 0.05, 20))) for d in drift]]
 
 
 def test_ratio_ignores_a_drift_that_hits_both() -> None:
     generator = np.random.default_rng(0)
     drift = generator.lognormal(0, 0.5, 12)
-    found = ratio(_rounds(generator, drift, 3.0), _rounds(generator, drift, 1.0))
+    found = speedup(_rounds(generator, drift, 3.0), _rounds(generator, drift, 1.0))
     assert found.low < 3.0 < found.high
     assert found.high / found.low < 1.6, "rounds are paired: their drift is not in the interval's width"
 
@@ -45,36 +46,29 @@ def test_interval_of_equal_variants_covers_one() -> None:
     for seed in range(200):
         generator = np.random.default_rng(seed)
         drift = generator.lognormal(0, 0.1, 12)
-        # Each process has good and bad rounds of its own, and one round in ten is disturbed.
+        # Each process has random fast and slow rounds, and one round in ten is disturbed.
         a, b = (
             _rounds(generator, drift * generator.lognormal(0, 0.02, 12) * (1 + (generator.random(12) < 0.1) / 2), 1.0)
             for _ in range(2)
         )
-        found = ratio(a, b, resamples=500, seed=seed)
+        found = speedup(a, b, resamples=500, seed=seed)
         covered += found.low <= 1.0 <= found.high
     assert covered >= 184, "a 95 % interval covers in about 190 of 200; 184 is 3 standard deviations below 0.95"
 
 
-def test_a_single_round_knows_no_interval() -> None:
-    found = ratio([[2.0, 2.0]], [[1.0, 1.0]])
+def test_a_single_round_has_an_infinite_interval() -> None:
+    found = speedup([[2.0]], [[1.0]])
     assert (found.value, found.low, found.high) == (2.0, 0.0, float("inf"))
 
 
-def test_rounds_must_pair() -> None:
-    with pytest.raises(ValueError, match="2 rounds against 1"):
-        ratio([[1.0], [1.0]], [[1.0]])
-
-
-def test_geometric_mean() -> None:
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-
-
 def test_the_estimate_and_its_interval_are_of_one_statistic() -> None:
-    """Other programs slowed five of twelve rounds of the baseline 50 times: the ratio of the pooled medians is not the rounds'."""
-    base = [[10.0] * 20] * 7 + [[500.0] * 20] * 5
-    # The other one was slowed in the same rounds, and in two more.
-    other = [[1.0] * 20] * 5 + [[50.0] * 20] * 7
-    found = ratio(base, other)
+    """The estimate and its interval use the same statistic. Here other programs slowed five of twelve baseline rounds
+    by a factor of 50, so the ratio of pooled medians differs from the median ratio of rounds.
+    """
+    base = [10.0] * 7 + [500.0] * 5
+    # The other variant was slowed in the same rounds and in two more.
+    other = [1.0] * 5 + [50.0] * 7
+    found = speedup([base], [other])
     assert found.value == pytest.approx(10.0), "pooled medians say 10 / 50"
     assert found.low <= found.value <= found.high
 
@@ -82,11 +76,10 @@ def test_the_estimate_and_its_interval_are_of_one_statistic() -> None:
 def test_speedup_of_several_workloads_is_their_geometric_mean() -> None:
     found = speedup([[2.0, 2.0, 2.0], [8.0, 8.0]], [[1.0, 1.0, 1.0], [1.0, 1.0]])
     assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0, 4.0))
-    assert speedup([[3.0, 3.0]], [[1.0, 1.0]]).value == pytest.approx(ratio([[3.0], [3.0]], [[1.0], [1.0]]).value)
 
 
 def test_workloads_must_pair() -> None:
-    with pytest.raises(ValueError, match="1 workloads against 2"):
+    with pytest.raises(ValueError, match="zip"):
         speedup([[1.0]], [[1.0], [1.0]])
 
 
@@ -106,10 +99,10 @@ def test_a_ratio_is_shown_with_its_interval_or_as_unsteady(found: Ratio, text: s
     ("value", "low", "high", "equal"),
     [
         (1.05, 0.97, 1.12, True),  # the interval includes 1
-        (1.005, 1.002, 1.008, True),  # less than processes of one variant differ
+        (1.005, 1.002, 1.008, True),  # smaller than the difference between processes of the same variant
         (1.08, 1.03, 1.12, False),
         (0.9, 0.85, 0.95, False),
-        (5.0, 0.9, 9.0, False),  # too far apart, however unsure
+        (5.0, 0.9, 9.0, False),  # too far from 1, despite the wide interval
     ],
 )
 def test_equally_fast(value: float, low: float, high: float, equal: bool) -> None:

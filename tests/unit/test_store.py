@@ -1,4 +1,4 @@
-"""What searches and kept exports are found by: all of the data, and all that a model is made of."""
+"""Digests of data and models, which are keys in the caches of searches and exports."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ RED, BLUE = (Image.new("RGB", (8, 8), color).quantize(4) for color in ("red", "b
     ],
     ids=["array", "tensor", "digits", "bfloat16", "image", "palette", "sound", "texts", "lists", "types"],
 )
-def test_rows_that_differ_are_other_data(one: Any, other: Any) -> None:
+def test_different_rows_have_different_digests(one: Any, other: Any) -> None:
     assert data_digest([{"x": one}]) == data_digest([{"x": one}])
     assert data_digest([{"x": one}]) != data_digest([{"x": other}])
 
 
-def test_a_folder_is_what_it_holds(tmp_path: Path) -> None:
+def test_the_digest_of_a_folder_is_of_its_content(tmp_path: Path) -> None:
     file = tmp_path / "rows" / "data.arrow"
     file.parent.mkdir()
     file.write_bytes(b"one")

@@ -1,7 +1,8 @@
-"""The sweep's parts: small configs, the page, what is skipped, and that a wrong answer is called wrong."""
+"""Parts of the sweep over models: small configs, the generated page, skipped cells, and detection of wrong results."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -18,12 +19,13 @@ from tests.sweep.__main__ import main
 from tests.sweep.building import build
 from tests.sweep.cases import Pair, pairs
 from tests.sweep.cells import Cell, stages_of, sweep_pair, wanted
-from tests.sweep.page import number, page, rows_of
+from tests.sweep.page import number, rows_of, site
 from tests.sweep.questions import Question, answers, difference, prompts, questions
 from tests.sweep.rounding import largest_error
 from tests.sweep.shrinking import FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN, PAD, VOCABULARY, NotShrinkable, small_config
 from tests.sweep.store import Store, digest_of
 
+ROOT = Path(__file__).parents[2]
 BERT = Pair("bert", "text-classification", "BertForSequenceClassification")
 DIGESTS = {"cpu": "aaaaaaaa", "pytorch": "bbbbbbbb"}
 
@@ -36,16 +38,16 @@ def a_cell(**values: Any) -> Cell:
 @pytest.mark.parametrize(
     "name",
     [
-        "bert/text-classification",  # plain names
-        "distilbert/fill-mask",  # names of its own
-        "gemma3_text/text-generation",  # layers of two kinds
-        "t5/text2text-generation",  # an encoder and a decoder
+        "bert/text-classification",  # usual config field names
+        "distilbert/fill-mask",  # different config field names
+        "gemma3_text/text-generation",  # two kinds of layers
+        "t5/text2text-generation",  # encoder and decoder
         "vit/image-classification",
-        "mixtral/text-generation",  # experts
-        "llava/image-text-to-text",  # configs in a config
+        "mixtral/text-generation",  # mixture of experts
+        "llava/image-text-to-text",  # nested configs
     ],
 )
-def test_an_architecture_becomes_small_and_answers(name: str) -> None:
+def test_a_small_model_of_an_architecture_answers(name: str) -> None:
     (pair,) = pairs(only=[name])
     model = build(pair)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
@@ -56,8 +58,8 @@ def test_an_architecture_becomes_small_and_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert/text-classification", "gemma2/text-generation", "t5/text2text-generation"])
-def test_the_small_models_can_fail(name: str) -> None:
-    """The mask matters and tokens differ from step to step; else a green cell would prove nothing."""
+def test_masks_and_steps_change_the_answers_of_small_models(name: str) -> None:
+    """The mask must affect outputs, and tokens must differ between steps; if not, a passing cell would prove nothing."""
     (pair,) = pairs(only=[name])
     model = build(pair)
     worst = 0.0
@@ -70,7 +72,7 @@ def test_the_small_models_can_fail(name: str) -> None:
         assert len(set(tokens.flatten().tolist())) >= cells.NEW_TOKENS
 
 
-def test_layers_of_every_kind_are_kept() -> None:
+def test_a_small_model_keeps_a_layer_of_each_kind() -> None:
     config = small_config("gemma3_text")
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
     assert config.num_hidden_layers == len(config.layer_types)
@@ -84,7 +86,7 @@ def test_special_tokens_are_in_the_small_vocabulary() -> None:
     assert max(named) < VOCABULARY == config.vocab_size
 
 
-def test_an_unknown_architecture_says_so() -> None:
+def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(NotShrinkable, match="no-such-model"):
         small_config("no-such-model")
 
@@ -100,13 +102,17 @@ def test_padding_does_not_count() -> None:
 
 
 def test_hidden_states_beside_logits_need_not_be_returned() -> None:
-    """Moshi returns both; a decoder graph returns what its task is about."""
+    """Hidden states need not be returned if logits are. Moshi returns both, and a decoder graph returns only the output
+    of its task.
+    """
     expected = {"last_hidden_state": torch.ones(1, 3, 4), "logits": torch.ones(1, 3, 5)}
     assert difference(Question("1x3 none", {}, expected), {"logits": expected["logits"]}) == 0
 
 
 def test_a_saved_model_answers_as_the_one_in_memory(tmp_path: Path) -> None:
-    """Marian saves no positions: they are computed, and must not be made random."""
+    """A saved and loaded model gives the same outputs. Marian does not save position embeddings, because they are
+    computed, so they must not be randomized.
+    """
     (pair,) = pairs(only=["marian/text2text-generation"])
     model = build(pair)
     loaded, folder = cells.saved(pair, model, tmp_path / "model")
@@ -116,20 +122,20 @@ def test_a_saved_model_answers_as_the_one_in_memory(tmp_path: Path) -> None:
     assert difference(question, answers(loaded, question.inputs)) == 0
 
 
-def test_what_cannot_be_read_back_stays_in_memory(tmp_path: Path) -> None:
-    """The part of Emu3 that writes, alone: transformers finds no model for text generation in its folder."""
+def test_models_that_cannot_be_loaded_again_stay_in_memory(tmp_path: Path) -> None:
+    """A model that transformers cannot load again stays in memory. Here it is the text part of Emu3 alone."""
     (pair,) = pairs(only=["emu3/text-generation"])
     model = build(pair)
     assert cells.saved(pair, model, tmp_path / "model") == (model, None)
 
 
 def test_prompts_hold_no_token_types() -> None:
-    """transformers' `generate` refuses them for BERT."""
+    """Prompts contain no token types, because transformers' `generate` rejects them for BERT."""
     (pair,) = pairs(only=["bert/text-generation"])
     assert "token_type_ids" not in prompts(pair, build(pair))
 
 
-def test_positions_behind_images_are_no_padding() -> None:
+def test_positions_after_images_are_not_padding() -> None:
     (pair,) = pairs(only=["llava/image-text-to-text"])
     for question in questions(pair, build(pair)):
         assert question.real is not None
@@ -143,8 +149,12 @@ def test_sounds_in_prompts_are_no_text_to_text() -> None:
 
 
 @pytest.mark.parametrize("by_number", [False, True])
-def test_captured_upstream_means_at_other_sizes(by_number: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that cuts its answer to what it saw in the trace is captured, and of no use."""
+def test_upstream_captures_count_only_if_they_answer_at_other_sizes(
+    by_number: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exported model that cuts its outputs to the length seen during tracing is reported as wrong, although the
+    export succeeds.
+    """
 
     class Exported:
         def __init__(self, model: Any, length: int) -> None:
@@ -163,7 +173,7 @@ def test_captured_upstream_means_at_other_sizes(by_number: bool, monkeypatch: py
     assert cells.captured_upstream(BERT, model, questions(BERT, model)) is not by_number
 
 
-def test_a_merge_replaces_cells_and_forgets_pairs_that_are_swept_no_more(tmp_path: Path) -> None:
+def test_a_merge_replaces_cells_and_removes_unknown_pairs(tmp_path: Path) -> None:
     old, new = Store(tmp_path / "old.json"), Store(tmp_path / "new.json")
     old.about = {"versions": {"torch": "2.13.0", "onnx": "1.23.2"}, "processor": "one"}
     new.about = {"versions": {"torch": "2.11.0", "onnx": "1.23.2"}, "processor": "another"}
@@ -179,14 +189,14 @@ def test_a_merge_replaces_cells_and_forgets_pairs_that_are_swept_no_more(tmp_pat
     assert "one and another" in (tmp_path / "models.md").read_text(encoding="utf-8")
 
 
-def test_rounding_to_eight_bits_is_small_and_not_nothing() -> None:
+def test_rounding_to_eight_bits_has_a_small_error() -> None:
     model = build(BERT)
     error = largest_error(model, questions(BERT, model))
     assert 1e-3 < error < cells.TOLERANCES["int8"]
 
 
-def test_a_wrong_answer_is_called_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Export succeeds, and the model that it opens answers something else."""
+def test_wrong_answers_are_reported_as_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wrong result is reported as wrong: the export succeeds, but the opened model returns other outputs."""
 
     class Liar:
         def __init__(self, artifact: Any, **_: Any) -> None:
@@ -231,7 +241,7 @@ def test_a_refusal_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].upstream is False
 
 
-def test_the_page_holds_numbers_reasons_and_what_was_not_built() -> None:
+def test_the_pages_hold_numbers_reasons_and_what_was_not_built() -> None:
     some = [
         a_cell(difference=2.4e-7),
         a_cell(stage="int8", difference=0.031),
@@ -242,20 +252,35 @@ def test_the_page_holds_numbers_reasons_and_what_was_not_built() -> None:
             architecture="x", task="text-generation", backend="pytorch", stage="build", status="not built", reason="no"
         ),
     ]
-    text = page(some, {"versions": {"torch": "2"}, "processor": "a processor"})
-    assert "| bert | 2e-7 | [[1]](#reasons) | 0.031 |" in text
-    assert "| gpt2 | same | 1.2x |" in text
-    assert "1. `OptimizeError: the model has | no graph`" in text
+    files = site(some, {"versions": {"torch": "2"}, "processor": "a processor"})
+    text, table = files["models.md"], json.loads(files["assets/models.json"])
+    assert table["columns"] == ["ORT export", "ORT O2", "ORT int8", "ORT generate", "GPU O4"]
+    assert table["rows"] == [
+        ["bert", "text-classification", "text", "2e-7", "[1]", "0.031", "", ""],
+        ["gpt2", "text-generation", "text", "", "", "", "same", "1.2x"],
+    ]
+    assert table["reasons"] == ["OptimizeError: the model has | no graph"]
+    assert "| bert | all but O2 [1] |" in files["models/text.md"]
+    assert "1. `OptimizeError: the model has | no graph`" in files["models/text.md"]
     assert "- `no`: x (text-generation)" in text
     assert "No call that succeeded gave a wrong answer." in text
     assert "torch 2; a processor" in text
+
+
+def test_the_pages_are_made_from_the_recorded_cells() -> None:
+    store = Store(ROOT / "benchmarks" / "sweep.json")
+    stale = [
+        name for name, text in site(store.cells.values(), store.about).items()
+        if (ROOT / "docs" / name).read_text("utf-8") != text
+    ]  # fmt: skip
+    assert not stale, "out of date: python -m tests.sweep --page-only --json benchmarks/sweep.json"
 
 
 def test_numbers_are_short() -> None:
     assert [number(value) for value in (0.0, 2.4e-7, 0.03, 0.125, None)] == ["0", "2e-7", "0.03", "0.12", ""]
 
 
-def test_the_file_keeps_a_line_a_cell(tmp_path: Path) -> None:
+def test_the_file_has_a_line_for_each_cell(tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep.json")
     for cell in (a_cell(), a_cell(stage="int8", status="refused", reason="why")):
         store.put(cell)
@@ -265,8 +290,10 @@ def test_the_file_keeps_a_line_a_cell(tmp_path: Path) -> None:
     assert Store(tmp_path / "sweep.json").cells == store.cells
 
 
-def test_only_files_of_ours_are_written_over(tmp_path: Path) -> None:
-    """Writing puts a new file in the old one's place; what is a pipe, a device or a link must stay one."""
+def test_only_json_files_are_overwritten(tmp_path: Path) -> None:
+    """Only regular JSON files are overwritten. Writing replaces the file, which would destroy a pipe, a device or a
+    link.
+    """
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "link.json").symlink_to(tmp_path / "elsewhere.json")
     for name in ("pipe.json", "link.json", "models.md"):
@@ -298,10 +325,10 @@ def must_not_run(*_: Any, **__: Any) -> None:
     raise AssertionError
 
 
-# Forking a process with threads warns; the sweep's own parent has none.
+# Forking a process with threads causes a warning; the real parent process of the sweep has no threads.
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 class TestRunning:
-    def test_what_is_known_is_skipped(self, tmp_path: Path) -> None:
+    def test_known_cells_are_skipped(self, tmp_path: Path) -> None:
         store = Store(tmp_path / "sweep.json")
         assert swept(all_green, store) == [BERT.name]
         again = Store(store.path)
@@ -328,7 +355,7 @@ class TestRunning:
         assert by_stage["O2"].reason == "took more than 1.5 s"
         assert by_stage["export"].status == by_stage["int8"].status == "ok"
 
-    def test_a_crash_takes_nothing_with_it(self) -> None:
+    def test_a_crash_ends_only_its_own_pair(self) -> None:
         def crashes(pair: Pair, backends: Sequence[str], report: Any, announce: Any, skip: Any = ()) -> None:
             announce("cpu", "export")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -359,7 +386,7 @@ def test_gpu_shapes_have_every_padding() -> None:
 
 
 class Neighbour(torch.nn.Module):
-    """A classifier that answers every row with what it makes of the first one, or of its own."""
+    """A classifier whose output for every row depends on the first row (`first`), or on the row itself."""
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
@@ -370,7 +397,7 @@ class Neighbour(torch.nn.Module):
         return {"logits": own[:1].expand_as(own) if self.first else own}
 
 
-def test_an_answer_from_another_row_is_found() -> None:
+def test_an_answer_of_another_row_is_detected() -> None:
     ids = torch.arange(18).reshape(6, 3)
     right, wrong = Neighbour(first=False), Neighbour(first=True)
     alone = [rows.cut({"input_ids": ids}, i, 6) for i in range(6)]

@@ -1,4 +1,6 @@
-"""Versions of other libraries: tested ones are silent, others warn once and say what was tested."""
+"""Versions of other libraries: no warning for tested versions, and one warning with the tested range for other
+versions.
+"""
 
 from __future__ import annotations
 

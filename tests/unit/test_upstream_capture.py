@@ -1,17 +1,24 @@
-"""Private names of transformers, torch and onnxscript that capture and families touch: they are there, and do what they did."""
+"""Private names of transformers, torch and onnxscript that capture and families use still exist and still behave as
+expected.
+"""
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
 
-from accel.upstream import exporter_tables, onnx_exporter
+from accel.testing.models import tiny_tokenizer
+from accel.upstream import exporter_tables, model_internals, onnx_exporter, pipeline_internals
 from accel.upstream.attention_choice import attention_of
 from accel.upstream.auto_models import architectures, classes_for, model_type_of
 from accel.upstream.cache_names import CACHE_NAME, cache_argument
+from accel.upstream.replaced_attributes import replaced_attributes
 from accel.upstream.symbolic_sizes import DATA_DEPENDENT, formula, hint, is_fake, statically_known_true
 
 
@@ -44,6 +51,123 @@ def test_the_name_of_a_cache() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=9))
     assert cache_argument(model) == CACHE_NAME
     assert hasattr(model(input_ids=torch.ones((1, 2), dtype=torch.int64), use_cache=True), CACHE_NAME)
+
+
+class Owner:
+    shared = 1
+
+    def __init__(self) -> None:
+        self.attribute = 2
+
+
+def test_attributes_are_replaced_and_restored() -> None:
+    owner = Owner()
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    before, names = layer[0], set(vars(torch.Tensor))
+    replacements = [
+        (owner, "shared", 10), (owner, "attribute", 20), (Owner, "shared", 11), (layer, "0", torch.nn.ReLU()),
+        (torch.Tensor, "item", lambda tensor: 7),
+    ]  # fmt: skip
+    with pytest.raises(KeyError), replaced_attributes(replacements):
+        assert (owner.shared, owner.attribute, Owner.shared, torch.ones(1).item()) == (10, 20, 11, 7)
+        assert isinstance(layer[0], torch.nn.ReLU)
+        raise KeyError
+    assert (vars(owner), Owner.shared, torch.ones(1).item(), layer[0]) == ({"attribute": 2}, 1, 1.0, before)
+    assert set(vars(torch.Tensor)) == names
+
+
+def test_masks_of_encoders_of_sounds() -> None:
+    config = transformers.Speech2TextConfig(
+        vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1, decoder_attention_heads=1,
+        encoder_ffn_dim=8, decoder_ffn_dim=8, conv_channels=8, input_feat_per_channel=4,
+    )  # fmt: skip
+    model = transformers.Speech2TextForConditionalGeneration(config)
+    mask = torch.tensor([[1] * 8, [1] * 4 + [0] * 4])
+    short = model_internals.shortened_by(model.get_encoder(), 2, mask)
+    assert short is not None
+    assert short.tolist() == [[1, 1], [1, 0]]
+    with model_internals.masks_not_shortened(model):
+        assert model_internals.shortened_by(model.model, 2, mask) is mask
+    assert model_internals.shortened_by(torch.nn.Identity(), 2, mask) is None
+
+
+def test_inputs_of_a_decoder() -> None:
+    config = transformers.T5Config(
+        vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0
+    )
+    ids = torch.tensor([[5, 6, 1]])
+    shifted = model_internals.shifted_right(transformers.T5ForSequenceClassification(config), ids)
+    assert shifted is not None
+    assert shifted.tolist() == [[0, 5, 6]]
+    assert model_internals.shifted_right(torch.nn.Identity(), ids) is None
+
+
+def test_lengths_of_the_layers_of_an_x_vector_model() -> None:
+    config = transformers.Wav2Vec2Config(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, conv_dim=(8,), conv_kernel=(4,),
+        conv_stride=(2,), num_feat_extract_layers=1, tdnn_dim=(8, 8), tdnn_kernel=(3, 1), tdnn_dilation=(1, 1),
+        num_conv_pos_embeddings=2, num_conv_pos_embedding_groups=1,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForXVector(config)
+    assert model_internals.lengths_of_tdnn(model, torch.tensor([20, 12])).tolist() == [7, 3]
+
+
+def test_the_forward_that_accelerate_left() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert model_internals.without_mixed_precision(model) is model
+    model._original_forward = model.forward  # type: ignore[assignment]
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    plain = model_internals.without_mixed_precision(model)
+    assert torch.equal(plain(torch.ones(1, 2)), torch.nn.functional.linear(torch.ones(1, 2), model.weight, model.bias))
+    assert torch.equal(model(torch.ones(1, 2)), torch.ones(1, 2))
+
+
+def test_parts_that_pipelines_open() -> None:
+    text, image = transformers.TextClassificationPipeline, transformers.ImageClassificationPipeline
+    assert (pipeline_internals.loads(text, "tokenizer"), pipeline_internals.loads(text, "image_processor")) == (
+        True,
+        False,
+    )
+    assert pipeline_internals.loads(image, "image_processor")
+    assert "top_k" in inspect.signature(pipeline_internals.reader_of_options(text)).parameters
+
+
+def test_tokenizers_that_choose_languages() -> None:
+    assert hasattr(transformers.NllbTokenizer, "_build_translation_inputs")
+    assert pipeline_internals.inputs_for_translation(tiny_tokenizer(), "hello") is None
+
+
+def test_the_fingerprint_of_a_data_set() -> None:
+    rows = {"text": ["one", "two"]}
+    first, other = (
+        pipeline_internals.fingerprint_of(datasets.Dataset.from_dict(one)) for one in (rows, {"text": ["one"]})
+    )
+    assert first != other
+    assert pipeline_internals.fingerprint_of(rows) == ""
+
+
+# Names that families replace or call in a model's own module.
+OF_MODELS = (
+    ("superpoint", "SuperPointInterestPointDecoder._get_pixel_scores"),
+    ("superpoint", "SuperPointDescriptorDecoder._sample_descriptors"),
+    ("superglue", "SuperGlueForKeypointMatching._match_image_pair"),
+    ("lightglue", "LightGlueForKeypointMatching._keypoint_processing"),
+    ("lightglue", "LightGlueForKeypointMatching._get_keypoint_matching"),
+    ("lightglue", "LightGlueForKeypointMatching._get_early_stopped_image_pairs"),
+    ("lightglue", "LightGlueForKeypointMatching._get_pruning_mask"),
+    ("longformer", "_get_question_end_index"),
+    ("longformer", "LongformerModel._pad_to_window_size"),
+    ("led", "LEDEncoder._pad_to_window_size"),
+    ("moonshine", "MoonshineEncoder._get_feat_extract_output_lengths"),
+    ("speech_to_text", "Speech2TextEncoder._get_feature_vector_attention_mask"),
+    ("vits", "_rational_quadratic_spline"),
+    ("vits", "_unconstrained_rational_quadratic_spline"),
+)
+
+
+@pytest.mark.parametrize(("model_type", "name"), OF_MODELS)
+def test_private_names_of_families(model_type: str, name: str) -> None:
+    assert callable(pkgutil.resolve_name(f"transformers.models.{model_type}.modeling_{model_type}:{name}"))
 
 
 def test_rules_of_onnxscript() -> None:

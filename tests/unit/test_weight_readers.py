@@ -1,4 +1,4 @@
-"""Whose weights are read by code outside of the layer."""
+"""Detection of layers whose weights are read by code outside the layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from accel.capture import read_by_other_code
 
 
 class Mixed(torch.nn.Module):
-    """A layer that is called, one whose weight is read, one whose size is asked, and one whose weight the head shares."""
+    """A model with a layer that is called, a layer whose weight is read, a layer whose size is read, and a layer that
+    shares its weight with the head.
+    """
 
     def __init__(self) -> None:
         super().__init__()

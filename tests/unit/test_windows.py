@@ -1,4 +1,6 @@
-"""The attention that stands in for Longformer's and LED's while a model is traced: the same numbers, whichever tokens see all."""
+"""The replacement for the attention of Longformer and LED during tracing computes the same values for any set of global
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_encoder_position_embeddings": 96, "max_decoder_position_embeddings": 96, "pad_token_id": 1,
     },
 }  # fmt: skip
-# float32 sums of some tens of values of order 1, in another order; float16 rounds to 1e-3 of them in each of two layers.
+# Tolerances: float32 sums of about ten to a hundred values of order 1 in a different order; float16 rounding of 1e-3 in
+# each of two layers.
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 LENGTHS = (1, 3, WINDOW // 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 29)
 
@@ -43,7 +46,9 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def rows(length: int, masks: str) -> dict[str, torch.Tensor]:
-    """Three texts: of one, the end is padding, of another the beginning, where they are long enough for that."""
+    """Return three texts. If they are long enough, the second has padding at the end and the third has padding at the
+    start.
+    """
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(5, 100, (3, length), generator=draw)
     mask = torch.ones_like(ids)
@@ -60,7 +65,7 @@ def rows(length: int, masks: str) -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def both(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers' own attention answers, and ours."""
+    """Return the outputs with transformers' attention and with the replacement."""
     expected = model(**inputs)[0]
     with replaced(model):
         return expected, model(**inputs)[0]
@@ -82,7 +87,7 @@ def test_the_same_numbers_in_float16(masks: str) -> None:
 
 
 def test_tokens_that_see_all_change_the_numbers(model: Any) -> None:
-    """The comparisons above would pass for a mask that nobody reads."""
+    """Global tokens change the outputs. If the mask had no effect, the comparisons above would prove nothing."""
     (few, _), (some, _) = both(model, rows(29, "none")), both(model, rows(29, "some"))
     assert (few - some).abs().max() > 1e-2
 

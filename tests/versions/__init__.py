@@ -1,1 +1,3 @@
-"""The suite with the oldest and the newest versions that `pyproject.toml` declares: `python -m tests.versions oldest newest`."""
+"""Run the test suite with the oldest and the newest versions that `pyproject.toml` allows: `python -m tests.versions
+oldest newest`.
+"""

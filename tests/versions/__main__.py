@@ -10,16 +10,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _RESOLUTION = {"oldest": "lowest-direct", "newest": "highest"}
-# Old libraries warn of what newer ones beneath them have deprecated.
+# Old library versions cause deprecation warnings of newer libraries that they use.
 _LENIENT = (
     "-W", "ignore::DeprecationWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning",
-    "-W", "ignore:The given buffer is not writable:UserWarning",  # torch 2.11, of what its own `torch.export.load` reads
+    "-W", "ignore:The given buffer is not writable:UserWarning",  # torch 2.11, caused by its own `torch.export.load`
 )  # fmt: skip
 _SHOWN = ("transformers", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "openvino", "nncf", "numpy")
 
 
 def kept(names: list[str]) -> list[str]:
-    """The lines of `constraints.txt` about some packages."""
+    """Return the lines of `constraints.txt` for some packages."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.partition("==")[0]: line for line in lines if "==" in line}
     unknown = sorted(set(names) - set(pins))
@@ -29,7 +29,9 @@ def kept(names: list[str]) -> list[str]:
 
 
 def environment(which: str, interpreter: str, keep: list[str], flags: list[str]) -> Path:
-    """An environment in which the package is installed, by uv, because pip knows no oldest versions; its Python."""
+    """Create an environment with the package installed, and return its Python. uv installs it, because pip cannot
+    select oldest versions.
+    """
     folder = ROOT / f".venv-{which}"
     python = folder / "bin" / "python"
     if not python.exists():
@@ -55,13 +57,13 @@ def environment(which: str, interpreter: str, keep: list[str], flags: list[str])
 
 
 def installed(python: Path) -> str:
-    """The versions that matter most."""
+    """Return the installed versions of the most important packages."""
     lines = subprocess.check_output([python, "-m", "uv", "pip", "freeze", "--python", python], text=True).splitlines()
     return " ".join(line for line in lines if line.partition("==")[0] in _SHOWN)
 
 
 def main() -> int:
-    """Run the tests in each environment; 1 when one failed."""
+    """Run the tests in each environment. Return 1 if a run failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.versions",
         description=__doc__,

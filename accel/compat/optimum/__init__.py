@@ -1,7 +1,9 @@
-"""The names of `optimum.onnxruntime` and `optimum.intel`, over ours: a script changes its import line.
+"""The public names of `optimum.onnxruntime` and `optimum.intel`, implemented by accel: only the import line of a script
+changes.
 
-Names are imported when first used. The model classes are ours with Optimum's habits (`models`); optimizer and quantizers
-translate settings and call our stages. A name that Optimum has and this module lacks says why when it is imported.
+Names are imported at first use. The model classes are accel classes with Optimum's behaviour (`models`). The optimizer
+and quantizers translate settings and call accel's stages. Importing a name that does not exist here raises an error
+with the reason.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import importlib
 from typing import Any
 
 from ...errors import BackendUnavailableError
+from . import constants
 
 _MODULE_OF = {
     "AutoCalibrationConfig": "calibration",
@@ -37,27 +40,9 @@ _MODULE_OF = {
     "QuantizationConfig": "quantization",
     "QuantizationMode": "quantization",
     "QuantType": "quantization",
-    **dict.fromkeys(
-        (
-            "DECODER_MERGED_ONNX_FILE_PATTERN",
-            "DECODER_ONNX_FILE_PATTERN",
-            "DECODER_WITH_PAST_ONNX_FILE_PATTERN",
-            "ENCODER_ONNX_FILE_PATTERN",
-            "ONNX_DECODER_MERGED_NAME",
-            "ONNX_DECODER_NAME",
-            "ONNX_DECODER_WITH_PAST_NAME",
-            "ONNX_ENCODER_NAME",
-            "ONNX_FILE_PATTERN",
-            "ONNX_WEIGHTS_NAME",
-            "OV_DECODER_NAME",
-            "OV_DECODER_WITH_PAST_NAME",
-            "OV_ENCODER_NAME",
-            "OV_XML_FILE_NAME",
-        ),
-        "constants",
-    ),
+    **dict.fromkeys((name for name in vars(constants) if name.isupper()), "constants"),
 }
-# Task classes that Optimum names otherwise than we do.
+# Task classes that have another name in Optimum.
 _SAME_AS = {
     "ORTModelForPix2Struct": "ORTModelForVision2Seq",
     "OVModelForPix2Struct": "OVModelForVision2Seq",
@@ -65,22 +50,12 @@ _SAME_AS = {
     "OVModelForMultimodalLM": "OVModelForImageTextToText",
     "OVSamModel": "OVModelForMaskGeneration",
 }
+_DIFFUSION_MODELS = ("DiffusionPipeline", "PipelineFor", "StableDiffusion", "LatentConsistency", "Flux")
 _DIFFUSION = "diffusion models are out of scope"
-# Beginnings of names that Optimum has and we do not, and why.
+# Prefixes of Optimum names that accel does not have, with the reasons.
 _ABSENT = {
-    "ORTDiffusionPipeline": _DIFFUSION,
-    "ORTPipelineFor": _DIFFUSION,
-    "ORTStableDiffusion": _DIFFUSION,
-    "ORTLatentConsistency": _DIFFUSION,
-    "ORTFlux": _DIFFUSION,
-    "OVDiffusionPipeline": _DIFFUSION,
-    "OVPipelineFor": _DIFFUSION,
-    "OVStableDiffusion": _DIFFUSION,
-    "OVLatentConsistency": _DIFFUSION,
-    "OVFlux": _DIFFUSION,
-    "OVLTX": _DIFFUSION,
-    "OVSana": _DIFFUSION,
-    "OVQwenImage": _DIFFUSION,
+    **dict.fromkeys((f"ORT{name}" for name in _DIFFUSION_MODELS), _DIFFUSION),
+    **dict.fromkeys((f"OV{name}" for name in (*_DIFFUSION_MODELS, "LTX", "Sana", "QwenImage")), _DIFFUSION),
     "OVMixedQuantizationConfig": "one graph gets one scheme; 4 and 8 bits of weights are mixed by ratio=...",
     "OVPipelineQuantizationConfig": "all graphs of a model get one scheme",
     "OVCalibrationDataset": "calibration data are rows: pass a datasets.Dataset or a list of dictionaries",

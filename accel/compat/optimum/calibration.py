@@ -1,4 +1,4 @@
-"""Settings of calibration, and rows to calibrate with: a data set that is tokenized already."""
+"""Calibration settings, and calibration rows from a tokenized data set."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from enum import Enum
 from typing import Any
 
 from ...artifact.manifest import Artifact
+from ...config import check_number
 from ...errors import ConfigError, InputError
 
 logger = logging.getLogger(__name__)
 
 
 class CalibrationMethod(Enum):
-    """How activation ranges are found."""
+    """Method that computes activation ranges."""
 
     MinMax = 0
     Entropy = 1
@@ -23,7 +24,7 @@ class CalibrationMethod(Enum):
 
 
 def member(kind: type[Enum], value: Any) -> Any:
-    """A member by its name; ONNX Runtime's own, which have the same names, are kept."""
+    """Return an enum member by its name. ONNX Runtime's enum members have the same names and are returned unchanged."""
     name = value if isinstance(value, str) else str(getattr(value, "name", value))
     if name not in kind.__members__:
         raise ConfigError(f"{value!r} is no {kind.__name__}.", fix=f"use {', '.join(kind.__members__)}.")
@@ -32,19 +33,19 @@ def member(kind: type[Enum], value: Any) -> Any:
 
 @dataclass
 class CalibrationConfig:
-    """Optimum's settings of calibration.
+    """Optimum's calibration settings.
 
     Attributes:
-        dataset_name: The data set, for the record.
-        dataset_config_name: Its configuration.
-        dataset_split: Its split.
-        dataset_num_samples: Its rows.
-        method: How activation ranges are found.
-        num_bins: Chosen here by method.
-        num_quantized_bins: Likewise.
-        percentile: For `Percentile`: the share of values kept, in percent.
-        moving_average: For `MinMax`: averages of the batches' ranges.
-        averaging_constant: Chosen here.
+        dataset_name: Name of the data set; only recorded.
+        dataset_config_name: Configuration name of the data set.
+        dataset_split: Split of the data set.
+        dataset_num_samples: Number of rows in the data set.
+        method: Method that computes activation ranges.
+        num_bins: Ignored: accel chooses it for each method.
+        num_quantized_bins: Ignored: accel chooses it for each method.
+        percentile: For `Percentile`: the percentage of values inside the range.
+        moving_average: For `MinMax`: whether the ranges of the batches are averaged.
+        averaging_constant: Ignored: accel chooses it for each method.
     """
 
     dataset_name: str | None
@@ -62,7 +63,7 @@ class CalibrationConfig:
         self.method = member(CalibrationMethod, self.method)
 
     def to_accel(self) -> dict[str, Any]:
-        """The same in our settings."""
+        """Return the calibration settings of accel."""
         for name in ("num_bins", "num_quantized_bins", "averaging_constant"):
             if getattr(self, name) is not None:
                 logger.debug("%s=%r changes nothing here.", name, getattr(self, name))
@@ -76,13 +77,12 @@ class CalibrationConfig:
 
 
 class AutoCalibrationConfig:
-    """Settings of calibration by method."""
+    """Create calibration settings by method."""
 
     @staticmethod
     def minmax(dataset: Any, moving_average: bool = False, averaging_constant: float = 0.01) -> CalibrationConfig:
-        """The smallest and the largest value."""
-        if moving_average and not 0 <= averaging_constant <= 1:
-            raise ConfigError(f"averaging_constant is {averaging_constant}.", fix="use a number from 0 to 1.")
+        """Use the smallest and the largest value as range."""
+        check_number("averaging_constant", averaging_constant if moving_average else None, 0, 1)
         return _described(
             dataset,
             method=CalibrationMethod.MinMax,
@@ -92,25 +92,19 @@ class AutoCalibrationConfig:
 
     @staticmethod
     def entropy(dataset: Any, num_bins: int = 128, num_quantized_bins: int = 128) -> CalibrationConfig:
-        """The range that loses the least information."""
-        _check_bins(num_bins, num_quantized_bins)
+        """Use the range that loses the least information."""
+        check_number("num_bins", num_bins, 1)
+        check_number("num_quantized_bins", num_quantized_bins, 1)
         return _described(
             dataset, method=CalibrationMethod.Entropy, num_bins=num_bins, num_quantized_bins=num_quantized_bins
         )
 
     @staticmethod
     def percentiles(dataset: Any, num_bins: int = 2048, percentile: float = 99.999) -> CalibrationConfig:
-        """The range that holds a share of the values, in percent."""
-        _check_bins(num_bins)
-        if not 0 <= percentile <= 100:
-            raise ConfigError(f"percentile is {percentile}.", fix="use a number from 0 to 100.")
+        """Use the range that contains a percentage of the values."""
+        check_number("num_bins", num_bins, 1)
+        check_number("percentile", percentile, 0, 100)
         return _described(dataset, method=CalibrationMethod.Percentile, num_bins=num_bins, percentile=percentile)
-
-
-def _check_bins(*counts: int) -> None:
-    for count in counts:
-        if count <= 0:
-            raise ConfigError(f"A histogram has {count} bins.", fix="use at least 1.")
 
 
 def _described(dataset: Any, **settings: Any) -> CalibrationConfig:
@@ -126,11 +120,11 @@ def _described(dataset: Any, **settings: Any) -> CalibrationConfig:
 
 @dataclass(frozen=True)
 class CalibrationRanges:
-    """What `ORTQuantizer.fit` returns: the rows to calibrate with and how; ranges are computed where they are used.
+    """The result of `ORTQuantizer.fit`: calibration rows and settings. Ranges are computed later, during quantization.
 
     Attributes:
-        batches: Inputs by name, `(batch, ...)` each.
-        config: How ranges are found.
+        batches: Batches of inputs by name, each of shape `(batch, ...)`.
+        config: Calibration settings.
     """
 
     batches: tuple[dict[str, Any], ...]
@@ -138,7 +132,7 @@ class CalibrationRanges:
 
 
 class Recorded(list[dict[str, Any]]):
-    """Batches that say in the manifest what they are."""
+    """Calibration batches with a record of their data set for the manifest."""
 
     def __init__(self, ranges: CalibrationRanges) -> None:
         super().__init__(ranges.batches)
@@ -158,10 +152,10 @@ def calibration_rows(
     seed: int,
     token: bool | str | None,
 ) -> Any:
-    """A data set, shuffled, cut, preprocessed, with the graph's inputs alone.
+    """Load, shuffle, truncate and preprocess a data set, and keep only the columns that are inputs of the graph.
 
     Raises:
-        ConfigError: No split was named, and there are several.
+        ConfigError: No split is named, and the data set has several.
     """
     import datasets
 
@@ -179,16 +173,16 @@ def calibration_rows(
 
 
 def only_inputs(artifact: Artifact, dataset: Any) -> Any:
-    """A data set with the graph's inputs alone."""
+    """Return a data set with only the columns that are inputs of the graph."""
     inputs = {spec.name for spec in artifact.components[0].inputs}
     return dataset.remove_columns([name for name in dataset.column_names if name not in inputs])
 
 
 def batches_of(artifact: Artifact, dataset: Any, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Rows of a `datasets.Dataset`, or dictionaries, as batches of tensors by the graph's names.
+    """Yield the rows of a `datasets.Dataset` or a list of dictionaries as batches of tensors by input name.
 
     Raises:
-        InputError: No column is an input, or rows of one batch are of unequal length.
+        InputError: No column is an input of the graph, or rows of the same batch have different lengths.
     """
     import torch
 

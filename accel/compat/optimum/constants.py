@@ -1,4 +1,4 @@
-"""Names of files in folders that Optimum writes."""
+"""File names in folders that Optimum writes."""
 
 ONNX_WEIGHTS_NAME = "model.onnx"
 ONNX_ENCODER_NAME = "encoder_model.onnx"

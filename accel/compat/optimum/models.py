@@ -1,4 +1,4 @@
-"""Optimum's model classes: ours, with what Optimum's scripts ask of them."""
+"""Optimum's model classes: accel classes with Optimum's attributes and arguments."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_n
 
 logger = logging.getLogger(__name__)
 
-# Of builds for Azure's endpoints, where it is listed first: it computes what runs here on the CPU.
+# Azure builds of ONNX Runtime list this provider first, and it runs graphs on the CPU.
 _ON_CPU = {"AzureExecutionProvider": "CPUExecutionProvider"}
-# Settings of `generate` that ask each call for more than logits.
+# Settings of `generate` that request outputs other than logits.
 _ANSWERED = ("output_attentions", "output_hidden_states")
 
 
 @dataclass
 class PooledOutput(BaseModelOutputWithPooling, BaseModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """Hidden states and the pooled ones, as PyTorch's model returns them, and a `BaseModelOutput`, which Optimum's scripts expect."""
+    """Hidden states and pooled states with the fields of the PyTorch output. It is also a `BaseModelOutput`, which
+    scripts for Optimum expect.
+    """
 
 
 class Words(base.ORTModel):
-    """What Optimum's models do otherwise than ours: saving replaces what is there, and some arguments and attributes."""
+    """Base class with Optimum's behaviour: saving replaces existing files, and there are more arguments and attributes."""
 
     _use_cache: bool | None = None
     _use_io_binding: bool | None = None
@@ -47,49 +49,45 @@ class Words(base.ORTModel):
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
-        """`from_pretrained` of our class of the same name, with Optimum's arguments.
+        """Call `from_pretrained` of the accel class with the same name, with Optimum's arguments.
 
-        `use_cache=False` is kept by the model: `generate` then computes each token from the whole text.
+        `use_cache=False` is stored in the model: `generate` then computes each token from the whole text, without a KV
+        cache.
         """
         use_io_binding = arguments.pop("use_io_binding", None)
         use_cache = arguments.get("use_cache")
         if arguments.get("force_download") and (isinstance(model_id, Artifact) or Path(model_id).is_dir()):
-            # Of a folder there is nothing to download.
+            # Folders are not downloaded, so the argument has no effect.
             del arguments["force_download"]
         translated = cls._translated(arguments)
         made = super().from_pretrained(model_id, **translated)
         asked = (translated["file_name"], translated.get("subfolder") or "", translated.get("variant"))
-        made.remember(use_cache, use_io_binding, arguments.get("use_merged"), asked)
+        made.remember(asked, use_cache=use_cache, use_io_binding=use_io_binding, use_merged=arguments.get("use_merged"))
         return made
 
-    def remember(
-        self,
-        use_cache: bool | None,
-        use_io_binding: bool | None,
-        use_merged: bool | None,
-        asked: tuple[str | None, str, str | None],
-    ) -> None:
-        """Keep what was asked for at loading; `asked` is the graph's name, the subfolder and the variant."""
+    def remember(self, asked: tuple[str | None, str, str | None], **uses: bool | None) -> None:
+        """Store arguments of `from_pretrained`. `asked` contains the graph's file name, the subfolder and the variant."""
         self._asked = asked
-        self._use_cache, self._use_io_binding, self._use_merged = use_cache, use_io_binding, use_merged
+        for name, value in uses.items():
+            setattr(self, f"_{name}", value)
         if not self.can_generate():
             return
-        if use_cache is not None:
-            self.config.use_cache = use_cache
+        if self._use_cache is not None:
+            self.config.use_cache = self._use_cache
         if self.generation_config.use_cache is None and self.can_use_cache:
-            # Optimum's default, which folders of older ones do not name.
+            # Optimum's default; older folders do not set this field.
             self.generation_config.use_cache = True
 
     @classmethod
     def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments that our `from_pretrained` lacks, in its words."""
+        """Translate arguments that accel's `from_pretrained` does not have."""
         given = dict(arguments)
         if given.get("provider") in _ON_CPU:
             given["provider"] = _ON_CPU[given["provider"]]
         if given.get("providers"):
             given["providers"] = [_ON_CPU.get(name, name) for name in given["providers"]]
         if cls.task == "feature-extraction":
-            # Pooling of a sentence-transformers folder is done by who asks for hidden states.
+            # Scripts with this class pool the hidden states themselves.
             given.setdefault("task", cls.task)
         named_one = file_name_of({name: given.pop(name, None) for name in PART_NAMES})
         if given.get("file_name") is None:
@@ -101,40 +99,42 @@ class Words(base.ORTModel):
         return PooledOutput if chosen is BaseModelOutputWithPooling else chosen
 
     def files_before(self) -> dict[Part, Path]:
-        """Another tool's files that the graphs were brought to our form from; none where the graphs are what was loaded."""
+        """Return the original files of another tool, by part, if the graphs were converted from them; empty if not."""
         if self._before is None or self._before[0] != self.artifact.path:
             self._before = self.artifact.path, files_before(self.artifact, *self._asked)
         return self._before[1]
 
     @property
     def path(self) -> Path:
-        """The first graph's file; of a graph that was brought to our form, the file that it was."""
+        """Path of the first graph's file; for a converted graph, path of the original file."""
         before = self.files_before()
         usual: tuple[Part, ...] = ("encoder", "model", "merged", "following" if self.can_use_cache else "first")
         return next((before[part] for part in (*usual, *before) if part in before), super().path)
 
     @property
     def model_save_dir(self) -> Path:
-        """The folder of that file."""
+        """Folder of the graph file `path`."""
         return self.path.parent if self.files_before() else super().model_save_dir
 
     @property
     def session(self) -> Any:
-        """The runtime's own session of the first graph.
+        """The runtime's session of the first graph.
 
         Raises:
-            InputError: This backend shows none.
+            InputError: The backend does not provide its runtime's session.
         """
         return runtime_of(self._session, self.backend)
 
     @property
     def model(self) -> Any:
-        """The same, by its older name."""
+        """The runtime's session, under an older name."""
         return self.session
 
     @property
     def use_io_binding(self) -> bool:
-        """What was asked for: sessions here decide themselves how tensors reach them."""
+        """The `use_io_binding` argument of `from_pretrained`. It has no effect, because sessions choose how tensors are
+        passed.
+        """
         return True if self._use_io_binding is None else self._use_io_binding
 
     @use_io_binding.setter
@@ -143,18 +143,19 @@ class Words(base.ORTModel):
 
     @property
     def can_use_cache(self) -> bool:
-        """Whether the graphs keep keys and values between calls, and were not loaded with `use_cache=False`."""
+        """Whether the graphs have a KV cache, and `use_cache=False` was not set."""
         return super().can_use_cache and self._use_cache is not False
 
     def save_pretrained(  # type: ignore[override]  # Optimum's argument
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **settings: Any
     ) -> None:
-        """Write the model into a folder, over what was there; tokenizers that are saved beside it later are fine.
+        """Save the model to a folder, and replace a model in this folder. A tokenizer may be saved to the same folder
+        later.
 
         Args:
-            save_directory: May hold other files, which stay.
-            push_to_hub: Upload it as well; `repository_id` and so on as in `push_to_hub`.
-            **settings: Of `push_to_hub`.
+            save_directory: The folder; its other files are kept.
+            push_to_hub: Whether the model is uploaded to the Hub.
+            **settings: Arguments of `push_to_hub`.
         """
         target = Path(save_directory)
         self._save_pretrained(target)
@@ -166,10 +167,10 @@ class Words(base.ORTModel):
             self.push_to_hub(**{name: value for name, value in settings.items() if name in known})
 
     def _save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
-        """Write the artifact; other libraries replace this to have it in a subfolder."""
+        """Write the artifact. Other libraries override this method to write to a subfolder."""
         target = Path(save_directory).absolute()
         if target.resolve() == self.artifact.path.resolve() and (target / MANIFEST).is_file():
-            # It is there already; the config may have changed.
+            # The artifact is already in this folder, but the config may have changed.
             if self.config is not None:
                 self.config.save_pretrained(target)
             return
@@ -178,15 +179,17 @@ class Words(base.ORTModel):
 
 
 class Writes(Words, Generator):
-    """Models that generate."""
+    """Base class of generating models with Optimum's behaviour."""
 
     @property
     def use_merged(self) -> bool:
-        """What was asked for; where nothing was, whether it is a merged decoder that another tool wrote."""
+        """The `use_merged` argument of `from_pretrained`. If it was not passed: whether the original files include a
+        merged decoder.
+        """
         return "merged" in self.files_before() if self._use_merged is None else self._use_merged
 
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
-        # Of `generate`, which scripts pass to single calls, too, where transformers does not read them either.
+        # Scripts also pass settings of `generate` to single calls, where transformers ignores them.
         super()._check_rest(
             {
                 name: value
@@ -197,9 +200,9 @@ class Writes(Words, Generator):
 
 
 class WithEncoder(Writes, EncoderDecoder):
-    """Models with an encoder, whose graphs Optimum's scripts read one by one."""
+    """Base class of encoder-decoder models. Scripts for Optimum access their graphs individually."""
 
-    # Whisper's `generate` keeps something of its own here; several graphs have no session that is the model's.
+    # Whisper's `generate` sets this attribute. A model with several graphs has no single session.
     model: Any = None
 
     def _make_encoder(self, session: Session, main_input_name: str) -> ORTEncoder:
@@ -207,30 +210,32 @@ class WithEncoder(Writes, EncoderDecoder):
 
     @property
     def can_use_cache(self) -> bool:
-        """Likewise; of a merged decoder in any case."""
+        """Whether the graphs have a KV cache, and `use_cache=False` was not set; a merged decoder always has one."""
         return super().can_use_cache or (self.use_merged and any(part.stateful for part in self.artifact.components))
 
     @property
     def decoder(self) -> ORTDecoderForSeq2Seq:
-        """The decoder, callable by itself."""
+        """The decoder as a callable."""
         return ORTDecoderForSeq2Seq(self, is_merged=self.use_merged)
 
     @property
     def decoder_with_past(self) -> ORTDecoderForSeq2Seq | None:
-        """The same graph; `None` where Optimum has no second one, merged or without a cache."""
+        """The decoder with a KV cache, which is the same graph; `None` if Optimum has no second decoder, because it is
+        merged or has no cache.
+        """
         if not self.can_use_cache or self.use_merged:
             return None
         return ORTDecoderForSeq2Seq(self, is_merged=False, with_past=True)
 
     @property
     def parts(self) -> list[ORTPart]:
-        """The encoder and the decoder; also the decoder behind a cache where that was a file of its own."""
+        """The encoder and the decoder; also the decoder with a KV cache if the original has a separate file for it."""
         found, following = [self.encoder, self.decoder], self.decoder_with_past
         return [*found, following] if following is not None and following.path != self.decoder.path else found
 
 
 class ORTModel(Words):
-    """Any task: `from_pretrained` gives the class of the model's task."""
+    """A model for any task. `from_pretrained` returns an instance of the class for the model's task."""
 
     _any_task = True
 
@@ -240,7 +245,7 @@ class ORTModel(Words):
 
 
 class OVModel(Words):
-    """The same for OpenVINO: its graphs, made when a folder holds PyTorch weights alone."""
+    """A model for any task on OpenVINO. If a folder has only PyTorch weights, they are exported."""
 
     _any_task = True
     ov_config: dict[str, Any]
@@ -251,9 +256,10 @@ class OVModel(Words):
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
-        """`from_pretrained` with `backend="openvino"`, and the arguments of optimum-intel.
+        """Call `from_pretrained` with `backend="openvino"` and the arguments of optimum-intel.
 
-        `quantization_config` and `load_in_8bit` quantize the graph on the way, into a folder that lives as long as the model.
+        `quantization_config` and `load_in_8bit` quantize the graph to a temporary folder, which exists as long as the
+        model.
         """
         from .openvino import quantized_on_the_way
 
@@ -273,7 +279,7 @@ class OVModel(Words):
 
     @property
     def model(self) -> Any:
-        """OpenVINO's model of the first graph, as it was compiled."""
+        """The compiled OpenVINO model of the first graph, as a runtime model."""
         return self.session.get_runtime_model()
 
     @property
@@ -282,20 +288,20 @@ class OVModel(Words):
         return self.session
 
     def compile(self) -> None:
-        """Does nothing: a model is compiled when it is opened."""
+        """Do nothing: models are compiled when they are opened."""
 
     def clear_requests(self) -> None:
-        """Does nothing: requests are kept by the session."""
+        """Do nothing: sessions manage their inference requests."""
 
     def reshape(
         self, batch_size: int, sequence_length: int, height: int | None = None, width: int | None = None
     ) -> Self:
-        """Pad texts to one length, for which the graph is compiled; -1 leaves it free. Any batch runs.
+        """Pad texts to a fixed length and compile the graph for it; -1 allows any length. Any batch size is allowed.
 
-        Models whose inputs cannot be padded (images, sounds, models that generate) stay as they are: any size runs, too.
+        Models whose inputs cannot be padded (images, audio, generating models) are unchanged and accept any size.
 
         Raises:
-            ConfigError: A length that the model does not have; it goes on as before.
+            ConfigError: The length exceeds the model's positions; the model is unchanged.
         """
         from dataclasses import replace
 
@@ -319,11 +325,11 @@ class OVModel(Words):
         return self
 
     def to(self, device: Any) -> Self:
-        """Move to a device, in OpenVINO's words too (`"CPU"`, `"GPU.0"`)."""
+        """Move the model to a device. OpenVINO's device names (`"CPU"`, `"GPU.0"`) are accepted."""
         return super().to(device.lower().replace(".", ":") if isinstance(device, str) else device)
 
     def replace_artifact(self, artifact: Artifact) -> None:
-        """Run another artifact from now on."""
+        """Close the sessions and open another artifact for this model."""
         self.close()
         self.artifact = artifact
         self._plan = self._planned(self._plan.settings)
@@ -338,25 +344,25 @@ def _of_kind(name: str, kind: type[Words], original: type[base.ORTModel]) -> typ
     elif issubclass(original, Generator):
         kinds = (Writes, kind)
     made = type(name, (*kinds, original), facts)
-    # Found by pickle, and by whoever looks for the class of a pickled model.
+    # Pickle finds the class by its name in this module.
     globals()[name] = made
     return made
 
 
 @functools.cache
 def ort_class(name: str) -> type[Any]:
-    """Our class of that name with Optimum's words."""
+    """Return the class with the same name as an accel class and Optimum's behaviour."""
     return _of_kind(name, ORTModel, getattr(importlib.import_module("accel"), name))
 
 
 @functools.cache
 def ov_class(name: str) -> type[Any]:
-    """The class of that name (`ORTModelFor...`) for OpenVINO, as `OVModelFor...`."""
+    """Return the class `OVModelFor...` for the name `ORTModelFor...`."""
     return _of_kind("OV" + name.removeprefix("ORT"), OVModel, getattr(importlib.import_module("accel"), name))
 
 
 def __getattr__(name: str) -> Any:
-    # Classes are made when they are first asked for; a pickled model names its class so.
+    # Classes are created at first use. Pickled models refer to their class by name.
     if name.startswith(("ORTModelFor", "OVModelFor")):
         make = ov_class if name.startswith("OV") else ort_class
         original = "ORT" + name.removeprefix("OV").removeprefix("ORT")
@@ -373,9 +379,10 @@ def pipeline(
     model_kwargs: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Optimum's `pipeline`: `accel.pipeline`, with `accelerator="ort"` or `"ov"` for a model given by id or folder.
+    """Return a pipeline like Optimum's `pipeline`: `accel.pipeline` with `accelerator="ort"` or `"ov"` for a model
+    given by id or folder.
 
-    Arguments that neither it nor the pipeline knows are passed over with a warning, as stock pipelines do without one.
+    Unknown arguments are ignored with a warning; transformers pipelines ignore them silently.
     """
     from ...models.arguments import read_arguments
     from ...models.pipelines.pipeline import has_several_classes, pipeline_class, usual_model
@@ -402,9 +409,3 @@ def pipeline(
             cls = ov_class(name) if kind is OVModel else ort_class(name)
         model = cls.from_pretrained(model, **arguments)
     return ours(task, model, **settings)
-
-
-def names(prefix: str) -> Sequence[str]:
-    """Names of all task classes, `ORTModelFor...` or `OVModelFor...`."""
-    ours = importlib.import_module("accel").__all__
-    return [prefix + name.removeprefix("ORT") for name in ours if name.startswith("ORTModelFor")]

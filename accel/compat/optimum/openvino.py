@@ -1,14 +1,15 @@
-"""optimum-intel's `OVQuantizer` and its settings, over our quantization of OpenVINO graphs."""
+"""optimum-intel's `OVQuantizer` and its settings, implemented by accel's quantization of OpenVINO graphs."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 from ...artifact.writing import scratch
 from ...config import QuantizeConfig, SessionOptions
@@ -23,17 +24,18 @@ from .records import Record
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 BACKEND = "openvino"
 _PRECISIONS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# They choose how a model object is made; here it is always compiled, and its graph says whether it keeps a state.
+# Arguments without effect: models are always compiled, and the graph decides whether it has a state.
 _WITHOUT_EFFECT = ("compile", "stateful", "dynamic_shapes", "from_onnx", "preload", "tp_size")
 
 
 def translated(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `OVModelFor….from_pretrained` as those of ours.
+    """Translate arguments of `OVModelFor….from_pretrained` to arguments of accel.
 
     Raises:
-        ConfigError: A precision that OpenVINO does not have.
+        ConfigError: OpenVINO does not support the precision.
     """
     given = dict(arguments)
     for name in _WITHOUT_EFFECT:
@@ -58,28 +60,38 @@ def translated(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Settings:
-    """What optimum-intel's settings share: they are read and written as JSON, and say which ones are without counterpart."""
-
-    _names: ClassVar[tuple[str, ...]]
+    """Base class of settings that can be converted to and from JSON values."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
-        return {name: getattr(self, name) for name in self._names}
+        """Return the settings as JSON values."""
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from `to_dict`."""
-        return cls(**{name: value for name, value in values.items() if name in cls._names})
+        """Make settings from the values of `to_dict`."""
+        known = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
+        return cls(**{name: value for name, value in values.items() if name in known})
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+def _refusing_others(cls: type[_T]) -> type[_T]:
+    """Let a settings dataclass accept unknown arguments, but raise if their value is not `None` or `False`."""
+    known = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+    make: Any = cls.__init__
+
+    @functools.wraps(make)
+    def init(self: _T, *values: Any, **settings: Any) -> None:
+        _refuse(cls.__name__, {name: settings.pop(name) for name in settings.keys() - known})
+        make(self, *values, **settings)
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def _refuse(kind: str, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that would change the result and have no counterpart.
+    """Raise for settings that change the result and have no equivalent in accel.
 
     Raises:
-        ConfigError: The first that is set.
+        ConfigError: A setting has a value. The message names the first such setting.
     """
     for name, value in settings.items():
         if value is not None and value is not False:
@@ -89,7 +101,7 @@ def _refuse(kind: str, settings: Mapping[str, Any]) -> None:
 
 
 def _excluded(scope: Any) -> tuple[str, ...]:
-    """Nodes that stay float, of an NNCF scope or its values."""
+    """Return the nodes that stay in floating point, from an NNCF scope or a mapping with its values."""
     values = dict(scope if isinstance(scope, Mapping) else vars(scope or object) if scope is not None else {})
     if values.get("types"):
         raise ConfigError(
@@ -98,65 +110,54 @@ def _excluded(scope: Any) -> tuple[str, ...]:
     return (*values.get("names", ()), *(f"re:{pattern}" for pattern in values.get("patterns", ())))
 
 
+@_refusing_others
+@dataclass
 class OVWeightQuantizationConfig(_Settings):
-    """Weights in 8 or 4 bits: `weight-int8` and `weight-int4` here.
+    """Settings for weights in 8 or 4 bits: the schemes `weight-int8` and `weight-int4` of accel. Other settings of
+    optimum-intel raise an error if they have a value.
 
-    Args:
+    Attributes:
         bits: 8 or 4.
-        sym: Symmetric weights.
-        group_size: Of 4 bits: values that share a scale; 32 when `None`.
-        tokenizer: The model's own is taken.
+        sym: Whether weights are quantized symmetrically.
+        group_size: For 4 bits: number of values that share a scale; 32 when `None`.
+        tokenizer: Ignored: the model's own tokenizer is used.
         dataset: Texts, or a data set, for AWQ, GPTQ and scale estimation.
-        ratio: Of 4 bits: share of the layers that get them, the rest 8.
-        all_layers: Follows from `ratio`.
-        ignored_scope: `{"names": [...], "patterns": [...]}` that stay float.
-        num_samples: Rows of `dataset` at most.
+        ratio: For 4 bits: fraction of the layers in 4 bits; the other layers get 8 bits.
+        all_layers: Ignored: determined by `ratio`.
+        ignored_scope: Nodes that stay in floating point: `{"names": [...], "patterns": [...]}`.
+        num_samples: Largest number of rows of `dataset`.
         quant_method: `"default"` or `"awq"`.
-        scale_estimation: Of 4 bits: fit scales to `dataset`.
+        scale_estimation: For 4 bits: whether scales are fitted to `dataset`.
         dtype: `"int8"` or `"int4"`, instead of `bits`.
-        gptq: Of 4 bits: GPTQ.
-        processor: The model's own is taken.
-        **others: Refused where set.
+        gptq: For 4 bits: whether GPTQ is used.
+        processor: Ignored: the model's own processor is used.
     """
 
-    _names = (
-        "bits", "sym", "group_size", "tokenizer", "dataset", "ratio", "all_layers", "ignored_scope", "num_samples",
-        "quant_method", "scale_estimation", "dtype", "gptq", "processor",
-    )  # fmt: skip
+    bits: int = 8
+    sym: bool = False
+    group_size: int | None = None
+    tokenizer: Any = None
+    dataset: Any = None
+    ratio: float = 1.0
+    all_layers: bool | None = None
+    ignored_scope: Any = None
+    num_samples: int | None = None
+    quant_method: str = "default"
+    scale_estimation: bool | None = None
+    dtype: str | None = None
+    gptq: bool | None = None
+    processor: Any = None
 
-    def __init__(
-        self,
-        bits: int = 8,
-        sym: bool = False,
-        group_size: int | None = None,
-        tokenizer: Any = None,
-        dataset: Any = None,
-        ratio: float = 1.0,
-        all_layers: bool | None = None,
-        ignored_scope: Any = None,
-        num_samples: int | None = None,
-        quant_method: str = "default",
-        scale_estimation: bool | None = None,
-        dtype: str | None = None,
-        gptq: bool | None = None,
-        processor: Any = None,
-        **others: Any,
-    ) -> None:
-        _refuse(type(self).__name__, others)
-        dtype = dtype or f"int{bits}"
-        if dtype not in ("int8", "int4"):
-            raise ConfigError(f"Weights in {dtype} are not made here.", fix="use bits=8 or bits=4.")
-        self.bits, self.dtype = int(dtype.removeprefix("int")), dtype
-        self.sym, self.group_size, self.ratio, self.all_layers = sym, group_size, ratio, all_layers
-        self.tokenizer, self.processor = tokenizer, processor
-        self.dataset, self.num_samples = dataset, num_samples
-        self.ignored_scope = ignored_scope
-        self.quant_method = str(getattr(quant_method, "value", quant_method))
-        self.scale_estimation, self.gptq = scale_estimation, gptq
+    def __post_init__(self) -> None:
+        self.dtype = self.dtype or f"int{self.bits}"
+        if self.dtype not in ("int8", "int4"):
+            raise ConfigError(f"Weights in {self.dtype} are not made here.", fix="use bits=8 or bits=4.")
+        self.bits = int(self.dtype.removeprefix("int"))
+        self.quant_method = str(getattr(self.quant_method, "value", self.quant_method))
         self.to_accel()
 
     def to_accel(self) -> QuantizeConfig:
-        """The same in our settings."""
+        """Return the quantization settings of accel."""
         values: dict[str, Any] = {
             "scheme": f"weight-int{self.bits}",
             "symmetric": self.sym,
@@ -177,58 +178,48 @@ class OVWeightQuantizationConfig(_Settings):
         return QuantizeConfig.from_dict(values)
 
 
+@_refusing_others
+@dataclass
 class OVQuantizationConfig(_Settings):
-    """Weights and activations in 8 bits: `static-int8` here.
+    """Settings for weights and activations in 8 bits: the scheme `static-int8` of accel. Other settings of
+    optimum-intel raise an error if they have a value.
 
-    Args:
+    Attributes:
         bits: 8.
-        sym: Symmetric activations: as the target has them.
-        ignored_scope: `{"names": [...], "patterns": [...]}` that stay float.
-        num_samples: Rows of calibration data at most; 300 when `None`.
+        sym: Ignored: the target decides whether activations are symmetric.
+        ignored_scope: Nodes that stay in floating point: `{"names": [...], "patterns": [...]}`.
+        num_samples: Largest number of calibration rows; 300 when `None`.
         model_type: `"transformer"`.
-        fast_bias_correction: Always so here.
-        overflow_fix: Follows from the target.
+        fast_bias_correction: Ignored: accel always uses fast bias correction.
+        overflow_fix: Ignored: determined by the target.
         dataset: Texts, or a data set.
-        tokenizer: The model's own is taken.
-        processor: Likewise.
-        smooth_quant_alpha: SmoothQuant's exponent; negative for off.
+        tokenizer: Ignored: the model's own tokenizer is used.
+        processor: Ignored: the model's own processor is used.
+        smooth_quant_alpha: SmoothQuant's exponent; a negative value disables it.
         dtype: `"int8"`.
-        **others: Refused where set.
     """
 
-    _names = (
-        "bits", "sym", "ignored_scope", "num_samples", "model_type", "fast_bias_correction", "overflow_fix", "dataset",
-        "tokenizer", "processor", "smooth_quant_alpha", "dtype",
-    )  # fmt: skip
+    bits: int = 8
+    sym: bool = False
+    ignored_scope: Any = None
+    num_samples: int | None = None
+    model_type: str = "transformer"
+    fast_bias_correction: bool = True
+    overflow_fix: str = "disable"
+    dataset: Any = None
+    tokenizer: Any = None
+    processor: Any = None
+    smooth_quant_alpha: float | None = None
+    dtype: str | None = "int8"
 
-    def __init__(
-        self,
-        bits: int = 8,
-        sym: bool = False,
-        ignored_scope: Any = None,
-        num_samples: int | None = None,
-        model_type: str = "transformer",
-        fast_bias_correction: bool = True,
-        overflow_fix: str = "disable",
-        dataset: Any = None,
-        tokenizer: Any = None,
-        processor: Any = None,
-        smooth_quant_alpha: float | None = None,
-        dtype: str | None = "int8",
-        **others: Any,
-    ) -> None:
-        _refuse(type(self).__name__, others)
-        if bits != 8 or dtype not in (None, "int8"):
-            raise ConfigError(f"Activations in {dtype or bits} are not made here.", fix="use dtype='int8'.")
-        self.bits, self.sym, self.dtype = bits, sym, "int8"
-        self.ignored_scope, self.num_samples, self.dataset = ignored_scope, num_samples, dataset
-        self.model_type, self.fast_bias_correction, self.overflow_fix = model_type, fast_bias_correction, overflow_fix
-        self.tokenizer, self.processor = tokenizer, processor
-        self.smooth_quant_alpha = smooth_quant_alpha
+    def __post_init__(self) -> None:
+        if self.bits != 8 or self.dtype not in (None, "int8"):
+            raise ConfigError(f"Activations in {self.dtype or self.bits} are not made here.", fix="use dtype='int8'.")
+        self.dtype = "int8"
         self.to_accel()
 
     def to_accel(self) -> QuantizeConfig:
-        """The same in our settings."""
+        """Return the quantization settings of accel."""
         values: dict[str, Any] = {
             "scheme": "static-int8",
             "exclude": _excluded(self.ignored_scope),
@@ -243,10 +234,11 @@ Quantization = OVWeightQuantizationConfig | OVQuantizationConfig
 
 
 def settings_from(config: Any) -> Quantization:
-    """Settings of either kind, from their values too: 8-bit activations where they say so.
+    """Return a settings object for a settings object or a mapping of its values. The mapping decides whether
+    activations are quantized.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: The argument is neither a settings object nor a mapping.
     """
     if isinstance(config, OVWeightQuantizationConfig | OVQuantizationConfig):
         return config
@@ -263,11 +255,11 @@ def settings_from(config: Any) -> Quantization:
 
 
 class OVConfig(Record):
-    """optimum-intel's record of settings, `openvino_config.json`.
+    """optimum-intel's settings file, `openvino_config.json`.
 
     Attributes:
-        quantization_config: What the graph was quantized with.
-        dtype: Its type.
+        quantization_config: Settings of the quantization.
+        dtype: Data type of the quantized values.
     """
 
     CONFIG_NAME: ClassVar[str] = "openvino_config.json"
@@ -277,14 +269,16 @@ class OVConfig(Record):
         self.dtype = self.quantization_config.dtype if self.quantization_config is not None else dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
+        """Return the settings as JSON values."""
         config = self.quantization_config
         values = {**config.to_dict(), "weight_only": isinstance(config, OVWeightQuantizationConfig)} if config else None
         return {"dtype": self.dtype, "quantization_config": values}
 
 
 class OVQuantizer:
-    """optimum-intel's quantizer: `from_pretrained(model)`, then `quantize`, which the model then runs, too."""
+    """optimum-intel's quantizer: call `from_pretrained(model)`, then `quantize`. Afterwards, the model runs the
+    quantized graph.
+    """
 
     def __init__(self, model: Any, **_: Any) -> None:
         if getattr(getattr(model, "artifact", None), "format", None) != "openvino_ir":
@@ -296,7 +290,7 @@ class OVQuantizer:
 
     @classmethod
     def from_pretrained(cls, model: Any, **settings: Any) -> Self:
-        """For a model that is open."""
+        """Make a quantizer for an open model."""
         return cls(model, **settings)
 
     def get_calibration_dataset(
@@ -310,7 +304,9 @@ class OVQuantizer:
         token: bool | str | None = None,
         **_: Any,
     ) -> Any:
-        """A data set of the Hub or of files, shuffled, cut and preprocessed: a `datasets.Dataset` of the graph's inputs."""
+        """Load, shuffle, truncate and preprocess a data set from the Hub or files. Returns a `datasets.Dataset` with
+        the graph's inputs as columns.
+        """
         return calibration_rows(
             self.model.artifact,
             dataset_name,
@@ -333,19 +329,19 @@ class OVQuantizer:
         remove_unused_columns: bool = True,
         **settings: Any,
     ) -> None:
-        """Quantize the model, which runs the result from now on, and save it.
+        """Quantize the model in place, and save the result if `save_directory` is given.
 
         Args:
-            calibration_dataset: Rows of the graph's inputs, for activations in 8 bits.
-            save_directory: Where to write the model; nothing is written when `None`.
-            ov_config: How; weights in 8 bits when `None`, activations too where there are rows.
-            file_name: Refused: loading finds the graph by its usual name.
-            batch_size: Rows a call.
-            remove_unused_columns: Always so here.
-            **settings: Refused.
+            calibration_dataset: Rows of the graph's inputs, required for activations in 8 bits.
+            save_directory: The output folder; nothing is saved when `None`.
+            ov_config: Settings. When `None`: weights in 8 bits, and also activations if there are calibration rows.
+            file_name: Not supported; a value raises an error, because loading needs the usual file name.
+            batch_size: Number of rows per calibration batch.
+            remove_unused_columns: Ignored: unused columns are always removed.
+            **settings: Not supported; a value raises an error.
 
         Raises:
-            QuantizeError: Activations in 8 bits without rows.
+            QuantizeError: Activations in 8 bits are requested without calibration rows.
         """
         del remove_unused_columns
         _refuse("OVQuantizer.quantize", {"file_name": file_name, **settings})
@@ -365,17 +361,17 @@ class OVQuantizer:
 
 
 def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[str, Any]] | Any) -> None:
-    """Let a model run a quantized form of its artifact, in a temporary folder of its own.
+    """Quantize a model's artifact to a temporary folder, and open the result in the model.
 
     Args:
         model: An `OVModelFor…`.
-        config: How.
-        rows: Batches of inputs; `None` for the data set that the settings name.
+        config: Quantization settings.
+        rows: Batches of inputs; when `None`, the data set in the settings.
 
     Raises:
-        QuantizeError: Activations in 8 bits, and no rows.
+        QuantizeError: Activations in 8 bits need calibration rows, and there are none.
     """
-    # As long as the model lives, or the process; what is left by a killed one is removed by the next.
+    # The temporary folder is removed with the model or at exit. After a killed process, the next run removes it.
     lifetime = contextlib.ExitStack()
     target, ours = lifetime.enter_context(scratch()) / "model", config.to_accel()
     weakref.finalize(model, lifetime.close)
@@ -398,7 +394,7 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
 
 
 def quantized_on_the_way(model: Any, config: Any, *, load_in_8bit: bool | None, calibration: Any) -> None:
-    """Quantize a model in place, where `from_pretrained` was asked to."""
+    """Quantize a model in place, if the arguments of `from_pretrained` request it."""
     if config is None and load_in_8bit:
         config = OVWeightQuantizationConfig(bits=8)
     if config is not None:

@@ -1,4 +1,4 @@
-"""`ORTOptimizer` and its settings, over `accel.optimize`."""
+"""Optimum's `ORTOptimizer` and its settings, implemented by `accel.optimize`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from ...artifact.writing import scratch
 from ...config import OptimizeConfig
 from ...errors import ConfigError, did_you_mean
 from ...stages.optimize import optimize
-from .placing import place, source_of
+from .placing import nodes_of, place, source_of
 from .records import ORTConfig
 
 logger = logging.getLogger(__name__)
 
 _CPU, _GPU = "cpu", "cuda"
-# Optimum's switches that turn a fusion off, and ours of the same meaning, for either target.
+# Optimum's switches that disable a fusion, with the names of accel's fusions for CPU and GPU.
 _FUSIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "disable_gelu_fusion": (("gelu",), ()),
-    "disable_attention_fusion": (("attention", "attention-scores"), ("attention",)),
+    "disable_attention_fusion": (("attention",), ("attention",)),
     "disable_bias_gelu_fusion": ((), ("bias-gelu",)),
-    "disable_layer_norm_fusion": (("layer-norm",), ()),
     "disable_rotary_embeddings": (("rotary",), ("rotary",)),
     "disable_skip_layer_norm_fusion": ((), ("skip-layer-norm", "skip-rms-norm")),
-    "disable_embed_layer_norm_fusion": (("embed-layer-norm",), ("embed-layer-norm",)),
+    "disable_embed_layer_norm_fusion": ((), ("embed-layer-norm",)),
 }
-# They change what is computed, and there is nothing like them here.
+# Settings that change the result and have no equivalent in accel.
 _WITHOUT_COUNTERPART = {"no_attention_mask": "drops the mask, which changes the answers of padded batches"}
-# They choose among forms of one operator; which one suits a target is ours to know.
+# Settings without effect. ONNX Runtime itself fuses GELU and LayerNorm when it opens a graph; the other settings choose
+# variants of an operator.
 _WITHOUT_EFFECT = (
+    "disable_gelu_fusion",
+    "disable_layer_norm_fusion",
     "disable_bias_skip_layer_norm_fusion",
     "disable_skip_group_norm_fusion",
     "disable_bias_splitgelu_fusion",
@@ -54,17 +55,18 @@ _WITHOUT_EFFECT = (
 
 @dataclass
 class OptimizationConfig:
-    """Optimum's settings of graph optimization; what each becomes is in the guide "Coming from Optimum".
+    """Optimum's settings of graph optimization. The guide "Coming from Optimum" explains their translation.
 
     Attributes:
-        optimization_level: 0 or 1 for general rewriting, 2 or 99 for more of it.
-        enable_transformers_specific_optimizations: Whether layers of transformers are fused (`O2` here).
+        optimization_level: 0 or 1 for general optimizations, 2 or 99 for extended ones.
+        enable_transformers_specific_optimizations: Whether transformer layers are fused (level `O2` of accel).
         optimize_for_gpu: Whether the graph will run on a GPU.
-        fp16: Half precision (`O4` here).
-        enable_gelu_approximation: GELU by its tanh form (`O3` here).
-        disable_gelu_fusion: And so on: fusions that are left out.
-        no_attention_mask: Refused: padded batches would be wrong.
-        use_mask_index: And so on: forms of one operator, which are chosen here by target.
+        fp16: Whether the graph uses half precision (level `O4` of accel).
+        enable_gelu_approximation: Whether GELU is computed by its tanh approximation (level `O3` of accel).
+        disable_attention_fusion: Whether this fusion is disabled. The other `disable_...` switches work the same way.
+        no_attention_mask: Not supported; a true value raises an error, because padded batches would give wrong results.
+        use_mask_index: Ignored: accel chooses the variant of an operator by target. The other such switches are ignored
+            as well.
     """
 
     optimization_level: int = 1
@@ -104,16 +106,16 @@ class OptimizationConfig:
 
     @property
     def backend(self) -> str:
-        """Whose kernels the graph is made for."""
+        """Name of the backend that the graph is optimized for."""
         return _GPU if self.optimize_for_gpu else _CPU
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether neither the runtime nor the transformer's rewriting was asked for."""
+        """Whether all optimizations are disabled."""
         return not (self.optimization_level or self.enable_transformers_specific_optimizations or self.fp16)
 
     def to_accel(self) -> OptimizeConfig:
-        """The same in our settings."""
+        """Return the optimization settings of accel."""
         for item in fields(self):
             if item.name in _WITHOUT_EFFECT and getattr(self, item.name) != item.default:
                 logger.debug("%s=%r changes nothing here.", item.name, getattr(self, item.name))
@@ -130,7 +132,7 @@ class OptimizationConfig:
 
 
 class AutoOptimizationConfig:
-    """Optimum's levels."""
+    """Optimum's optimization levels."""
 
     _LEVELS: ClassVar[dict[str, dict[str, Any]]] = {
         "O1": {"optimization_level": 1, "enable_transformers_specific_optimizations": False},
@@ -143,10 +145,10 @@ class AutoOptimizationConfig:
     def with_optimization_level(
         cls, optimization_level: str, for_gpu: bool = False, **settings: Any
     ) -> OptimizationConfig:
-        """The settings of a level; half precision is for GPUs.
+        """Return the settings of a level. Half precision (`O4`) implies `for_gpu=True`.
 
         Raises:
-            ConfigError: There is no such level.
+            ConfigError: The level does not exist.
         """
         if optimization_level not in cls._LEVELS:
             raise ConfigError(
@@ -160,27 +162,27 @@ class AutoOptimizationConfig:
 
     @classmethod
     def O1(cls, for_gpu: bool = False, **settings: Any) -> OptimizationConfig:  # noqa: N802
-        """General rewriting."""
+        """Return settings for general optimizations."""
         return cls.with_optimization_level("O1", for_gpu, **settings)
 
     @classmethod
     def O2(cls, for_gpu: bool = False, **settings: Any) -> OptimizationConfig:  # noqa: N802
-        """With fusions of transformers' layers."""
+        """Return settings with fusions of transformer layers."""
         return cls.with_optimization_level("O2", for_gpu, **settings)
 
     @classmethod
     def O3(cls, for_gpu: bool = False, **settings: Any) -> OptimizationConfig:  # noqa: N802
-        """With approximated GELU."""
+        """Return settings with approximated GELU."""
         return cls.with_optimization_level("O3", for_gpu, **settings)
 
     @classmethod
     def O4(cls, for_gpu: bool = True, **settings: Any) -> OptimizationConfig:  # noqa: N802
-        """With half precision."""
+        """Return settings with half precision."""
         return cls.with_optimization_level("O4", for_gpu, **settings)
 
 
 class ORTOptimizer:
-    """Optimum's optimizer: `from_pretrained`, then `optimize`."""
+    """Optimum's optimizer: call `from_pretrained`, then `optimize`."""
 
     def __init__(self, model: Any) -> None:
         self._source = source_of(model)
@@ -189,10 +191,10 @@ class ORTOptimizer:
     def from_pretrained(
         cls, model_or_path: str | os.PathLike[str] | Any, file_names: Sequence[str] | None = None
     ) -> Self:
-        """For a model that is open, or a folder with a graph.
+        """Make an optimizer for an open model, or a folder with a graph.
 
         Raises:
-            ArtifactNotFoundError: There is no such graph.
+            ArtifactNotFoundError: The graph does not exist.
         """
         if file_names and len(file_names) > 1:
             raise ConfigError(
@@ -203,7 +205,7 @@ class ORTOptimizer:
 
     @property
     def normalized_config(self) -> Any:
-        """The model's config; of a model of texts and images, that of the images."""
+        """The model's config; for a model of texts and images, the config of the image part."""
         config = open_companion("AutoConfig", self._source.path)
         return config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
 
@@ -214,17 +216,18 @@ class ORTOptimizer:
         file_suffix: str | None = "optimized",
         one_external_file: bool = True,
     ) -> Path:
-        """Write the optimized graph into `save_dir` as `model_<suffix>.onnx`, compared with its parent, and return the folder.
+        """Write the optimized graph to `save_dir` as `model_<suffix>.onnx`, after a comparison with the original graph,
+        and return the folder.
 
         Args:
-            optimization_config: How.
-            save_dir: May hold other files, which stay.
-            file_suffix: What the files are called; empty for the original's names.
-            one_external_file: Always so here.
+            optimization_config: Settings of the optimization.
+            save_dir: The output folder; its other files are kept.
+            file_suffix: Suffix of the file names; empty for the original names.
+            one_external_file: Must be true.
 
         Raises:
-            ValidationError: The result differs from its parent by more than the tolerance; nothing is written.
-            OutputFolderError: `save_dir` holds another artifact whose manifest this one would need.
+            ValidationError: The result differs from the original graph by more than the tolerance; nothing is written.
+            OutputFolderError: `save_dir` contains another artifact, and this artifact needs its own manifest.
         """
         if not one_external_file:
             raise ConfigError("Weights beside a graph are one file here.", fix="leave one_external_file out.")
@@ -239,35 +242,25 @@ class ORTOptimizer:
 
     @staticmethod
     def get_fused_operators(onnx_model_path: str | os.PathLike[str]) -> dict[str, int]:
-        """How often each fused operator occurs in a graph."""
+        """Count the fused operators in a graph by operator type."""
         own = {"LayerNormalization", "RMSNormalization", "Gelu", "SkipLayerNormalization", "FastGelu", "BiasGelu"}
-        import onnx
-
-        model = onnx.load(os.fspath(onnx_model_path), load_external_data=False)
-        counts = Counter(
-            node.op_type for node in model.graph.node if node.domain == "com.microsoft" or node.op_type in own
-        )
-        return dict(counts)
+        nodes = nodes_of(onnx_model_path)
+        return dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft" or node.op_type in own))
 
     @staticmethod
     def get_nodes_number_difference(
         onnx_model_path: str | os.PathLike[str], onnx_optimized_model_path: str | os.PathLike[str]
     ) -> int:
-        """How many nodes fewer the second graph has."""
-        return sum(_operators(onnx_model_path).values()) - sum(_operators(onnx_optimized_model_path).values())
+        """Return the node count of the first graph minus that of the second."""
+        return len(nodes_of(onnx_model_path)) - len(nodes_of(onnx_optimized_model_path))
 
     @staticmethod
     def get_operators_difference(
         onnx_model_path: str | os.PathLike[str], onnx_optimized_model_path: str | os.PathLike[str]
     ) -> dict[str, int]:
-        """By operator, how many fewer the second graph has; those with as many are left out."""
-        before, after = _operators(onnx_model_path), _operators(onnx_optimized_model_path)
+        """Return the difference in node counts, first graph minus second, for each operator type with different counts."""
+        before, after = (
+            Counter(node.op_type for node in nodes_of(path)) for path in (onnx_model_path, onnx_optimized_model_path)
+        )
         differences = {name: before[name] - after[name] for name in before.keys() | after.keys()}
         return {name: count for name, count in differences.items() if count}
-
-
-def _operators(path: str | os.PathLike[str]) -> Counter[str]:
-    import onnx
-
-    model = onnx.load(os.fspath(path), load_external_data=False)
-    return Counter(node.op_type for node in model.graph.node)

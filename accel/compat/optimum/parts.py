@@ -1,4 +1,4 @@
-"""The graphs of a model with an encoder, as Optimum's scripts read them: `model.encoder.session`, `model.parts`."""
+"""The individual graphs of an encoder-decoder model, with Optimum's attributes: `model.encoder.session`, `model.parts`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PART_NAMES = {
     "decoder_file_name": ONNX_DECODER_NAME,
     "decoder_with_past_file_name": ONNX_DECODER_WITH_PAST_NAME,
 }
-"""Optimum's arguments that name the graphs of a model with an encoder, with their usual values."""
+"""Optimum's arguments for the graph file names of an encoder-decoder model, with the default file names."""
 
 
 def file_name_of(given: Mapping[str, str | None]) -> str | None:
-    """One graph's name for those of all parts, which are found by it; nothing where all are the usual ones.
+    """Return a graph file name that identifies all graphs of the model; `None` if all names are the defaults.
 
     Raises:
-        ConfigError: They are of different variants.
+        ConfigError: The graphs belong to different variants.
     """
     names = [given.get(name) or usual for name, usual in PART_NAMES.items() if given.get(name) or "past" not in name]
     if set(names) <= {*PART_NAMES.values(), ONNX_DECODER_MERGED_NAME}:
@@ -53,14 +53,14 @@ def file_name_of(given: Mapping[str, str | None]) -> str | None:
 def files_before(
     artifact: Artifact, file_name: str | None, subfolder: str, variant: str | None = None
 ) -> dict[Part, Path]:
-    """Another tool's files that an artifact was brought to our form from, by what each holds.
+    """Return the files of another tool that an artifact was converted from, by part.
 
     Args:
         artifact: The artifact.
-        file_name, subfolder, variant: What was asked for when it was loaded.
+        file_name, subfolder, variant: The arguments of `from_pretrained`.
 
     Returns:
-        Nothing for an artifact whose graphs are its own files.
+        The files; empty if the artifact was not converted.
     """
     source = artifact.manifest.source
     if artifact.manifest.steps or source is None or artifact.path.parent != accel_home() / "exports":
@@ -69,7 +69,7 @@ def files_before(
     asked = [f"{subfolder}/{file_name}", file_name] if file_name else []
     inside = next((name for name in asked if (folder / name).is_file()), None)
     encoder = any(component.name == "encoder" for component in artifact.components)
-    reader = registry.folder_reader([inside or artifact.components[0].file])
+    reader = registry.folder_reader([Path(inside or artifact.components[0].file).name])
     try:
         parts = {} if reader is None else reader.parts(folder, file_name=inside, variant=variant, encoder=encoder)
     except ArtifactNotFoundError:  # the folder has changed since
@@ -79,17 +79,17 @@ def files_before(
 
 
 def _ending(name: str) -> str:
-    """What follows Optimum's name of a part: `_quantized.onnx`."""
+    """Return the text after Optimum's standard name of a graph, such as `_quantized.onnx`."""
     stems = (usual.removesuffix(".onnx") for usual in (ONNX_DECODER_MERGED_NAME, *PART_NAMES.values()))
     known = [stem for stem in stems if name.startswith(stem)]
     return name.removeprefix(max(known, key=len)) if known else name
 
 
 def runtime_of(session: Session, backend: str) -> Any:
-    """The runtime's own session.
+    """Return the runtime's own session of a session.
 
     Raises:
-        InputError: This backend shows none.
+        InputError: The backend does not provide its runtime's session.
     """
     native = getattr(session, "runtime", None)
     if native is None:
@@ -98,12 +98,12 @@ def runtime_of(session: Session, backend: str) -> Any:
 
 
 class ORTPart:
-    """One graph of a model: its file, its runtime's session, its inputs and outputs by name.
+    """A graph of a model, with its file, the runtime's session, and the names of inputs and outputs.
 
     Args:
-        model: The model that it is a part of.
-        name: The component's name.
-        reads: What another tool's file for it may hold, the likeliest first.
+        model: The model that contains the graph.
+        name: Name of the component.
+        reads: Parts whose original file may contain this graph, in order of preference.
     """
 
     def __init__(self, model: Words, name: str, reads: tuple[Part, ...] = ()) -> None:
@@ -115,7 +115,7 @@ class ORTPart:
 
     @property
     def path(self) -> Path:
-        """The graph's file; of a graph that was brought to our form, the file that it was."""
+        """Path of the graph's file; for a converted graph, path of the original file."""
         before = self._of.files_before()
         if (part := next((part for part in self._reads if part in before), None)) is not None:
             return before[part]
@@ -124,42 +124,42 @@ class ORTPart:
 
     @property
     def session(self) -> Any:
-        """The runtime's own session."""
+        """The runtime's session of the graph."""
         return runtime_of(self._ours, self._of.backend)
 
     @property
     def input_names(self) -> dict[str, int]:
-        """Inputs, with their positions."""
+        """Input names with their positions."""
         return {spec.name: place for place, spec in enumerate(self._ours.inputs)}
 
     @property
     def output_names(self) -> dict[str, int]:
-        """Outputs, with their positions."""
+        """Output names with their positions."""
         return {spec.name: place for place, spec in enumerate(self._ours.outputs)}
 
     @property
     def providers(self) -> list[str]:
-        """The model's."""
+        """The execution providers of the model."""
         return self._of.providers
 
     @property
     def device(self) -> torch.device:
-        """The model's."""
+        """The device of the model."""
         return self._of.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """The data type of the model."""
         return self._of.dtype
 
     @property
     def use_io_binding(self) -> bool:
-        """The model's."""
+        """The `use_io_binding` setting of the model; it has no effect."""
         return self._of.use_io_binding
 
 
 class ORTEncoder(ORTPart, EncoderOf):
-    """The encoder, which may be called."""
+    """The encoder as a callable."""
 
     def __init__(self, model: Words, session: Session, main_input_name: str) -> None:
         ORTPart.__init__(self, model, "encoder", ("encoder",))
@@ -167,10 +167,10 @@ class ORTEncoder(ORTPart, EncoderOf):
 
 
 class ORTDecoderForSeq2Seq(ORTPart):
-    """The decoder: one graph with and without keys and values of earlier tokens.
+    """The decoder. One graph computes tokens with and without a KV cache.
 
     Attributes:
-        is_merged: What was asked for as `use_merged` when the model was loaded, or what another tool wrote.
+        is_merged: Whether the model uses Optimum's merged decoder (`use_merged`).
     """
 
     def __init__(self, model: Words, *, is_merged: bool, with_past: bool = False) -> None:
@@ -191,14 +191,15 @@ class ORTDecoderForSeq2Seq(ORTPart):
         """Run the decoder once.
 
         Args:
-            input_ids: `(batch, new)` tokens behind those in the cache.
-            encoder_hidden_states: `(batch, encoder_sequence, hidden)`; not needed behind a cache.
-            encoder_attention_mask: `(batch, encoder_sequence)`.
-            attention_mask: `(batch, cached + new)`.
-            position_ids: `(batch, new)`, for models that have them.
-            past_key_values: What an earlier call returned; continued in place.
-            use_cache: Whether to return the cache (default).
-            cache: `past_key_values` by its name in transformers 5.24.
+            input_ids: New tokens after the cached tokens, `(batch, new)`.
+            encoder_hidden_states: Output of the encoder, `(batch, encoder_sequence, hidden)`; not required with a
+                cache.
+            encoder_attention_mask: Padding mask of the encoder, `(batch, encoder_sequence)`.
+            attention_mask: Padding mask of cached and new tokens, `(batch, cached + new)`.
+            position_ids: Position ids, `(batch, new)`, for models with this input.
+            past_key_values: The KV cache of an earlier call; it is updated in place.
+            use_cache: Whether the KV cache is returned (default).
+            cache: The name of `past_key_values` in transformers 5.24.
         """
         return self._of.forward(
             decoder_input_ids=input_ids,

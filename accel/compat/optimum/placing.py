@@ -1,4 +1,4 @@
-"""Where Optimum's stages write: into a folder that exists, beside other files, under a name of their own."""
+"""Write graphs like Optimum's stages: to an existing folder with other files, under new file names."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...artifact.manifest import MANIFEST, MARK, Artifact, Component, with_files
 from ...artifact.writing import copy_companions, copy_file, merging
 from ...errors import ConfigError, OutputFolderError
 from ...stages.resolution import resolve
 
+if TYPE_CHECKING:
+    import onnx_ir
+
 _IN_ONE_FILE_BYTES = 1 << 30
-"""Up to here weights go into the graph's file, as Optimum has it: protobuf's own limit is twice that."""
+"""Largest size of weights that are stored in the graph file, as in Optimum. protobuf's limit is twice this size."""
 
 
 def source_of(model: Any, file_name: str | None = None) -> Artifact:
-    """The artifact of an open model, or of a folder with graphs.
+    """Return the artifact of an open model, or of a folder with graphs.
 
     Raises:
-        ArtifactNotFoundError: There is no such graph.
-        ConfigError: Graphs of another runtime.
+        ArtifactNotFoundError: The graph does not exist.
+        ConfigError: The graphs are not ONNX.
     """
     artifact = resolve(model, file_name=file_name, export=False).artifact
     assert artifact is not None, "export=False finds graphs alone"
@@ -34,13 +37,13 @@ def source_of(model: Any, file_name: str | None = None) -> Artifact:
 
 
 def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) -> Path:
-    """Copy an artifact into a folder, its graphs under names with a suffix.
+    """Copy an artifact to a folder, and add a suffix to the graph file names.
 
-    Where the folder holds an artifact already, the graph is put beside it, to be named by `file_name=`. Graphs of a model that
-    generates do not say themselves what goes in and out of them: they get a subfolder with a manifest, too.
+    If the folder already contains an artifact, the graph is added to the folder without a manifest, and is loaded with
+    `file_name=`. Graphs of generating models need a manifest, so they are written to a subfolder.
 
     Raises:
-        OutputFolderError: It holds another artifact, and there is no suffix to tell them apart.
+        OutputFolderError: The folder contains another artifact, and there is no suffix to distinguish the graphs.
     """
     target = Path(save_dir).expanduser().absolute()
     named = {component.name: _named(component.file, suffix) for component in made.components}
@@ -80,14 +83,14 @@ def _named(file: str, suffix: str | None) -> str:
 
 
 def _graphs_in(folder: Path) -> set[str]:
-    """Graph files of the artifact that a folder holds; none where it holds none."""
+    """Return the graph files of the artifact in a folder; empty if there is no artifact."""
     if not (folder / MANIFEST).is_file():
         return set()
     return {component.file for component in Artifact.load(folder).components}
 
 
 def _write_graphs(made: Artifact, folder: Path, named: dict[str, str], *, whole: bool, marked: bool) -> list[list[str]]:
-    """The graphs under their new names; returns the files of each."""
+    """Write the graphs under their new names, and return the list of files of each graph."""
     data: dict[str, str] = {}
     written = []
     for component in made.components:
@@ -106,23 +109,41 @@ def _write_graphs(made: Artifact, folder: Path, named: dict[str, str], *, whole:
 def _write_graph(
     made: Artifact, component: Component, path: Path, data: dict[str, str], *, whole: bool, marked: bool
 ) -> None:
-    import onnx
+    """Write a graph with its weights in the same file (`whole`), or with references to copies of its weight files."""
+    import onnx_ir
 
-    source = made.path / component.file
-    model = onnx.load(str(source), load_external_data=whole)
+    model = onnx_ir.load(made.path / component.file)
     if not marked:
-        kept = [entry for entry in model.metadata_props if entry.key != MARK]
-        del model.metadata_props[:]
-        model.metadata_props.extend(kept)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = Path(data[str(Path(component.file).parent / entry.value)]).name
-    onnx.save(model, str(path))
+        model.metadata_props.pop(MARK, None)
+    if whole:
+        onnx_ir.external_data.load_to_model(model)
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, onnx_ir.ExternalTensor):
+            location = Path(data[str(Path(component.file).parent / tensor.location)]).name
+            value.const_value = onnx_ir.ExternalTensor(
+                location,
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=tensor.name,
+                base_dir=path.parent,
+            )
+    onnx_ir.save(model, path)
+
+
+def nodes_of(graph: str | os.PathLike[str]) -> list[onnx_ir.Node]:
+    """Return the nodes of an ONNX file, without reading external weight files."""
+    import onnx_ir
+
+    return list(onnx_ir.load(graph).graph)
 
 
 def without_mark(made: Artifact) -> Artifact:
-    """An OpenVINO artifact whose one graph loads without its manifest too, as optimum-intel's do: files of it are renamed."""
+    """Return an OpenVINO artifact whose graph can also be loaded without its manifest, like graphs of optimum-intel.
+    Only for a single graph without a state.
+    """
     from xml.etree import ElementTree as ET
 
     component = made.components[0]

@@ -1,4 +1,4 @@
-"""The data sets that optimum-intel calls by a word: rows of them, of which no more are downloaded than are read."""
+"""Predefined calibration data sets of optimum-intel. Only the required rows are downloaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ArtifactNotFoundError, ConfigError
 
-# As arguments of `datasets.load_dataset`.
+# By name in optimum-intel: arguments of `datasets.load_dataset`.
 PREDEFINED: Mapping[str, Mapping[str, Any]] = {
     "librispeech": {
         "path": "openslr/librispeech_asr",
@@ -23,11 +23,11 @@ OTHERS = ("auto", "c4-new", "gsm8k", "conceptual_captions", "contextual", "textv
 
 
 def predefined_rows(word: str, count: int) -> Any:
-    """The first rows of a data set with something in them: a `datasets.Dataset`; sounds are left as they are in their files.
+    """Return the first non-empty rows of a predefined data set as a `datasets.Dataset`. Audio is not decoded.
 
     Raises:
-        ConfigError: A word of optimum-intel's that is not among these.
-        ArtifactNotFoundError: The data set cannot be reached.
+        ConfigError: accel does not support this data set of optimum-intel.
+        ArtifactNotFoundError: The data set cannot be downloaded.
     """
     import datasets
 
@@ -49,7 +49,7 @@ def predefined_rows(word: str, count: int) -> Any:
         ) from error
     if stream.features is None:
         return datasets.Dataset.from_list(rows)
-    # The rows as they lie in Arrow: to put sounds into a data set anew takes a decoder.
+    # Build the data set from Arrow rows, because the usual constructor would need an audio decoder.
     return datasets.Dataset(datasets.table.InMemoryTable.from_pylist(rows, schema=stream.features.arrow_schema))
 
 

@@ -1,4 +1,4 @@
-"""Optimum's words for where a graph runs."""
+"""Optimum's functions that convert between devices and execution providers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...errors import ConfigError
 
 
 def get_device_for_provider(provider: str, provider_options: Mapping[str, Any]) -> torch.device:
-    """Where a provider of ONNX Runtime has its tensors."""
+    """Return the torch device for the tensors of an ONNX Runtime execution provider."""
     if provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider", "ROCMExecutionProvider"):
         return torch.device("cuda", int(provider_options.get("device_id", 0)))
     return torch.device("cpu")
 
 
 def get_provider_for_device(device: torch.device) -> str:
-    """ONNX Runtime's provider for a device, of the backends that are known here.
+    """Return the ONNX Runtime execution provider for a device, from the specs of the backends.
 
     Raises:
-        ConfigError: None has such a device.
+        ConfigError: No backend supports the device.
     """
     for spec in registry.describe_all()[0]:
         capability = spec.capability("run", "onnx")

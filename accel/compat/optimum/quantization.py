@@ -1,4 +1,4 @@
-"""`ORTQuantizer`, its settings and its calibration, over our quantization."""
+"""Optimum's `ORTQuantizer` with its quantization and calibration settings, implemented by accel's quantization."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from .calibration import (
     member,
     only_inputs,
 )
-from .placing import place, source_of
+from .placing import nodes_of, place, source_of
 from .records import ORTConfig
 
 logger = logging.getLogger(__name__)
 
 
 class QuantFormat(Enum):
-    """How quantized values stand in a graph."""
+    """Representation of quantized values in a graph."""
 
     QOperator = 0
     QDQ = 1
 
 
 class QuantizationMode(Enum):
-    """Which integer operators a graph gets."""
+    """Kind of integer operators in a quantized graph."""
 
     IntegerOps = 0
     QLinearOps = 1
 
 
 class QuantType(Enum):
-    """Types of 8-bit values."""
+    """Data types of 8-bit values."""
 
     QInt8 = 0
     QUInt8 = 1
@@ -82,24 +82,24 @@ class ORTQuantizableOperator(Enum):
 
 @dataclass
 class QuantizationConfig:
-    """Optimum's settings of quantization; what each becomes is in the guide "Coming from Optimum".
+    """Optimum's quantization settings. The guide "Coming from Optimum" explains their translation.
 
     Attributes:
-        is_static: Whether activation ranges come from calibration data.
+        is_static: Whether activation ranges are computed from calibration data.
         format: `QDQ` or `QOperator`, for static quantization.
-        mode: `QLinearOps` for static, `IntegerOps` for dynamic quantization.
-        activations_dtype: Type of activations.
-        activations_symmetric: Follows from the type here: signed ones are symmetric.
-        weights_dtype: Recorded; weights are signed here, which all kernels take at full speed.
-        weights_symmetric: Whether weights are symmetric.
-        per_channel: One scale for each output channel.
-        reduce_range: Whether weights keep 7 bits.
-        nodes_to_quantize: Only these; all others stay float.
-        nodes_to_exclude: All but these.
-        operators_to_quantize: Operator types; empty for those that the target has fast kernels for.
-        qdq_add_pair_to_weight: With `qdq_dedicated_pair`: Q/DQ pairs as TensorRT reads them.
-        qdq_dedicated_pair: As above.
-        qdq_op_type_per_channel_support_to_axis: Recorded; the axis follows from the operator.
+        mode: `QLinearOps` for static quantization, `IntegerOps` for dynamic quantization.
+        activations_dtype: Data type of activations.
+        activations_symmetric: Ignored: signed activations are always symmetric.
+        weights_dtype: Only recorded: weights are always signed, because all kernels are fast for signed weights.
+        weights_symmetric: Whether weights are quantized symmetrically.
+        per_channel: Whether each output channel has its own scale.
+        reduce_range: Whether weights use only 7 bits.
+        nodes_to_quantize: The only nodes to quantize; empty for all nodes.
+        nodes_to_exclude: Nodes that stay in floating point.
+        operators_to_quantize: Operator types to quantize; empty for the operators with fast kernels on the target.
+        qdq_add_pair_to_weight: Only recorded.
+        qdq_dedicated_pair: Whether Q/DQ pairs are placed for TensorRT.
+        qdq_op_type_per_channel_support_to_axis: Only recorded: the axis is determined by the operator.
     """
 
     is_static: bool
@@ -123,7 +123,7 @@ class QuantizationConfig:
         self.mode = member(QuantizationMode, self.mode)
         self.activations_dtype = member(QuantType, self.activations_dtype)
         self.weights_dtype = member(QuantType, self.weights_dtype)
-        # Not a field: Optimum's record has no such key.
+        # Not a dataclass field, because Optimum's settings file has no such key.
         self.target: str | None = None
         signed = self.activations_dtype.name == "QInt8"
         if not self.is_static and self.mode.name == "QLinearOps":
@@ -135,12 +135,12 @@ class QuantizationConfig:
 
     @property
     def use_symmetric_calibration(self) -> bool:
-        """Whether ranges are symmetric around zero."""
+        """Whether activation ranges are symmetric around zero."""
         return self.activations_symmetric and self.weights_symmetric
 
     @property
     def preset(self) -> str:
-        """The target in our words: the one that was named, or one with the same types."""
+        """Preset of accel for the target: the named target, or a target with the same data types."""
         if self.target is not None:
             return self.target
         if self.is_static and self.activations_dtype.name == "QInt8":
@@ -148,7 +148,7 @@ class QuantizationConfig:
         return "avx2" if self.reduce_range else "avx512_vnni"
 
     def to_accel(self, calibration: CalibrationConfig | None = None) -> QuantizeConfig:
-        """The same in our settings, without `nodes_to_quantize`, which needs the graph."""
+        """Return the quantization settings of accel, without `nodes_to_quantize`, which needs the graph."""
         if self.weights_dtype.name == "QUInt8" and self.target is None:
             logger.warning("Weights are signed here, not QUInt8: all kernels take them so at full speed.")
         if self.activations_symmetric and self.activations_dtype.name == "QUInt8":
@@ -174,36 +174,38 @@ class QuantizationConfig:
 
 
 class AutoQuantizationConfig:
-    """Settings by processor; ours of the same name decide the types."""
+    """Quantization settings by processor. accel's preset with the same name decides the data types."""
 
     @staticmethod
     def arm64(is_static: bool, **settings: Any) -> QuantizationConfig:
-        """For ARM."""
+        """Return settings for ARM."""
         return _for("arm64", is_static, **settings)
 
     @staticmethod
     def avx2(is_static: bool, **settings: Any) -> QuantizationConfig:
-        """For x86 with AVX2: weights keep 7 bits, which its sums need."""
+        """Return settings for x86 with AVX2. Weights use 7 bits, because its integer sums could saturate with 8 bits."""
         return _for("avx2", is_static, **{"weights_dtype": QuantType.QUInt8, **settings})
 
     @staticmethod
     def avx512(is_static: bool, **settings: Any) -> QuantizationConfig:
-        """For x86 with AVX-512: weights keep 7 bits, which its sums need."""
+        """Return settings for x86 with AVX-512. Weights use 7 bits, because its integer sums could overflow with 8
+        bits.
+        """
         return _for("avx512", is_static, **settings)
 
     @staticmethod
     def avx512_vnni(is_static: bool, **settings: Any) -> QuantizationConfig:
-        """For x86 with VNNI."""
+        """Return settings for x86 with VNNI."""
         return _for("avx512_vnni", is_static, **settings)
 
     @staticmethod
     def ppc64le(is_static: bool, **settings: Any) -> QuantizationConfig:
-        """For POWER."""
+        """Return settings for POWER."""
         return _for("ppc64le", is_static, **settings)
 
     @staticmethod
     def tensorrt(per_channel: bool = True, **settings: Any) -> QuantizationConfig:
-        """For TensorRT: static, signed and symmetric."""
+        """Return settings for TensorRT: static, signed and symmetric."""
         return _for(
             "tensorrt",
             True,
@@ -245,7 +247,7 @@ def _for(
 
 
 class ORTQuantizer:
-    """Optimum's quantizer: `from_pretrained`, for static quantization `fit`, then `quantize`."""
+    """Optimum's quantizer: call `from_pretrained`, then `fit` for static quantization, then `quantize`."""
 
     def __init__(self, model: Any) -> None:
         self._source = source_of(model)
@@ -254,10 +256,10 @@ class ORTQuantizer:
 
     @classmethod
     def from_pretrained(cls, model_or_path: str | os.PathLike[str] | Any, file_name: str | None = None) -> Self:
-        """For a model that is open, or a folder with a graph.
+        """Make a quantizer for an open model, or a folder with a graph.
 
         Raises:
-            ArtifactNotFoundError: There is no such graph.
+            ArtifactNotFoundError: The graph does not exist.
         """
         return cls(source_of(model_or_path, file_name))
 
@@ -272,7 +274,9 @@ class ORTQuantizer:
         seed: int = 2016,
         token: bool | str | None = None,
     ) -> Any:
-        """A data set of the Hub or of files, shuffled, cut and preprocessed: a `datasets.Dataset` of the graph's inputs."""
+        """Load, shuffle, truncate and preprocess a data set from the Hub or files. Returns a `datasets.Dataset` with
+        the graph's inputs as columns.
+        """
         return calibration_rows(
             self._source,
             dataset_name,
@@ -286,11 +290,13 @@ class ORTQuantizer:
         )
 
     def clean_calibration_dataset(self, dataset: Any) -> Any:
-        """The data set with the graph's inputs alone."""
+        """Return the data set with only the columns that are inputs of the graph."""
         return only_inputs(self._source, dataset)
 
     def fit(self, dataset: Any, calibration_config: CalibrationConfig, **settings: Any) -> CalibrationRanges:
-        """Take rows to calibrate with; `batch_size=1` rows a call. See `partial_fit`."""
+        """Set the calibration rows, with `batch_size` rows per call (default 1). The arguments are those of
+        `partial_fit`.
+        """
         self._batches = []
         self.partial_fit(dataset, calibration_config, **settings)
         return self.compute_ranges()
@@ -306,17 +312,17 @@ class ORTQuantizer:
         use_gpu: bool = False,
         force_symmetric_range: bool = False,
     ) -> None:
-        """Add rows to calibrate with.
+        """Add calibration rows.
 
         Args:
-            dataset: Rows of token ids and so on by the graph's names.
-            calibration_config: How ranges are found.
-            onnx_augmented_model_name: No such file is written here.
-            operators_to_quantize: Those of the `QuantizationConfig` are taken.
-            batch_size: Rows a call; those of one call are of one length.
-            use_external_data_format: Has no meaning here.
-            use_gpu: Calibration runs on the CPU.
-            force_symmetric_range: Follows from the target.
+            dataset: Rows with the graph's inputs by name, such as token ids.
+            calibration_config: Calibration settings.
+            onnx_augmented_model_name: Ignored: no such file is written.
+            operators_to_quantize: Ignored: the value of the `QuantizationConfig` is used.
+            batch_size: Number of rows per call; rows of the same call must have equal lengths.
+            use_external_data_format: Ignored.
+            use_gpu: Ignored: calibration runs on the CPU.
+            force_symmetric_range: Ignored: determined by the target.
         """
         del onnx_augmented_model_name, operators_to_quantize, use_external_data_format
         for name, value in (("use_gpu", use_gpu), ("force_symmetric_range", force_symmetric_range)):
@@ -326,10 +332,10 @@ class ORTQuantizer:
         self._config = calibration_config
 
     def compute_ranges(self) -> CalibrationRanges:
-        """What was given so far, for `quantize(calibration_tensors_range=...)`.
+        """Return the calibration rows for `quantize(calibration_tensors_range=...)`.
 
         Raises:
-            QuantizeError: Nothing was.
+            QuantizeError: There are no calibration rows.
         """
         if self._config is None or not self._batches:
             raise QuantizeError("There are no rows to calibrate with.", fix="call fit(dataset, config) first.")
@@ -344,19 +350,19 @@ class ORTQuantizer:
         use_external_data_format: bool = False,
         preprocessor: Any = None,
     ) -> Path:
-        """Write the quantized graph into `save_dir` as `model_<suffix>.onnx`, and return the folder.
+        """Write the quantized graph to `save_dir` as `model_<suffix>.onnx`, and return the folder.
 
         Args:
-            quantization_config: How.
-            save_dir: May hold other files, which stay.
-            file_suffix: What the files are called; empty for the original's names.
-            calibration_tensors_range: What `fit` returned, for static quantization.
-            use_external_data_format: Decided here by size.
-            preprocessor: Refused: pass `nodes_to_exclude`.
+            quantization_config: Quantization settings.
+            save_dir: The output folder; its other files are kept.
+            file_suffix: Suffix of the file names; empty for the original names.
+            calibration_tensors_range: The result of `fit`, for static quantization.
+            use_external_data_format: Only recorded: accel chooses it by size.
+            preprocessor: Not supported; pass `nodes_to_exclude` instead.
 
         Raises:
-            QuantizeError: Static quantization without calibration, or a graph that is quantized already.
-            ConfigError: Ranges that `fit` did not make.
+            QuantizeError: Static quantization has no calibration data, or the graph is already quantized.
+            ConfigError: `calibration_tensors_range` is not a result of `fit`.
         """
         if preprocessor is not None:
             raise ConfigError("There are no preprocessors here.", fix="name nodes_to_exclude in the configuration.")
@@ -386,18 +392,12 @@ class ORTQuantizer:
 
 
 def _other_nodes(artifact: Artifact, wanted: Sequence[str]) -> list[str]:
-    """Names of all nodes but the wanted ones.
+    """Return the names of all nodes except `wanted`.
 
     Raises:
-        ConfigError: A name that no node has.
+        ConfigError: A name in `wanted` does not exist in the graph.
     """
-    import onnx
-
-    names = [
-        node.name
-        for component in artifact.components
-        for node in onnx.load(str(artifact.path / component.file), load_external_data=False).graph.node
-    ]
+    names = [node.name for component in artifact.components for node in nodes_of(artifact.path / component.file)]
     missing = sorted(set(wanted) - set(names))
     if missing:
         raise ConfigError(f"The graph has no node {missing[0]!r}.", fix="check nodes_to_quantize.")

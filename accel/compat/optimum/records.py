@@ -1,4 +1,4 @@
-"""Records of settings that Optimum writes beside its graphs: `ort_config.json`, and what others are made of."""
+"""Settings files that Optimum writes next to its graphs: `ort_config.json` and the base class of such files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import ArtifactNotFoundError
 
 
 def as_json(value: Any) -> Any:
-    """Settings as JSON values: members of an enumeration by their names."""
+    """Convert settings to JSON values; enum members become their names."""
     if isinstance(value, Enum) or type(value).__name__ in ("QuantType", "QuantFormat", "QuantizationMode"):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -25,16 +25,16 @@ def as_json(value: Any) -> Any:
 
 
 class Record:
-    """Settings in a file of a folder."""
+    """Base class for settings that are saved in a file of a folder."""
 
     CONFIG_NAME: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
+        """Return the settings as JSON values."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write the record into a folder."""
+        """Save the settings to a folder."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_dict(), indent=2, default=str) + "\n"
@@ -42,10 +42,10 @@ class Record:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> Self:
-        """Read it from a folder.
+        """Load the settings from a folder.
 
         Raises:
-            ArtifactNotFoundError: There is none.
+            ArtifactNotFoundError: The folder has no such file.
         """
         path = Path(folder) / cls.CONFIG_NAME
         if not path.is_file():
@@ -54,12 +54,12 @@ class Record:
 
 
 class ORTConfig(Record):
-    """What a graph was made with.
+    """The settings that a graph was made with, saved as `ort_config.json`.
 
     Attributes:
         opset: ONNX opset.
-        use_external_data_format: Whether weights are beside the graph.
-        one_external_file: Whether in one file: always.
+        use_external_data_format: Whether weights are stored outside the graph file.
+        one_external_file: Whether external weights are in one file: always true.
         optimization: `OptimizationConfig`, or its values.
         quantization: `QuantizationConfig`, or its values.
     """
@@ -83,7 +83,7 @@ class ORTConfig(Record):
         self.optimum_version = kwargs.get("optimum_version")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
+        """Return the settings as JSON values."""
         return {
             "opset": self.opset,
             "use_external_data_format": self.use_external_data_format,

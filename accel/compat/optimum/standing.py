@@ -1,4 +1,4 @@
-"""Whether our names may stand where Optimum's own would."""
+"""Prevent conflicts between installed libraries and accel packages that have the same import names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ...errors import BackendUnavailableError
 
 
 def stand_in_for(*distributions: str) -> None:
-    """Refuse to take the place of libraries that are installed.
+    """Raise if a library is installed whose import names an accel package also provides.
 
     Raises:
-        BackendUnavailableError: One is; with the command that removes either.
+        BackendUnavailableError: A library is installed. The message has the command that removes either package.
     """
     for name in distributions:
         try:

@@ -1,8 +1,8 @@
-"""Model repositories for Triton Inference Server: written by `deploy`, checked by `check`.
+"""Write model repositories for Triton Inference Server (`deploy`) and check them (`check`).
 
-In: an artifact. Out: a folder with a model for the graph and, for tasks with texts, one in front of it that tokenizes whole
-batches; and findings about such folders. What runs inside Triton is in `served`, what a task's text model takes and returns in
-`text_fronts`, one of Triton's backends in `graph_models`.
+In: an artifact. Out: a model repository, and findings about existing repositories. A repository contains a model for the graph and, for
+tasks with texts, a front model that tokenizes whole batches. `served` is the code that runs inside Triton. `text_fronts` describes the
+front model of a task. `graph_models` writes the graph's model for one of Triton's backends.
 """
 
 from .repository import Repository, deploy

@@ -1,4 +1,4 @@
-"""What the loop that generates text inside Triton is told about a decoder, and which decoders it can run."""
+"""Settings of the generation loop that runs inside Triton, and a check that the loop supports a decoder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 _TAKES = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
 _FOLLOWED = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-# Where neither the model nor the request says it; the second is transformers' own.
+# Defaults of the generation loop. The value of `top_k` is also the default in transformers.
 _MAX_NEW_TOKENS = 128
 _TOP_K = 50
-# Fields of a generation config that change no text that the loop makes.
+# Fields of a generation config that do not change the texts that the loop generates.
 _HARMLESS = frozenset(
     ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
      "max_length", "return_dict_in_generate", "cache_implementation", "trust_remote_code", "num_return_sequences")
 )  # fmt: skip
-# Values that switch a field off, and fields that beams alone read.
+# Values that disable a field (`_OFF`), and fields that are used only by beam search (`_OF_BEAMS`).
 _OFF: Mapping[str, tuple[object, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
@@ -33,11 +33,11 @@ _OF_BEAMS = ("early_stopping", "length_penalty", "diversity_penalty")
 
 
 def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
-    """Settings of the loop.
+    """Return the settings of the generation loop.
 
     Raises:
-        TaskError: A decoder that keeps something else than keys and values, or takes something else than tokens.
-        ConfigError: Settings of the deployment, or of the model's generation, that the loop does not have.
+        TaskError: The decoder has inputs other than tokens and key-value caches.
+        ConfigError: The loop does not support a deployment setting or a field of the model's generation config.
     """
     artifact = facts.artifact
     if artifact.format != "onnx" or len(artifact.components) != 1:
@@ -48,9 +48,9 @@ def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
         )
     if config.backend not in ("auto", "python") or config.device != "cpu":
         raise ConfigError("Decoders run in Triton's Python backend, on the CPU.", fix="leave backend and device out.")
-    unheard = [n for n in ("max_length", "buckets", "accelerator", "parameters") if getattr(config, n)]
-    if unheard:
-        raise ConfigError(f"The loop has no {', '.join(unheard)}.", fix=f"leave {unheard[0]} out.")
+    unsupported = [n for n in ("max_length", "buckets", "accelerator", "parameters") if getattr(config, n)]
+    if unsupported:
+        raise ConfigError(f"The loop has no {', '.join(unsupported)}.", fix=f"leave {unsupported[0]} out.")
     component = artifact.components[0]
     pasts = [spec for spec in component.inputs if spec.pair is not None]
     others = [spec.name for spec in component.inputs if spec.pair is None and spec.name not in _TAKES]
@@ -64,11 +64,13 @@ def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
         )
     if facts.tokenizer.clean_up_tokenization_spaces and type(facts.tokenizer.backend_tokenizer.model).__name__ != "BPE":
         raise ConfigError(
-            "The tokenizer takes spaces out of what it has decoded (clean_up_tokenization_spaces), and the loop has then sent them.",
+            "The tokenizer removes spaces from decoded text (clean_up_tokenization_spaces), but the loop has sent them already.",
             fix="set it to false in tokenizer_config.json, and record that with: accel validate ARTIFACT --accept-files.",
         )
     if any(spec.dtype == "bfloat16" for spec in pasts):
-        raise TaskError("NumPy has no bfloat16, which the caches are.", fix="deploy a float32 or float16 artifact.")
+        raise TaskError(
+            "The caches are bfloat16, which NumPy does not have.", fix="deploy a float32 or float16 artifact."
+        )
     return {
         "caches": {
             spec.name: {
@@ -86,39 +88,39 @@ def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
 
 
 def _limit(facts: Facts) -> int | None:
-    """Tokens of a prompt and its answer at most.
+    """Return the greatest number of tokens in the prompt and the generated text together, or `None`.
 
-    With LongRoPE a batch changes its angles when one of its rows gets longer than the first training's texts; below that length no
-    row's answer depends on its neighbours.
+    With LongRoPE, the limit is the original training length: if one row becomes longer, the rotary angles change for all rows of the batch.
+    Below this length, no row depends on the other rows.
     """
     sizes = facts.artifact.components[0].max_sizes
-    found = sizes.get("total", sizes.get("sequence"))
+    limit = sizes.get("total", sizes.get("sequence"))
     short = length_of_short_texts(facts.config.get_text_config(decoder=True))
-    if short is None or (found is not None and found <= short):
-        return found
+    if short is None or (limit is not None and limit <= short):
+        return limit
     logger.warning(
         "Texts end at %d tokens, not at %s: beyond them the angles of LongRoPE change for every row of a batch. For longer texts "
         "use accel.pipeline.",
         short,
-        found,
+        limit,
     )
     return short
 
 
 def _generation(facts: Facts) -> dict[str, Any]:
-    """Which tokens end a text, and how the model wants to be asked."""
+    """Return the ids of the end tokens, and the default options from the model's generation config."""
     config = open_generation_config(facts.artifact.path, facts.config)
-    said = {name: value for name, value in config.to_diff_dict().items() if not name.startswith(("_", "output_"))}
-    off = {name for name, values in _OFF.items() if said.get(name) in values}
-    off |= set(_OF_BEAMS) if said.get("num_beams", 1) == 1 else set()
-    unheard = sorted(set(said) - set(_FOLLOWED) - _HARMLESS - off)
-    if unheard:
+    fields = {name: value for name, value in config.to_diff_dict().items() if not name.startswith(("_", "output_"))}
+    off = {name for name, values in _OFF.items() if fields.get(name) in values}
+    off |= set(_OF_BEAMS) if fields.get("num_beams", 1) == 1 else set()
+    unsupported = sorted(set(fields) - set(_FOLLOWED) - _HARMLESS - off)
+    if unsupported:
         raise ConfigError(
-            f"The model's generation_config.json asks for {', '.join(unheard)}, which the loop inside Triton does not follow.",
+            f"The model's generation_config.json asks for {', '.join(unsupported)}, which the loop inside Triton does not follow.",
             fix="take them out of the file, and record that with: accel validate ARTIFACT --accept-files.",
         )
     end = config.eos_token_id
-    defaults = {name: said[name] for name in _FOLLOWED if said.get(name) is not None}
+    defaults = {name: fields[name] for name in _FOLLOWED if fields.get(name) is not None}
     return {
         "end": [] if end is None else [end] if isinstance(end, int) else list(end),
         "defaults": {"max_new_tokens": _MAX_NEW_TOKENS, "top_k": _TOP_K, **defaults},

@@ -1,9 +1,9 @@
-"""A graph as a model of Triton: one row for each of its backends, looked up by name."""
+"""Write the Triton model of a graph, for each of Triton's backends."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ...errors import ConfigError, TaskError
 from ...interfaces.shape_profiles import Profile, shapes_text
 from ...interfaces.specs import DeviceSpec
 from ...interfaces.task_registry import load_task
-from .model_config import data_type, kind, model_config
+from .model_config import TYPES, model_config, tensor
 from .profiles import profile_of
 from .triton_config import TritonConfig
 
@@ -24,13 +24,13 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What is to be deployed, and how.
+    """A graph to deploy to Triton, with the deployment settings.
 
     Attributes:
-        artifact: It.
-        config: How.
-        name: Of its model in the repository.
-        length: Tokens of a row at most, for warm-up and profiles; `None` where nothing says it.
+        artifact: The artifact that contains the graph.
+        config: The deployment settings.
+        name: Name of the graph's model in the repository.
+        length: Greatest number of tokens in a row, for warm-up and profiles; `None` if unknown.
     """
 
     artifact: Artifact
@@ -40,33 +40,33 @@ class Graph:
 
     @property
     def component(self) -> Component:
-        """The one graph."""
+        """The artifact's component that contains the graph."""
         return self.artifact.components[0]
 
     @property
     def device(self) -> DeviceSpec:
-        """Where it runs."""
+        """The device that runs the graph."""
         return DeviceSpec.parse(self.config.device)
 
     @property
     def batches(self) -> bool:
-        """Whether rows may be added to a call: every input and output begins with an axis of the batch."""
+        """Whether every input and output has `batch` as its first axis, so that Triton can merge rows into one call."""
         specs = (*self.component.inputs, *self.component.outputs)
         return all(spec.shape[:1] == ("batch",) for spec in specs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBackend:
-    """One of Triton's backends.
+    """One of Triton's backends that run graphs.
 
     Attributes:
-        formats: Formats of artifacts that it runs.
-        file: The name that it looks for.
-        devices: Where it runs.
-        fields: What is particular to it in a configuration.
-        batches: Whether Triton may merge requests for it.
-        code: Modules of `served` that it needs, the first as `model.py`.
-        accelerators: What it can be told to run on top.
+        formats: Artifact formats that the backend supports.
+        file: File name of the graph in the repository.
+        devices: Device types that the backend supports.
+        fields: Function that returns the backend's fields of the model configuration.
+        batches: Whether Triton may merge requests into batches for this backend.
+        code: Module of `served` that is copied as `model.py`; empty if the backend needs no code.
+        accelerators: Execution accelerators of the backend.
     """
 
     formats: tuple[str, ...]
@@ -74,27 +74,27 @@ class GraphBackend:
     devices: tuple[str, ...]
     fields: Callable[[Graph], Fields]
     batches: bool = True
-    code: tuple[str, ...] = ()
+    code: str = ""
     accelerators: tuple[str, ...] = ()
 
 
 def _onnxruntime(graph: Graph) -> Fields:
     config = graph.config
-    found: Fields = {"parameters": _texts({"intra_op_thread_count": config.threads})}
+    fields: Fields = {"parameters": _texts({"intra_op_thread_count": config.threads})}
     if config.accelerator is None:
-        return found
+        return fields
     side = "gpu" if config.accelerator == "tensorrt" else "cpu"
     options = _ACCELERATORS[config.accelerator](graph)
     chosen = {"name": config.accelerator, "parameters": {**options, **config.accelerator_options}}
-    return {**found, "optimization": {"execution_accelerators": {f"{side}_execution_accelerator": [chosen]}}}
+    return {**fields, "optimization": {"execution_accelerators": {f"{side}_execution_accelerator": [chosen]}}}
 
 
 def _tensorrt_accelerator(graph: Graph) -> dict[str, str]:
-    """Options of ONNX Runtime's TensorRT provider: precision as the graph has it, profiles, and caches on the server."""
+    """Return the options of ONNX Runtime's TensorRT execution provider: precision, shape profiles, and cache folders on the server."""
     foreign = [domain for domain in graph.artifact.domains or () if domain not in ("", "trt.plugins")]
     if foreign:
         raise ConfigError(
-            f"The graph has operators of {', '.join(foreign)}, which TensorRT does not know.",
+            f"The graph has operators of {', '.join(foreign)}, which TensorRT does not support.",
             fix="deploy the artifact from before it was optimized, or optimize it with --backend tensorrt.",
         )
     if graph.device.type != "cuda":
@@ -123,7 +123,7 @@ def _openvino_accelerator(graph: Graph) -> dict[str, str]:
 
 
 def _openvino(graph: Graph) -> Fields:
-    """The backend fixes the batch at its maximum, so the graph keeps its own free batch axis and merges nothing by itself."""
+    """Return the fields of the OpenVINO backend. Batching is disabled, because the backend would always run the maximum batch size."""
     return {"parameters": _texts({"INFERENCE_NUM_THREADS": graph.config.threads, "NUM_STREAMS": "1"})}
 
 
@@ -154,17 +154,17 @@ BACKENDS: Mapping[str, GraphBackend] = {
         formats=("openvino_ir",), file="model.xml", devices=("cpu",), fields=_openvino, batches=False
     ),
     "tensorrt": GraphBackend(formats=("tensorrt",), file="model.plan", devices=("cuda",), fields=_tensorrt),
-    "python": GraphBackend(formats=("onnx",), file="model.py", devices=("cpu",), fields=lambda _: {}, code=("graph",)),
+    "python": GraphBackend(formats=("onnx",), file="model.py", devices=("cpu",), fields=lambda _: {}, code="graph"),
 }
-"""Triton's backends that run graphs; the first that runs a format is the one chosen automatically."""
+"""Triton's backends that run graphs, by name. The first backend that supports an artifact's format is its default."""
 
 
 def backend_for(artifact: Artifact, config: TritonConfig) -> str:
-    """The name of the backend for an artifact.
+    """Return the name of Triton's backend for an artifact.
 
     Raises:
-        ConfigError: None runs its format, or the one that was named does not, there or with that accelerator.
-        TaskError: It has several graphs, or one that keeps something between calls.
+        ConfigError: No backend supports the format, or the configured backend does not support the format, the device or the accelerator.
+        TaskError: The artifact has several graphs, or a graph with state.
     """
     if len(artifact.components) > 1 or artifact.components[0].stateful:
         raise TaskError(
@@ -200,15 +200,15 @@ def backend_for(artifact: Artifact, config: TritonConfig) -> str:
 
 
 def graph_config(graph: Graph, backend: str) -> Any:
-    """The configuration of a graph's model."""
+    """Return the Triton model configuration of a graph."""
     chosen, config = BACKENDS[backend], graph.config
     most = config.max_batch_size if chosen.batches and graph.batches else 0
     fields: Fields = {
         "name": graph.name,
         "backend": backend,
         "max_batch_size": most,
-        "input": [_described(spec, most) for spec in graph.component.inputs],
-        "output": [_described(spec, most) for spec in graph.component.outputs],
+        "input": tensors(graph.component.inputs, 1 if most else 0),
+        "output": tensors(graph.component.outputs, 1 if most else 0),
         "instance_group": [instances(config.device, config.instances)],
         "version_policy": version_policy(config),
     }
@@ -224,49 +224,50 @@ def graph_config(graph: Graph, backend: str) -> Any:
     return model_config(**fields, **own, parameters=parameters)
 
 
-def write_graph(graph: Graph, version: Path) -> Mapping[str, Any]:
-    """Copy a graph's files into the folder of its version; returns what code beside it must know."""
+def tensors(specs: Sequence[TensorSpec], start: int = 0) -> list[Fields]:
+    """Return tensors as fields of a model configuration; `start=1` omits the batch axis."""
+    return [tensor(spec.name, spec.dtype, spec.shape[start:]) for spec in specs]
+
+
+def write_graph(graph: Graph, version: Path) -> Fields:
+    """Copy the files of a graph into the folder of a model version.
+
+    Returns:
+        Entries for `settings.json`: the file name of the graph, its number of threads, and its tensors.
+    """
     base = Path(graph.component.file).parent
     for record in graph.component.files:
         target = version / Path(record.name).relative_to(base)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(graph.artifact.path / record.name, target)
-    return {"graph": Path(graph.component.file).name, "threads": graph.config.threads or 0}
+    sides = {"input": tensors(graph.component.inputs), "output": tensors(graph.component.outputs)}
+    return {"graph": Path(graph.component.file).name, "threads": graph.config.threads or 0, "tensors": sides}
 
 
 def instances(device: str, count: int) -> Fields:
-    """An instance group; on every GPU of the server where no number is named."""
+    """Return an instance group of the model configuration. A device without an index means every GPU of the server."""
     where = DeviceSpec.parse(device)
     if where.type == "cpu":
-        return {"count": count, "kind": kind("KIND_CPU")}
-    return {"count": count, "kind": kind("KIND_GPU"), "gpus": [where.index] if ":" in device else []}
+        return {"count": count, "kind": "KIND_CPU"}
+    return {"count": count, "kind": "KIND_GPU", "gpus": [where.index] if ":" in device else []}
 
 
 def version_policy(config: TritonConfig) -> Fields:
-    """Which versions are served."""
+    """Return the version policy of the model configuration: which versions Triton serves."""
     return {"all": {}} if config.versions == "all" else {"latest": {"num_versions": 1}}
 
 
 def batching(config: TritonConfig) -> Fields:
-    """The dynamic batcher's settings; no queue policy that was not asked for."""
+    """Return the settings of Triton's dynamic batcher. They contain a queue policy only if it was configured."""
     policy: Fields = {}
     if config.queue_timeout_us is not None:
         policy["default_timeout_microseconds"] = config.queue_timeout_us
     if config.queue_size is not None:
         policy["max_queue_size"] = config.queue_size
-    found: Fields = {"preferred_batch_size": list(config.preferred_batch_sizes)}
+    fields: Fields = {"preferred_batch_size": list(config.preferred_batch_sizes)}
     if config.queue_delay_us:
-        found["max_queue_delay_microseconds"] = config.queue_delay_us
-    return {**found, "default_queue_policy": policy} if policy else found
-
-
-def _described(spec: TensorSpec, most: int) -> Fields:
-    shape = spec.shape[1:] if most else spec.shape
-    return {
-        "name": spec.name,
-        "data_type": data_type(spec.dtype),
-        "dims": [size if isinstance(size, int) else -1 for size in shape],
-    }
+        fields["max_queue_delay_microseconds"] = config.queue_delay_us
+    return {**fields, "default_queue_policy": policy} if policy else fields
 
 
 def _profile(graph: Graph) -> Profile:
@@ -274,19 +275,19 @@ def _profile(graph: Graph) -> Profile:
 
 
 def _warmup(graph: Graph, most: int) -> list[Fields]:
-    """Zeros of one row and of as many as there may be, so that the first request finds everything allocated."""
+    """Return warm-up requests with zeros: one row, and the largest batch. Memory is then allocated before the first real request."""
     sizes = usual_sizes_in(graph.artifact.path, graph.component.inputs)
     length = min(64, graph.length or 64)
-    made = []
+    requests = []
     for rows in (1, most) if most > 1 else (1,):
         inputs = {}
         for spec in graph.component.inputs:
             shape = [size if isinstance(size, int) else sizes.get(size, length) for size in spec.shape]
             if spec.shape[:1] == ("batch",):
                 shape = shape[1:] if most else [rows, *shape[1:]]
-            inputs[spec.name] = {"data_type": data_type(spec.dtype), "dims": shape, "zero_data": True}
-        made.append({"name": f"rows-{rows}", "batch_size": rows if most else 1, "inputs": inputs})
-    return made
+            inputs[spec.name] = {"data_type": TYPES[spec.dtype], "dims": shape, "zero_data": True}
+        requests.append({"name": f"rows-{rows}", "batch_size": rows if most else 1, "inputs": inputs})
+    return requests
 
 
 def _texts(values: Mapping[str, Any]) -> Fields:

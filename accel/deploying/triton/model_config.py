@@ -1,10 +1,11 @@
-"""Triton's model configurations as its own protocol buffers: what is written cannot have an unknown field or value."""
+"""Read and write Triton's model configurations with its protocol buffers, which reject unknown fields and values."""
 
 from __future__ import annotations
 
 import functools
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +29,37 @@ TYPES = {
     "float64": "TYPE_FP64",
     "string": "TYPE_STRING",
 }
-"""Triton's names of element types, by torch's; texts are `string`."""
+"""Triton's data type names by torch data type; `string` means texts."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
 @functools.cache
 def _library() -> tuple[Any, Any]:
-    """The module of the messages, and the one that writes and reads them as text.
+    """Return the module with the protocol buffer messages, and the module that converts messages from and to text.
 
     Raises:
-        BackendUnavailableError: They are not installed.
+        BackendUnavailableError: The modules are not installed.
     """
     try:
         with warnings.catch_warnings():
-            # Of protobuf, where it is one version ahead of the code that it generated.
+            # protobuf warns if it is one major version newer than the generated code.
             warnings.simplefilter("ignore", UserWarning)
             from google.protobuf import text_format
             from tritonclient.grpc import model_config_pb2
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"Triton's configurations are written with its own client library, which is not here: {error}.",
+            f"Triton's configurations are written with its client library, which cannot be imported: {error}.",
             fix='pip install "accel-transformers[triton]", or "tritonclient[grpc]".',
         ) from error
     return model_config_pb2, text_format
 
 
 def model_config(**fields: Any) -> Any:
-    """A `ModelConfig`; nested messages as dictionaries and lists.
+    """Return a `ModelConfig` message; nested messages are dictionaries and lists.
 
     Raises:
-        ConfigError: A field or value that Triton does not have.
+        ConfigError: Triton has no such field or value.
     """
     messages, _ = _library()
     try:
@@ -69,35 +70,36 @@ def model_config(**fields: Any) -> Any:
         ) from error
 
 
-def data_type(word: str) -> int:
-    """The number of an element type, by torch's name."""
-    messages, _ = _library()
-    return int(messages.DataType.Value(TYPES[word]))
+def tensor(name: str, dtype: str, shape: Sequence[int | str], **fields: Any) -> dict[str, Any]:
+    """Return the fields of a tensor in a model configuration; the size of dynamic axes is -1.
+
+    Args:
+        name: Name of the tensor.
+        dtype: Data type, a key of `TYPES`.
+        shape: Sizes of fixed axes and names of dynamic axes.
+        **fields: Further fields.
+    """
+    dims = [size if isinstance(size, int) else -1 for size in shape]
+    return {"name": name, "data_type": TYPES[dtype], "dims": dims, **fields}
 
 
 def type_name(number: int) -> str:
-    """Triton's name of an element type."""
+    """Return Triton's name of a data type, given its number."""
     messages, _ = _library()
     return str(messages.DataType.Name(number))
 
 
-def kind(word: str) -> int:
-    """The number of a kind of instances: `KIND_CPU`, `KIND_GPU`, ..."""
-    messages, _ = _library()
-    return int(messages.ModelInstanceGroup.Kind.Value(word))
-
-
 def write(config: Any, folder: Path) -> None:
-    """Put a configuration into the folder of its model."""
+    """Write a model configuration into the model's folder."""
     _, text_format = _library()
     (folder / CONFIG).write_text(text_format.MessageToString(config), encoding="utf-8")
 
 
 def read(path: Path) -> Any:
-    """A configuration from its file.
+    """Read a model configuration.
 
     Raises:
-        ConfigError: It is no such text, or has a field or value that Triton does not have.
+        ConfigError: The file is not a valid text message, or has an unknown field or value.
     """
     messages, text_format = _library()
     try:
@@ -109,10 +111,10 @@ def read(path: Path) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Whether it can be a model's name, in a folder and in an address.
+    """Raise if a model name cannot be used as a folder name and as part of a URL.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The name is invalid.
     """
     if not _NAME.match(name):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Writes model repositories for Triton: a graph, what reads texts for it and what makes answers of its outputs."""
+"""Write model repositories for Triton: the graph, and models that tokenize texts and convert the graph's outputs to results."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from .graph_models import (
     batching,
     graph_config,
     instances,
+    tensors,
     version_policy,
     write_graph,
 )
-from .model_config import data_type, model_config, write
+from .model_config import model_config, tensor, write
 from .text_fronts import Facts, Tensor, TextFront
 from .triton_config import TritonConfig
 
@@ -50,12 +51,12 @@ class Repository:
     """A model repository that was written.
 
     Attributes:
-        path: The folder, for `tritonserver --model-repository`.
-        name: The model that clients call.
-        models: Every model in it, with Triton's backend for it.
+        path: Folder of the repository, for `tritonserver --model-repository`.
+        name: Name of the model that clients call.
+        models: Triton backend of each model, by model name.
         task: The pipeline task that is served.
         layout: `text`, `ensemble` or `graph`.
-        sample: A request for it; empty where it takes tensors.
+        sample: A sample request with texts by input name; empty if the model takes tensors.
     """
 
     path: Path
@@ -77,22 +78,22 @@ def deploy(
 
     Args:
         artifact: An artifact or its folder.
-        out: Folder to make.
-        config: How; its fields may also be given as keyword arguments (`layout="graph"`).
-        **settings: Fields of `TritonConfig`.
+        out: Folder for the repository; new or empty.
+        config: Deployment settings.
+        **settings: Fields of `TritonConfig`, which override the fields of `config`.
 
     Raises:
         BackendUnavailableError: The extra `triton` is not installed.
-        ConfigError: Settings that Triton, or the artifact, does not have.
-        TaskError: A model that Triton cannot run, or that does not serve the task as text.
-        OutputFolderError: `out` is the artifact's folder or not empty.
+        ConfigError: Triton or the artifact does not support the settings.
+        TaskError: Triton cannot run the model, or the model does not serve the task as text.
+        OutputFolderError: `out` is the artifact's folder, or is not empty.
     """
-    found = artifact_of(artifact)
-    config = TritonConfig.from_dict({**(config.to_dict() if config else {}), **settings})
-    target = check_output(out, found.path)
-    task = _task(found, config)
-    service = _service(found, task)
-    layout = config.layout if config.layout != "auto" else "text" if service is not None else "graph"
+    source = artifact_of(artifact)
+    config = TritonConfig.merged(config, settings)
+    target = check_output(out, source.path)
+    task = _task(source, config)
+    front = _front(source, task)
+    layout = config.layout if config.layout != "auto" else "text" if front is not None else "graph"
     name = config.name or task.replace("-", "_")
     if config.queue_timeout_us is not None or config.queue_size is not None:
         logger.warning(
@@ -100,118 +101,119 @@ def deploy(
             "queue_timeout_us and queue_size out where clients can have timeouts of their own."
         )
     progress.report("writing the repository", 0, None)
-    with staging(target, needs=found.bytes) as folder:
+    with staging(target, needs=source.bytes) as folder:
         if layout == "graph":
-            models = _Writer(folder, config, found).graph(name, config.max_length, name)
-        elif service is None:
+            models = _Writer(folder, config, source).graph(name, config.max_length)
+        elif front is None:
             raise TaskError(
                 f"A model for {task} is not served as text by Triton.", fix="deploy it with --layout graph."
             )
         else:
-            writer = _TextWriter(folder, config, found, service, name, layout)
-            models = writer.generator() if service.generates else writer.write()
-    sample = dict(service.sample) if service is not None and layout != "graph" else {}
+            writer = _TextWriter(folder, config, source, front, name, layout)
+            models = writer.generator() if front.generates else writer.write()
+    sample = dict(front.sample) if front is not None and layout != "graph" else {}
     return Repository(path=target, name=name, models=models, task=task, layout=layout, sample=sample)
 
 
 def _task(artifact: Artifact, config: TritonConfig) -> str:
-    """The pipeline task to serve.
+    """Return the pipeline task to serve.
 
     Raises:
-        TaskError: The model does not serve it.
+        TaskError: The model does not support the configured task.
     """
     own = task_spec(artifact.task)
     if config.task is None:
         return own.name
-    wanted = config.task if config.task in own.serves else task_spec(config.task).name
-    if wanted not in own.serves:
+    task = config.task if config.task in own.serves else task_spec(config.task).name
+    if task not in own.serves:
         raise TaskError(
             f"The artifact was made for {own.name}, which serves {', '.join(own.serves)}; not {config.task}.",
             fix="leave the task out, or deploy another artifact.",
         )
-    return wanted
+    return task
 
 
-def _service(artifact: Artifact, task: str) -> TextFront | None:
+def _front(artifact: Artifact, task: str) -> TextFront | None:
     return load_task(artifact.task).fronts().get(task)
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes models into a folder that becomes a repository."""
+    """Write the models of a repository into a folder."""
 
     folder: Path
     config: TritonConfig
     artifact: Artifact
 
-    def graph(self, name: str, length: int | None, seen_as: str) -> dict[str, str]:
-        """The graph's model."""
+    def graph(self, name: str, length: int | None) -> dict[str, str]:
+        """Write the model that runs the graph. Return the backend name of the model by model name."""
         backend = backend_for(self.artifact, self.config)
         if length is None and len(self.artifact.components) == 1:
             length = self.artifact.components[0].max_sizes.get("sequence")
         graph = Graph(self.artifact, self.config, name, length)
         version = self.version(name)
         write(graph_config(graph, backend), version.parent)
-        known = write_graph(graph, version)
+        settings = write_graph(graph, version)
         if BACKENDS[backend].code:
-            self.code(version, BACKENDS[backend].code[0])
-            self.settings(version, known)
+            self.code(version, BACKENDS[backend].code)
+        self.settings(version, settings)
         return {name: backend}
 
     def version(self, name: str) -> Path:
-        """The folder of a model's version."""
+        """Create the folder of a model version."""
         folder = self.folder / name / str(self.config.version)
         folder.mkdir(parents=True)
         return folder
 
     def code(self, version: Path, main: str, *others: str | Path) -> None:
-        """Copy modules of `served`, the first one under the name that Triton looks for; others may be files elsewhere."""
+        """Copy modules of `served` into a model version: `main` as `model.py`, and other modules or files given by path."""
         shutil.copyfile(SERVED / f"{main}.py", version / "model.py")
         for name in others:
             shutil.copyfile(SERVED / name, version / Path(name).name)
 
     def settings(self, version: Path, values: Mapping[str, Any]) -> None:
-        """What the code is told, and what the files beside it were when they were written."""
-        written = sorted(path for path in version.iterdir() if path.suffix == ".py" or path.name == TOKENIZER)
-        values = {**values, "files": {path.name: sha256(path) for path in written}}
+        """Write `settings.json` of a model version, with the checksums of the version's files."""
+        files = sorted(path for path in version.rglob("*") if path.is_file())
+        values = {**values, "files": {path.relative_to(version).as_posix(): sha256(path) for path in files}}
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         (version / SETTINGS).write_text(text, encoding="utf-8")
 
 
 class _TextWriter(_Writer):
-    """Writes what reads texts and answers with what a graph says."""
+    """Write the models that take texts and return results."""
 
     def __init__(
-        self, folder: Path, config: TritonConfig, artifact: Artifact, service: TextFront, name: str, layout: str
+        self, folder: Path, config: TritonConfig, artifact: Artifact, front: TextFront, name: str, layout: str
     ) -> None:
         super().__init__(folder, config, artifact)
-        self.service, self.name, self.layout = service, name, layout
+        self.front, self.name, self.layout = front, name, layout
         self.facts = _facts(artifact)
         self.length = self._length()
 
     def write(self) -> dict[str, str]:
-        """A front, or the steps of an ensemble, over the graph's model."""
+        """Write the front model or the steps of an ensemble, and the graph's model."""
         self._check()
         graph = f"{self.name}_graph"
-        models = self.graph(graph, self.length, self.name)
+        models = self.graph(graph, self.length)
         settings = self._settings(graph)
         if self.layout == "ensemble":
             return {**self._ensemble(graph, settings), **models}
-        config = self._python(self.name, self.service.inputs, self.service.outputs(self.facts))
-        version = self._step(config, "text_model", settings)
-        self._labels(version.parent)
+        fields = self._interface(self.name, self.front.inputs, self.front.outputs(self.facts))
+        self._step(fields, "text_model", settings)
         return {self.name: "python", **models}
 
     def generator(self) -> dict[str, str]:
-        """A model that answers in pieces, with the graph beside it."""
+        """Write a model that generates text, with the graph next to its code."""
         from .generator_settings import generator_settings
 
         if self.layout == "ensemble":
-            raise TaskError("Text is generated by a loop, which no ensemble has.", fix="deploy it with --layout text.")
+            raise TaskError("An ensemble cannot generate text.", fix="deploy it with --layout text.")
         settings = generator_settings(self.facts, self.config)
-        config = self._python(self.name, self.service.inputs, self.service.outputs(self.facts), decoupled=True)
+        fields = self._interface(self.name, self.front.inputs, self.front.outputs(self.facts))
+        # No batching by Triton: each request has one prompt, and its text is sent in pieces (decoupled responses).
+        fields |= {"max_batch_size": 0, "model_transaction_policy": {"decoupled": True}}
         version = self.version(self.name)
-        write(config, version.parent)
+        write(self._python(fields), version.parent)
         self.code(version, "generator", "text_decoder.py", "tokens.py")
         self._tokenizer(version)
         known = write_graph(Graph(self.artifact, self.config, self.name), version)
@@ -219,26 +221,26 @@ class _TextWriter(_Writer):
         return {self.name: "python"}
 
     def _length(self) -> int | None:
-        """Tokens of a text at most."""
-        own = self.service.limit(self.facts)
+        """Return the greatest number of tokens in a text, or `None` if unknown."""
+        own = self.front.limit(self.facts)
         limit = self.artifact.components[0].max_sizes.get("sequence")
-        found = longest(limit, self.facts.tokenizer, self.config.max_length)
-        found = min((n for n in (found, own) if n is not None), default=None)
-        if found is not None and self.config.buckets and self.config.buckets[-1] > found:
+        length = longest(limit, self.facts.tokenizer, self.config.max_length)
+        length = min((n for n in (length, own) if n is not None), default=None)
+        if length is not None and self.config.buckets and self.config.buckets[-1] > length:
             raise ConfigError(
-                f"The bucket {self.config.buckets[-1]} is longer than the {found} tokens of a text.",
-                fix=f"use buckets up to {found}.",
+                f"The bucket {self.config.buckets[-1]} is longer than the {length} tokens of a text.",
+                fix=f"use buckets up to {length}.",
             )
-        return found
+        return length
 
     def _check(self) -> None:
-        """Whether texts can be made into what the graph takes, and answers of what it returns.
+        """Raise if the graph has inputs other than tokens, or outputs that the front model cannot use.
 
         Raises:
-            TaskError: They cannot, and why.
+            TaskError: The graph has unsupported inputs or outputs.
         """
         component = self.artifact.components[0]
-        known = {"input_ids", "attention_mask", "token_type_ids", *self.service.makes}
+        known = {"input_ids", "attention_mask", "token_type_ids", *self.front.makes}
         others = [spec.name for spec in component.inputs if spec.name not in known]
         if others:
             raise TaskError(
@@ -250,36 +252,36 @@ class _TextWriter(_Writer):
                 "rows of several callers.",
                 fix="export the model again with this version of accel: accel export MODEL OUT.",
             )
-        for name in self.service.reads(self.facts):
+        for name in self.front.reads(self.facts):
             self.facts.sizes(name)
             if next(spec.dtype for spec in component.outputs if spec.name == name) == "bfloat16":
                 raise TaskError(
                     f"The graph's {name} is bfloat16, which Triton's Python backend cannot read.",
                     fix="deploy a float32 or float16 artifact.",
                 )
-        if self.layout == "ensemble" and not self.service.one_row:
+        if self.layout == "ensemble" and not self.front.one_row:
             raise TaskError(
-                "An ensemble hands one row of the graph on for each text; this task makes several, or none alone.",
+                "An ensemble needs one row of the graph for each text; this task makes several.",
                 fix="deploy it with --layout text.",
             )
 
     def _settings(self, graph: str) -> dict[str, Any]:
-        """What the modules inside Triton are told."""
+        """Return the settings of the code that runs inside Triton."""
         tokenizer, component = self.facts.tokenizer, self.artifact.components[0]
         named = set(tokenizer.model_input_names)
         own = set(component.own_defaults)
         zeros = [spec.name for spec in component.inputs if spec.name not in named]
         if any(name in own for name in zeros):
             raise TaskError(
-                f"The tokenizer does not make {', '.join(zeros)}, and for this model zeros are something else.",
+                f"The tokenizer does not make {', '.join(zeros)}, and zeros are not their default values in this model.",
                 fix="add them to model_input_names of its tokenizer_config.json.",
             )
         fill = {"input_ids": _padding(tokenizer), "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
         return {
-            "service": Path(self.service.module).name,
+            "service": Path(self.front.service).name,
             "graph": graph,
             "inputs": {spec.name: spec.dtype for spec in component.inputs},
-            "outputs": list(self.service.reads(self.facts)),
+            "outputs": list(self.front.reads(self.facts)),
             "zeros": zeros,
             "max_rows": self.config.max_batch_size,
             "max_length": self.length,
@@ -290,102 +292,73 @@ class _TextWriter(_Writer):
                 "values": {spec.name: fill.get(spec.name, 0) for spec in component.inputs},
             },
             "truncation_side": tokenizer.truncation_side,
-            "options": self.service.options(self.facts),
+            "options": self.front.options(self.facts),
         }
 
     def _ensemble(self, graph: str, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Triton's own chain: tokenizer, graph, answers."""
+        """Write an ensemble of three steps: tokenizer, graph, results."""
         if not BACKENDS[backend_for(self.artifact, self.config)].batches:
             raise ConfigError(
                 "Triton's backend for this graph fixes its batch, and an ensemble needs it free.",
                 fix="deploy it with --layout text.",
             )
         text = (Tensor(name="TEXT", dtype="string"),)
-        component = self.artifact.components[0]
-        reads = self.service.reads(self.facts)
-        ids = tuple(_as_tensor(spec.name, spec.dtype, spec.shape) for spec in component.inputs)
-        found = tuple(_as_tensor(s.name, s.dtype, s.shape) for s in component.outputs if s.name in reads)
-        answers = self.service.outputs(self.facts)
+        component, reads = self.artifact.components[0], self.front.reads(self.facts)
+        ids = tensors(component.inputs, 1)
+        returned = tensors([spec for spec in component.outputs if spec.name in reads], 1)
         tokenizer, last = f"{self.name}_tokenizer", f"{self.name}_answers"
-        self._step(self._python(tokenizer, text, ids), "tokenizer_step", settings, "text_model.py")
-        self._step(self._python(last, (*text, *found), answers), "answer_step", settings, "text_model.py")
+        whole = self._interface(self.name, text, self.front.outputs(self.facts))
+        answers = self._interface(last, text, self.front.outputs(self.facts))
+        answers["input"] += returned
+        self._step({**self._interface(tokenizer, text, ()), "output": ids}, "ensemble_step", settings, "text_model.py")
+        self._step(answers, "ensemble_step", settings, "text_model.py")
         steps = [
-            _link(tokenizer, {"TEXT": "TEXT"}, {one.name: one.name for one in ids}),
-            _link(graph, {one.name: one.name for one in ids}, {name: name for name in reads}),
-            _link(
-                last,
-                {"TEXT": "TEXT", **{name: name for name in reads}},
-                {one.name: one.name for one in answers},
-            ),
+            _link(tokenizer, ["TEXT"], [one["name"] for one in ids]),
+            _link(graph, [one["name"] for one in ids], reads),
+            _link(last, ["TEXT", *reads], [one["name"] for one in answers["output"]]),
         ]
-        fields = self._interface(self.name, text, answers)
-        self.version(self.name)
-        config = model_config(**fields, platform="ensemble", ensemble_scheduling={"step": steps})
-        write(config, self.folder / self.name)
-        # Git and archives leave empty folders out, and Triton wants a version.
-        (self.folder / self.name / str(self.config.version) / ".keep").touch()
-        self._labels(self.folder / self.name)
+        folder = self.version(self.name).parent
+        write(model_config(**whole, platform="ensemble", ensemble_scheduling={"step": steps}), folder)
+        # Triton needs a version folder, and git and some archive formats omit empty folders: add a file.
+        (folder / str(self.config.version) / ".keep").touch()
+        self._labels(folder)
         return {self.name: "ensemble", tokenizer: "python", last: "python"}
 
     def _interface(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Fields:
+        """Return the configuration fields of a Python model or an ensemble: name, tensors and version policy."""
         return {
             "name": name,
             "max_batch_size": self.config.max_batch_size,
             "input": [
-                {
-                    "name": one.name,
-                    "data_type": data_type(one.dtype),
-                    "dims": list(one.dims),
-                    "optional": one.optional,
-                    "allow_ragged_batch": one.ragged,
-                }
+                tensor(one.name, one.dtype, one.dims, optional=one.optional, allow_ragged_batch=one.ragged)
                 for one in inputs
             ],
             "output": [
-                {
-                    "name": one.name,
-                    "data_type": data_type(one.dtype),
-                    "dims": list(one.dims),
-                    "label_filename": LABELS if one.name == self.service.labels else "",
-                }
+                tensor(one.name, one.dtype, one.dims, label_filename=LABELS if one.name == self.front.labels else "")
                 for one in outputs
             ],
             "version_policy": version_policy(self.config),
         }
 
-    def _python(
-        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, decoupled: bool = False
-    ) -> Any:
-        """The configuration of a model in Python: on the CPU, wherever the graph is."""
-        fields = self._interface(name, inputs, outputs)
-        if decoupled:
-            # One row a request: its answer comes in pieces.
-            fields["max_batch_size"] = 0
-            fields["model_transaction_policy"] = {"decoupled": True}
-        else:
-            fields["dynamic_batching"] = batching(self.config)
-        for one in fields["output"]:
-            if not (self.service.labels and name in (self.name, f"{self.name}_answers")):
-                one["label_filename"] = ""
-        count = self.config.front_instances
-        return model_config(**fields, backend="python", instance_group=[instances("cpu", count)])
+    def _python(self, fields: Fields) -> Any:
+        """Return the configuration of a Python model. It runs on the CPU, even if the graph runs on a GPU."""
+        return model_config(**fields, backend="python", instance_group=[instances("cpu", self.config.front_instances)])
 
-    def _step(self, config: Any, main: str, settings: Mapping[str, Any], *others: str) -> Path:
-        """A model in Python that reads texts or writes answers."""
-        version = self.version(config.name)
-        write(config, version.parent)
-        self.code(version, main, *_SHARED, Path(f"{self.service.module}.py"), *others)
+    def _step(self, fields: Fields, main: str, settings: Mapping[str, Any], *others: str) -> None:
+        """Write a Python model that tokenizes texts or computes results."""
+        version = self.version(fields["name"])
+        write(self._python({**fields, "dynamic_batching": batching(self.config)}), version.parent)
+        self.code(version, main, *_SHARED, Path(f"{self.front.service.rpartition(':')[0]}.py"), *others)
         self._tokenizer(version)
         self.settings(version, settings)
-        if any(one.label_filename for one in config.output):
+        if any(one.get("label_filename") for one in fields["output"]):
             self._labels(version.parent)
-        return version
 
     def _tokenizer(self, version: Path) -> None:
         self.facts.tokenizer.backend_tokenizer.save(str(version / TOKENIZER))
 
     def _labels(self, folder: Path) -> None:
-        if self.service.labels:
+        if self.front.labels:
             broken = [label for label in self.facts.labels if label.splitlines() != [label]]
             if broken:
                 raise ConfigError(
@@ -396,7 +369,7 @@ class _TextWriter(_Writer):
 
 
 def _facts(artifact: Artifact) -> Facts:
-    """What the files beside a graph say.
+    """Read the config and the tokenizer from the artifact's folder.
 
     Raises:
         TaskError: There is no tokenizer that works without transformers.
@@ -411,7 +384,7 @@ def _facts(artifact: Artifact) -> Facts:
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise TaskError(
-            "The model's tokenizer has no fast form, which is what runs inside Triton.",
+            "The model has no fast tokenizer, which Triton needs.",
             fix="deploy it with --layout graph, and tokenize where the client is.",
         )
     if tokenizer.split_special_tokens:
@@ -424,15 +397,12 @@ def _facts(artifact: Artifact) -> Facts:
 
 
 def _padding(tokenizer: Any) -> int:
-    """The padding token's id; where there is none any token will do behind a mask."""
-    found = tokenizer.pad_token_id
-    return int(found if found is not None else tokenizer.eos_token_id or 0)
+    """Return the id of the padding token. If there is none, return another id, because the attention mask excludes the padding."""
+    token = tokenizer.pad_token_id
+    return int(token if token is not None else tokenizer.eos_token_id or 0)
 
 
-def _as_tensor(name: str, dtype: str, shape: Sequence[int | str]) -> Tensor:
-    return Tensor(name=name, dtype=dtype, dims=tuple(n if isinstance(n, int) else -1 for n in shape[1:]))
-
-
-def _link(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> Fields:
-    """A step of an ensemble: the model's tensors to those of the ensemble."""
-    return {"model_name": model, "model_version": -1, "input_map": dict(inputs), "output_map": dict(outputs)}
+def _link(model: str, inputs: Sequence[str], outputs: Sequence[str]) -> Fields:
+    """Return one step of an ensemble, with the tensor names of its model."""
+    maps = {"input_map": {name: name for name in inputs}, "output_map": {name: name for name in outputs}}
+    return {"model_name": model, "model_version": -1, **maps}

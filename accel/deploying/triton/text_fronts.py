@@ -1,6 +1,6 @@
-"""What serves a task as text in Triton: the tensors that a client sends and gets, and what the module inside Triton must know.
+"""The front model of a task in Triton: tensors of requests and responses, and settings of the class that runs inside Triton.
 
-A task has its fronts (`Task.fronts`); the module of that name in `served` does the work.
+`Task.fronts` returns the front models of a task.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ...errors import TaskError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of a model's interface.
+    """An input or output of a Triton model.
 
     Attributes:
-        name: Its name.
-        dtype: `string`, or torch's name of a type.
-        dims: Sizes without the batch; -1 for one that varies.
-        optional: Whether a request may leave it out.
-        ragged: Whether requests of one batch may have several sizes of it.
+        name: Name of the tensor.
+        dtype: `string`, or a torch data type name.
+        dims: Sizes without the batch axis; -1 for dynamic sizes.
+        optional: Whether a request may omit the tensor.
+        ragged: Whether requests with different sizes of the tensor may be in the same batch.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a model that a service needs: the artifact, its transformers config, its tokenizer and its graph's outputs."""
+    """The artifact, transformers config and tokenizer of a model, from which the settings of its front model are computed."""
 
     artifact: Artifact
     config: Any
@@ -42,14 +42,14 @@ class Facts:
 
     @property
     def labels(self) -> list[str]:
-        """In the order of the outputs."""
+        """Labels in the order of the logits."""
         return [str(self.config.id2label[i]) for i in range(self.config.num_labels)]
 
     def sizes(self, name: str) -> tuple[int | str, ...]:
-        """The shape of one of the graph's outputs.
+        """Return the shape of an output of the graph.
 
         Raises:
-            TaskError: It has no such output.
+            TaskError: The graph has no output of this name.
         """
         for spec in self.artifact.component().outputs:
             if spec.name == name:
@@ -64,22 +64,24 @@ class TextFront:
     """One way to serve a model as text.
 
     Attributes:
-        module: In `served`; a task of another distribution gives the path of its own, without `.py`.
-        inputs: What a request brings.
-        outputs: What a response holds.
-        reads: Outputs of the graph that it needs.
-        makes: Inputs of the graph that it makes itself, one number a token; the others are the tokenizer's.
-        options: What the module is told.
-        limit: Tokens of a text at most, where something besides the model and its tokenizer says it.
-        sample: A request, by which the server is tried out.
-        one_row: Whether each text is one row of the graph, so that it can be a step of an ensemble.
-        labels: The output whose places are the model's labels, for Triton's classification extension; empty for none.
-        generates: Whether it answers in pieces, by a loop of its own around the graph.
+        inputs: Tensors of a request.
+        outputs: Function that returns the tensors of a response.
+        service: `module:Class` of the class that converts requests to rows and outputs of the graph to results. The module is in `served`,
+            or is the path of a task's own file without `.py`. Empty if `generates` is true.
+        reads: Function that returns the names of the graph's outputs that the service needs.
+        makes: Names of graph inputs that the service makes, with one number for each token; the tokenizer makes the other inputs.
+        options: Function that returns the settings of the service.
+        limit: Function that returns the greatest number of tokens in a text, if the task has a limit in addition to those of the model and
+            the tokenizer.
+        sample: A sample request to test the server.
+        one_row: Whether each text is one row of the graph, so that the task can be deployed as an ensemble.
+        labels: Name of the output with a score for each label, for Triton's classification extension; empty for none.
+        generates: Whether the model generates text and sends it in pieces.
     """
 
-    module: str
     inputs: tuple[Tensor, ...]
     outputs: Callable[[Facts], tuple[Tensor, ...]]
+    service: str = ""
     reads: Callable[[Facts], tuple[str, ...]] = lambda _: ("logits",)
     makes: tuple[str, ...] = ()
     options: Callable[[Facts], dict[str, Any]] = lambda _: {}

@@ -1,4 +1,4 @@
-"""How an artifact is deployed to Triton."""
+"""Settings for deploying an artifact to Triton."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,35 +14,35 @@ Server = Literal["auto", "onnxruntime", "openvino", "tensorrt", "python"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonConfig(JsonConfig):
-    """How an artifact is deployed to Triton.
+    """Settings for deploying an artifact to Triton.
 
     Attributes:
-        name: Of the model that clients call; the task's, with underscores, when `None`.
-        task: A pipeline task that the artifact's model serves, such as `zero-shot-classification`; its own when `None`.
-        layout: `text`: a front model takes texts, tokenizes all requests of a batch and calls the graph once. `ensemble`:
-            Triton's own chain of tokenizer, graph and answers, one request at a time. `graph`: tensors in, tensors out.
-            `auto` is `text` where the task has texts, else `graph`.
-        backend: Triton's backend for the graph; `auto` is the format's own.
-        accelerator: Of the backend `onnxruntime`: `tensorrt` or `openvino`.
-        accelerator_options: Its own options, by Triton's names.
+        name: Name of the model that clients call; `None` means the task's name with underscores.
+        task: A pipeline task that the model supports, such as `zero-shot-classification`; `None` means the model's own task.
+        layout: `text`: a front model takes texts, tokenizes all requests of a batch and calls the graph once. `ensemble`: a Triton ensemble
+            of tokenizer, graph and results, with each request padded separately. `graph`: tensors in, tensors out. `auto`: `text` if the
+            task has texts, or `graph`.
+        backend: Triton's backend for the graph; `auto` selects the default backend of the artifact's format.
+        accelerator: Execution accelerator for the backend `onnxruntime`: `tensorrt` or `openvino`.
+        accelerator_options: Options of the accelerator, with Triton's names.
         device: `cpu`, `cuda` (every GPU of the server) or `cuda:0`.
-        instances: Copies of the graph that run at once, on each device.
-        front_instances: Copies of the front model, each a process of its own.
-        threads: That work on one call of the graph; the runtime's choice when `None`.
-        max_batch_size: Rows of a call at most.
-        preferred_batch_sizes: That the batcher waits for within the delay.
-        queue_delay_us: How long a request may wait for others, in microseconds.
-        queue_timeout_us: How long a request may wait at all; no queue policy when `None` (a policy made Triton stall:
-            server issue 8870).
-        queue_size: Requests that may wait; no queue policy when `None`.
-        max_length: Tokens of a text at most; the model's own limit when `None`.
-        buckets: Lengths that batches of texts are padded up to.
-        profile: Sizes of axes for TensorRT, least, usual and most: `batch=1:8:32,sequence=1:64:128`.
-        cache: Folder on the server where engines and measured kernel times are kept.
-        warmup: Whether the graph runs once for each of a few shapes before it takes requests.
-        versions: Which of the versions in the folder are served: `latest` or `all`.
-        version: Number of the version that is written.
-        parameters: Further parameters of the graph's backend, by Triton's names.
+        instances: Number of graph instances on each device.
+        front_instances: Number of front model instances, each in its own process.
+        threads: Number of threads for one call of the graph; `None` means the runtime's default.
+        max_batch_size: Greatest number of rows in a call.
+        preferred_batch_sizes: Batch sizes that the dynamic batcher waits for, up to the queue delay.
+        queue_delay_us: Microseconds that a request may wait for other requests to form a batch.
+        queue_timeout_us: Microseconds after which a waiting request times out. `None` means no queue policy, because Triton stalled with a
+            policy (server issue 8870).
+        queue_size: Greatest number of waiting requests; `None` means no queue policy.
+        max_length: Greatest number of tokens in a text; `None` means the model's limit.
+        buckets: Lengths to which batches of texts are padded.
+        profile: Smallest, usual and largest sizes of axes for TensorRT, such as `batch=1:8:32,sequence=1:64:128`.
+        cache: Folder on the server for cached engines and kernel timings.
+        warmup: Whether the graph runs a few shapes before the first request.
+        versions: Which model versions are served: `latest` or `all`.
+        version: Number of the version to write.
+        parameters: Further parameters of the graph's backend, with Triton's names.
     """
 
     name: str | None = None

@@ -1,40 +1,23 @@
-"""What every backend's `run` and states check, with the same errors everywhere: a session's contract.
+"""Checks that the `run` methods and states of all backends share, so that errors are the same everywhere.
 
-A session calls them on the way of its slow path, and keeps a fast path for calls that are plainly right: declared names,
-declared types, shapes that passed before (`ShapeCheck`).
+A session runs these checks on its slow path. Its fast path is for calls with the declared names and dtypes, in shapes that
+passed before (`ShapeCheck`).
 """
 
-from .feeds import (
-    ShapeCheck,
-    check_buffer_shape,
-    check_buffers,
-    check_fits,
-    check_readable,
-    read_feeds,
-    session_closed,
-    tensor_dtypes,
-    wanted_outputs,
-    wrong_names,
-)
-from .step_check import StepCheck, check_state, no_state
-from .values import FiniteCheck, MaskCheck, ValueCheck, check_filled
-
-__all__ = [
-    "FiniteCheck",
-    "MaskCheck",
-    "ShapeCheck",
-    "StepCheck",
-    "ValueCheck",
-    "check_buffer_shape",
-    "check_buffers",
-    "check_filled",
-    "check_fits",
-    "check_readable",
-    "check_state",
-    "no_state",
-    "read_feeds",
-    "session_closed",
-    "tensor_dtypes",
-    "wanted_outputs",
-    "wrong_names",
-]
+from .feeds import ShapeCheck as ShapeCheck
+from .feeds import check_buffer_shape as check_buffer_shape
+from .feeds import check_buffers as check_buffers
+from .feeds import check_fits as check_fits
+from .feeds import check_readable as check_readable
+from .feeds import read_feeds as read_feeds
+from .feeds import session_closed as session_closed
+from .feeds import tensor_dtypes as tensor_dtypes
+from .feeds import wanted_outputs as wanted_outputs
+from .feeds import wrong_names as wrong_names
+from .step_check import StepCheck as StepCheck
+from .step_check import check_state as check_state
+from .step_check import no_state as no_state
+from .values import FiniteCheck as FiniteCheck
+from .values import MaskCheck as MaskCheck
+from .values import ValueCheck as ValueCheck
+from .values import check_filled as check_filled

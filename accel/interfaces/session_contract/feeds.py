@@ -1,4 +1,4 @@
-"""Names, types and shapes of what a session is given, and buffers that it writes to."""
+"""Checks of names, dtypes and shapes of inputs, and of buffers for outputs."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from ...artifact.tensors import TensorSpec
     from ..protocols import Feeds
 
-_REMEMBERED = 4096  # shapes that passed; lengths that come once only must not fill the memory
+_REMEMBERED = 4096  # Limit of remembered shapes, so that ever new lengths do not fill the memory.
 Sizes = tuple[int, ...]
 
 
 def tensor_dtypes(specs: Iterable[TensorSpec]) -> dict[str, torch.dtype]:
-    """The declared types by name, in the graph's order."""
+    """Return the declared dtypes by name, in the graph's order."""
     import torch
 
     return {spec.name: getattr(torch, spec.dtype) for spec in specs}
 
 
 def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """The inputs in the graph's order, each of its declared type; integers of any width are converted.
+    """Return the inputs in the graph's order, in their declared dtypes. Integers of any width are converted.
 
     Args:
-        feeds: What the caller gave; shapes are not looked at.
-        dtypes: What the graph takes.
+        feeds: Inputs of the caller. Shapes are not checked.
+        dtypes: Declared dtypes of the graph's inputs.
 
     Raises:
-        InputError: Missing or extra names, something else than tensors of values, floating-point values where integers are
-            declared, or integers that the declared type does not have.
+        InputError: Missing or extra names, inputs that are not dense tensors with values, floating-point values for integer
+            inputs, or integers outside the range of the declared dtype.
     """
     tensors = {}
     for name, dtype in dtypes.items():
@@ -42,7 +42,7 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
             raise wrong_names(feeds, dtypes)
         check_readable(name, tensor)
         if tensor.dtype is not dtype:
-            # A cast would drop what does not fit without a word: fractions, imaginary parts.
+            # A cast would silently drop fractions and imaginary parts.
             if (tensor.is_floating_point() and not dtype.is_floating_point) or tensor.is_complex():
                 raise InputError(
                     f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
@@ -56,10 +56,10 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
 
 
 def check_readable(name: str, tensor: object) -> None:
-    """Check that an input is a tensor that holds one value behind the other.
+    """Check that an input is a dense tensor with values.
 
     Raises:
-        InputError: It is none, holds no values (device `meta`), or holds them in another form (sparse, nested, quantized).
+        InputError: The input is no tensor, has no values (device `meta`), or is sparse, nested or quantized.
     """
     import torch
 
@@ -78,10 +78,10 @@ def check_readable(name: str, tensor: object) -> None:
 
 
 def check_fits(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check that integers in host memory are numbers of the integer type that they are converted to, which would wrap others.
+    """Check that integers in host memory fit into the dtype that they are converted to. Other values would wrap around.
 
     Raises:
-        InputError: One is not.
+        InputError: A value is outside the dtype's range.
     """
     import torch
 
@@ -101,7 +101,7 @@ def check_fits(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputError:
-    """The error for inputs that are not exactly the declared ones; it lists both."""
+    """Return the error for inputs that are not exactly the declared ones. Its message lists both."""
     missing = [name for name in declared if feeds.get(name) is None]
     extra = [name for name in feeds if name not in declared]
     return InputError(
@@ -112,12 +112,12 @@ def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputErr
 
 
 class ShapeCheck:
-    """Checks the shapes of a call's inputs; shapes that passed are remembered, which costs about a microsecond a call.
+    """Check of the shapes of a call's inputs. Shapes that passed are remembered, so the check takes about a microsecond per call.
 
     Args:
-        inputs: What the graph takes, in the order in which shapes are given.
-        fixed: Sizes that the session was opened with for named axes.
-        limits: The largest sizes of named axes that the model has positions for.
+        inputs: Specs of the graph's inputs, in the order in which shapes are passed.
+        fixed: Fixed sizes of named axes with which the session was opened.
+        limits: Largest sizes of named axes, from the model's position embeddings.
     """
 
     __slots__ = ("_inputs", "_limits", "_passed", "fixed")
@@ -137,8 +137,8 @@ class ShapeCheck:
         """Check the shapes of all inputs.
 
         Raises:
-            InputError: A wrong rank, a fixed axis with another size, an empty axis, one axis with several sizes, or more of it than the
-                model has positions for.
+            InputError: A wrong rank, a wrong size of a fixed axis, an empty axis, different sizes of one axis, or an axis longer
+                than the model's position embeddings.
         """
         if shapes in self._passed:
             return
@@ -148,7 +148,7 @@ class ShapeCheck:
             fits = len(shape) == len(wanted) and all(
                 isinstance(w, str) or w == n for n, w in zip(shape, wanted, strict=True)
             )
-            # A cache among the inputs is empty at first.
+            # Cache inputs may be empty, because they are empty at the first call.
             empty = 0 in shape and spec.pair is None
             if not fits or empty:
                 raise InputError(
@@ -174,10 +174,10 @@ class ShapeCheck:
 
 
 def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]:
-    """The outputs asked for.
+    """Return the names of the requested outputs.
 
     Raises:
-        InputError: One that the graph does not return.
+        InputError: The graph does not return one of them.
     """
     unknown = [name for name in outputs if name not in declared]
     if unknown:
@@ -191,16 +191,16 @@ def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]
 def check_buffers(
     out: Mapping[str, torch.Tensor], wanted: Collection[str], dtypes: Mapping[str, torch.dtype], device: torch.device
 ) -> None:
-    """Check buffers that receive outputs.
+    """Check the buffers that receive outputs.
 
     Args:
-        out: The buffers by name; for their shapes see `check_buffer_shape`.
-        wanted: Outputs of the call.
-        dtypes: Declared types of the graph's outputs.
-        device: Where the session writes.
+        out: Buffers by output name. `check_buffer_shape` checks their shapes.
+        wanted: Names of the requested outputs.
+        dtypes: Declared dtypes of the graph's outputs.
+        device: Device on which the session writes outputs.
 
     Raises:
-        InputError: A buffer for no output, not contiguous, of another type or elsewhere.
+        InputError: A buffer has no matching output, is not contiguous, or has another dtype or device.
     """
     unknown = [name for name in out if name not in wanted]
     if unknown:
@@ -215,10 +215,10 @@ def check_buffers(
 
 
 def check_buffer_shape(name: str, buffer: torch.Tensor, shape: Sizes) -> None:
-    """Check the shape of a buffer against that of its output, where that is known.
+    """Check that a buffer has the shape of its output.
 
     Raises:
-        InputError: They differ.
+        InputError: The shapes differ.
     """
     if tuple(buffer.shape) != tuple(shape):
         raise InputError(
@@ -228,5 +228,5 @@ def check_buffer_shape(name: str, buffer: torch.Tensor, shape: Sizes) -> None:
 
 
 def session_closed() -> SessionClosedError:
-    """The error of everything after `close`."""
+    """Return the error for calls after `close`."""
     return SessionClosedError("This session is closed.", fix="open the model again.")

@@ -1,4 +1,4 @@
-"""Inputs of a call that continues a state."""
+"""Checks of the inputs of a call that continues a state."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def check_state(state: State | None, session: object, *, stateful: bool, out: Mapping[str, Any] | None) -> None:
-    """Check the state of a call.
+    """Check that the state of a call matches the session.
 
     Args:
-        state: What the caller gave, or `None`.
+        state: The state that the caller passed, or `None`.
         session: The session that is called.
-        stateful: Whether the graph keeps a state.
-        out: Buffers of the call.
+        stateful: Whether the graph has a state.
+        out: Output buffers of the call.
 
     Raises:
-        InputError: A state for a graph without one, none for a graph with one, one made by another session, or buffers
-            beside a state.
+        InputError: A state for a stateless graph, no state for a stateful graph, a state of another session, or output buffers
+            together with a state.
     """
     if not stateful:
         if state is not None:
@@ -41,27 +41,27 @@ def check_state(state: State | None, session: object, *, stateful: bool, out: Ma
 
 
 def no_state() -> SessionError:
-    """The error of `new_state` where a graph keeps none."""
+    """Return the error of `new_state` for a graph without a state."""
     return SessionError("This graph keeps no state between calls.", fix="leave state=... out.")
 
 
 class StepCheck:
-    """Checks the tokens that a call brings to a state.
+    """Check of the tokens that a call adds to a state.
 
     Args:
         component: The decoder's graph.
-        waits: Also read which logits are asked for where that is on a device, which waits for it.
+        waits: Whether to check the input `kept` if it is on another device. This waits for the device.
 
     Attributes:
-        tokens: Name of the input of token ids, or of embeddings.
-        mask: Name of the mask `(batch, total)`; `None` where the graph takes none.
-        kept: Name of the input that says which of the new tokens' logits are wanted; `None` where the graph takes none.
+        tokens: Name of the input with token ids or embeddings.
+        mask: Name of the mask input `(batch, total)`, or `None` if the graph has none.
+        kept: Name of the input that selects the new tokens whose logits are returned, or `None` if the graph has none.
 
     Raises:
-        IntegrityError: It takes no tokens.
+        IntegrityError: The graph has no input with tokens.
     """
 
-    __slots__ = ("_beside", "_others", "_ranks", "_shapes", "_waits", "kept", "mask", "tokens")
+    __slots__ = ("_others", "_ranks", "_shapes", "_waits", "kept", "mask", "tokens")
 
     def __init__(self, component: Component, *, waits: bool = False) -> None:
         self._waits = waits
@@ -70,26 +70,23 @@ class StepCheck:
         self.tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
         if not self.tokens:
             raise IntegrityError(f"The decoder {component.name!r} takes no tokens.", fix="make the artifact again.")
-        # Decoders of other tools behind an encoder take no mask of their own.
+        # Decoders of other tools that follow an encoder have no mask of their own tokens.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
         self.kept = next((spec.name for spec in own if spec.shape == ("kept",)), None)
         self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self.tokens, self.mask, self.kept)}
-        by_token = [spec for spec in own if spec.shape[:2] in (("batch", "sequence"), ("batch", "total"))]
-        self._others = [spec for spec in by_token if spec.name != self.tokens]
-        # What an encoder gave, images, positions of several kinds.
-        self._beside = [spec for spec in own if spec not in by_token and spec.name not in self._ranks]
+        self._others = [(spec.name, spec.shape) for spec in own if spec.name not in (self.tokens, self.kept)]
 
     def __call__(self, feeds: Feeds, batch: int, length: int) -> int:
-        """How many tokens there are.
+        """Check the inputs of a call, and return the number of new tokens.
 
         Args:
-            feeds: The graph's inputs for this call, without the cache.
-            batch: Rows that the state holds.
-            length: Tokens that it holds.
+            feeds: Inputs of the graph for this call, without the cache.
+            batch: Number of rows of the state.
+            length: Number of tokens of the state.
 
         Raises:
-            InputError: Another number of rows, a mask that does not cover the cached and the new tokens, inputs that do not agree, or
-                logits asked for of tokens that are not there.
+            InputError: Another number of rows, a mask that does not cover the cached and the new tokens, inputs of inconsistent
+                shapes, or requested logits of tokens that do not exist.
         """
         for name, declared in self._ranks.items():
             if feeds[name].ndim != len(declared):
@@ -108,24 +105,18 @@ class StepCheck:
                 f"{self.mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
                 fix=f"pass a mask of {length + new} tokens: the cached ones and the new ones.",
             )
-        for spec in self._others:
-            shape, sizes = feeds[spec.name].shape, (rows, total if spec.shape[1] == "total" else new)
-            if shape[:2] != sizes or len(shape) != len(spec.shape):
+        sizes = {"batch": rows, "sequence": new, "total": total}
+        for name, declared in self._others:
+            shape = feeds[name].shape
+            fits = len(shape) == len(declared)
+            for axis, size in zip(declared, shape, strict=False):
+                if size != (sizes.setdefault(axis, size) if isinstance(axis, str) else axis):
+                    fits = False
+            if not fits:
+                expected = tuple(sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in declared)
                 raise InputError(
-                    f"Input {spec.name!r} has shape {tuple(shape)}; {spec.shape} is {sizes} here.",
-                    fix="give each input as many rows and tokens as the ids have.",
-                )
-        known = {"batch": rows, "sequence": new, "total": total}
-        for spec in self._beside:
-            found = feeds[spec.name].shape
-            if len(found) != len(spec.shape) or any(
-                size != (axis if isinstance(axis, int) else known.setdefault(axis, size))
-                for axis, size in zip(spec.shape, found, strict=True)
-            ):
-                wanted = tuple(known.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.shape)
-                raise InputError(
-                    f"Input {spec.name!r} has shape {tuple(found)}; {spec.shape} is {wanted} here.",
-                    fix="check the shapes of the inputs; axes of one name have one size.",
+                    f"Input {name!r} has shape {tuple(shape)}; {declared} is {expected} here.",
+                    fix="give each input as many rows and tokens as the ids have; axes of one name have one size.",
                 )
         if self.kept is not None and (self._waits or feeds[self.kept].is_cpu):
             kept = feeds[self.kept].tolist()
@@ -137,12 +128,12 @@ class StepCheck:
         return int(new)
 
     def single(self, feeds: Feeds, length: int, place: int) -> dict[str, torch.Tensor]:
-        """The inputs of a call that brings one of several new tokens alone, contiguous.
+        """Return contiguous inputs for a call with only one of several new tokens.
 
         Args:
-            feeds: The inputs of all new tokens.
-            length: Tokens that the state held before the first of them.
-            place: Which of the new tokens.
+            feeds: Inputs with all new tokens.
+            length: Number of tokens in the state before the first new token.
+            place: Index of the token among the new tokens.
         """
         parts = {}
         for name, tensor in feeds.items():

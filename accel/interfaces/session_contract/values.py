@@ -1,4 +1,4 @@
-"""Values that a session is given: ids and masks within their bounds, rows that have a token, finite numbers."""
+"""Checks of input values: ids and masks within their bounds, rows with at least one token, finite numbers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from ...artifact.tensors import TensorSpec
     from ..protocols import Feeds
 
-_FEW = 32  # values that are checked faster as a list
+_FEW = 32  # Up to this number, values are checked faster as a Python list.
 
 
 class ValueCheck:
-    """Checks that values are within the bounds that inputs declare: ids of tokens and positions that a model does not have, and masks of
-    other numbers than 0 and 1, are an error of the caller's, which runtimes answer by wrapping, clamping or crashing, each in its own
-    way. So is a row whose mask leaves it no token (docs/adr/0037-rows-without-a-token.md). About 2 microseconds for each such input with
-    warm caches, 10 after a model's matrix products; values on a GPU are not read back for it, unless asked for (`waiting`).
+    """Check that input values are within the declared bounds, and that each row has a token.
+
+    Invalid token ids and positions, and mask values other than 0 and 1, are errors of the caller. Without this check, some runtimes
+    would wrap or clamp them, and others would crash. A fully masked row is an error as well
+    (docs/adr/0037-rows-without-a-token.md). The check takes about 2 microseconds for each input with warm CPU caches, and 10 after a
+    model's matrix products. Values on a GPU are checked only by `waiting`.
 
     Args:
-        inputs: What the graph takes.
+        inputs: Specs of the graph's inputs.
     """
 
     __slots__ = ("_bounded", "_long", "_long_unsigned", "_mask_place", "_masks", "_required")
@@ -39,7 +41,7 @@ class ValueCheck:
             if spec.bounds is not None
         ]
         self._bounded: list[tuple[int, str, int, int]] = [row for _, spec, row in bounded if spec.role != "mask"]
-        # Of the tokens so far a decoder may be given the first alone, where rows that are padded in front have none.
+        # A mask of all tokens so far may cover only the first ones of a prompt, which are padding in left-padded rows.
         self._masks: list[tuple[int, str, int, int, bool]] = [
             (*row, spec.shape[-1:] != ("total",)) for _, spec, row in bounded if spec.role == "mask"
         ]
@@ -52,14 +54,14 @@ class ValueCheck:
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:
-        """Least and greatest value by input, of those that declare them; of masks, which no kernel reads out of bounds for, none."""
+        """Smallest and largest value of each input with bounds, except masks: kernels do not use mask values as indices."""
         return {name: (least, most) for _, name, least, most in self._bounded}
 
     def __call__(self, feeds: Feeds) -> None:
-        """Check the values of a call's inputs, of any integer type.
+        """Check the values of a call's inputs, in any integer dtype.
 
         Raises:
-            InputError: One lies outside, or a row is masked as a whole.
+            InputError: A value is out of bounds, a row is fully masked, or a row lacks a required token.
         """
         for _, name, least, most in self._bounded:
             tensor = feeds.get(name)
@@ -69,7 +71,7 @@ class ValueCheck:
             tensor = feeds.get(name)
             if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
                 self._check_mask(tensor.numpy(), name, least, most, filled)
-        # On a GPU they are waited for: few models have such tokens, and nothing in a graph says that one is missing.
+        # Also read from a GPU, which waits for it. Few models require a token in each row, and their graphs cannot detect a missing one.
         for _, name, token, equal_counts in self._required:
             tensor, mask = feeds.get(name), feeds.get("attention_mask")
             if tensor is not None:
@@ -77,10 +79,10 @@ class ValueCheck:
                 check_required(tensor, mask, name, token, equal_counts=equal_counts)
 
     def waiting(self, feeds: Feeds) -> None:
-        """The same for tensors on a device, which it waits for; masks are not looked at.
+        """Check the values of inputs that are not in host memory, which waits for their device. Masks are skipped.
 
         Raises:
-            InputError: One lies outside.
+            InputError: A value is out of bounds.
         """
         import torch
 
@@ -90,20 +92,20 @@ class ValueCheck:
                 self._check(torch.stack(torch.aminmax(tensor)).cpu().numpy(), name, least, most)
 
     def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """The same for all inputs in the graph's order, none empty, and integers where bounds are declared.
+        """Check the values of all inputs as NumPy arrays in the graph's order. None is empty, and inputs with bounds are integers.
 
         Raises:
-            InputError: One lies outside, or a row is masked as a whole.
+            InputError: A value is out of bounds, a row is fully masked, or a row lacks a required token.
         """
         for place, name, least, most in self._bounded:
             values = arrays[place]
-            # With caches that a matrix product has emptied, what counts is how much code runs: NumPy's reductions have the most.
+            # After a matrix product the CPU caches are cold, so the amount of code decides the time. NumPy's reductions run the most code.
             if values.size <= _FEW:
                 few = values.ravel().tolist()
                 if least <= min(few) and max(few) <= most:
                     continue
             elif least == 0 and values.dtype is self._long:
-                # Seen as unsigned, what is negative is large: one pass instead of two.
+                # As unsigned integers, negative values are large, so one pass is enough instead of two.
                 seen = values.view(self._long_unsigned)
                 if seen.item(seen.argmax()) <= most:
                     continue
@@ -115,8 +117,8 @@ class ValueCheck:
             check_required(arrays[place], mask, name, token, equal_counts=equal_counts)
 
     def _check_mask(self, mask: np.ndarray[Any, Any], name: str, least: int, most: int, filled: bool) -> None:
-        """Hold a mask against its bounds and, where its rows are to be `filled`, find those without a token."""
-        # Of another rank, what checks the shapes tells.
+        """Check a mask against its bounds and, if `filled`, that each row has a token."""
+        # The shape check reports masks of another rank.
         filled = filled and mask.ndim > 1
         if mask.size <= _FEW:
             few = mask.ravel().tolist()
@@ -124,7 +126,7 @@ class ValueCheck:
                 return
             if min(few) < least or max(few) > most:
                 self._check(mask, name, least, most)
-            # Most rows begin with a token.
+            # Most rows begin with a token, so the first column is checked first.
             if filled and not all(few[:: mask.shape[-1]]):
                 check_filled(mask, name)
             return
@@ -155,10 +157,10 @@ class ValueCheck:
 
 
 def check_filled(mask: np.ndarray[Any, Any], name: str) -> None:
-    """Check that a mask, `(..., sequence)` and not empty, leaves every row a token.
+    """Check that each row of a non-empty mask `(..., sequence)` has at least one token.
 
     Raises:
-        InputError: A row is masked as a whole.
+        InputError: A row is fully masked.
     """
     rows = mask.reshape(-1, mask.shape[-1]).any(1)
     if not rows.all():
@@ -170,17 +172,17 @@ def check_filled(mask: np.ndarray[Any, Any], name: str) -> None:
 
 
 def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: bool) -> None:
-    """Check that each row of `ids: (batch, sequence)` holds a token where `mask` is not 0.
+    """Check that each row of `ids: (batch, sequence)` contains a token where `mask` is not 0.
 
     Args:
         ids: NumPy array or tensor.
-        mask: NumPy array or tensor of the same shape; `None` keeps all tokens.
-        name: Input name.
-        token: The token's id.
-        equal_counts: Whether all rows must hold it equally often.
+        mask: NumPy array or tensor of the same shape; `None` means that no token is masked.
+        name: Input name for the error message.
+        token: Id of the required token.
+        equal_counts: Whether all rows must contain the token equally often.
 
     Raises:
-        InputError: A row lacks the token, or rows hold it unequally often.
+        InputError: A row lacks the token, or the rows contain it a different number of times.
     """
     if ids.ndim != 2:
         return
@@ -201,91 +203,91 @@ def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: 
         )
 
 
-class MaskCheck:
-    """Checks that masks without bounds leave every row a token, for runtimes that answer a row without any otherwise than PyTorch does;
-    `ValueCheck` does it for those with bounds, on every backend. Artifacts from before masks had bounds have the former.
+class _HostCheck:
+    """Base class of checks of input values in host memory.
 
     Args:
-        inputs: What the graph takes.
+        inputs: Index of each checked input in the graph's order, and its name.
     """
 
-    __slots__ = ("_masks",)
+    __slots__ = ("_inputs",)
 
-    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
-        self._masks = [
-            (place, spec.name) for place, spec in enumerate(inputs) if spec.role == "mask" and spec.bounds is None
-        ]
-
-    def __call__(self, feeds: Feeds) -> None:
-        """Check the masks of a call's inputs.
-
-        Raises:
-            InputError: A row is masked as a whole.
-        """
-        for _, name in self._masks:
-            tensor = feeds.get(name)
-            if tensor is not None and tensor.is_cpu:
-                self._check(tensor.numpy(), name)
-
-    def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """The same for all inputs in the graph's order, none empty.
-
-        Raises:
-            InputError: A row is masked as a whole.
-        """
-        for place, name in self._masks:
-            self._check(arrays[place], name)
-
-    @staticmethod
-    def _check(mask: np.ndarray[Any, Any], name: str) -> None:
-        # Most begin with a token. Of no columns, what checks the shapes tells.
-        if mask.ndim == 2 and mask.size and not all(mask[:, 0].tolist()):
-            check_filled(mask, name)
-
-
-class FiniteCheck:
-    """Checks that values are finite numbers, for runtimes that answer what is none otherwise than PyTorch does, by numbers as well.
-
-    Masks are left out, which may add minus infinity to what they hide.
-
-    Args:
-        inputs: What the graph takes.
-    """
-
-    __slots__ = ("_values",)
-
-    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
-        self._values = [
-            (place, spec.name)
-            for place, spec in enumerate(inputs)
-            if spec.role == "data" and spec.dtype.startswith("float") and "mask" not in spec.name
-        ]
+    def __init__(self, inputs: list[tuple[int, str]]) -> None:
+        self._inputs = inputs
 
     def __call__(self, feeds: Feeds) -> None:
         """Check the values of a call's inputs.
 
         Raises:
-            InputError: One is infinite, or not a number.
+            InputError: A value is invalid.
         """
-        for _, name in self._values:
+        for _, name in self._inputs:
             tensor = feeds.get(name)
             if tensor is not None and tensor.is_cpu:
                 self._check(tensor.numpy(), name)
 
     def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """The same for all inputs in the graph's order.
+        """Check the values of all inputs as NumPy arrays in the graph's order. None is empty.
 
         Raises:
-            InputError: One is infinite, or not a number.
+            InputError: A value is invalid.
         """
-        for place, name in self._values:
+        for place, name in self._inputs:
             self._check(arrays[place], name)
+
+    @staticmethod
+    def _check(values: np.ndarray[Any, Any], name: str) -> None:
+        raise NotImplementedError
+
+
+class MaskCheck(_HostCheck):
+    """Check that masks without bounds have a token in each row, for runtimes that compute a fully masked row differently from PyTorch.
+
+    `ValueCheck` checks masks with bounds, on every backend. Masks of older artifacts have no bounds.
+
+    Args:
+        inputs: Specs of the graph's inputs.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        super().__init__(
+            [(place, spec.name) for place, spec in enumerate(inputs) if spec.role == "mask" and spec.bounds is None]
+        )
+
+    @staticmethod
+    def _check(mask: np.ndarray[Any, Any], name: str) -> None:
+        # Most rows begin with a token, so the first column is checked first. The shape check rejects masks without columns.
+        if mask.ndim == 2 and mask.size and not all(mask[:, 0].tolist()):
+            check_filled(mask, name)
+
+
+class FiniteCheck(_HostCheck):
+    """Check that values are finite, for runtimes whose results for infinity and NaN differ from PyTorch's (some return finite numbers).
+
+    Masks are skipped, because additive masks contain minus infinity.
+
+    Args:
+        inputs: Specs of the graph's inputs.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        super().__init__(
+            [
+                (place, spec.name)
+                for place, spec in enumerate(inputs)
+                if spec.role == "data" and spec.dtype.startswith("float") and "mask" not in spec.name
+            ]
+        )
 
     @staticmethod
     def _check(values: np.ndarray[Any, Any], name: str) -> None:
         import numpy as np
 
-        # A sum is one pass that allocates nothing; one of numbers that are very large may be infinite as well.
+        # A sum is one pass without allocation. It may overflow for large finite values, so these are checked again below.
         with np.errstate(over="ignore", invalid="ignore"):
             if math.isfinite(values.sum()):
                 return

@@ -1,1 +1,1 @@
-"""Accuracy: metrics, predictions on labelled rows, and how sure a difference is."""
+"""Accuracy: metrics, predictions on labelled rows, and confidence intervals of differences between models."""

@@ -1,7 +1,8 @@
-"""How far two models' predictions on the same rows are apart in a metric, and how sure that is.
+"""Compare two models' predictions on the same rows: the difference in a metric, with its confidence interval.
 
-For metrics that are a share of right rows: Tango's score interval for the difference of paired proportions, which holds
-its level for few discordant rows and even for none, and the exact McNemar test. For the rest: a paired bootstrap.
+Metrics that are a fraction of correct rows use Tango's score interval for the difference of paired proportions and the exact
+McNemar test. Tango's interval keeps its confidence level even when few or no rows differ between the models. All other metrics use
+a paired bootstrap.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One model's scores and predictions on a set of rows.
+    """Scores and predictions of one model on a set of rows.
 
     Attributes:
-        value: The metric.
-        scores: All that the metric returns.
-        predictions: One a row.
-        seconds: For running the model over the rows.
+        value: Value of the metric.
+        scores: All scores that the metric returns, by name.
+        predictions: One prediction for each row.
+        seconds: Time to run the model over all rows, in seconds.
     """
 
     value: float
@@ -37,22 +38,21 @@ class Scored:
     predictions: tuple[Any, ...]
     seconds: float
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Scored:
-        """From `dataclasses.asdict` and JSON."""
-        return cls(**{**values, "predictions": tuple(_restored(one) for one in values["predictions"])})
+    def __post_init__(self) -> None:
+        # Searches store predictions as JSON; convert them back.
+        object.__setattr__(self, "predictions", tuple(map(_prediction, self.predictions)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A difference in a metric (second minus first) and what is known about it.
+    """Confidence interval of the difference in a metric (second model minus first model).
 
     Attributes:
         low: Lower end.
         high: Upper end.
-        confidence: Of the interval.
-        method: How it was computed.
-        p_value: Of the hypothesis that both are equally good, where there is an exact test.
+        confidence: Confidence level of the interval.
+        method: Name of the statistical method.
+        p_value: P-value of the hypothesis that both models are equally good; `None` if there is no exact test.
     """
 
     low: float
@@ -64,19 +64,21 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A model and the one that it is compared with, on the same rows: what `evaluate` reports, and what a budget and `tune` judge
-    by.
+    """A model compared with another model on the same rows.
+
+    `evaluate` reports it; the accuracy budget and `tune` use it for their decisions.
 
     Attributes:
-        against: What the model is compared with.
-        own: The model's metric.
-        value: The other's metric.
-        rows: On how many rows.
-        difference: The model's metric minus the other's.
+        against: Name of the other model.
+        own: Metric of the model.
+        value: Metric of the other model.
+        rows: Number of rows.
+        difference: Metric of the model minus the metric of the other model.
         interval: Confidence interval of the difference.
-        drop: Points of the metric that the model loses against the other; negative when it is better.
+        drop: Points of the metric that the model loses compared with the other model; negative if the model is better.
         drop_interval: Confidence interval of the drop, in points.
-        agreement: Share of rows (of tags and tokens: of them) with the same prediction; `None` where predictions are numbers.
+        agreement: Fraction of rows with the same prediction (for tagging and language models: fraction of tags or tokens); `None` if
+            predictions are numbers.
     """
 
     against: str
@@ -90,12 +92,12 @@ class Comparison:
     agreement: float | None
 
     def excess(self, max_drop: float) -> float:
-        """Points by which the drop is above a budget; 0 inside it."""
+        """Return by how many points the drop exceeds a budget; 0 if the drop is within the budget."""
         over = self.drop - max_drop
         return over if over > _EPSILON else 0.0
 
     def in_a_table(self) -> dict[str, Any]:
-        """What the tables of searches show of it."""
+        """Return the fields of this comparison that the tables of searches show."""
         return {
             "value": self.own,
             "drop": self.drop,
@@ -103,37 +105,31 @@ class Comparison:
             "agreement": self.agreement,
         }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Comparison:
-        """From `dataclasses.asdict` and JSON."""
-        low, high = values["drop_interval"]
-        return cls(**{**values, "interval": Interval(**values["interval"]), "drop_interval": (low, high)})
 
-
-def _restored(prediction: Any) -> Any:
-    """A prediction as it was before it became JSON."""
+def _prediction(prediction: Any) -> Any:
+    """Read a prediction from its JSON form."""
     if isinstance(prediction, Mapping):
         return TokenScores(**{**prediction, "best": tuple(prediction["best"])})
     return prediction
 
 
 def paired_proportions(first_only: int, second_only: int, rows: int, confidence: float = 0.95) -> Interval:
-    """The difference of two shares of right rows, measured on the same rows.
+    """Return the difference of two models' fractions of correct rows, measured on the same rows, with its confidence interval.
 
     Tango, 1998, Equivalence test and confidence interval for the difference in proportions for the paired-sample
-    design, Statistics in Medicine 17: all differences that the score test does not reject.
+    design, Statistics in Medicine 17. The interval contains all differences that the score test does not reject.
 
     Args:
-        first_only: Rows that only the first got right.
-        second_only: Rows that only the second got right.
-        rows: All rows.
-        confidence: Of the interval.
+        first_only: Number of rows that only the first model predicts correctly.
+        second_only: Number of rows that only the second model predicts correctly.
+        rows: Number of all rows.
+        confidence: Confidence level of the interval.
     """
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     difference = (second_only - first_only) / rows
 
     def score(delta: float) -> float:
-        # The maximum-likelihood share of rows that only the first got right, given the difference `delta`.
+        # The maximum-likelihood fraction of rows that only the first model predicts correctly, if the true difference is `delta`.
         b = -first_only - second_only + (2 * rows - second_only + first_only) * delta
         c = -first_only * delta * (1 - delta)
         share = (math.sqrt(max(b * b - 8 * rows * c, 0.0)) - b) / (4 * rows)
@@ -141,7 +137,7 @@ def paired_proportions(first_only: int, second_only: int, rows: int, confidence:
         return (second_only - first_only - rows * delta) / math.sqrt(variance) if variance > 0 else math.inf
 
     def end(inside: float, outside: float, limit: float) -> float:
-        # `score` falls in delta; bisection to 1e-9 of a point.
+        # `score` decreases with delta. 50 bisection steps are enough for 1e-9 points.
         for _ in range(50):
             middle = (inside + outside) / 2
             if abs(score(middle)) <= limit:
@@ -160,7 +156,7 @@ def paired_proportions(first_only: int, second_only: int, rows: int, confidence:
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """Two-sided exact McNemar test: how likely discordant rows are at least this lopsided by chance."""
+    """Return the p-value of the two-sided exact McNemar test, for rows that exactly one of two models predicts correctly."""
     discordant = first_only + second_only
     if discordant == 0:
         return 1.0
@@ -179,13 +175,14 @@ def bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """The difference `second - first` of a metric, by resampling rows; both are measured on the same rows each time.
+    """Return the confidence interval of the difference `second - first` of a metric, by bootstrap.
 
-    Milliseconds for metrics that are functions of sums; otherwise `2 * resamples` computations of the metric.
+    Rows are resampled, and the metric of both models is computed on the same resampled rows. Takes milliseconds for metrics that are
+    functions of sums, and `2 * resamples` computations of the metric for all others.
     """
     rows = len(references)
     if metric.sums is not None and metric.finish is not None:
-        # One vector a row for both, over the same classes.
+        # Compute both models' vectors in one call, so that their columns are the same classes.
         joint = metric.sums([*first, *second], [*references, *references])
         a, b = joint[:rows], joint[rows:]
         finish = metric.finish
@@ -194,14 +191,14 @@ def bootstrap(
             # How often each row was drawn, `(samples, rows)`.
             numbered = picks + rows * np.arange(len(picks))[:, None]
             weights = np.bincount(numbered.ravel(), minlength=picks.size).reshape(picks.shape).astype(np.float64)
-            found: np.ndarray = finish(weights @ b) - finish(weights @ a)
-            return found
+            differences: np.ndarray = finish(weights @ b) - finish(weights @ a)
+            return differences
     elif metric.resampled is not None:
-        value, other = (metric.resampled(one, references) for one in (second, first))
+        value, other = (metric.resampled(predictions, references) for predictions in (second, first))
 
         def difference(picks: np.ndarray) -> np.ndarray:
-            weights = np.stack([np.bincount(one, minlength=rows) for one in picks]).astype(np.float64)
-            # Rows without any object have no value, and no difference.
+            weights = np.stack([np.bincount(pick, minlength=rows) for pick in picks]).astype(np.float64)
+            # Resampled rows without any object give NaN: count their difference as 0.
             return np.nan_to_num(value(weights) - other(weights))
     else:
 
@@ -213,7 +210,7 @@ def bootstrap(
 
 
 def _difference(metric: Metric, first: Values, second: Values, references: Values, chosen: np.ndarray) -> float:
-    """`second - first` of a metric on the chosen rows."""
+    """Return the difference `second - first` of a metric on the chosen rows."""
     true = [references[k] for k in chosen]
     values = [metric.compute([p[k] for k in chosen], true)[metric.key] for p in (first, second)]
     return values[1] - values[0]
@@ -222,7 +219,7 @@ def _difference(metric: Metric, first: Values, second: Values, references: Value
 def difference_interval(
     metric: Metric, first: Values, second: Values, references: Values, *, confidence: float = 0.95
 ) -> Interval:
-    """The interval that fits the metric."""
+    """Return the confidence interval that fits the metric: Tango's for fractions of correct rows, else the bootstrap interval."""
     if metric.rowwise and metric.sums is not None:
         a = metric.sums(first, references)[:, 0] > 0
         b = metric.sums(second, references)[:, 0] > 0
@@ -240,7 +237,7 @@ def compare(
     agreement: float | None,
     confidence: float = 0.95,
 ) -> Comparison:
-    """What a model scored (`second`) beside what the one called `against` did (`first`)."""
+    """Compare a model's scores (`second`) with the scores of the model named `against` (`first`)."""
     interval = difference_interval(metric, first.predictions, second.predictions, references, confidence=confidence)
     low, high = sorted(metric.drop(0.0, end) for end in (interval.low, interval.high))
     return Comparison(

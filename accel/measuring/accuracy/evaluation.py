@@ -1,4 +1,4 @@
-"""`accel.evaluate`: how good a model is on labelled data, and how it compares with its PyTorch original on the same rows."""
+"""`accel.evaluate`: measure a model on labelled data, and compare it with its PyTorch original on the same rows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ...config import SessionOptions, check_number, checked_arguments
 from ...data.batches import BATCH_SIZE, load_processor
 from ...data.columns import map_columns
 from ...data.rows import Rows, load_rows, take
-from ...errors import ConfigError, InputError
+from ...errors import ConfigError, InputError, PluginError
 from ...interfaces.task_registry import task_spec
 from ...models.base import ORTModel
-from ...stages.export import weights_of
+from ...stages.adoption import weights_of
 from ...stages.resolution import original, recorded_export, resolve
 from .comparison import Comparison, Scored, compare
 from .metrics import Metric
@@ -35,22 +35,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What was measured.
+    """The result of `accel.evaluate`.
 
     Attributes:
-        metric: Its name.
-        value: On the scale that the `evaluate` library gives it.
-        scores: All that the metric returns.
-        task: Of the model.
-        rows: How many were measured.
-        data: Which ones; see `accel.data.rows.Sample`.
-        backend: What ran the model; `pytorch` for a PyTorch model.
-        compute_dtype: What its kernels computed in.
-        batch_size: Rows a call; dynamic quantization finds its ranges call by call, so the metric depends on it.
-        max_length: Tokens that longer rows were cut to.
-        seconds: For running the model over the rows.
-        comparison: With the original, when asked for.
-        predictions: One a row: a class, tags, an answer, a number or a `metrics.TokenScores`.
+        metric: Name of the metric.
+        value: Value of the metric, on the scale of the `evaluate` library.
+        scores: All scores that the metric returns, by name.
+        task: Task of the model.
+        rows: Number of rows that were evaluated.
+        data: The sample of rows; see `accel.data.rows.Sample`.
+        backend: Backend that ran the model; `pytorch` for a PyTorch model.
+        compute_dtype: Data type used for computation.
+        batch_size: Number of rows in each call. The metric depends on it, because dynamic quantization computes ranges for each call.
+        max_length: Number of tokens after which longer rows were truncated.
+        seconds: Time to run the model over all rows, in seconds.
+        comparison: Comparison with the other model; `None` if none was requested.
+        predictions: One prediction for each row: a class, tags, an answer, a number or a `metrics.TokenScores`.
     """
 
     metric: str
@@ -68,31 +68,31 @@ class Evaluation:
     predictions: tuple[Any, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, without the predictions."""
+        """Return the evaluation as JSON values, without the predictions."""
         values = asdict(replace(self, predictions=()))
         del values["predictions"]
         if values["comparison"] is not None:
-            # They stand one level higher.
+            # Remove the two fields that repeat `value` and `rows` of the evaluation.
             del values["comparison"]["own"], values["comparison"]["rows"]
         return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationData:
-    """Which rows are measured, and how.
+    """The rows to evaluate, and how they are batched.
 
     Attributes:
-        data: Whatever `accel.data.rows.load_rows` reads.
-        metric: The default of what the models predict when `None`.
-        columns: Column by use, where it cannot be inferred.
-        split, revision, token: Of a Hub data set.
-        samples: Rows at most.
-        seed: Of the choice of rows.
-        batch_size: Rows a call.
-        by_length: Whether rows of like length share a call, as in the server; otherwise rows share one in the order given, and are
-            padded to the longest.
-        max_length: Tokens that longer rows are cut to.
-        trust_remote_code: Allow a metric of a Hub user.
+        data: The rows, in any form that `accel.data.rows.load_rows` accepts.
+        metric: Name of the metric; `None` for the default metric of the models' predictions.
+        columns: Column names by use, for columns that cannot be inferred.
+        split, revision, token: Split, revision and access token of a data set on the Hub.
+        samples: Maximum number of rows.
+        seed: Seed of the random choice of rows.
+        batch_size: Number of rows in each call.
+        by_length: If true, rows of similar length share a call, as in the server. If false, rows are batched in their original
+            order. Each batch is padded to its longest row.
+        max_length: Number of tokens after which longer rows are truncated.
+        trust_remote_code: Allow code from the Hub: metric scripts, and the model's tokenizer or processor.
     """
 
     data: Any
@@ -110,74 +110,88 @@ class EvaluationData:
 
 
 class EvaluationSet:
-    """Rows, references and a metric, prepared once for models of one task; measures any number of them.
+    """Rows, references and a metric, prepared once to evaluate any number of models of one task.
 
     Attributes:
-        task: Of the models.
-        metric: What is measured.
-        rows: The rows, their columns mapped.
-        predictor: The rows as inputs, and what makes predictions.
+        task: Task of the models.
+        metric: The metric.
+        rows: The rows, with mapped columns.
+        predictor: The predictor, which holds the rows as model inputs and computes predictions.
     """
 
     def __init__(
         self,
-        given: EvaluationData,
+        settings: EvaluationData,
+        model: Model,
         *,
         task: str,
-        config: Any,
-        processor: Any,
-        limit: int | None = None,
-        folder: Path | None = None,
+        processor: Any = None,
     ) -> None:
-        """Read, map, label and tokenize.
+        """Load and tokenize the rows, map their columns, and read their labels.
 
         Args:
-            given: Which rows, and how.
-            task: Of the models.
-            config: Their transformers config, for labels.
-            processor: Their tokenizer or image processor.
-            limit: The models' positions.
-            folder: Holds the files that say how texts are read and outputs compared, where there is one.
+            settings: The rows, and how they are batched.
+            model: One of the models. Its config has the labels; files in its folder define how texts are tokenized and how outputs
+                are compared.
+            task: Task of the models.
+            processor: Tokenizer or image processor of the models; `None` for the one in the model's folder.
+
+        Raises:
+            ConfigError: The model is a PyTorch model without a folder, and no processor was passed.
         """
-        check_number("batch_size", given.batch_size, 1)
+        config, folder, limit = model.config, _folder(model), None
+        if isinstance(model, ORTModel):
+            sizes = model.artifact.components[0].max_sizes
+            limit = sizes.get("sequence", sizes.get("total"))
+        check_number("batch_size", settings.batch_size, 1)
         self.task = task_spec(task).name
+        if processor is None and folder is None:
+            raise ConfigError("A PyTorch model comes without its tokenizer or processor.", fix="pass processor=...")
+        if processor is None and folder is not None:
+            processor = load_processor(folder, self.task, trust_remote_code=settings.trust_remote_code)
         kind = predictor_for(self.task, config)
-        # The metric first: a mistyped name should not cost a download.
+        # Check the metric before the rows are loaded, so that a mistyped name does not cost a download.
         self.metric: Metric = metric_for(
-            given.metric,
+            settings.metric,
             kind,
             classes=int(getattr(config, "num_labels", 2)),
-            trust_remote_code=given.trust_remote_code,
+            trust_remote_code=settings.trust_remote_code,
         )
-        loaded = load_rows(given.data, split=given.split, revision=given.revision, token=given.token)
-        self.rows: Rows = take(map_columns(loaded, self.task, given.columns), given.samples, given.seed)
+        loaded = load_rows(settings.data, split=settings.split, revision=settings.revision, token=settings.token)
+        self.rows: Rows = take(map_columns(loaded, self.task, settings.columns), settings.samples, settings.seed)
         self.predictor: Predictor = kind(
             self.rows,
             task=self.task,
             config=config,
             processor=processor,
-            max_length=given.max_length,
+            max_length=settings.max_length,
             limit=limit,
-            batch_size=given.batch_size,
+            batch_size=settings.batch_size,
             folder=folder,
-            by_length=given.by_length,
+            by_length=settings.by_length,
         )
 
     @property
     def at(self) -> str:
-        """In words, how many rows share a call."""
+        """Text for messages: the number of rows in each call."""
         return rows_a_call([self.predictor.batch_size])
 
     def measure(self, model: Model, what: str = "evaluating") -> Scored:
-        """Run a model over all rows.
+        """Run a model over all rows and compute the metric.
 
         Raises:
-            InputError: The metric is not a number: all predictions are alike, or not finite.
+            InputError: The metric is not a finite number: all predictions are the same, or some are not finite.
+            PluginError: The metric does not return the score that its `key` names.
         """
         started = time.perf_counter()
         predictions = self.predictor.predict(model, what)
         seconds = time.perf_counter() - started
         scores = dict(self.metric.compute(predictions, self.predictor.references))
+        if self.metric.key not in scores:
+            raise PluginError(
+                f"The metric {self.metric.name!r} computes {sorted(scores)}, and its key is {self.metric.key!r}.",
+                fix="set Metric.key to one of the scores that Metric.compute returns.",
+            )
         value = scores[self.metric.key]
         if not math.isfinite(value):
             raise InputError(
@@ -187,7 +201,7 @@ class EvaluationSet:
         return Scored(value=value, scores=scores, predictions=tuple(predictions), seconds=seconds)
 
     def compare(self, scored: Scored, other: Scored, name: str, confidence: float = 0.95) -> Comparison:
-        """A model beside the one called `name`, both measured on these rows."""
+        """Compare a model with the model called `name`, both measured on these rows."""
         return compare(
             self.metric,
             other,
@@ -223,38 +237,38 @@ def evaluate(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
 ) -> Evaluation:
-    """Measure a model on labelled data and, when asked, compare it with another one on the same rows.
+    """Measure a model on labelled data and, if requested, compare it with another model on the same rows.
 
-    Rows of like length share a batch. MiniLM on the 3,080 queries of BANKING77 takes a few seconds on two cores.
+    Rows of similar length share a batch. MiniLM on the 3,080 queries of BANKING77 takes a few seconds on two cores.
 
     Args:
-        model: An artifact, a folder or Hub id (exported where needed), one of our models or a PyTorch one.
+        model: An artifact, a folder or Hub id (exported if necessary), a loaded accel model or a PyTorch model.
         data: A `datasets.Dataset`, a list of dictionaries, a CSV, JSON or Parquet file, or the name of a data set on the
             Hub.
         metric: `accuracy`, `f1`, `precision`, `recall`, `matthews_correlation`, `seqeval`, `squad`, `exact_match`,
-            `spearmanr`, `pearsonr`, `mse`, `perplexity` and those of images (`map`, `mean_iou`, `abs_rel`, `psnr`, ...) work
-            offline; other names go to the `evaluate` library. The task's default
-            when `None`.
-        against: `True` compares with the PyTorch model that the artifact was made from; or another model.
-        task: Of a PyTorch model whose class does not tell.
-        columns: Column by use (`{"text": "query", "label": "intent"}`) where it cannot be inferred.
+            `spearmanr`, `pearsonr`, `mse`, `perplexity` and the metrics of images (`map`, `mean_iou`, `abs_rel`, `psnr`, ...)
+            work offline; other names are loaded by the `evaluate` library. `None` for the task's default metric.
+        against: The model to compare with. `True` for the PyTorch model from which the artifact was made.
+        task: Task of a PyTorch model whose task cannot be inferred from its class.
+        columns: Column names by use (`{"text": "query", "label": "intent"}`), for columns that cannot be inferred.
         split: Split of the data.
-        data_revision: Of a data set on the Hub.
-        samples: Rows at most; all when `None`.
-        seed: Of the choice of rows.
-        batch_size: Rows a call. When `None`: as many as the artifact's manifest says that its accuracy was measured with, else 1
-            for a dynamically quantized artifact, whose answers depend on what shares a call, and 32 for any other model.
-        max_length: Tokens that longer rows are cut to; the model's limit when `None`. Of text generation, the tokens of
-            the windows that rows are split into; 512 when `None`.
-        processor: Tokenizer or image processor; the model's own when `None`.
-        confidence: Of the interval of the difference.
+        data_revision: Revision of a data set on the Hub.
+        samples: Maximum number of rows; `None` for all rows.
+        seed: Seed of the random choice of rows.
+        batch_size: Number of rows in each call. `None` for the batch size of the accuracy that is recorded in the artifact's manifest; if
+            none is recorded, 1 for a dynamically quantized artifact, whose outputs depend on the other rows of the call, and
+            32 for any other model.
+        max_length: Number of tokens after which longer rows are truncated; `None` for the model's limit. For text
+            generation, the number of tokens of the windows into which rows are split; `None` for 512.
+        processor: Tokenizer or image processor; `None` for the one of the model.
+        confidence: Confidence level of the interval of the difference.
         backend, device, session_options: How the model is run; see `from_pretrained`.
         revision, token, trust_remote_code: As in transformers.
 
     Raises:
-        InputError: No rows, no labels, columns that do not map, or labels that the model does not know.
+        InputError: The data has no rows or no labels, its columns do not map, or a label is not in the model's config.
         ConfigError: An unknown metric, split or column.
-        ArtifactNotFoundError: The model, its original or the data is not to be found.
+        ArtifactNotFoundError: The model, its original or the data cannot be found.
     """
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence is {confidence}.", fix="use a number between 0 and 1, such as 0.95.")
@@ -268,19 +282,12 @@ def evaluate(
     )
     try:
         usual, by_length = _usual_calls(opened.artifact) if isinstance(opened, ORTModel) else (BATCH_SIZE, True)
-        given = EvaluationData(
+        settings = EvaluationData(
             data=data, metric=metric, columns=columns, split=split, revision=data_revision, token=token, samples=samples,
             seed=seed, batch_size=usual if batch_size is None else batch_size, by_length=by_length, max_length=max_length,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        prepared = EvaluationSet(
-            given,
-            task=resolved.task,
-            config=opened.config,
-            processor=processor or _processor(opened, resolved.task, trust_remote_code),
-            limit=positions(opened.artifact) if isinstance(opened, ORTModel) else None,
-            folder=_folder(opened),
-        )
+        prepared = EvaluationSet(settings, opened, task=resolved.task, processor=processor)
         other, name = _other(against, resolved)
         scored = prepared.measure(opened)
         comparison = None
@@ -310,13 +317,13 @@ def evaluate(
 
 
 def rows_a_call(batch_sizes: Sequence[int]) -> str:
-    """In words, how many rows share a call when accuracy is measured."""
+    """Return text for messages: the numbers of rows in each call while accuracy is measured."""
     sizes = " and ".join(str(size) for size in batch_sizes)
     return f"{sizes} {'row' if list(batch_sizes) == [1] else 'rows'} a call"
 
 
 def _usual_calls(artifact: Artifact) -> tuple[int, bool]:
-    """Rows of a call, and whether they are of like length, as the artifact's accuracy was measured before."""
+    """Return rows per call, and whether rows are batched by length, from the accuracy recorded in the artifact's manifest."""
     manifest = artifact.manifest
     measured = [manifest.run.measured] if manifest.run is not None else []
     measured += [step.validation["accuracy"] for step in reversed(manifest.steps) if "accuracy" in step.validation]
@@ -327,17 +334,11 @@ def _usual_calls(artifact: Artifact) -> tuple[int, bool]:
     return 1 if dynamic else BATCH_SIZE, True
 
 
-def positions(artifact: Artifact) -> int | None:
-    """Tokens that a model of this artifact reads at most, where its config tells."""
-    sizes = artifact.components[0].max_sizes
-    return sizes.get("sequence", sizes.get("total"))
-
-
 def _at_hand(model: Model, run: RunSettings) -> Model:
-    """A model that is open already.
+    """Return a model that the caller has already loaded, in evaluation mode.
 
     Raises:
-        ConfigError: It should be opened in another way.
+        ConfigError: The caller passed settings that can only be applied while a model is loaded.
     """
     if run != RunSettings():
         raise ConfigError(
@@ -353,15 +354,8 @@ def _compute_dtype(model: Model) -> str:
     return str(next((p.dtype for p in model.parameters() if p.is_floating_point()), "float32")).removeprefix("torch.")
 
 
-def _processor(model: Model, task: str, trust_remote_code: bool) -> Any:
-    folder = _folder(model)
-    if folder is None:
-        raise ConfigError("A PyTorch model comes without its tokenizer or processor.", fix="pass processor=...")
-    return load_processor(folder, task, trust_remote_code=trust_remote_code)
-
-
 def _folder(model: Model) -> Path | None:
-    """The folder of a model's files: the artifact's, or the one that a PyTorch model was loaded from."""
+    """Return the folder with a model's files: the artifact's folder, or the folder that a PyTorch model was loaded from."""
     if isinstance(model, ORTModel):
         return model.artifact.path
     name = getattr(model.config, "_name_or_path", "")
@@ -369,27 +363,23 @@ def _folder(model: Model) -> Path | None:
 
 
 def _other(against: Any, resolved: Resolved) -> tuple[Model | None, str]:
-    """What to compare with, opened, and its name.
-
-    Raises:
-        ArtifactNotFoundError: The artifact does not say what it was made from, or it is gone.
-    """
+    """Load the model to compare with; return the model and its name."""
     if against is None or against is False:
         return None, ""
     if isinstance(against, ORTModel | torch.nn.Module):
         return against, type(against).__name__
     if against is True:
         return _open_original(resolved)
-    # PyTorch weights where a folder holds both: what is compared with is the original.
+    # A folder may contain both a graph and weights: compare with the weights.
     other = resolve(against, task=resolved.task, hub=resolved.hub, weights=True)
     return _open_original(other) if other.artifact is None else (ORTModel.from_plan(make_plan(other)), other.name)
 
 
 def _open_original(resolved: Resolved) -> tuple[ORTModel, str]:
-    """The PyTorch model in float32 that a model was made from, or is, run by PyTorch; and its name.
+    """Load the float32 PyTorch model from which a model was made; return the PyTorch model and its name.
 
     Raises:
-        ArtifactNotFoundError: The artifact does not say what it was made from, or it is gone.
+        ArtifactNotFoundError: The artifact's manifest names no source model, or the source model no longer exists.
     """
     source = original(resolved)
     config = recorded_export(resolved.artifact) if resolved.artifact is not None else None

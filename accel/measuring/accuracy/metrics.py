@@ -1,11 +1,11 @@
-"""Metrics by the names of the `evaluate` library.
+"""Metrics, named as in the `evaluate` library.
 
-Those that several tasks share are here, on scikit-learn and SciPy, so that they work offline and fast; any other name, or the path of a
-metric script, goes to `evaluate` where it is installed and the script can be reached. Values are on the scale that
-`evaluate` gives them: fractions, except `squad`'s percentages.
+Metrics that several tasks share are in this module. They use NumPy and SciPy, so that they work offline and fast. Any other name,
+or the path of a metric script, is loaded by `evaluate` if it is installed and the script can be reached. Values are on the scale
+of `evaluate`: fractions, except for `squad`, which returns percentages.
 
-For a confidence interval a metric is written as a function of sums over rows: `sums` returns one vector a row, `finish`
-turns their sum into the value. A resampled value is then one matrix product away (`comparing.bootstrap`).
+To get confidence intervals fast, write a metric as a function of sums over rows: `sums` returns one vector for each row, and
+`finish` turns the sum of these vectors into the value. A resampled value then costs one matrix product (`comparison.bootstrap`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Values = Sequence[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A measure of predictions against references.
+    """A metric that compares predictions with references.
 
     Attributes:
-        name: As the user called it.
-        key: Which of the scores is the value.
-        compute: Predictions and references to scores by name.
-        sums: Predictions and references to one vector a row: `(rows, k)`, dense or sparse; `None` where the metric is no function of
-            sums, or not known to be one.
-        finish: Sums over rows `(..., k)` to values `(...)`.
-        resampled: For metrics that are no function of sums: predictions and references to a function from how often each row
-            counts `(samples, rows)` to values `(samples,)`.
-        rowwise: Whether it is the mean of a 0 or 1 for each row, which `sums` returns first.
-        points: What turns a difference into points: 100 for fractions, 1 for percentages.
-        higher_is_better: `False` for errors.
+        name: Name of the metric as the user wrote it.
+        key: Name of the score that is the value of the metric.
+        compute: Function from predictions and references to scores by name.
+        sums: Function from predictions and references to one vector for each row: `(rows, k)`, dense or sparse; `None` if the metric is
+            not a function of sums.
+        finish: Function from sums over rows `(..., k)` to values `(...)`.
+        resampled: For metrics that are not a function of sums: function from predictions and references to another function, which
+            maps weights of rows `(samples, rows)` to values `(samples,)`.
+        rowwise: Whether the metric is the mean of a 0 or 1 for each row. The first column of `sums` is then this 0 or 1.
+        points: Factor from a difference to points: 100 for fractions, 1 for percentages.
+        higher_is_better: Whether larger values are better; `False` for error metrics.
     """
 
     name: str
@@ -53,16 +53,37 @@ class Metric:
     higher_is_better: bool = True
 
     def drop(self, reference: float, value: float) -> float:
-        """By how many points `value` is worse than `reference`; negative when it is better."""
+        """Return by how many points `value` is worse than `reference`; negative if it is better."""
         difference = reference - value if self.higher_is_better else value - reference
         return difference * self.points
 
 
-# Classes: predictions and references are class numbers.
+def metric_of_sums(
+    name: str,
+    sums: Callable[[Values, Values], Floats],
+    scores: Mapping[str, Callable[[Floats], Floats]],
+    *,
+    key: str = "",
+    **traits: Any,
+) -> Metric:
+    """Return a metric whose scores are functions of sums over rows.
+
+    Args:
+        name, sums: Fields of `Metric` with these names.
+        scores: By score name, a function from sums over rows `(..., k)` to values `(...)`.
+        key: Name of the score that is the value of the metric; the first score if empty.
+        **traits: Fields `rowwise`, `points` and `higher_is_better` of `Metric`.
+    """
+
+    def compute(predictions: Values, references: Values) -> dict[str, float]:
+        total = sums(predictions, references).sum(0)
+        return {score: float(finish(total)) for score, finish in scores.items()}
+
+    key = key or next(iter(scores))
+    return Metric(name=name, key=key, compute=compute, sums=sums, finish=scores[key], **traits)
 
 
-def _accuracy(predictions: Values, references: Values) -> dict[str, float]:
-    return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
+# Metrics of classes: predictions and references are class numbers.
 
 
 def _correct(predictions: Values, references: Values) -> Floats:
@@ -71,25 +92,25 @@ def _correct(predictions: Values, references: Values) -> Floats:
 
 
 def ratio(sums: Floats) -> Floats:
-    """The first of two sums over the second, 0 where that is 0."""
+    """Return the first of two sums divided by the second; 0 where the second is 0."""
     return divide(sums[..., 0], sums[..., 1])
 
 
 def divide(numerator: Floats, denominator: Floats) -> Floats:
-    """The quotient, 0 where the denominator is 0, as scikit-learn counts it."""
+    """Return the quotient; 0 where the denominator is 0, as in scikit-learn."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)
 
 
 def _class_sums(predictions: Values, references: Values) -> Any:
-    """For each row and class whether it was hit, predicted and true: `(rows, 3 * classes)`, sparse."""
+    """Return three 0/1 values for each row and class (correct, predicted, true): `(rows, 3 * classes)`, sparse."""
     from scipy.sparse import coo_array
 
-    found, true = np.asarray(predictions), np.asarray(references)
-    classes = np.union1d(np.union1d(found, true), [0, 1])  # 1 is the positive class of binary averages
-    a, b = np.searchsorted(classes, found), np.searchsorted(classes, true)
-    hits, rows, count = np.flatnonzero(a == b), np.arange(len(found)), len(classes)
+    predicted, true = np.asarray(predictions), np.asarray(references)
+    classes = np.union1d(np.union1d(predicted, true), [0, 1])  # binary averages need class 1
+    a, b = np.searchsorted(classes, predicted), np.searchsorted(classes, true)
+    hits, rows, count = np.flatnonzero(a == b), np.arange(len(predicted)), len(classes)
     places = np.concatenate([hits, rows, rows]), np.concatenate([a[hits], count + a, 2 * count + b])
-    shape = (len(found), 3 * count)
+    shape = (len(rows), 3 * count)
     return coo_array((np.ones(len(places[0])), places), shape=shape).tocsr()
 
 
@@ -104,30 +125,14 @@ def _averaged(which: str, average: str) -> Callable[[Floats], Floats]:
         values = divide(hits, below)
         if average == "weighted":
             return divide((values * true).sum(-1), true.sum(-1))
-        # Classes that are neither true nor predicted do not count.
+        # As in scikit-learn, the macro average leaves out classes that are neither predicted nor true in any row.
         present = (predicted + true) > 0
         return divide((values * present).sum(-1), present.sum(-1).astype(np.float64))
 
     return finish
 
 
-def _by_sklearn(which: str, average: str) -> Callable[[Values, Values], dict[str, float]]:
-    def compute(predictions: Values, references: Values) -> dict[str, float]:
-        from sklearn import metrics
-
-        function = {"f1": metrics.f1_score, "precision": metrics.precision_score, "recall": metrics.recall_score}[which]
-        return {which: float(function(references, predictions, average=average, zero_division=0))}
-
-    return compute
-
-
-def _matthews(predictions: Values, references: Values) -> dict[str, float]:
-    from sklearn.metrics import matthews_corrcoef
-
-    return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}
-
-
-def _matthews_finish(sums: Floats) -> Floats:
+def _matthews(sums: Floats) -> Floats:
     # Gorodkin (2004): correlation of the one-hot predictions and labels.
     hits, predicted, true = np.split(sums, 3, axis=-1)
     rows, correct = true.sum(-1), hits.sum(-1)
@@ -137,57 +142,39 @@ def _matthews_finish(sums: Floats) -> Floats:
 
 
 def class_metrics(classes: int) -> dict[str, Metric]:
-    """Metrics of class numbers by name. `f1`, `precision` and `recall` are those of class 1 for two classes and macro averages for more."""
-    made = {
-        "accuracy": Metric(
-            name="accuracy", key="accuracy", compute=_accuracy, sums=_correct, finish=ratio, rowwise=True
-        )
-    }
+    """Return metrics of class numbers by name.
+
+    `f1`, `precision` and `recall` are the scores of class 1 if there are two classes, and macro averages if there are more.
+    """
+    by_name = {"accuracy": metric_of_sums("accuracy", _correct, {"accuracy": ratio}, rowwise=True)}
     usual = "binary" if classes == 2 else "macro"
     averages = {"": usual, "_macro": "macro", "_micro": "micro", "_weighted": "weighted"}
     for which in ("f1", "precision", "recall"):
         for suffix, average in averages.items():
-            made[which + suffix] = Metric(
-                name=which + suffix, key=which, compute=_by_sklearn(which, average), sums=_class_sums,
-                finish=_averaged(which, average),
-            )  # fmt: skip
+            by_name[which + suffix] = metric_of_sums(which + suffix, _class_sums, {which: _averaged(which, average)})
     name = "matthews_correlation"
-    return {**made, name: Metric(name=name, key=name, compute=_matthews, sums=_class_sums, finish=_matthews_finish)}
+    return {**by_name, name: metric_of_sums(name, _class_sums, {name: _matthews})}
 
 
-# Numbers: regression, similarity.
+# Metrics of numbers: regression, similarity.
 
 
 def correlation(which: str) -> Metric:
-    """The correlation of numbers: `spearmanr` or `pearsonr`."""
+    """Return the metric `spearmanr` or `pearsonr`."""
 
     def compute(predictions: Values, references: Values) -> dict[str, float]:
         from scipy import stats
 
-        found, true = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
-        if len(found) < 2 or np.ptp(found) == 0 or np.ptp(true) == 0:
-            return {which: float("nan")}  # nothing varies
+        x, y = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+        if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+            return {which: float("nan")}  # constant values have no correlation
         function = stats.spearmanr if which == "spearmanr" else stats.pearsonr
-        return {which: float(function(found, true)[0])}
+        return {which: float(function(x, y)[0])}
 
-    if which == "spearmanr":
-        return Metric(name=which, key=which, compute=compute)
-    return Metric(name=which, key=which, compute=compute, sums=_moments, finish=_pearson_finish)
+    return Metric(name=which, key=which, compute=compute)
 
 
-def _moments(predictions: Values, references: Values) -> Floats:
-    found, true = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
-    # Centred first: the sums of squares would lose digits otherwise.
-    found, true = found - found.mean(), true - true.mean()
-    return np.stack([np.ones_like(found), found, true, found * found, true * true, found * true], axis=1)
-
-
-def _pearson_finish(sums: Floats) -> Floats:
-    n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
-    return divide(n * xy - x * y, np.sqrt(np.maximum((n * xx - x * x) * (n * yy - y * y), 0)))
-
-
-# Texts: of language models, predictions are `TokenScores`, and the rows themselves are the references.
+# Metrics of texts. Predictions of language models are `TokenScores`; the references are the rows themselves.
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +183,8 @@ class TokenScores:
 
     Attributes:
         loss: Sum of the negative log likelihoods, in nats.
-        tokens: How many were predicted.
-        best: The likeliest token at each place.
+        tokens: Number of predicted tokens.
+        best: The most likely token at each position.
     """
 
     loss: float
@@ -205,13 +192,13 @@ class TokenScores:
     best: tuple[int, ...]
 
 
-def edits(found: Sequence[str], true: Sequence[str]) -> int:
-    """Insertions, removals and replacements between two sequences (Levenshtein, 1966)."""
-    row = list(range(len(found) + 1))
-    for i, wanted in enumerate(true, start=1):
+def edits(predicted: Sequence[str], true: Sequence[str]) -> int:
+    """Return the number of insertions, deletions and substitutions between two sequences (Levenshtein, 1966)."""
+    row = list(range(len(predicted) + 1))
+    for i, expected in enumerate(true, start=1):
         before, row[0] = row[0], i
-        for j, have in enumerate(found, start=1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (wanted != have))
+        for j, word in enumerate(predicted, start=1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (expected != word))
     return row[-1]
 
 
@@ -223,14 +210,14 @@ SYNONYMS = {
     "mcc": "matthews_correlation",
     "em": "exact_match",
 }
-"""Other words for names of metrics."""
+"""Alternative names of metrics, mapped to the names in this module."""
 
 
 def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -> Metric:
-    """A metric script, from a path or from the Hub.
+    """Load a metric script with the `evaluate` library, from a path or from the Hub.
 
     Raises:
-        ConfigError: `evaluate` is not installed, or the script cannot be had.
+        ConfigError: `evaluate` is not installed, or the script cannot be loaded.
     """
     hint = f"use one of {', '.join(known)}" if known else "use another metric"
     script = Path(name).expanduser().exists()
@@ -247,7 +234,7 @@ def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -
         ) from error
     try:
         loaded = evaluate.load(str(Path(name).expanduser()) if script else name)
-    # A script is foreign code, and an unreachable Hub fails in several ways.
+    # Catch all exceptions: the script is third-party code, and an unreachable Hub raises several types of errors.
     except Exception as error:
         raise ConfigError(
             f"The metric {name!r} cannot be loaded: {str(error).splitlines()[0] if str(error) else type(error).__name__}."

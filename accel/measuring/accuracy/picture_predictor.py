@@ -1,4 +1,4 @@
-"""What is counted on an image's own pixels, through the processor that made the model's inputs."""
+"""Base class of predictors that compare model outputs with the pixels of images, post-processed by the image processor."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...data.batches import images_of
+from ...data.image_rows import images_of
 from ...errors import InputError
 from .predictors import Model, Predictor
 
 
 class PicturePredictor(Predictor):
-    """Base of the predictors of images, whose answers are counted row by row: maps are too large to be kept."""
+    """Base class of image predictors. Outputs are reduced to numbers row by row, because pixel maps are too large to keep."""
 
     use: ClassVar[str] = ""
 
     def _references(self) -> list[Any]:
-        # Read when they are compared with: maps are large.
+        # `predict` reads the reference images when it needs them: pixel maps are too large to keep in memory.
         return [None] * len(self.rows)
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """What was counted, a row each."""
-        assert self.encoded.images is not None
-        images = self.encoded.images[0]
+        """Return the numbers of each row (`_counted`), from which metrics compute their values."""
+        assert self.encoded.media is not None
+        images = self.encoded.media[0]
         truths = images_of(self.rows, self.use) if self.use else [None] * len(self.rows)
         predictions: list[Any] = [None] * len(self.rows)
         for part, feeds, output in self.batches(model, what):
-            # Processors read attributes, on the host.
-            found = SimpleNamespace(
+            # Image processors read outputs as attributes, and need tensors on the host.
+            outputs = SimpleNamespace(
                 **{k: v.float().cpu() for k, v in output.items() if isinstance(v, torch.Tensor)},
                 scale=_scale(output, feeds),
             )
             sizes = [(images[i].height, images[i].width) for i in part]
-            for i, answer, size in zip(part, self._answers(found, sizes), sizes, strict=True):
+            for i, answer, size in zip(part, self._answers(outputs, sizes), sizes, strict=True):
                 predictions[i] = self._counted(answer, truths[i], size, i)
         return predictions
 
     @abc.abstractmethod
     def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
-        """What the processor makes of a batch's outputs for images of these heights and widths."""
+        """Post-process a batch's outputs for images of the given heights and widths."""
 
     @abc.abstractmethod
     def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:
-        """What is kept of a row's answer."""
+        """Return the numbers that a metric needs from a row's post-processed output."""
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Of counts, none is known."""
+        """Return `None`: numbers of a row cannot be compared as equal or different predictions."""
         return None
 
 
 def _scale(output: Any, feeds: Any) -> int:
-    """How many times larger an image that a model made is than the one that it was given; 0 where it made none."""
-    made = output.get("reconstruction")
-    return 0 if made is None else int(made.shape[-1]) // int(feeds["pixel_values"].shape[-1])
+    """Return the scale factor from input size to output image size, of a model that outputs images; 0 for all other models."""
+    image = output.get("reconstruction")
+    return 0 if image is None else int(image.shape[-1]) // int(feeds["pixel_values"].shape[-1])
 
 
 def sizes_differ(what: str, row: int, have: Sequence[int], want: Sequence[int]) -> InputError:
-    """The error for a picture of another size than the image's."""
+    """Return the error for a reference picture whose size differs from the size of its image."""
     return InputError(
         f"The {what} of row {row} has {have[0]} x {have[1]} pixels; {want[0]} x {want[1]} were expected.",
         fix="give pictures of the same size.",

@@ -1,7 +1,7 @@
-"""What a model answers to rows of a task, in the form that its metrics compare: classes, tags, answers, numbers, tokens.
+"""Predictors: turn rows into inputs and references once, and run any number of models on them.
 
-A predictor turns rows into inputs and references once, and any number of models into predictions. `Task.predictor` names
-the one of a task; those that several tasks share are here.
+Metrics compare predictions: classes, tags, answers, numbers, tokens. `Task.predictor` returns the predictor class of a task. Predictors
+that several tasks share are in this module.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ... import progress
 from ...artifact.sentence_settings import SentenceSettings, sentence_settings
-from ...data.batches import Encoded, encode, for_graph, longest
+from ...data.batches import encode, for_graph, longest
+from ...data.encoded_rows import Encoded
 from ...data.labels import label_ids, texts
 from ...data.rows import Rows
 from ...errors import ConfigError, InputError
@@ -30,38 +32,35 @@ Batch = tuple[list[int], Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
 
 
 class Predictor(abc.ABC):
-    """Base of the predictors: rows as inputs and references.
+    """Base class of predictors, which hold the rows as inputs and references.
 
     Args:
-        rows: Labelled rows, their columns mapped.
-        task: Of the models.
-        config: Their transformers config, for labels.
-        processor: Their tokenizer or image processor.
-        max_length: Tokens that longer rows are cut to; the model's limit when `None`.
-        limit: The models' positions.
-        batch_size: Rows a call.
-        folder: Holds their files, where there is one.
-        by_length: Whether rows of like length share a call; otherwise they share one in their order.
+        rows: Labelled rows, with mapped columns.
+        task: Task of the models.
+        config: Transformers config of the models, which has the labels.
+        processor: Tokenizer or image processor of the models.
+        max_length: Number of tokens after which longer rows are truncated; `None` for the model's limit.
+        limit: Number of positions of the models; `None` if there is no limit.
+        batch_size: Number of rows in each call.
+        folder: Folder with the models' files, if there is one.
+        by_length: If true, rows of similar length share a call. If false, rows are batched in their original order.
 
     Attributes:
-        kind: What predictions are, in messages.
-        references: What is right, one a row.
-        encoded: The rows as inputs.
-        max_length: Tokens that longer rows were cut to.
-        batch_size: Rows a call.
-        by_length: As given.
+        kind: Name of the predictions in messages.
+        offline_metrics: Metrics of the predictions that work without the Hub, the default first.
+        references: The correct answers, one for each row.
+        encoded: The rows as model inputs.
+        max_length: Number of tokens after which longer rows were truncated.
+        batch_size: Number of rows in each call.
     """
 
     kind: ClassVar[str]
+    offline_metrics: ClassVar[tuple[Metric, ...]]
 
     @classmethod
-    @abc.abstractmethod
     def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """Metrics of the predictions that work offline, by name, the default first.
-
-        Args:
-            classes: Of the model.
-        """
+        """Return `offline_metrics` by name. Override this method if the metrics depend on the model's number of classes."""
+        return {metric.name: metric for metric in cls.offline_metrics}
 
     def __init__(
         self,
@@ -92,25 +91,30 @@ class Predictor(abc.ABC):
 
     @abc.abstractmethod
     def _references(self) -> list[Any]:
-        """What is right, one a row."""
+        """Return the correct answers, one for each row."""
 
     def _encode(self) -> Encoded:
         return encode(self.rows, self.task, self.processor, self.max_length)
 
     @abc.abstractmethod
     def predict(self, model: Model, what: str) -> list[Any]:
-        """One prediction a row."""
+        """Return one prediction for each row."""
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Share of rows (of tags and tokens: of them) with the same prediction; `None` where predictions are numbers."""
+        """Return the fraction of equal predictions (by row, tag or token) of two models; `None` if predictions are numbers.
+
+        Class numbers are `int` and are compared. Floats and arrays of two models are never equal, so they are not compared.
+        """
+        if any(isinstance(one, float | np.floating | np.ndarray | torch.Tensor) for one in first):
+            return None
         return sum(bool(a == b) for a, b in zip(first, second, strict=True)) / len(first)
 
     def batches(self, model: Model, what: str, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Row numbers, inputs and outputs of the model, batch by batch; of some rows, or of all."""
+        """Run a model on all rows or on the given rows; yield row numbers, inputs and outputs of each batch."""
         plan = self.encoded.plan(self.batch_size, by_length=self.by_length)
         if rows is not None:
-            wanted = set(rows)
-            plan = [kept for part in plan if (kept := [i for i in part if i in wanted])]
+            chosen = set(rows)
+            plan = [kept for part in plan if (kept := [i for i in part if i in chosen])]
         takes = _takes(model)
         with torch.inference_mode():
             for part in progress.track(plan, what):
@@ -125,7 +129,7 @@ class Predictor(abc.ABC):
     def _by_row(
         self, model: Model, what: str, values: Callable[[torch.Tensor, Sequence[int]], Sequence[Any]]
     ) -> list[Any]:
-        """Predictions by `values` of the logits and the row numbers of each batch."""
+        """Return one prediction for each row, computed by `values` from the logits and row numbers of each batch."""
         predictions: list[Any] = [None] * len(self.rows)
         for part, _, output in self.batches(model, what):
             for i, value in zip(part, values(output["logits"].float().cpu(), part), strict=True):
@@ -134,43 +138,41 @@ class Predictor(abc.ABC):
 
 
 class Classes(Predictor):
-    """The likeliest class of a row, as its number."""
+    """Predictor of the most likely class of a row, as a class number."""
 
     kind = "classes"
 
     @classmethod
     def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """See `Predictor`."""
+        """Return the metrics of class numbers by name."""
         return class_metrics(classes)
 
     def _references(self) -> list[Any]:
         return label_ids(self.rows, "label", self.config)
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Class numbers."""
+        """Return one class number for each row."""
         return self._by_row(model, what, lambda logits, _: logits.argmax(-1).tolist())
 
 
 class Candidates(Classes):
-    """The likeliest of the data's classes for an image, by their names alone.
+    """Zero-shot predictor: compare each row with the class names of the data, and predict the most likely class.
 
     Attributes:
-        template: What transformers' pipeline makes of a candidate.
-        output: The model's output `(rows, candidates)`.
+        template: Sentence into which transformers' pipeline inserts a class name.
+        output: Name of the model output `(rows, candidates)`.
     """
 
     template: ClassVar[str]
     output: ClassVar[str]
 
     def _references(self) -> list[Any]:
-        """The place of each row's class among the names.
+        """Return the index of each row's class in `names`.
 
         Raises:
-            InputError: Classes without names.
+            InputError: The classes have no names, or rows have no label.
         """
-        assert self.rows.sample.columns is not None
-        column = self.rows.sample.columns["label"]
-        names = getattr(self.rows.dataset.features[column], "names", None)
+        names = getattr(self.rows.feature("label"), "names", None)
         values = self.rows.column("label")
         if names:
             self.names = list(names)
@@ -179,7 +181,7 @@ class Candidates(Classes):
             return list(values)
         if not all(isinstance(value, str) for value in values):
             raise InputError(
-                f"The labels in the column {column!r} are numbers without names, which are what rows are compared with.",
+                f"The labels in the column {self.rows.name_of('label')!r} are numbers without names; rows are compared with the names.",
                 fix="give the names of the classes.",
             )
         self.names = sorted(set(texts(self.rows, "label")))
@@ -187,14 +189,15 @@ class Candidates(Classes):
 
     def _encode(self) -> Encoded:
         candidates = [self.template.format(name) for name in self.names]
-        return self._beside(candidates)
+        return self.encode(self.rows, self.processor, candidates, self.max_length)
 
+    @staticmethod
     @abc.abstractmethod
-    def _beside(self, candidates: Sequence[str]) -> Encoded:
-        """The rows as inputs, with the candidates beside every batch of them."""
+    def encode(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+        """Encode the rows; each batch also contains the inputs of all candidate classes."""
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Places among the names."""
+        """Return one index in `names` for each row."""
         predictions: list[Any] = [None] * len(self.rows)
         for part, _, output in self.batches(model, what):
             for i, value in zip(part, output[self.output].float().argmax(-1).tolist(), strict=True):
@@ -203,26 +206,25 @@ class Candidates(Classes):
 
 
 class Cosines(Predictor):
-    """The cosine of the embeddings of a row's two entries: the first ones of all rows stand before the second ones."""
+    """Predictor of the similarity of the embeddings of a row's two entries.
+
+    The encoded inputs are the first entries of all rows, followed by the second entries of all rows.
+    """
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Cosines."""
+        """Return one similarity for each row."""
         rows: list[torch.Tensor] = [torch.empty(0)] * len(self.encoded)
         for part, feeds, output in self.batches(model, what):
             for i, row in zip(part, self._embeddings(feeds, output), strict=True):
                 rows[i] = row
         embeddings = torch.stack(rows)
         first, second = embeddings[: len(self.rows)], embeddings[len(self.rows) :]
-        found: list[float] = _SIMILARITY[self.settings.similarity](first, second).tolist()
-        return found
+        similarities: list[float] = _SIMILARITY[self.settings.similarity](first, second).tolist()
+        return similarities
 
     def _embeddings(self, feeds: Mapping[str, torch.Tensor], output: Any) -> torch.Tensor:
-        """`(rows, size)` on the host."""
+        """Return embeddings `(rows, size)` on the host."""
         return _on_host(output["embeddings"])
-
-    def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Numbers are hardly ever the same."""
-        return None
 
 
 _SIMILARITY: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -231,7 +233,7 @@ _SIMILARITY: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] 
     "euclidean": lambda first, second: -(first - second).norm(dim=-1),
     "manhattan": lambda first, second: -(first - second).abs().sum(-1),
 }
-"""By sentence-transformers' words; the more alike, the larger."""
+"""Similarity functions by sentence-transformers' names; larger values are more similar."""
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,16 +241,17 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def predictor_for(task: str, config: Any) -> type[Predictor]:
-    """The predictor of a task's models with this config.
+    """Return the predictor class of a task, for models with this config.
 
     Raises:
-        ConfigError: The task cannot be measured.
+        ConfigError: accel cannot measure the task.
     """
-    one = load_task(task)
-    chosen: type[Predictor] | None = one.predictor(config)
+    loaded = load_task(task)
+    chosen: type[Predictor] | None = loaded.predictor(config)
     if chosen is None:
         raise ConfigError(
-            f"accel cannot measure {one.spec.name} yet.", fix=f"measure one of {', '.join(measured_tasks())}."
+            f"accel cannot measure {loaded.spec.name} yet.",
+            fix=f"measure one of {', '.join(measured_tasks())}; a task of your own needs Task.predictor.",
         )
     return chosen
 
@@ -256,16 +259,17 @@ def predictor_for(task: str, config: Any) -> type[Predictor]:
 def metric_for(
     name: str | None, predictor: type[Predictor], *, classes: int = 2, trust_remote_code: bool = False
 ) -> Metric:
-    """The metric of that name.
+    """Return the metric with the given name.
 
     Args:
-        name: One of the predictor's, another one of `evaluate`'s, or the path of a metric script; the predictor's first when `None`.
-        predictor: What makes the predictions.
-        classes: Of the model.
-        trust_remote_code: Allow a metric of a Hub user, whose script is run.
+        name: Name of a metric of the predictor or of the `evaluate` library, or path of a metric script. `None` for the
+            predictor's first metric.
+        predictor: Predictor class of the models.
+        classes: Number of classes of the model.
+        trust_remote_code: Allow a metric script of a Hub user, which runs on this machine.
 
     Raises:
-        ConfigError: A metric that does not exist, does not fit the predictions, or cannot be reached from here.
+        ConfigError: The metric does not exist, does not fit the predictions, or cannot be downloaded.
     """
     offered = predictor.metrics(classes)
     if name is None:
@@ -280,7 +284,7 @@ def metric_for(
 
 
 def _takes(model: Model) -> set[str]:
-    """Names of the inputs of a PyTorch model's forward, or of a generating model's."""
+    """Return the input names of a PyTorch model's `forward`, or of a model that generates."""
     if isinstance(model, ORTModel):
         return {"input_ids", "attention_mask"}
     inner = unwrapped(model)

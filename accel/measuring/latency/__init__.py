@@ -1,1 +1,1 @@
-"""Latency: calls to time, variants that take turns, and their results."""
+"""Latency: the calls to time (workloads), the variants that run in turns, and their results."""

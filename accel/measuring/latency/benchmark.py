@@ -1,8 +1,8 @@
-"""`accel.benchmark`: latency, throughput, memory and outputs of variants of one model, measured fairly.
+"""`accel.benchmark`: compare latency, throughput, memory and outputs of variants of one model.
 
-Each variant runs in a process of its own. The processes take turns in rounds, so that a machine whose speed drifts hurts all
-alike. All get the same inputs, warm-up and threads, and each one's outputs are compared with PyTorch float32 before it is
-timed. A variant that fails is reported and the rest goes on.
+Each variant runs in its own process. The processes run in turns, in rounds, so that a change in the machine's speed affects all
+variants equally. All variants get the same inputs, warm-up and threads. Each variant's outputs are compared with PyTorch float32
+before the variant is timed. A variant that fails is reported, and the other variants are still measured.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ...artifact.resolved_model import Resolved
 from ...backends import registry
 from ...backends.machine import machine
 from ...backends.plan import RunSettings, make_plan
+from ...backends.stage_plan import plan_stage
 from ...config import ExportConfig, SessionOptions, available_processors, check_number, checked_arguments
 from ...errors import AccelError, ConfigError, SessionError
 from ...interfaces.specs import WEIGHTS
@@ -71,48 +72,48 @@ def benchmark(
 ) -> Benchmark:
     """Measure variants of one model: PyTorch, and artifacts on backends.
 
-    Takes up to 5 s a variant and process to start, plus `rounds * calls` calls a workload.
+    Takes up to 5 s to start each variant in each process, plus `rounds * calls` calls for each variant and workload.
 
     Args:
-        models: Artifacts, transformers folders or Hub ids (exported where needed), or `Variant`s; one or several.
-        backends: Who runs artifacts: each one that is named makes a variant. Their own choice when `None`.
-        pytorch: Dtypes of PyTorch eager to measure: `float32`, `bfloat16`, `float16`. Float32 is always measured where
-            the PyTorch model is to be found, because the others are compared with it.
+        models: One or several artifacts, transformers folders or Hub ids (exported if necessary), or `Variant`s.
+        backends: Backends that run the artifacts, one variant for each; `None` for the automatic choice.
+        pytorch: Dtypes of PyTorch eager to measure: `float32`, `bfloat16`, `float16`. Float32 is always measured if
+            the PyTorch model is available, because all variants are compared with it.
         compiled: Dtypes of PyTorch under `torch.compile`; compiling takes up to minutes.
-        cuda_graph: Dtypes of PyTorch eager replayed from CUDA graphs, which launches kernels without the host. `None`: on an
-            NVIDIA GPU those of `pytorch`, because eager small models wait for the host there; elsewhere none.
-        batch: Rows a call, one number or several; each with each sequence.
-        sequence: Tokens a row, likewise.
-        texts: A file of texts (one a line, or a table with a text column) or a list, instead of `sequence`: their lengths
-            are those of real traffic, and padding is what batches of them need.
+        cuda_graph: Dtypes of PyTorch eager replayed from CUDA graphs, which launch kernels without the host. `None` for the dtypes
+            of `pytorch` on an NVIDIA GPU, where small eager models wait for the host, and for no dtype on other devices.
+        batch: Number of rows in each call, one number or several. Each batch size is measured with each sequence length.
+        sequence: Number of tokens in each row, one number or several.
+        texts: A list of texts, or a file of texts (one per line, or a table with a text column), instead of `sequence`. Rows
+            then have the lengths of these texts, and each batch is padded to its longest row.
         tokenize: Tokenize `texts` inside the timed call.
-        max_length: Tokens that longer texts are cut to; the model's positions when `None`.
-        threads: Threads of each variant; what the process may use when `None`.
+        max_length: Number of tokens after which longer texts are truncated; `None` for the model's number of positions.
+        threads: Threads of each variant; `None` for all processors that the process may use.
         warmup: Calls before the first round.
-        rounds: How often the variants take turns.
-        calls: Calls of a variant in each round.
-        processes: How often each variant is loaded anew, in a process of its own, with its share of the rounds: a
-            process may be some percent slower than the next for as long as it lives. Compiled variants are loaded once.
-        new_tokens: Of models that generate: time `generate` until the first token and until this many, instead of one
-            `forward`; `calls` may then be 1.
-        callers: Threads that call at once, each waiting for its answer (closed loop).
-        rate: Calls a second that arrive at random times (open loop); latency then counts from the arrival.
-        task: The task; inferred when `None`.
-        device: Where artifacts and PyTorch run.
-        session_options: How artifacts run; as their manifests say when `None`.
-        atol: Accepted absolute difference from the baseline's outputs, for all; by dtype when `None`, and for quantized
-            variants then reported only.
-        seed: Of inputs, of the order of texts and of arrivals.
+        rounds: Number of rounds. In each round every variant runs once.
+        calls: Calls of each variant in each round.
+        processes: Number of processes, one after the other, in which each variant is loaded; each runs a part of the rounds. The
+            speed of two processes of one variant differs by some percent. Compiled variants are loaded only once.
+        new_tokens: For models that generate: time `generate` until the first token and until this many tokens, instead of one
+            `forward`. `calls` may then be 1.
+        callers: Threads that call at the same time. Each waits for its result before the next call (closed loop).
+        rate: Calls per second that arrive at random times (open loop); latency is then measured from the arrival.
+        task: The task; `None` to infer it.
+        device: Device that runs artifacts and PyTorch.
+        session_options: Options of the artifacts' sessions; `None` for the options in their manifests.
+        atol: Accepted absolute difference from the baseline's outputs, for all variants. `None` for a default that depends on the
+            dtype; any finite difference is then accepted for quantized variants.
+        seed: Seed of inputs, of the order of texts and of arrival times.
         revision, token, trust_remote_code: As in transformers.
 
     Raises:
-        ConfigError: Settings that cannot work, or no variant at all.
-        ArtifactNotFoundError: A model is not to be found.
-        SessionError: The baseline failed; without it nothing can be checked.
+        ConfigError: The settings cannot work, or there is no variant.
+        ArtifactNotFoundError: A model cannot be found.
+        SessionError: The baseline failed, so that outputs cannot be compared.
     """
     watch = MachineWatch()
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
-    given = [models] if isinstance(models, str | os.PathLike | Artifact | Variant) else list(models)
+    several = [models] if isinstance(models, str | os.PathLike | Artifact | Variant) else list(models)
     load = Load(
         batch=_sizes(batch), sequence=_sizes(sequence), texts=texts, tokenize=tokenize, max_length=max_length,
         new_tokens=new_tokens, seed=seed, threads=threads,
@@ -123,21 +124,21 @@ def benchmark(
         eager=tuple(pytorch), compiled=tuple(compiled), cuda_graph=None if cuda_graph is None else tuple(cuda_graph)
     )
     variants = variants_of(
-        given, backends=backends, baselines=baselines, task=task, device=device, options=session_options, hub=hub
+        several, backends=backends, baselines=baselines, task=task, device=device, options=session_options, hub=hub
     )
     return measure_variants(variants, load, effort, traffic, atol, watch)
 
 
-def _sizes(given: int | Sequence[int]) -> tuple[int, ...]:
-    return (given,) if isinstance(given, int) else tuple(given)
+def _sizes(sizes: int | Sequence[int]) -> tuple[int, ...]:
+    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Number of calls, rounds and processes.
+    """Number of calls, rounds and processes of a benchmark.
 
     Attributes:
-        warmup, rounds, calls, processes: As in `benchmark`.
+        warmup, rounds, calls, processes: The arguments of `benchmark` with the same names.
     """
 
     warmup: int = 10
@@ -152,10 +153,11 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """Ways to run the PyTorch model, by dtype.
+    """Dtypes and ways in which the PyTorch model is run.
 
     Attributes:
-        eager, compiled, cuda_graph: As `pytorch`, `compiled` and `cuda_graph` in `benchmark`.
+        eager: Dtypes of PyTorch eager; the argument `pytorch` of `benchmark`.
+        compiled, cuda_graph: The arguments of `benchmark` with the same names.
     """
 
     eager: tuple[str, ...] = ("float32",)
@@ -167,7 +169,7 @@ class Baselines:
             ExportConfig.from_dict({"dtype": dtype})
 
     def variants(self, model: Resolved, device: str | None) -> list[Variant]:
-        """One a dtype and way; float32 first."""
+        """Return one variant for each dtype and way to run the PyTorch model; eager float32 is the first."""
         captured = self.cuda_graph
         if captured is None:
             captured = self.eager if device is not None and device.startswith("cuda") else ()
@@ -189,15 +191,15 @@ def measure_variants(
     atol: float | None = None,
     watch: MachineWatch | None = None,
 ) -> Benchmark:
-    """Measure variants, the first of which is the baseline; see `benchmark`.
+    """Measure variants; the first variant is the baseline. See `benchmark`.
 
     Args:
-        variants: What to measure.
-        load: The calls.
-        effort: How much is measured.
+        variants: The variants.
+        load: The calls to time.
+        effort: Number of calls, rounds and processes.
         traffic: How calls arrive.
-        atol: As in `benchmark`.
-        watch: The machine since before anything of ours worked; since now when `None`.
+        atol: Accepted absolute difference from the baseline's outputs; see `benchmark`.
+        watch: Machine watch that was created before accel started to work; `None` to create one now.
     """
     started = time.perf_counter()
     watch = watch or MachineWatch()
@@ -214,10 +216,9 @@ def measure_variants(
         )
     group = start(variants, load.threads)
     try:
-        base = group[0]
-        if base.worker is None or base.loaded is None:
-            raise SessionError(f"The baseline {base.variant.name} failed: {base.error}", fix="run it alone to see why.")
-        workloads = workloads_of(load, base.worker, base.loaded)
+        base, workloads = group[0], []
+        if base.worker is not None and base.loaded is not None:
+            workloads = workloads_of(load, base.worker, base.loaded)
         for workload in workloads:
             warm_up(group, workload, effort.warmup)
             check(group, workload, atol)
@@ -225,8 +226,8 @@ def measure_variants(
             raise SessionError(f"The baseline {base.variant.name} failed: {base.error}", fix="run it alone to see why.")
         _take_all_turns(group, workloads, effort, traffic, load.threads)
     finally:
-        for one in group:
-            one.close()
+        for measured in group:
+            measured.close()
     settings = {
         "rounds": effort.rounds, "calls": effort.calls, "processes": min(effort.processes, effort.rounds),
         "warmup": effort.warmup, "threads": load.threads or available_processors(),
@@ -235,7 +236,7 @@ def measure_variants(
         "workloads": [w.name for w in workloads],
         "lengths": lengths(workloads),
     }  # fmt: skip
-    results = tuple(result(one, base, workloads) for one in group)
+    results = tuple(result(measured, base, workloads) for measured in group)
     return Benchmark(
         task=base.variant.task,
         baseline=base.variant.name,
@@ -250,7 +251,7 @@ def measure_variants(
 def _take_all_turns(
     group: Sequence[Measured], workloads: Sequence[Workload], effort: Effort, traffic: Traffic, threads: int | None
 ) -> None:
-    """All rounds, each variant in several processes one after the other."""
+    """Run all rounds; each variant runs in several processes, one after the other."""
     ends = [effort.rounds * (n + 1) // effort.processes for n in range(effort.processes)]
     for n, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if first == end:
@@ -259,9 +260,9 @@ def _take_all_turns(
             restart(group, workloads, effort.warmup, threads, backwards=n % 2 == 1)
         for workload in workloads:
             take_turns(group, workload, rounds=end - first, calls=effort.calls, first=first, traffic=traffic)
-        for one in group:
-            peak = one.attempt(lambda worker: worker.peak_memory())
-            one.peak_memory = max(peak or 0, one.peak_memory or 0) or None
+        for measured in group:
+            peak = measured.attempt(lambda worker: worker.peak_memory())
+            measured.peak_memory = max(peak or 0, measured.peak_memory or 0) or None
 
 
 def variants_of(
@@ -274,36 +275,36 @@ def variants_of(
     options: SessionOptions | None,
     hub: HubOptions,
 ) -> list[Variant]:
-    """Return the variants of the named models, PyTorch float32 first where its weights are here.
+    """Return the variants of the given models. PyTorch float32 is the first, if its weights are available on this machine.
 
     Raises:
-        ConfigError: Models of several tasks, or the same variant twice.
+        ConfigError: The models have different tasks, or a variant occurs twice.
     """
-    found: list[Variant] = []
+    variants: list[Variant] = []
     originals: dict[Path, Resolved] = {}
     for model in models:
         if isinstance(model, Variant):
-            found.append(model)
+            variants.append(model)
             continue
         resolved = resolve(model, task=task, hub=hub)
         source = _original_here(resolved)
         if source is not None:
             originals.setdefault(source.location.folder, source)
         for backend in backends or (_runner(resolved),):
-            # Exported now, so that load times are honest.
+            # Export now, so that load times do not include the export.
             artifact = with_artifact(make_plan(resolved, RunSettings(backend=backend, device=device))).artifact
             assert artifact is not None
             spec = registry.describe(backend) if backend is not None else None
             label = f"{resolved.name} [{spec.name}]" if spec is not None else resolved.name
-            found.append(
+            variants.append(
                 Variant(
-                    name=_unused(label, found), path=process_path(artifact), task=resolved.task,
+                    name=_unused(label, variants), path=process_path(artifact), task=resolved.task,
                     backend=spec.name if spec else None, device=device, options=options,
                     trust_remote_code=hub.trust_remote_code,
                 )
             )  # fmt: skip
-    made = [variant for source in list(originals.values())[:1] for variant in baselines.variants(source, device)]
-    variants = [*made, *found]
+    for source in list(originals.values())[:1]:
+        variants = [*baselines.variants(source, device), *variants]
     tasks = {variant.task for variant in variants}
     if len(tasks) != 1:
         raise ConfigError(f"The models do different tasks: {sorted(tasks)}.", fix="benchmark one task at a time.")
@@ -313,16 +314,16 @@ def variants_of(
 def pytorch_variant(
     model: Resolved, *, dtype: str = "float32", device: str | None = None, way: Way | None = None
 ) -> Variant:
-    """PyTorch on the model in a transformers folder.
+    """Return a variant that runs the model of a transformers folder with PyTorch.
 
     Args:
-        model: The folder.
-        dtype: What it computes in.
-        device: The device that runs it.
-        way: `compile`: through `torch.compile`; `cuda_graph`: replayed from a CUDA graph; `None`: eager.
+        model: The transformers folder.
+        dtype: Data type used for computation.
+        device: Device that runs the model.
+        way: `compile`: with `torch.compile`; `cuda_graph`: replayed from a CUDA graph; `None`: eager.
     """
     compiles = way == "compile"
-    # What is slower is measured, too: that is what the caller wants to see.
+    # Keep the compiled model even if it is slower than eager: the caller asked for this number.
     options: dict[str, object] | None = {"keep_slower": True} if compiles else {way: True} if way is not None else None
     name = f"PyTorch {'compiled' if compiles else 'eager'} {dtype}"
     return Variant(
@@ -330,8 +331,8 @@ def pytorch_variant(
         path=model.location.folder,
         task=model.task,
         backend=(
-            registry.owner("prepare", WEIGHTS, scheme="accelerate") if compiles else registry.owner("export", WEIGHTS)
-        ).name,
+            plan_stage("prepare", WEIGHTS, scheme="accelerate") if compiles else plan_stage("export", WEIGHTS)
+        ).backend.name,
         device=device,
         provider_options=options,
         options=SessionOptions.from_dict({"compute_dtype": dtype}),
@@ -341,7 +342,10 @@ def pytorch_variant(
 
 
 def _runner(resolved: Resolved) -> str | None:
-    """Backend of a model when none is named: its own choice, or else the first one that runs its format."""
+    """Return the backend of a model if the caller named none.
+
+    `None` selects the automatic choice. If no automatic backend runs the format, return the first backend that does.
+    """
     artifact = resolved.artifact
     if artifact is None or artifact.manifest.run is not None:
         return None
@@ -355,7 +359,7 @@ def _unused(name: str, variants: Sequence[Variant]) -> str:
 
 
 def _original_here(resolved: Resolved) -> Resolved | None:
-    """The PyTorch model that a model was made from, or is, if it is still here."""
+    """Return the PyTorch model from which a model was made, or the PyTorch model itself; `None` if it is not on this machine."""
     try:
         source = original(resolved, local_files_only=True)
     except AccelError:

@@ -1,37 +1,40 @@
-"""Results of a benchmark: one result a variant, one cell a workload, and their printed lines."""
+"""Results of a benchmark: one `VariantResult` for each variant, with one `Cell` for each workload, and their printed lines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
+import numpy as np
+
+from ...artifact.json_text import finite
 from ...artifact.manifest import MANIFEST, Artifact
 from ...artifact.writing import checkpoint_weights
 from ..disturbance import Disturbance
-from ..statistics import Ratio, Summary, geometric_mean, speedup, summarize
+from ..statistics import Ratio, Summary, speedup, summarize
 from .rounds import Measured
 from .variants import Variant, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One variant on one workload.
+    """Measurements of one variant on one workload.
 
     Attributes:
-        workload: Its name.
-        batch: Rows a call.
-        sequence: Tokens a row; `None` where they vary.
-        latency: Milliseconds a call.
-        throughput: Rows a second.
-        tokens_per_s: Tokens generated a second behind each row's first one, all rows together; `None` where none are.
-        processor_ms: Processor time a call, all threads together, spinning included.
-        ratio: How many times faster than the baseline, by the median latency of each round.
-        milliseconds: Every call, a list for each round.
-        round_seconds: Seconds of each round, from its first call to its last answer.
-        round_processor_seconds: Processor time of each round, all threads together.
+        workload: Name of the workload.
+        batch: Number of rows in each call.
+        sequence: Number of tokens in each row; `None` if they vary.
+        latency: Summary of the latencies, in milliseconds per call.
+        throughput: Rows per second.
+        tokens_per_s: Tokens generated per second after each row's first token, summed over all rows; `None` if nothing is generated.
+        processor_ms: Processor time per call in milliseconds, summed over all threads, including busy waiting.
+        ratio: Speed-up over the baseline, from the median latency of each round.
+        milliseconds: Latency of every call, one list for each round.
+        round_seconds: Duration of each round in seconds, from its first call to its last result.
+        round_processor_seconds: Processor time of each round in seconds, summed over all threads.
     """
 
     workload: str
@@ -48,32 +51,37 @@ class Cell:
 
     @property
     def round_ms(self) -> list[float]:
-        """The median latency of each round."""
+        """Median latency of each round, in milliseconds."""
         return [median(calls) for calls in self.milliseconds]
+
+    @property
+    def p5(self) -> float:
+        """Fifth percentile of the latencies of all calls, in milliseconds."""
+        return float(np.percentile([ms for calls in self.milliseconds for ms in calls], 5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantResult:
-    """One variant.
+    """Measurements of one variant.
 
     Attributes:
-        name: Its name.
-        backend: What ran it; `pytorch` for PyTorch.
-        device: The device that ran it.
-        compute_dtype: What its kernels computed in.
-        threads: That worked on one call.
-        options: The session's options.
-        notes: Settings that change what a number means, such as TF32.
-        path: Its folder.
-        bytes: Of its weights and graphs on disk.
-        load_s: Seconds to load, imports excluded.
-        warmup_s: Seconds of the calls before the first round; compilers work then.
-        peak_memory_bytes: Of its whole process, interpreter and PyTorch included.
-        max_abs_difference: From the baseline's outputs; `None` for the baseline.
-        tolerance: What was accepted of it; `None`: reported, not judged, which is so for quantized variants.
-        agreement: Share of rows of the checked calls whose largest output is at the same place as the baseline's.
-        cells: One a workload.
-        error: Why it was not measured.
+        name: Name of the variant.
+        backend: Backend that ran the variant; `pytorch` for PyTorch.
+        device: Device that ran the variant.
+        compute_dtype: Data type used for computation.
+        threads: Number of threads that work on one call.
+        options: Options of the session.
+        notes: Settings that change the meaning of the numbers, such as TF32.
+        path: Folder of the variant.
+        bytes: Total size of its weights and graphs on disk, in bytes.
+        load_s: Time to load the variant, in seconds, without imports.
+        warmup_s: Duration of the warm-up calls, in seconds; compilers run during these calls.
+        peak_memory_bytes: Peak memory of the whole process, including interpreter and PyTorch.
+        max_abs_difference: Largest absolute difference from the baseline's outputs; `None` for the baseline.
+        tolerance: Accepted difference; `None` if any finite difference is accepted, as for quantized variants.
+        agreement: Fraction of equal predictions (argmax of the first output) of variant and baseline, in the compared calls.
+        cells: One result for each workload.
+        error: Reason why the variant was not measured; `None` if it was.
     """
 
     name: str
@@ -94,42 +102,24 @@ class VariantResult:
     cells: tuple[Cell, ...] = ()
     error: str | None = None
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> VariantResult:
-        """From `dataclasses.asdict` and JSON."""
-        cells = tuple(
-            Cell(
-                **{
-                    **cell,
-                    "latency": Summary(**cell["latency"]),
-                    "ratio": Ratio(**cell["ratio"]) if cell["ratio"] else None,
-                    "milliseconds": tuple(tuple(block) for block in cell["milliseconds"]),
-                    "round_seconds": tuple(cell["round_seconds"]),
-                    "round_processor_seconds": tuple(cell["round_processor_seconds"]),
-                }
-            )
-            for cell in values["cells"]
-        )
-        return cls(**{**values, "cells": cells, "notes": tuple(values["notes"])})
-
     @property
     def median_ms(self) -> float:
-        """Geometric mean of the workloads' medians."""
+        """Geometric mean of the workloads' median latencies, in milliseconds."""
         return geometric_mean([cell.latency.median for cell in self.cells])
 
     def lines(self) -> list[str]:
-        """One line a workload, in the form that transformer-deploy prints."""
+        """Return one line for each workload, in the format of transformer-deploy."""
         if self.error is not None:
             return [f"[{self.name}] failed: {self.error.splitlines()[0]}"]
-        made = []
+        lines = []
         for cell in self.cells:
             s = cell.latency
-            made.append(
+            lines.append(
                 f"[{self.name}] mean={s.mean:.2f}ms, sd={s.sd:.2f}ms, min={s.min:.2f}ms, max={s.max:.2f}ms, "
                 f"median={s.median:.2f}ms, 95p={s.p95:.2f}ms, 99p={s.p99:.2f}ms ({cell.workload})"
                 + (f", {cell.tokens_per_s:.1f} tokens/s" if cell.tokens_per_s is not None else "")
             )
-        return made
+        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +127,13 @@ class Benchmark:
     """Result of a benchmark.
 
     Attributes:
-        task: Of the model.
-        baseline: Name of the variant that ratios and differences refer to.
-        machine: Facts that the numbers depend on.
+        task: Task of the model.
+        baseline: Name of the variant with which all others are compared.
+        machine: Facts about the machine that influence the numbers.
         settings: Rounds, calls, warm-up, threads and traffic.
-        variants: One each, in the order given.
-        seconds: For everything.
-        disturbance: Whether other programs used the machine meanwhile.
+        variants: One result for each variant, in the given order.
+        seconds: Duration of the whole benchmark, in seconds.
+        disturbance: Signs that other programs used the machine during the benchmark.
     """
 
     task: str
@@ -155,38 +145,29 @@ class Benchmark:
     disturbance: Disturbance = field(default_factory=Disturbance)
 
     def __getitem__(self, name: str) -> VariantResult:
-        """The variant of that name."""
+        """Return the result of the variant with this name."""
         return next(variant for variant in self.variants if variant.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, every latency included."""
-        values: dict[str, Any] = without_infinity(asdict(self))
+        """Return the benchmark as JSON values, including the latency of every call."""
+        values: dict[str, Any] = finite(asdict(self))
         return values
 
     def __str__(self) -> str:
         return "\n".join(line for variant in self.variants for line in variant.lines())
 
 
-def without_infinity(value: Any) -> Any:
-    """Replace infinite numbers, such as the interval of a single round, by `None`, because JSON has none."""
-    if isinstance(value, Mapping):
-        return {key: without_infinity(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_infinity(item) for item in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
-
-
 def ratio_of(values: Mapping[str, Any]) -> Ratio:
-    """The ratio in the JSON form of a benchmark or a search."""
+    """Read a speed-up from the JSON form of a benchmark or a search."""
     return Ratio(**{**values, "high": math.inf if values["high"] is None else values["high"]})
 
 
-def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> VariantResult:
-    """Return the result of a variant that was measured."""
+def result(measured: Measured, base: Measured, workloads: Sequence[Workload]) -> VariantResult:
+    """Return the result of a measured variant; `base` holds the measurements of the baseline."""
     cells: list[Cell] = []
     for workload in workloads:
-        blocks = one.blocks.get(workload.name, [])
-        if one.error is not None or not blocks:
+        blocks = measured.blocks.get(workload.name, [])
+        if measured.error is not None or not blocks:
             continue
         times = [block.milliseconds for block in blocks]
         flat = [t for block in times for t in block]
@@ -208,38 +189,35 @@ def result(one: Measured, base: Measured, workloads: Sequence[Workload]) -> Vari
                 round_processor_seconds=tuple(block.processor_seconds for block in blocks),
             )
         )
-    loaded = one.loaded
+    facts: dict[str, Any] = {}
+    if (loaded := measured.loaded) is not None:
+        names = ("backend", "device", "compute_dtype", "threads", "options", "notes")
+        facts = {"load_s": round(loaded.load_s, 3), **{name: getattr(loaded, name) for name in names}}
     return VariantResult(
-        name=one.variant.name,
-        backend=loaded.backend if loaded else "",
-        device=loaded.device if loaded else "",
-        compute_dtype=loaded.compute_dtype if loaded else "",
-        threads=loaded.threads if loaded else 0,
-        options=loaded.options if loaded else {},
-        notes=loaded.notes if loaded else (),
-        path=str(one.variant.path),
-        bytes=_bytes(one.variant),
-        load_s=round(loaded.load_s, 3) if loaded else None,
-        warmup_s=round(one.warmup_s, 3),
-        peak_memory_bytes=one.peak_memory,
-        max_abs_difference=one.difference,
-        tolerance=one.tolerance,
-        agreement=one.agreement,
+        name=measured.variant.name,
+        path=str(measured.variant.path),
+        bytes=_bytes(measured.variant),
+        warmup_s=round(measured.warmup_s, 3),
+        peak_memory_bytes=measured.peak_memory,
+        max_abs_difference=measured.difference,
+        tolerance=measured.tolerance,
+        agreement=measured.agreement,
         cells=tuple(cells),
-        error=one.error,
+        error=measured.error,
+        **facts,
     )
 
 
 def _tokens_per_s(workload: Workload, milliseconds: Sequence[float], before: Sequence[Cell]) -> float | None:
-    """Tokens after the first one over the time that they took; the previous cell has the time until the first token."""
+    """Return the tokens generated per second after the first token; the last result in `before` is the time until the first token."""
     if workload.new_tokens < 2 or not before:
         return None
-    behind = summarize(milliseconds).median - before[-1].latency.median
-    return 1000 * workload.batch * (workload.new_tokens - 1) / behind if behind > 0 else None
+    rest_ms = summarize(milliseconds).median - before[-1].latency.median
+    return 1000 * workload.batch * (workload.new_tokens - 1) / rest_ms if rest_ms > 0 else None
 
 
 def _bytes(variant: Variant) -> int | None:
-    """Size of the weights and graphs on disk."""
+    """Return the total size of the weights and graphs on disk, in bytes."""
     if (variant.path / MANIFEST).is_file():
         return Artifact.load(variant.path).bytes
     return sum(path.stat().st_size for path in checkpoint_weights(variant.path)) or None

@@ -1,4 +1,4 @@
-"""Data of latency measurements: variants, calls, traffic, times."""
+"""Data classes of latency measurements: variants, workloads, traffic, timings."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Arrays = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One thing to measure: a model and the way to run it.
+    """A model and the way to run it.
 
     Attributes:
-        name: Shown in tables.
-        path: Artifact or transformers folder.
-        task: The task.
-        backend: Who runs it; its own choice when `None`.
-        device: Where; the backend's choice when `None`.
-        provider_options: The vendor's own options.
-        options: How it is run; as its manifest says when `None`.
-        trust_remote_code: Run code that comes with the model.
-        lasting: Whether it is loaded once, because that takes minutes (compilers), and not anew for each share of the rounds.
+        name: Name in tables.
+        path: Folder of the artifact, or transformers folder.
+        task: Task of the model.
+        backend: Backend that runs the model; `None` for the automatic choice.
+        device: Device that runs the model; `None` for the backend's choice.
+        provider_options: Options that are passed to the backend's runtime unchanged.
+        options: Session options; `None` for the options in the artifact's manifest.
+        trust_remote_code: Run Python code that is part of the model.
+        lasting: Load the variant only once, because loading takes minutes (compilers), instead of again in each process.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Variant:
 
 
 def process_path(artifact: Artifact) -> Path:
-    """Path by which another process opens an artifact: its folder, or a file of a folder without a manifest and several graphs."""
+    """Return the path from which another process loads an artifact: its folder, or its graph file if the folder has no manifest."""
     complete = artifact.format == WEIGHTS or (artifact.path / MANIFEST).is_file()
     return artifact.path if complete else artifact.path / artifact.components[0].file
 
 
 def planned_variant(variant: Variant) -> Plan:
-    """How a variant is run; its model is exported where there is no artifact yet."""
+    """Return the plan to run a variant. If the model has no artifact yet, export it first."""
     from ...artifact.hub import HubOptions
     from ...backends.plan import RunSettings, make_plan
     from ...stages.export import with_artifact
@@ -73,16 +73,16 @@ class Loaded:
     """Facts about a loaded variant.
 
     Attributes:
-        load_s: Seconds to load it, imports excluded.
-        backend: What runs it.
-        device: The device that ran it.
-        compute_dtype: What its kernels compute in.
-        threads: That work on one call.
-        options: The session's options.
-        axes: Names of the axes that may vary.
-        limits: Largest sizes of named axes.
-        notes: Settings that change what a number means.
-        quantized: Whether its weights or activations have fewer bits.
+        load_s: Time to load the variant, in seconds, without imports.
+        backend: Backend that runs the variant.
+        device: Device that runs the variant.
+        compute_dtype: Data type used for computation.
+        threads: Number of threads that work on one call.
+        options: Options of the session.
+        axes: Names of the dynamic axes.
+        limits: Maximum sizes of named axes.
+        notes: Settings that change the meaning of the numbers, such as TF32.
+        quantized: Whether the artifact is quantized.
     """
 
     load_s: float
@@ -99,17 +99,17 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Calls to time.
+    """The calls to time.
 
     Attributes:
-        name: Shown in tables: `1x128`, or the file of texts.
-        batch: Rows a call.
-        sequence: Tokens a row; `None` where they vary.
-        cases: Inputs of one call each (arrays by name), repeated in turn; or `{"texts": [...]}` each when tokenized in
-            the timed call.
-        tokenizer: Folder of the tokenizer that turns `texts` into inputs, inside the timed call.
-        max_length: Tokens that longer texts are cut to.
-        new_tokens: Tokens that a call generates from its inputs; 0: a call is one of the model's `forward`.
+        name: Name in tables: `1x128`, or the name of the file of texts.
+        batch: Number of rows in each call.
+        sequence: Number of tokens in each row; `None` if they vary.
+        cases: One case for each different call: its inputs as arrays by name, or `{"texts": [...]}` if the timed call includes
+            tokenization. The cases are repeated in turn.
+        tokenizer: Folder of the tokenizer, if the timed call includes tokenization.
+        max_length: Number of tokens after which longer texts are truncated.
+        new_tokens: Number of tokens that each call generates; 0 if each call is one `forward` of the model.
     """
 
     name: str
@@ -126,10 +126,10 @@ class Traffic:
     """How calls arrive.
 
     Attributes:
-        callers: Threads that call. Each waits for its answer before it calls again (a closed loop).
-        rate: Calls a second that arrive on their own, at random (Poisson) times, whether or not earlier ones are
-            answered (an open loop); latency then counts from the arrival. `None`: a closed loop.
-        seed: Of the arrivals.
+        callers: Number of threads that call. Each thread waits for its result before its next call (closed loop).
+        rate: Calls per second that arrive at random (Poisson) times, even if earlier calls have not finished (open loop). Latency
+            is then measured from the arrival. `None` for a closed loop.
+        seed: Seed of the arrival times.
     """
 
     callers: int = 1
@@ -143,12 +143,12 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Calls timed without a break.
+    """Timings of calls without a break between them.
 
     Attributes:
         milliseconds: Latency of each call.
-        seconds: From the first call to the last answer.
-        processor_seconds: Processor time of the whole process meanwhile.
+        seconds: Time from the first call to the last result.
+        processor_seconds: Processor time of the whole process during these calls.
     """
 
     milliseconds: tuple[float, ...]

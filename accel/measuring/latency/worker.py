@@ -1,11 +1,10 @@
-"""The process of a variant: it loads the variant, is given calls, and times them."""
+"""The process of a variant: load the variant, receive workloads, and time calls."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,15 +25,15 @@ _PROMPT = ("input_ids", "attention_mask", "pixel_values", "flattened_patches", "
 
 
 class Worker(Helper):
-    """A process that holds one variant.
+    """A separate process that runs one variant.
 
     Args:
-        variant: What to hold.
-        threads: That work on one call; what the process may use when `None`.
-        until: When, on the clock of `time.perf_counter`, it must have answered everything; `None`: never.
+        variant: The variant to load.
+        threads: Number of threads that work on one call; `None` for all processors that the process may use.
+        until: Deadline for all answers, as a value of `time.perf_counter`; `None` for no deadline.
 
     Raises:
-        SessionError: From every method: the variant failed, its process died, or it did not answer.
+        SessionError: Raised by every method if the variant failed, or its process ended or did not answer.
     """
 
     def __init__(self, variant: Variant, threads: int | None = None, until: float | None = None) -> None:
@@ -45,23 +44,23 @@ class Worker(Helper):
         self.start()
 
     def load(self) -> Loaded:
-        """Load the variant."""
+        """Load the variant in the process."""
         loaded: Loaded = self._ask("load", self.variant, self._threads)
         return loaded
 
     def sample(self, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Any]:
-        """Inputs of these sizes for the variant, without padding, as arrays."""
-        made: dict[str, Any] = self._ask("sample", dict(sizes), seed)
-        return made
+        """Return sample inputs of these sizes for the variant, as arrays without padding."""
+        inputs: dict[str, Any] = self._ask("sample", dict(sizes), seed)
+        return inputs
 
     def prepare(self, workload: Workload) -> None:
-        """Send a workload; the calls below name it."""
+        """Send a workload to the process; later calls refer to it by its name."""
         self._ask("prepare", workload)
 
     def outputs(self, workload: str, case: int = 0) -> dict[str, Any]:
-        """What the variant answers to a case, as arrays."""
-        found: dict[str, Any] = self._ask("outputs", workload, case)
-        return found
+        """Return the variant's outputs for one case of a workload, as arrays."""
+        outputs: dict[str, Any] = self._ask("outputs", workload, case)
+        return outputs
 
     def time(
         self,
@@ -71,12 +70,12 @@ class Worker(Helper):
         traffic: Traffic | None = None,
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> Block:
-        """Time calls, from the case `first` on."""
+        """Time calls of a workload, starting at the case with index `first`."""
         block: Block = self._ask("time", workload, calls, first, traffic or Traffic(), patience=timeout_s)
         return block
 
     def peak_memory(self) -> int:
-        """Largest resident memory of the process so far, in bytes; the interpreter and PyTorch take part of it."""
+        """Return the peak memory of the process so far, in bytes, including interpreter and PyTorch."""
         peak: int = self.call(peak_memory)
         return peak
 
@@ -92,21 +91,21 @@ class Worker(Helper):
             raise SessionError(f"{self.variant.name} failed: {kind}{error}") from error
 
 
-# In the process
+# The code below runs in the separate process.
 
 
 def _serve(verb: str, args: Sequence[Any]) -> Any:
     return getattr(_served, verb)(*args)
 
 
-def _given(artifact: Artifact) -> tuple[TensorSpec, ...]:
-    """Inputs of all graphs that are not outputs of another graph."""
-    made = {spec.name for component in artifact.components for spec in component.outputs}
-    return tuple(spec for component in artifact.components for spec in component.inputs if spec.name not in made)
+def _inputs(artifact: Artifact) -> tuple[TensorSpec, ...]:
+    """Return the inputs of all graphs, except for inputs that are outputs of another graph."""
+    outputs = {spec.name for component in artifact.components for spec in component.outputs}
+    return tuple(spec for component in artifact.components for spec in component.inputs if spec.name not in outputs)
 
 
 class _Served:
-    """The variant in its process; a method for each request."""
+    """The variant inside its process, with one method for each request."""
 
     def __init__(self) -> None:
         self._model: Any = None
@@ -128,8 +127,8 @@ class _Served:
         artifact = model.artifact
         component = artifact.components[0]
         session = model.sessions[component.name]
-        self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in _given(artifact)))
-        given = variant.provider_options or {}
+        self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in _inputs(artifact)))
+        notes = tuple(f"{name}={value}" for name, value in (variant.provider_options or {}).items())
         return Loaded(
             load_s=time.perf_counter() - started,
             backend=model.backend,
@@ -139,7 +138,7 @@ class _Served:
             options=options.to_dict(),
             axes=tuple(sorted({a for spec in session.inputs for a in spec.shape if isinstance(a, str)})),
             limits=dict(component.max_sizes),
-            notes=tuple(f"{name}={value}" for name, value in given.items()),
+            notes=notes,
             quantized=artifact.manifest.quantization is not None,
         )
 
@@ -147,13 +146,13 @@ class _Served:
         from ... import capture
 
         artifact = self._model.artifact
-        specs = artifact.components[0].inputs if self._model.can_generate() else _given(artifact)
+        specs = artifact.components[0].inputs if self._model.can_generate() else _inputs(artifact)
         if self._model.can_generate():
-            # A prompt: what a caller of `generate` passes, and nothing of what it makes of it.
+            # Keep only the prompt's inputs, which a caller passes to `generate`.
             specs = tuple(spec for spec in specs if spec.name in _PROMPT)
             sizes = {"total": sizes.get("sequence", 2), **sizes}
         feeds = capture.feeds_for(specs, {"choices": 2, **sizes}, seed=seed, folder=artifact.path)
-        # Padding would let a variant that skips it look faster than it is on the stated shape.
+        # Inputs have no padding: a variant that skips padding would seem faster on this shape than it is.
         return {name: (t.fill_(1) if name == "attention_mask" else t).numpy() for name, t in feeds.items()}
 
     def prepare(self, workload: Workload) -> None:
@@ -196,7 +195,7 @@ class _Served:
         with torch.inference_mode():
             result = call(**cases[case])
         if not isinstance(result, torch.Tensor) and "sequences" in result:
-            # Of what was generated, the logits of the first token: the choice of every later one depends on it.
+            # Compare only the logits of the first generated token, because every later token depends on it.
             result = {"logits": result["logits"][0]}
         if isinstance(result, torch.Tensor):
             result = {"output": result}
@@ -215,7 +214,7 @@ _served = _Served()
 
 
 def _generate(model: Any, new_tokens: int, **feeds: Any) -> Any:
-    """Generate exactly `new_tokens` tokens greedily."""
+    """Generate exactly `new_tokens` tokens with greedy decoding."""
     return model.generate(
         **feeds, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, num_beams=1,
         output_logits=True, return_dict_in_generate=True,
@@ -223,7 +222,7 @@ def _generate(model: Any, new_tokens: int, **feeds: Any) -> Any:
 
 
 def timed(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Milliseconds of `call(**case)` for each case; the timed region holds the call and nothing else."""
+    """Return the latency of `call(**case)` for each case, in milliseconds. The timed region contains only the call."""
     import torch
 
     clock = time.perf_counter_ns
@@ -237,44 +236,29 @@ def timed(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _traffic(call: Callable[..., Any], cases: Sequence[Mapping[str, Any]], traffic: Traffic) -> list[float]:
-    """Latency of each call when several callers share the model, or when calls arrive on their own."""
+    """Time calls from several threads that share the model, or calls that arrive at random times."""
     import torch
 
     gaps = None
     if traffic.rate is not None:
         gaps = np.random.default_rng(traffic.seed).exponential(1e9 / traffic.rate, len(cases)).cumsum()
-    counter = itertools.count()
-    times = [0.0] * len(cases)
-    failures: list[BaseException] = []
     begin = time.perf_counter_ns() + 1_000_000
 
-    def caller() -> None:
-        try:
-            with torch.inference_mode():
-                # `next` on a counter is atomic: every call is made once.
-                while not failures and (i := next(counter)) < len(cases):
-                    arrival = begin + int(gaps[i]) if gaps is not None else time.perf_counter_ns()
-                    wait = arrival - time.perf_counter_ns()
-                    if wait > 0:
-                        time.sleep(wait / 1e9)
-                    call(**cases[i])
-                    times[i] = (time.perf_counter_ns() - arrival) / 1e6
-        # Raised below, in the thread that answers the parent.
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
+    def timed_call(i: int) -> float:
+        with torch.inference_mode():
+            arrival = begin + int(gaps[i]) if gaps is not None else time.perf_counter_ns()
+            wait = arrival - time.perf_counter_ns()
+            if wait > 0:
+                time.sleep(wait / 1e9)
+            call(**cases[i])
+            return (time.perf_counter_ns() - arrival) / 1e6
 
-    threads = [threading.Thread(target=caller, daemon=True) for _ in range(traffic.callers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return times
+    with ThreadPoolExecutor(traffic.callers) as pool:
+        return list(pool.map(timed_call, range(len(cases))))
 
 
 def _synchronized(model: Any, device: Any) -> Callable[..., Any]:
-    """A call on a GPU ends when its results are there."""
+    """Wrap a model so that each call waits until the GPU has finished."""
     import torch
 
     def call(**feeds: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Workloads: a grid of shapes, or real texts with their own lengths."""
+"""Workloads to time: a grid of batch sizes and sequence lengths, or texts with their own lengths."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CASES_OF_TEXTS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The calls to time.
+    """Settings of the calls to time.
 
     Attributes:
-        batch, sequence, texts, tokenize, max_length, new_tokens, seed, threads: As in `accel.benchmark`.
-        call: Inputs by name of the one call that is timed instead.
+        batch, sequence, texts, tokenize, max_length, new_tokens, seed, threads: The arguments of `accel.benchmark` with these names.
+        call: Inputs by name of one call, which replaces all other calls; `None` to use the other fields.
     """
 
     batch: tuple[int, ...] = (1,)
@@ -48,10 +48,10 @@ class Load:
 
 
 def check_sequences(sequences: Sequence[int], limits: Mapping[str, int]) -> None:
-    """Refuse more tokens a row than a model reads.
+    """Raise if a sequence is longer than the model's number of positions.
 
     Raises:
-        ConfigError: A sequence longer than the model's positions.
+        ConfigError: A sequence is longer than the model's number of positions.
     """
     limit = limits.get("sequence")
     if limit is not None and max(sequences) > limit:
@@ -64,34 +64,34 @@ def check_sequences(sequences: Sequence[int], limits: Mapping[str, int]) -> None
 def grid(
     worker: Worker, loaded: Loaded, batches: Sequence[int], sequences: Sequence[int], new_tokens: int = 0
 ) -> list[Workload]:
-    """A workload for each batch and sequence, with inputs that the model of `worker` takes.
+    """Return a workload for each batch size and sequence length, with sample inputs for the model that `worker` runs.
 
-    With `new_tokens` two each: until the first token, and until the last one.
+    With `new_tokens`, return two workloads for each: generate one token, and generate `new_tokens` tokens.
 
     Raises:
-        ConfigError: A sequence longer than the model's positions.
+        ConfigError: A sequence is longer than the model's number of positions.
     """
     if "sequence" in loaded.axes:
         check_sequences(sequences, loaded.limits)
     shapes: list[tuple[int, int | None]] = [(b, s) for b in batches for s in sequences]
     if "sequence" not in loaded.axes:
         shapes = [(b, None) for b in batches]
-    made = []
+    workloads = []
     for seed, (batch, sequence) in enumerate(shapes):
         sizes = {"batch": batch, **({"sequence": sequence} if sequence is not None else {})}
         name = f"{batch}x{sequence}" if sequence is not None else f"batch {batch}"
         plain = Workload(name=name, batch=batch, sequence=sequence, cases=(worker.sample(sizes, seed),))
         ends = [n for n in dict.fromkeys((1, new_tokens)) if n] if new_tokens else []
-        made += [replace(plain, name=f"{name}+{end}", new_tokens=end) for end in ends] or [plain]
-    return made
+        workloads += [replace(plain, name=f"{name}+{end}", new_tokens=end) for end in ends] or [plain]
+    return workloads
 
 
 def read_texts(file: str | os.PathLike[str], task: str) -> list[str]:
-    """Texts of a `.txt` file, one a line, or of the text column of a CSV, JSON or Parquet file.
+    """Read texts from a `.txt` file (one per line), or from the text column of a CSV, JSON or Parquet file.
 
     Raises:
-        InputError: The file holds none.
-        ConfigError: It does not exist.
+        InputError: The file contains no texts.
+        ConfigError: The file does not exist.
     """
     from ...data.columns import map_columns
     from ...data.labels import texts
@@ -101,17 +101,17 @@ def read_texts(file: str | os.PathLike[str], task: str) -> list[str]:
     if path.suffix == ".txt":
         if not path.is_file():
             raise ConfigError(f"There is no file {path}.", fix="check the path of the texts.")
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        found = [line for line in lines if line]
+        stripped = map(str.strip, path.read_text(encoding="utf-8").splitlines())
+        lines = [line for line in stripped if line]
     else:
-        found = texts(map_columns(load_rows(path), task, None, answers=False), "text")
-    if not found:
+        lines = texts(map_columns(load_rows(path), task, None, answers=False), "text")
+    if not lines:
         raise InputError(f"{path} holds no texts.", fix="give one text a line.")
-    return found
+    return lines
 
 
 def workloads_of(load: Load, worker: Worker, loaded: Loaded) -> list[Workload]:
-    """The calls of a load, with inputs that the model of `worker`, the baseline, takes."""
+    """Return the workloads of a load, with inputs for the baseline, which `worker` runs."""
     if load.call is not None:
         return [Workload(name="rows", batch=load.batch[0], sequence=None, cases=(load.call,))]
     if load.texts is None:
@@ -120,12 +120,12 @@ def workloads_of(load: Load, worker: Worker, loaded: Loaded) -> list[Workload]:
 
 
 def text_workloads(load: Load, baseline: Variant, limits: Mapping[str, int]) -> list[Workload]:
-    """Up to 64 batches of texts in random order, padded as they come: the length distribution of real traffic.
+    """Return, for each batch size, a workload of up to 64 batches of texts in random order. Each batch is padded to its longest text.
 
     Args:
-        load: The texts, the batches, and whether they are tokenized inside the timed call.
-        baseline: Its folder has the tokenizer.
-        limits: Largest sizes of named axes.
+        load: The texts, the batch sizes, and whether the timed calls include tokenization.
+        baseline: The variant whose folder has the tokenizer.
+        limits: Maximum sizes of named axes.
     """
     from ...data.batches import load_processor
 
@@ -136,9 +136,9 @@ def text_workloads(load: Load, baseline: Variant, limits: Mapping[str, int]) -> 
     max_length = load.max_length or limits.get("sequence")
     tokenizer = None if load.tokenize else load_processor(baseline.path, baseline.task)
     order = np.random.default_rng(load.seed).permutation(len(texts))
-    made = []
+    workloads = []
     for batch in load.batch:
-        # Fewer texts than a batch: the same ones again.
+        # Repeat texts if there are fewer texts than rows in a batch.
         count = max(batch, min(len(texts), batch * _CASES_OF_TEXTS))
         drawn = [texts[int(order[i % len(order)])] for i in range(count)]
         groups = [drawn[i : i + batch] for i in range(0, len(drawn) - batch + 1, batch)]
@@ -150,21 +150,26 @@ def text_workloads(load: Load, baseline: Variant, limits: Mapping[str, int]) -> 
                 for group in groups
             ]
         folder = baseline.path if tokenizer is None else None
-        made.append(
+        workloads.append(
             Workload(
                 name=f"{batch} of {name}", batch=batch, sequence=None, cases=tuple(cases), tokenizer=folder,
                 max_length=max_length if load.tokenize else None,
             )
         )  # fmt: skip
-    return made
+    return workloads
 
 
 def lengths(workloads: Sequence[Workload]) -> dict[str, dict[str, float]]:
-    """The distribution of padded lengths of workloads whose length varies."""
-    made = {}
+    """Return the distribution of padded sequence lengths, for each workload with varying lengths."""
+    distributions = {}
     for workload in workloads:
         sizes = [case["input_ids"].shape[1] for case in workload.cases if "input_ids" in case]
         if workload.sequence is None and sizes:
             p50, p95 = np.percentile(sizes, [50, 95])
-            made[workload.name] = {"min": min(sizes), "median": float(p50), "p95": float(p95), "max": max(sizes)}
-    return made
+            distributions[workload.name] = {
+                "min": min(sizes),
+                "median": float(p50),
+                "p95": float(p95),
+                "max": max(sizes),
+            }
+    return distributions

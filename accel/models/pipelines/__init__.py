@@ -1,1 +1,1 @@
-"""Pipelines: transformers' own over our models, and those that transformers 5 removed."""
+"""Pipelines: transformers' pipelines on accel's models, and the pipelines that transformers 5 removed."""

@@ -1,4 +1,4 @@
-"""Sounds and images of nothing, found before a processor pads or resizes them."""
+"""Detection of empty sounds and images before a processor pads or resizes them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ...errors import InputError
 
 
 class ChecksEmpty:
-    """Refuses sounds of no samples and images of no pixels, of which processors make silence and black. Mixed into stock pipelines."""
+    """Mixin for transformers' pipelines that raises for sounds without samples and images without pixels; processors would pad them."""
 
     def preprocess(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The stock pipeline's, after the check.
+        """Check the inputs, then preprocess them like transformers' pipeline.
 
         Raises:
-            InputError: An empty sound or image.
+            InputError: A sound or image is empty.
         """
         if isinstance(inputs, Mapping):
             for name in ("raw", "array", "image"):
@@ -26,10 +26,10 @@ class ChecksEmpty:
 
 
 def check_not_empty(value: Any) -> None:
-    """Check an image or an array of samples; anything else passes.
+    """Check that an image or an array of samples is not empty; other values pass.
 
     Raises:
-        InputError: It is empty.
+        InputError: The image or array is empty.
     """
     size = getattr(value, "size", None)
     if isinstance(size, tuple) and 0 in size:

@@ -1,4 +1,4 @@
-"""`accel.pipeline`: transformers' pipelines over our models, with length-sorted batches, and those that it removed."""
+"""`accel.pipeline`: transformers' pipelines on accel's models with length-sorted batches, and pipelines that transformers removed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline, get_default_model_and_revision
 
 from ...config import check_number, checked_arguments
-from ...errors import ConfigError, TaskError, did_you_mean
+from ...errors import ConfigError, PluginError, TaskError, did_you_mean
 from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec, without_languages
 from ...interfaces.task_spec import TaskSpec
+from ...upstream.pipeline_internals import loads
 from ..arguments import LoadingArguments, device_name, read_arguments
 from ..base import ORTModel, model_class
 from ..processors import companion_of, opened_processors
@@ -49,26 +50,26 @@ def pipeline(
     model_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Pipeline:
-    """A pipeline over an accelerated model.
+    """Create a pipeline with an accelerated model.
 
-    Batched calls sort by length inside a window and restore the order. `question-answering`, which transformers 5
-    removed, works as it did.
+    Batched calls sort inputs by length within a window and return results in the original order. Pipelines that transformers 5
+    removed, such as `question-answering`, work as in transformers 4.
 
     Args:
-        task: A pipeline task; the model's own when `None`.
-        model: Hub id, folder, or a model (ours or transformers'); transformers' usual one for the task when `None`.
-        backend: For an id or folder, as in `from_pretrained`.
-        device: Likewise; a model that is there moves to it.
-        tokenizer, image_processor, feature_extractor: Those beside the model when `None`.
-        batch_size: Inputs a call of the model.
-        revision, token, trust_remote_code: For an id or folder, as in transformers.
-        model_kwargs: More arguments of `from_pretrained`.
-        **kwargs: Arguments of the stock pipeline and of `from_pretrained`.
+        task: Pipeline task; the model's own task when `None`.
+        model: Hub id, folder, or a loaded model of accel or transformers; transformers' default model of the task when `None`.
+        backend: Backend for a model given as id or folder, as in `from_pretrained`.
+        device: Device as in `from_pretrained`; a loaded model is moved to it.
+        tokenizer, image_processor, feature_extractor: Loaded from the model's folder when `None`.
+        batch_size: Number of inputs per call of the model.
+        revision, token, trust_remote_code: As in transformers, for a model given as id or folder.
+        model_kwargs: Further arguments of `from_pretrained`.
+        **kwargs: Arguments of transformers' pipeline and of `from_pretrained`.
 
     Raises:
-        ConfigError: No model was given, and the task has no usual one; or an argument that neither has, or that cannot be.
-        ArtifactNotFoundError: A model or tokenizer that is not there.
-        TaskError: The task is unknown, or the model does another one.
+        ConfigError: No model was given and the task has no default model, or an argument is unknown or invalid.
+        ArtifactNotFoundError: The model or tokenizer does not exist.
+        TaskError: The task is unknown, or the model was made for another task.
     """
     check_model(model)
     check_number("batch_size", batch_size, 1)
@@ -76,7 +77,7 @@ def pipeline(
     if model is None:
         model, revision = usual_model(task, revision)
     if kwargs.get("framework") in (None, "pt"):
-        # transformers 4 had others.
+        # transformers 4 supported other frameworks.
         kwargs.pop("framework", None)
     loading = {name: kwargs.pop(name) for name in loading_arguments() & kwargs.keys()}
     if task is not None:
@@ -98,10 +99,10 @@ def pipeline(
         task = _pipeline_of(task_spec(model.artifact.task))
     if isinstance(model, ORTModel):
         _check_model(task, model)
-        own = task_spec(model.artifact.task)
-        if task in own.synonyms and own.own_pipelines:
-            # Another word for what this model does, and stock pipelines of that word are for other models.
-            task = _pipeline_of(own)
+        spec = task_spec(model.artifact.task)
+        if task in spec.synonyms and spec.own_pipelines:
+            # transformers' pipeline for this synonym is for other models.
+            task = _pipeline_of(spec)
     ours = _ours(task)
     impl: Any = pipeline_class(task)
     check_known_arguments(task, impl, kwargs)
@@ -127,12 +128,10 @@ def pipeline(
 
 @functools.cache
 def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
-    """The stock pipeline with sorted batches, under its own name."""
+    """Return a subclass of a transformers pipeline class with length-sorted batches and the same name."""
     how = ClassifiesWindows if classifies_windows(impl) else LengthSorted
-    # True, "maybe" (None) or False, in transformers' words.
-    senses = any(
-        getattr(impl, f"_load_{name}", False) is not False for name in ("feature_extractor", "image_processor")
-    )
+    # `loads` returns transformers' three values: True, None ("maybe") and False.
+    senses = any(loads(impl, part) is not False for part in ("feature_extractor", "image_processor"))
     bases: tuple[type, ...] = (ChecksEmpty, how, impl) if senses else (how, impl)
     members: dict[str, Any] = {
         "__module__": __name__,
@@ -143,22 +142,22 @@ def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
     return type(impl.__name__, bases, members)
 
 
-def _reduced(made: Any, _protocol: int) -> tuple[Any, ...]:
-    """For pickle and copies: the stock class, which has a name to import it by, and what the pipeline holds."""
-    return _empty_pipeline, (made._stock_class,), vars(made)  # noqa: SLF001  # set in `sorted_class`
+def _reduced(pipe: Any, _protocol: int) -> tuple[Any, ...]:
+    """Return how to pickle or copy a pipeline: the importable transformers class it is based on, and its attributes."""
+    return _empty_pipeline, (pipe._stock_class,), vars(pipe)  # noqa: SLF001  # set in `sorted_class`
 
 
 def _empty_pipeline(impl: Any) -> Pipeline:
     cls: Any = sorted_class(impl)
-    made: Pipeline = cls.__new__(cls)
-    return made
+    pipe: Pipeline = cls.__new__(cls)
+    return pipe
 
 
 def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
-    """transformers' default model of a task and the revision that is meant, or the one asked for.
+    """Return transformers' default model of a task, and the requested revision or the default one.
 
     Raises:
-        ConfigError: No task either, or transformers has no model for it.
+        ConfigError: The task is missing, or transformers has no default model for it.
     """
     try:
         ours = (
@@ -179,16 +178,16 @@ def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
 
 
 def _processors(model: ORTModel, impl: type[Pipeline], given: Container[str]) -> dict[str, Any]:
-    """The tokenizer and so on beside a model, as far as its inputs need them, or its answers as this pipeline gives them, and the
-    caller gave none.
+    """Load the tokenizer and processors from the model's folder that the model's inputs or this pipeline's outputs need and that the
+    caller did not pass.
     """
-    if getattr(impl, "_load_processor", False) is True:
-        # One for images and texts together.
+    if loads(impl, "processor"):
+        # The pipeline uses one processor for images and texts.
         return {} if "processor" in given else {"processor": companion_of(model, "AutoProcessor")}
     needed = {}
     main, reads = model.main_input_name, model.input_names
     sounds = {"input_values", "input_features"} & {main, *reads}
-    if "input_ids" in reads or model.can_generate() or (sounds and getattr(impl, "_load_tokenizer", False)):
+    if "input_ids" in reads or model.can_generate() or (sounds and loads(impl, "tokenizer")):
         needed["tokenizer"] = "AutoTokenizer"
     if _IMAGES & set(reads):
         needed["image_processor"] = "AutoImageProcessor"
@@ -198,7 +197,7 @@ def _processors(model: ORTModel, impl: type[Pipeline], given: Container[str]) ->
 
 
 def pipeline_tasks(model: ORTModel) -> tuple[str, ...]:
-    """Every pipeline task that a model serves, its own first."""
+    """Return all pipeline tasks that a model supports, its own task first."""
     return tuple(name for name in _pipelines_of(task_spec(model.artifact.task)) if _has_what_it_needs(name, model))
 
 
@@ -208,27 +207,35 @@ def _pipelines_of(spec: TaskSpec) -> tuple[str, ...]:
 
 
 def _has_what_it_needs(task: str, model: ORTModel) -> bool:
-    """Whether a model of a task that serves a pipeline reads what it gives, and has what it looks for."""
+    """Return whether a model can be used in the pipeline: it takes the inputs and has the config fields that the pipeline needs."""
     impl: Any = pipeline_class(task)
-    if getattr(impl, "_load_image_processor", False) is True and not _IMAGES & set(model.input_names):
+    if loads(impl, "image_processor") and not _IMAGES & set(model.input_names):
         return False
     return load_task(model.artifact.task).can_serve(task, model.config)
 
 
 def _pipeline_of(spec: TaskSpec) -> str:
-    """The pipeline task for a model's task: itself, or the first one that there is a pipeline for."""
+    """Return the pipeline task for a model's task: the same name, or the first supported pipeline."""
     return next(iter(_pipelines_of(spec)), spec.name)
 
 
 def _ours(task: str) -> type[Pipeline] | None:
-    """The class of a pipeline that transformers 5 removed and accel brings back; `None` for the others."""
+    """Return accel's class of a pipeline that transformers 5 removed; `None` for other pipelines."""
     word = without_languages(task)
     spec = next((spec for spec in all_tasks() if word in spec.own_pipelines), None)
-    return load_task(spec.name).pipeline(word) if spec is not None else None
+    if spec is None:
+        return None
+    impl = load_task(spec.name).pipeline(word)
+    if impl is None:
+        raise PluginError(
+            f"The task {spec.name!r} has {word!r} among its own_pipelines, and no class for it.",
+            fix="return the class from Task.pipeline, or leave the name out of TaskSpec.own_pipelines.",
+        )
+    return impl
 
 
 def pipeline_class(task: str) -> type[Pipeline]:
-    """The class of a pipeline task: ours, or transformers'."""
+    """Return the class of a pipeline task, from accel or from transformers."""
     return _ours(task) or _stock(task)
 
 
@@ -237,7 +244,7 @@ def _set(**values: Any) -> list[str]:
 
 
 def _load(task: str | None, model: str | os.PathLike[str], arguments: LoadingArguments) -> ORTModel:
-    """Open a model for a pipeline: by the one class that serves the task, or by the class of the model's own task."""
+    """Open a model for a pipeline with the task's class, or with the class of the model's own task if several classes are possible."""
     if task is None or has_several_classes(task):
         cls, arguments = ORTModel, replace(arguments, task=arguments.task or task)
     else:
@@ -246,15 +253,15 @@ def _load(task: str | None, model: str | os.PathLike[str], arguments: LoadingArg
 
 
 def has_several_classes(task: str) -> bool:
-    """Whether a pipeline task is served by several classes, so that the model decides: speech recognition by two kinds of models."""
+    """Return whether several model classes support a pipeline task. Speech recognition, for example, has two kinds of models."""
     return len({model_class(spec.name) for spec in specs_for(task)}) > 1
 
 
 def _stock(task: str) -> type[Pipeline]:
-    """The stock class of a pipeline task.
+    """Return transformers' class of a pipeline task.
 
     Raises:
-        TaskError: transformers has none, or accel does not serve it.
+        TaskError: transformers has no such pipeline, or accel does not support it.
     """
     try:
         _, targeted, _ = PIPELINE_REGISTRY.check_task(task)
@@ -265,18 +272,18 @@ def _stock(task: str) -> type[Pipeline]:
             f"There is no pipeline {task!r}.{did_you_mean(task, known)}", fix=f"use one of {', '.join(known)}."
         ) from error
     impl = targeted["impl"]
-    # transformers 5.2x names its classes by dotted path; a registered one is the class itself.
+    # transformers 5.2x stores classes as dotted paths; a registered pipeline is the class itself.
     found: type[Pipeline] = pkgutil.resolve_name(impl) if isinstance(impl, str) else impl
     return found
 
 
 def _check_model(task: str, model: ORTModel) -> None:
-    wanted = task_spec(task)
-    if model.opens_any_graph() and wanted.embeds:
-        # Whoever opens any graph says himself what its first output is.
+    spec_of_task = task_spec(task)
+    if model.opens_any_graph() and spec_of_task.embeds:
+        # A class for any graph does not define its first output, so the caller decides whether it is an embedding.
         return
     if not any(isinstance(model, model_class(spec.name)) for spec in specs_for(task)):
         raise TaskError(
             f"{type(model).__name__} does not serve the pipeline {task!r}.",
-            fix=f"use {model_class(wanted.name).__name__}, or another task.",
+            fix=f"use {model_class(spec_of_task.name).__name__}, or another task.",
         )

@@ -1,4 +1,4 @@
-"""What the pipelines that transformers 5 removed pass to `generate`, by the rules of transformers 4."""
+"""Generation settings of the pipelines that transformers 5 removed, with the precedence rules of transformers 4."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers.pipelines.base import Pipeline
 
 
 class GenerationPipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here
-    """A pipeline over `generate`.
+    """Base class of pipelines that call `generate`.
 
-    A setting is the first one that is found: in the call; where the pipeline was made; in `task_specific_params` of the model's
-    config.json, under the pipeline's task; in its generation_config.json; in `_default_generation_config`.
+    The first source that contains a setting is used, in this order: the call; the pipeline's arguments; `task_specific_params` in the
+    model's config.json for the pipeline's task; the model's generation_config.json; `_default_generation_config`.
 
     Attributes:
-        prefix: What stands before each text: of `task_specific_params`, or the config's own.
+        prefix: Text put before each input text: from `task_specific_params`, or the config's `prefix`.
     """
 
     _pipeline_calls_generate = True
@@ -29,17 +29,17 @@ class GenerationPipeline(Pipeline):  # type: ignore[misc]  # transformers is unt
         self._task_settings = {name: value for name, value in settings.items() if name in known and value is not None}
 
     def task_settings(self, task: str) -> Mapping[str, Any]:
-        """The `task_specific_params` of a task; none where the config has none."""
+        """Return the `task_specific_params` of a task; empty if the config has none."""
         settings: Mapping[str, Any] = (getattr(self.model.config, "task_specific_params", None) or {}).get(task) or {}
         return settings
 
     def _prepare_generate_kwargs(self, generate_kwargs: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-        given = {**self._generate_kwargs, **generate_kwargs}
-        settings = {name: value for name, value in self._task_settings.items() if name not in given}
-        if "generation_config" in given:
-            # It replaces the settings of the task.
+        own_settings = {**self._generate_kwargs, **generate_kwargs}
+        settings = {name: value for name, value in self._task_settings.items() if name not in own_settings}
+        if "generation_config" in own_settings:
+            # A complete generation config replaces the settings of the task.
             settings = {}
-        if "max_new_tokens" in given:
+        if "max_new_tokens" in own_settings:
             settings.pop("max_length", None)
         if self.assistant_model is not None:
             settings["assistant_model"] = self.assistant_model

@@ -1,4 +1,4 @@
-"""Texts classified window by window: tokenized at once, cut into batches of like lengths, scored without a loop of rows."""
+"""Text classification by windows of texts: tokenized together, batched by similar length, scored without a loop over rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from transformers.pipelines.text_classification import ClassificationFunction, s
 
 from .length_sorted_batches import WINDOW_BATCHES, LengthSorted, by_length, windows
 
-# What a tokenizer is told that means the same for one text and for a window of them.
+# Tokenizer settings whose effect is the same for one text and for a list of texts.
 _SAME_FOR_MANY = {"truncation", "max_length", "add_special_tokens"}
 _NO_PADDING = {"padding": (False, True, "longest", "do_not_pad")}
-# Methods that are done here in another way, where they are the stock class's.
+# Methods of transformers' class that are replaced here.
 _STOCK = ("preprocess", "postprocess", "get_iterator")
 
 
 class Window(NamedTuple):
-    """Texts, or pairs of them, as tokens; the shortest first.
+    """Tokenized texts or text pairs, sorted by length, shortest first.
 
     Attributes:
-        order: Which text each row is, `(rows,) int64`.
-        lengths: Tokens of each row, `(rows,) int64`.
-        values: By name of the input, the tokens of all rows one behind another, `(tokens,) int64`.
+        order: Index of the text in each row, `(rows,) int64`.
+        lengths: Number of tokens of each row, `(rows,) int64`.
+        values: Concatenated values of all rows, `(tokens,) int64`, by input name.
     """
 
     order: np.ndarray
@@ -35,10 +35,10 @@ class Window(NamedTuple):
 
 
 class ClassifiesWindows(LengthSorted):
-    """Text classification over windows of texts. Mixed into the stock class.
+    """Mixin for transformers' text classification pipeline that processes windows of texts.
 
-    What the stock pipeline does for each text (tokenize it, make tensors, look labels up) takes as long as a small model
-    takes to compute it.
+    The stock pipeline's work per text (tokenization, tensor creation, label lookup) takes as long as the computation of a small
+    model.
     """
 
     tokenizer: Any
@@ -48,7 +48,7 @@ class ClassifiesWindows(LengthSorted):
     def _windows(
         self, items: Iterator[Any], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Any]:
-        # Sorted where tokens are known: in `get_iterator`.
+        # `get_iterator` sorts the inputs, because it has their numbers of tokens.
         return iter(super(LengthSorted, self).__call__((one for one in items), *args, **kwargs))  # type: ignore[misc]
 
     def get_iterator(
@@ -60,14 +60,14 @@ class ClassifiesWindows(LengthSorted):
         forward_params: Mapping[str, Any],
         postprocess_params: Mapping[str, Any],
     ) -> Iterator[Any]:
-        """Results in the order of the inputs; the stock pipeline's method of this name."""
+        """Yield results in the order of the inputs; replaces the method of transformers' pipeline."""
 
         def by_rows(rows: Iterable[Any]) -> Iterator[Any]:
             parameters = (preprocess_params, forward_params, postprocess_params)
-            found: Iterator[Any] = super(ClassifiesWindows, self).get_iterator(  # type: ignore[misc]
+            results: Iterator[Any] = super(ClassifiesWindows, self).get_iterator(  # type: ignore[misc]
                 rows, num_workers, batch_size, *parameters
             )
-            return found
+            return results
 
         if batch_size == 1 or num_workers or not vars(self).keys().isdisjoint(_STOCK):
             yield from by_rows(inputs)
@@ -80,16 +80,16 @@ class ClassifiesWindows(LengthSorted):
                 yield from self._classified(window, batch_size, forward_params, postprocess_params)
 
     def _tokenized(self, rows: list[Any], settings: Mapping[str, Any]) -> Window | None:
-        """`None` where the tokenizer might make of many at once something else than of each."""
+        """Tokenize rows together; return `None` if tokenizing them one by one could give another result."""
         tokenizer = self.tokenizer
         texts = _texts(rows)
         if texts is None or not tokenizer.is_fast or tokenizer.pad_token_id is None or not _one_for_many(settings):
             return None
-        found = tokenizer(**texts, **{name: value for name, value in settings.items() if name not in _NO_PADDING})
-        lengths = np.fromiter(map(len, found["input_ids"]), np.int64)
+        encoding = tokenizer(**texts, **{name: value for name, value in settings.items() if name not in _NO_PADDING})
+        lengths = np.fromiter(map(len, encoding["input_ids"]), np.int64)
         order = np.argsort(lengths, kind="stable")
         values = {}
-        for name, tokens in found.items():
+        for name, tokens in encoding.items():
             if len(tokens) != len(rows) or any(len(one) != length for one, length in zip(tokens, lengths, strict=True)):
                 return None
             values[name] = np.fromiter(itertools.chain.from_iterable(tokens[i] for i in order), np.int64)
@@ -110,25 +110,25 @@ class ClassifiesWindows(LengthSorted):
         return results
 
     def _batch(self, window: Window, ends: np.ndarray, rows: slice) -> dict[str, torch.Tensor]:
-        """Rows padded to the longest of them, as the stock pipeline pads."""
+        """Return rows padded to the longest row, like transformers' pipeline."""
         lengths = window.lengths[rows]
-        # Of empty texts alone a model would compute nothing; beside others they are padding.
+        # At least one column, because a batch of only empty texts would have none.
         longest = max(lengths[-1], 1)
         place = np.arange(longest)
         left = self.tokenizer.padding_side == "left"
-        held = place >= longest - lengths[:, None] if left else place < lengths[:, None]
+        is_token = place >= longest - lengths[:, None] if left else place < lengths[:, None]
         tokens = slice(ends[rows.start] - lengths[0], ends[rows.stop - 1])
         batch = {}
         for name, values in window.values.items():
-            padded = np.full(held.shape, self.tokenizer.pad_token_id if name == "input_ids" else 0, np.int64)
-            padded[held] = values[tokens]
+            padded = np.full(is_token.shape, self.tokenizer.pad_token_id if name == "input_ids" else 0, np.int64)
+            padded[is_token] = values[tokens]
             batch[name] = torch.from_numpy(padded)
         return batch
 
     def _results(
         self, logits: torch.Tensor, function_to_apply: Any = None, top_k: int | None = 1, _legacy: bool = True
     ) -> list[Any]:
-        """What the stock class makes of each row, `(rows, labels)`."""
+        """Return the same results as transformers' pipeline for logits `(rows, labels)`, one per row."""
         config = self.model.config
         labels = config.id2label
         scores = _scores(logits.float().numpy(), function_to_apply or _usual_function(config))
@@ -144,12 +144,12 @@ class ClassifiesWindows(LengthSorted):
 
 
 def _texts(rows: list[Any]) -> dict[str, list[str]] | None:
-    """A tokenizer's arguments for texts, or for pairs of them; `None` for other rows, and for both in one list."""
+    """Return tokenizer arguments for texts or text pairs; `None` for other inputs and for a mixture."""
     if all(isinstance(row, str) for row in rows):
         return {"text": rows}
     names = ("text", "text_pair")
     pairs = all(isinstance(row, Mapping) and row.keys() == set(names) for row in rows)
-    # An empty second text of one row is no text to a tokenizer, and one of many is.
+    # Tokenizers ignore an empty second text in a single row, but not in a batch.
     if pairs and all(
         isinstance(row["text"], str) and isinstance(row["text_pair"], str) and row["text_pair"] for row in rows
     ):
@@ -158,7 +158,7 @@ def _texts(rows: list[Any]) -> dict[str, list[str]] | None:
 
 
 def _one_for_many(settings: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer that is told so makes of many texts at once what it makes of each."""
+    """Return whether a tokenizer with these settings gives the same result for a list of texts as for each text alone."""
     return all(name in _SAME_FOR_MANY or value in _NO_PADDING.get(name, ()) for name, value in settings.items())
 
 
@@ -177,11 +177,11 @@ def _scores(logits: np.ndarray, function: Any) -> np.ndarray:
     }
     if function not in how:
         raise ValueError(f"Unrecognized `function_to_apply` argument: {function}")
-    found: np.ndarray = how[function](logits)
-    return found
+    scores: np.ndarray = how[function](logits)
+    return scores
 
 
 def classifies_windows(impl: type) -> bool:
-    """Whether a pipeline class reads and answers texts as the stock one does."""
+    """Return whether a pipeline class pre- and postprocesses texts exactly like transformers' text classification pipeline."""
     stock = TextClassificationPipeline
     return issubclass(impl, stock) and all(getattr(impl, name) is getattr(stock, name) for name in _STOCK)

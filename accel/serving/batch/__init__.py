@@ -1,5 +1,5 @@
-"""Offline inference: every row of a table through an engine, each exactly once, whatever kills it on the way.
+"""Offline inference: run a model on every row of a table exactly once, even if the process is killed and started again.
 
-`table_files` reads rows and `row_inputs` turns them into inputs; `parts` computes some consecutive rows into one file, `ledger` knows
-what is done, `batch_run` does the rest in this process, and `ray_batch` has Ray's actors compute the parts.
+`table_files` reads the rows. `row_inputs` converts rows to inputs of the engine. `parts` processes a part (consecutive rows) and writes
+one file. `ledger` records the complete parts. `batch_run` runs in this process, and `ray_batch` runs on Ray actors.
 """

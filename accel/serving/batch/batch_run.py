@@ -1,11 +1,11 @@
-"""`accel batch`: all rows of a table through a model, on this machine."""
+"""`accel batch`: run a model on all rows of a table on this machine."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,25 @@ from .parts import Format, OnError, RowRequest, compute
 from .row_inputs import find_columns
 from .table_files import Part, Table, scan
 
+ROWS_A_PART = 2048
 UNLIMITED = 1 << 40
-"""Inputs that may wait: parts limit them."""
+"""Value of the engine's `max_queue`: effectively no limit, because the size of the parts limits how many inputs wait."""
 _AT_ONCE = 2
-"""Parts in the making: while one is finished and written, the next one keeps the model busy."""
+"""Number of parts that are processed at the same time: while one part is written, the next one keeps the model busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
-    """What a run did.
+    """Summary of a run.
 
     Attributes:
-        folder: Of the output.
-        operation: What was asked.
-        rows: Of the data, all of them written.
-        computed: Of them, in this run; the others were there.
-        broken: Rows that have no answer, and say why.
-        parts: Files.
-        seconds: From the first row of this run to the last.
+        folder: The output folder.
+        operation: Name of the operation.
+        rows: Number of rows of the data; all of them are written.
+        computed: Number of rows that this run processed; earlier runs processed the others.
+        broken: Number of failed rows, which are written with the reason.
+        parts: Number of output files.
+        seconds: Seconds from the start of this run's first part to the end of its last part.
     """
 
     folder: str
@@ -62,60 +63,61 @@ def batch(
     options: Mapping[str, Any] | None = None,
     columns: Mapping[str, str] | None = None,
     keep: Sequence[str] = (),
-    rows_a_part: int = 2048,
+    rows_a_part: int = ROWS_A_PART,
     format: Format = "parquet",
     on_error: OnError = "stop",
     **engine: Any,
 ) -> BatchReport:
-    """Answer every row of a table, each exactly once.
+    """Run a model on every row of a table exactly once.
 
-    Killed at any moment and called again, it goes on: a part is there as a whole or not at all. Called with other data, another model or
-    other options for the same folder, it refuses.
+    To continue a run that was killed, make the same call again: each part is either complete or missing. If the output folder contains
+    a run with other data, another model or other options, an error is raised.
 
     Args:
         model: Hub id, folder, artifact or `ORTModelFor...`.
-        data: CSV, TSV, JSON lines or Parquet: a file, a folder, a pattern, or several files of one kind.
-        out: Folder for the answers: files with the rows' numbers in their names.
-        operation: See `Engine.operations`; what the model is for when `None`.
-        options: Of the operation.
-        columns: Column by use, such as `{"text": "review"}`.
-        keep: Columns that are copied to the answers.
-        rows_a_part: Rows of a file, and what is lost at most by a kill, twice.
-        format: `parquet` or `jsonl`.
-        on_error: `stop` ends at the first row that cannot be answered; `record` writes it with what was wrong.
-        **engine: Of `Engine`.
+        data: CSV, TSV, JSON lines or Parquet: a file, a folder, a glob pattern, or several files of the same format.
+        out: Output folder for the results, written as files with row numbers in their names.
+        operation: Name of an operation from `Engine.operations`; `None` means the first operation of the task.
+        options: Options of the operation.
+        columns: Name of the table column for each input of the operation, such as `{"text": "review"}`.
+        keep: Names of columns that are copied to the output.
+        rows_a_part: Number of rows in an output file. If the process is killed, at most two files must be computed again.
+        format: Format of the output files: `parquet` or `jsonl`.
+        on_error: `stop` raises at the first failed row; `record` writes failed rows with the reason.
+        **engine: Arguments of `Engine`.
 
     Raises:
-        ConfigError: Options that cannot work, or a folder with another run.
-        InputError: A row that cannot be answered.
-        OutputFolderError: A folder with something else, or one that another process works in.
-        IntegrityError: A part was changed since it was written.
+        ConfigError: The options are invalid, or the output folder contains another run.
+        InputError: A row fails and `on_error` is `stop`.
+        OutputFolderError: The output folder contains other files, or another process writes to it.
+        IntegrityError: An output file was changed after it was written.
     """
     table = scan(data, rows_a_part)
     with Engine(model, **{**engine, "max_queue": UNLIMITED}) as opened:
-        request = plan(opened, table, operation, options or {}, columns, keep, format, on_error)
+        request = plan(
+            opened, table, operation=operation, options=options, columns=columns, keep=keep, format=format, on_error=on_error
+        )  # fmt: skip
         folder = Path(out).expanduser().absolute()
         identity = identify(opened)
-        return work(
-            table, request, identity, folder, rows_a_part, lambda parts: _here(opened, table, parts, request, folder)
-        )
+        return work(table, request, identity, folder, lambda parts: _here(opened, table, parts, request, folder))
 
 
 def plan(
     engine: Engine,
     table: Table,
-    operation: str | None,
-    options: Mapping[str, Any],
-    columns: Mapping[str, str] | None,
-    keep: Sequence[str],
-    format: Format,
-    on_error: OnError,
+    *,
+    operation: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    columns: Mapping[str, str] | None = None,
+    keep: Sequence[str] = (),
+    format: Format = "parquet",
+    on_error: OnError = "stop",
 ) -> RowRequest:
-    """What is asked of each row, checked.
+    """Check the arguments of a run and return the request that is made for each row.
 
     Raises:
-        ConfigError: Something that cannot work.
-        InputError: A column that cannot be found.
+        ConfigError: The options are invalid.
+        InputError: It is not clear which column to read.
     """
     model = next(iter(engine.models.values()))
     offered = operations_of(model)
@@ -126,7 +128,7 @@ def plan(
     if unknown:
         raise ConfigError(f"The data has no column {', '.join(unknown)}.", fix=f"use {', '.join(table.columns)}.")
     request = RowRequest(
-        operation=chosen, options=dict(options), columns=find_columns(chosen, table.columns, columns),
+        operation=chosen, options=dict(options or {}), columns=find_columns(chosen, table.columns, columns),
         keep=tuple(keep), format=format, on_error=on_error,
     )  # fmt: skip
     request.check()
@@ -134,7 +136,10 @@ def plan(
 
 
 def identify(engine: Engine) -> dict[str, str]:
-    """What the answers depend on besides the rows."""
+    """Return the properties of the model and its session that the results depend on.
+
+    They are the artifact's digest, the backend, the device, the data type used for computation, and the version of accel.
+    """
     model = next(iter(engine.models.values()))
     return {
         "digest": model.artifact.digest,
@@ -150,23 +155,21 @@ def work(
     request: RowRequest,
     identity: Mapping[str, str],
     folder: Path,
-    rows_a_part: int,
     compute_parts: Compute,
 ) -> BatchReport:
-    """Have what is missing computed, and record it.
+    """Process the parts of a table that are not complete yet, and record each part when it is complete.
 
     Args:
         table: The data.
-        request: What is asked.
-        identity: Of the model.
-        folder: Of the output.
-        rows_a_part: As the data was scanned.
-        compute_parts: Computes parts, in any order.
+        request: The request that is made for each row.
+        identity: Properties of the model and its session, from `identify`.
+        folder: The output folder.
+        compute_parts: Function that processes parts and yields each complete part, in any order.
     """
     run = {
         "data": [{"name": path.name, "sha256": digest} for path, digest in zip(table.files, table.sha256, strict=True)],
         "rows": table.rows,
-        "rows_a_part": rows_a_part,
+        "rows_a_part": table.rows_a_part,
         "model": dict(identity),
         "operation": request.operation.name,
         "options": dict(request.options),
@@ -179,8 +182,8 @@ def work(
         for part in table.parts:
             done = ledger.done.get(part.number)
             if done is not None and (done.start, done.rows) != (part.start, part.rows):
-                # Earlier versions began a part at each file.
-                raise ConfigError(f"{folder} holds a run whose parts are others.", fix="name another folder.")
+                # Earlier versions of accel started a new part at each input file.
+                raise ConfigError(f"{folder} holds a run with other parts.", fix="name another folder.")
         missing = [part for part in table.parts if part.number not in ledger.done]
         computed, start = 0, time.perf_counter()
         progress.report("rows", table.rows - sum(part.rows for part in missing), table.rows)
@@ -199,16 +202,11 @@ def work(
         )
 
 
-def _here(engine: Engine, table: Table, parts: Iterable[Part], request: RowRequest, folder: Path) -> Iterator[Done]:
-    """Parts computed in this process, as they get done."""
-    left = iter(parts)
-    running: set[Future[Done]] = set()
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        while True:
-            while len(running) < _AT_ONCE and (part := next(left, None)) is not None:
-                running.add(pool.submit(compute, engine, table, part, request, folder))
-            if not running:
-                return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for one in done:
-                yield one.result()
+def _here(engine: Engine, table: Table, parts: Sequence[Part], request: RowRequest, folder: Path) -> Iterator[Done]:
+    """Process parts of a table in this process and yield each part when it is complete."""
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        for future in as_completed([pool.submit(compute, engine, table, part, request, folder) for part in parts]):
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,8 +1,8 @@
-"""What a run is about, and which of its parts are done: files that survive a kill at any moment.
+"""The record of a run and its complete parts, in files that remain valid if the process is killed at any moment.
 
-`_batch.json` says what the run is: the data, the model, what is asked. `_done.jsonl` has a line for each part, added when the part's
-own file is complete and in its place. A part without a line is computed again. Names begin with `_`, so that whoever reads the
-folder as one table passes over them.
+`_batch.json` describes the run: data, model and request. `_done.jsonl` has one line for each complete part; the line is added after the
+part's file is complete. A part without a line is computed again. The file names begin with `_`, because programs that read a folder of
+tables skip such files.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ...errors import ConfigError, IntegrityError, OutputFolderError
 _SCHEMA = 1
 _RUN, _DONE, _LOCK = "_batch.json", "_done.jsonl", "_lock"
 _PREFIX = ".part-"
-"""Of files that are being written."""
+"""Prefix of the names of incomplete files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A part that is complete.
+    """A part of the table (consecutive rows) whose output file is complete.
 
     Attributes:
-        number: Of the part.
-        file: Its name.
-        start: Its first row.
-        rows: How many.
-        broken: Of them, those without an answer.
-        sha256: Of the file.
+        number: Number of the part.
+        file: Name of the part's file.
+        start: Number of the part's first row.
+        rows: Number of rows in the part.
+        broken: Number of failed rows in the part.
+        sha256: Checksum of the file.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Done:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there with all of its content or not at all."""
+    """Write a file atomically: after a kill or a power failure, the file is either complete or missing."""
     temporary = path.with_name(f"{_PREFIX}{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
     try:
         with temporary.open("wb") as file:
@@ -69,7 +69,7 @@ def _unwritten(path: Path, error: OSError) -> OutputFolderError:
 
 
 def _settle(folder: Path) -> None:
-    """Have the folder's names survive a loss of power, too."""
+    """Flush the folder's entries to the disk, so that new file names survive a power failure."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -80,10 +80,10 @@ def _settle(folder: Path) -> None:
 
 
 class Ledger:
-    """The record of one output folder.
+    """The record of the run in one output folder.
 
     Args:
-        folder: Of the output.
+        folder: The output folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,15 +92,15 @@ class Ledger:
 
     @contextmanager
     def opened(self, run: Mapping[str, Any]) -> Iterator[None]:
-        """Begin a run, or go on with it.
+        """Lock the output folder and begin or continue a run.
 
         Args:
-            run: What it is about, as JSON values: it has to be the same each time.
+            run: Description of the run as JSON values; it must be the same when a run is continued.
 
         Raises:
-            OutputFolderError: The folder holds something else, or another process works in it.
-            ConfigError: It holds another run.
-            IntegrityError: A part was changed since it was written.
+            OutputFolderError: The folder contains other files, or another process writes to it.
+            ConfigError: The folder contains another run.
+            IntegrityError: A part's file was changed after it was written.
         """
         run = json.loads(json.dumps({"schema": _SCHEMA, **run}))
         known = self.folder / _RUN
@@ -122,7 +122,7 @@ class Ledger:
             if not free:
                 raise OutputFolderError(f"Another process writes to {self.folder}.", fix="wait for it, or end it.")
             self._read()
-            # What is begun and has no answers yet binds nobody.
+            # A run without any results may be replaced.
             if known.is_file() and (self.done or any(self.folder.glob("rows-*"))):
                 _compare(_parsed(known.read_bytes(), known), run, self.folder)
             else:
@@ -138,7 +138,7 @@ class Ledger:
         content = path.read_bytes()
         whole = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
         if whole != content:
-            # It was killed while it wrote the last line.
+            # The process was killed while it wrote the last line: remove the incomplete line.
             write_whole(path, whole)
         for line in whole.splitlines():
             try:
@@ -158,10 +158,10 @@ class Ledger:
                     )
 
     def add(self, one: Done) -> None:
-        """A part is complete.
+        """Record a part whose output file is complete.
 
         Raises:
-            OutputFolderError: It cannot be recorded.
+            OutputFolderError: The record cannot be written.
         """
         path = self.folder / _DONE
         try:
@@ -186,10 +186,10 @@ def _changed(path: Path) -> IntegrityError:
 
 
 def _compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on with something else.
+    """Raise if the folder contains a different run.
 
     Raises:
-        ConfigError: With every difference.
+        ConfigError: The runs differ; the error lists every difference.
     """
     wrong = [
         f"{name}: {_short(before.get(name))} then, {_short(now.get(name))} now"

@@ -1,4 +1,4 @@
-"""One part: its rows read, asked of the engine, and written as a file."""
+"""Process one part of a table (consecutive rows): read the rows, run the engine, and write the results to a file."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ..engine import Engine
 from ..job import UnknownOptionError
 from ..operations import Operation, refuse_options
 from .ledger import Done, write_whole
-from .row_inputs import check_needed, inputs_of
+from .row_inputs import inputs_of
 from .table_files import Broken, Part, Table
 
 Format = Literal["parquet", "jsonl"]
 OnError = Literal["stop", "record"]
 _READERS = 16
-"""Prompts of a part that are asked at once: as many as an engine makes answers of together."""
+"""Number of prompts of a part that are submitted at the same time; equal to the number of rows that the engine generates together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequest:
-    """What is asked of each row.
+    """The request that is made for each row.
 
     Attributes:
-        operation: What is asked.
-        options: Of the operation.
-        columns: Column of the data by use.
-        keep: Columns that are copied.
-        format: Of the files.
-        on_error: Whether a row that cannot be answered ends the run, or is written with what was wrong.
+        operation: The operation.
+        options: Options of the operation.
+        columns: Name of the table column for each input of the operation.
+        keep: Names of columns that are copied to the output.
+        format: Format of the output files.
+        on_error: What happens to a failed row: `stop` ends the run, `record` writes the row with the reason.
     """
 
     operation: Operation
@@ -48,19 +48,23 @@ class RowRequest:
     on_error: OnError
 
     def check(self) -> None:
-        """Find what can be found before a row is read.
+        """Check the request before any row is read.
 
         Raises:
-            ConfigError: An option that is missing, or a format that is not written.
-            InputError: An option that has no column, or does not exist.
+            ConfigError: A required option is missing, or the format is unknown.
+            InputError: An option is unknown, or its results do not fit into columns.
         """
-        check_needed(self.operation, self.options)
+        missing = [name for name in self.operation.needs if not self.options.get(name)]
+        if missing:
+            raise ConfigError(
+                f"{self.operation.name} needs {', '.join(missing)}.", fix=f'pass --option \'{missing[0]}=["a", "b"]\'.'
+            )
         refuse_options(
             self.options, dict.fromkeys(("return_tensors", "return_documents"), "Tensors and documents have no column.")
         )
         answers = self.operation.columns(self.options)
         if self.format not in ("parquet", "jsonl"):
-            raise ConfigError(f"{self.format!r} is not written.", fix="use parquet or jsonl.")
+            raise ConfigError(f"{self.format!r} is not a format of answers.", fix="use parquet or jsonl.")
         if self.on_error not in ("stop", "record"):
             raise ConfigError(f"on_error is {self.on_error!r}.", fix="use stop or record.")
         taken = {"row", "error", *answers} & set(self.keep)
@@ -73,22 +77,22 @@ class RowRequest:
 
 
 def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder: Path) -> Done:
-    """Answer the rows of a part, and put them into their file.
+    """Process the rows of a part and write the results to the part's file.
 
     Raises:
-        InputError: A row cannot be answered, and that is to end the run.
+        InputError: A row failed and `on_error` is `stop`.
     """
-    wanted = tuple(dict.fromkeys((*request.columns.values(), *request.keep)))
-    rows = data.read(part, wanted)
-    found = _answered(engine, [inputs_of(request.operation, row, request.columns) for row in rows], request)
-    wrong = next((i for i, one in enumerate(found) if isinstance(one, Broken)), None)
+    columns = tuple(dict.fromkeys((*request.columns.values(), *request.keep)))
+    rows = data.read(part, columns)
+    results = _answered(engine, [inputs_of(request.operation, row, request.columns) for row in rows], request)
+    wrong = next((i for i, one in enumerate(results) if isinstance(one, Broken)), None)
     if wrong is not None and request.on_error == "stop":
         raise InputError(
-            f"Row {part.start + wrong}: {found[wrong].reason.rstrip('.')}.",
+            f"Row {part.start + wrong}: {results[wrong].reason.rstrip('.')}.",
             fix="correct it, or have such rows written with what is wrong: --on-error record.",
         )
-    answers = [None if isinstance(one, Broken) else one for one in found]
-    errors = [one.reason if isinstance(one, Broken) else None for one in found]
+    answers = [None if isinstance(one, Broken) else one for one in results]
+    errors = [one.reason if isinstance(one, Broken) else None for one in results]
     kept = {name: [row[name] for row in rows] for name in request.keep}
     content = _written(_table(request, part.start, kept, data.types(request.keep), answers, errors), request.format)
     name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{request.format}"
@@ -107,15 +111,15 @@ def _table(
     answers: Sequence[Any],
     errors: Sequence[str | None],
 ) -> Any:
-    """The rows of a part: their numbers, the columns that are kept, the answers, and what was wrong.
+    """Return the output table of a part: row numbers, copied columns, results and errors.
 
     Args:
-        request: What was asked.
-        start: The first row's number.
-        kept: Values of columns of the data.
-        kept_types: Their types.
-        answers: `None` for rows without one.
-        errors: `None` for rows with one.
+        request: The request that is made for each row.
+        start: Number of the part's first row.
+        kept: Values of the copied columns by name.
+        kept_types: Arrow types of the copied columns by name.
+        answers: Result of each row; `None` for failed rows.
+        errors: Error text of each row; `None` for rows with a result.
     """
     import pyarrow as pa
 
@@ -131,17 +135,25 @@ def _table(
         copied = {name: pa.array(values, kept_types[name]) for name, values in kept.items()}
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise InputError(f"A column that is kept changes its type: {error}", fix="keep another one.") from error
+    try:
+        made = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()}
+    # Arrow raises these errors for values of the wrong type; `ArrowInvalid` is a `ValueError`.
+    except (TypeError, ValueError) as error:
+        raise PluginError(
+            f"The operation {request.operation.name!r} returns values of other types than its columns have: {error}",
+            fix="return values from Operation.values that the Arrow types of Operation.columns hold.",
+        ) from error
     columns = {
         "row": pa.array(range(start, start + len(rows)), pa.int64()),
         **copied,
-        **{name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()},
+        **made,
         "error": pa.array(errors, pa.string()),
     }
     return pa.table(columns)
 
 
 def _answered(engine: Engine, inputs: Sequence[Any], request: RowRequest) -> list[Any]:
-    """The answer to each row, or `Broken`."""
+    """Return the result of each row, or a `Broken` object for a failed row."""
     if request.operation.name == "generate":
         options, generator = _generation(request.options), engine.generator()
         with ThreadPoolExecutor(_READERS) as pool:
@@ -162,7 +174,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except UnknownOptionError:
-        # No row's fault.
+        # The options of the request are wrong, so every row would fail: end the run.
         raise
     except (InputError, TaskError, NotFiniteError) as error:
         return Broken(error.message)
@@ -172,24 +184,24 @@ def _generation(options: Mapping[str, Any]) -> GenerationOptions:
     try:
         return GenerationOptions(**options)
     except TypeError as error:
-        raise InputError(f"These are no options of a generation: {error}.", fix="see GenerationOptions.") from error
+        raise InputError(f"Unknown options of a generation: {error}.", fix="see GenerationOptions.") from error
 
 
 def _text(value: Any) -> str:
-    """What JSON has no type for: times and decimals as text."""
+    """Return a value without a JSON type, such as a time or a decimal number, as text."""
     if isinstance(value, bytes):
         raise InputError(
-            "A column that is kept holds bytes, which JSON does not.", fix="write parquet, or keep another one."
+            "A kept column holds bytes, which JSON cannot hold.", fix="write parquet, or keep another one."
         )
     return str(value)
 
 
-def _written(found: Any, format: Format) -> bytes:
+def _written(table: Any, format: Format) -> bytes:
     if format == "jsonl":
-        lines = [json_text(row, default=_text) for row in found.to_pylist()]
+        lines = [json_text(row, default=_text) for row in table.to_pylist()]
         return "".join(f"{line}\n" for line in lines).encode()
     from pyarrow import parquet
 
     stream = io.BytesIO()
-    parquet.write_table(found, stream, compression="zstd")
+    parquet.write_table(table, stream, compression="zstd")
     return stream.getvalue()

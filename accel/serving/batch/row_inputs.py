@@ -1,7 +1,8 @@
-"""What an operation reads of a row of a table: which columns, and how they become the engine's inputs."""
+"""Choose the table columns that an operation reads, and convert a row to inputs of the engine."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,19 @@ from .table_files import Broken
 def find_columns(
     operation: Operation, columns: Sequence[str], named: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Column by use: those that the caller named, then names that tables often have, then the only column.
+    """Return the name of the table column for each input of an operation.
+
+    The caller's choice comes first, then a column with a common name for the input, then the only remaining column.
 
     Raises:
-        ConfigError: A use or a column that is not there.
-        InputError: No column is clearly the one.
-        TaskError: The operation reads no table.
+        ConfigError: The caller named an unknown input or column.
+        InputError: It is not clear which column to read for an input.
+        TaskError: The operation cannot run on tables.
     """
     if not operation.reads:
-        raise TaskError(f"{operation.name!r} is not asked of tables of texts.", fix="name another operation.")
+        raise TaskError(f"{operation.name!r} reads no table.", fix="name another operation.")
     uses, every = operation.reads, (*operation.reads, *operation.may_read)
-    found: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for use, name in (named or {}).items():
         if use not in every:
             raise ConfigError(
@@ -35,28 +38,28 @@ def find_columns(
                 f"The data has no column {name!r}.{did_you_mean(name, columns)}",
                 fix=f"use one of {', '.join(columns)}.",
             )
-        found[use] = name
+        chosen[use] = name
     for use, names in uses.items():
-        if use in found:
+        if use in chosen:
             continue
-        free = [name for name in columns if name not in found.values()]
+        free = [name for name in columns if name not in chosen.values()]
         known = [name for name in names if name in free]
         if not free or (not known and len(free) > 1):
             raise InputError(
                 f"None of the columns {', '.join(columns)} is clearly the {use}.",
                 fix=f"say which: --column {use}=NAME.",
             )
-        found[use] = known[0] if known else free[0]
-    return found
+        chosen[use] = known[0] if known else free[0]
+    return chosen
 
 
 def inputs_of(operation: Operation, row: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
-    """The engine's inputs of a row, or `Broken` with what is wrong with it.
+    """Return the engine's inputs for a row of a table, or a `Broken` object with the reason.
 
     Args:
-        operation: What is asked.
-        row: With the columns that are read.
-        columns: Column by use.
+        operation: The operation.
+        row: Values of the row by column name.
+        columns: Name of the table column for each input.
     """
     values = {}
     for use, name in columns.items():
@@ -65,26 +68,8 @@ def inputs_of(operation: Operation, row: Mapping[str, Any], columns: Mapping[str
             return Broken(f"{name!r} is missing")
         if use in operation.lists:
             if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-                return Broken(f"{name!r} is {_shown(value)}, not a list of texts")
+                return Broken(f"{name!r} is {reprlib.repr(value)}, not a list of texts")
         elif not isinstance(value, str):
-            return Broken(f"{name!r} is {_shown(value)}, not a text")
+            return Broken(f"{name!r} is {reprlib.repr(value)}, not a text")
         values[use] = value
     return operation.inputs(values)
-
-
-def check_needed(operation: Operation, options: Mapping[str, Any]) -> None:
-    """Refuse to begin without what the operation needs.
-
-    Raises:
-        ConfigError: It is missing.
-    """
-    missing = [name for name in operation.needs if not options.get(name)]
-    if missing:
-        raise ConfigError(
-            f"{operation.name} needs {', '.join(missing)}.", fix=f'pass --option \'{missing[0]}=["a", "b"]\'.'
-        )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

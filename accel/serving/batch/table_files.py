@@ -1,4 +1,4 @@
-"""Files as one table, read by `datasets`, which keeps its rows in Arrow files on disk: they may be larger than memory."""
+"""Read files as one table with `datasets`, which keeps the rows in Arrow files on disk. The table can be larger than memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A row that has no answer, and why."""
+    """A failed row of a table, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Consecutive rows.
+    """A part of a table: consecutive rows that are written to one output file.
 
     Attributes:
-        number: Of the part.
-        start: Its first row.
-        rows: How many.
+        number: Number of the part.
+        start: Number of the first row.
+        rows: Number of rows.
     """
 
     number: int
@@ -38,13 +38,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Files of one kind whose rows follow each other. A copy in another process reads the files there.
+    """The rows of several files of the same format, in order. If a `Table` is pickled, the other process reads the files again.
 
     Attributes:
-        files: Their paths, in order.
-        sha256: Of each.
-        dataset: Their rows, a `datasets.Dataset`.
-        rows_a_part: Rows of a part at most.
+        files: Paths of the files.
+        sha256: Checksums of the files.
+        dataset: The rows, as a `datasets.Dataset`.
+        rows_a_part: Greatest number of rows in a part.
     """
 
     files: tuple[Path, ...]
@@ -57,7 +57,7 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.dataset)
 
     @property
@@ -67,7 +67,7 @@ class Table:
 
     @property
     def parts(self) -> list[Part]:
-        """All rows, in order."""
+        """The parts of the table, in order; together they contain all rows."""
         starts = range(0, self.rows, self.rows_a_part)
         return [
             Part(number=number, start=start, rows=min(self.rows_a_part, self.rows - start))
@@ -75,28 +75,28 @@ class Table:
         ]
 
     def types(self, columns: Sequence[str]) -> dict[str, Any]:
-        """Arrow's types of some columns; text for those that hold nothing."""
+        """Return the Arrow types of the given columns by name. A column without any value gets the type string."""
         import pyarrow as pa
 
-        found = {name: self.dataset.data.schema.field(name).type for name in columns}
-        return {name: pa.string() if pa.types.is_null(kind) else kind for name, kind in found.items()}
+        types = {name: self.dataset.data.schema.field(name).type for name in columns}
+        return {name: pa.string() if pa.types.is_null(kind) else kind for name, kind in types.items()}
 
     def read(self, part: Part, columns: Sequence[str]) -> list[Mapping[str, Any]]:
-        """The rows of a part, with some of their columns."""
+        """Return the rows of a part, with only the given columns."""
         chosen = self.dataset.select_columns([*columns]).select(range(part.start, part.start + part.rows))
         rows: list[Mapping[str, Any]] = chosen.to_list()
         return rows
 
 
 def scan(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rows_a_part: int) -> Table:
-    """Read files.
+    """Read files as one table.
 
     Args:
-        data: A file, a folder, a pattern such as `part-*.parquet`, or a list of files; of one kind.
-        rows_a_part: Rows of a part at most.
+        data: A file, a folder, a glob pattern such as `part-*.parquet`, or a list of files; all of the same format.
+        rows_a_part: Greatest number of rows in a part.
 
     Raises:
-        ConfigError: There is no such file, or it is not of a kind that is read.
+        ConfigError: There is no such file, or its format is unknown.
         InputError: There are no rows, or they cannot be read.
     """
     if rows_a_part < 1:
@@ -111,25 +111,25 @@ def scan(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rows_a
 
 
 def _files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
-    found: list[Path] = []
+    files: list[Path] = []
     for one in [data] if isinstance(data, str | os.PathLike) else data:
         path = Path(one).expanduser()
         if path.is_dir():
-            found += sorted(
+            files += sorted(
                 file
                 for file in path.iterdir()
                 if file.suffix.lower() in TABLES and not file.name.startswith((".", "_"))
             )
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
-            found += sorted(Path(match) for match in glob.glob(os.fspath(path)))  # noqa: PTH207  # absolute patterns
-    kinds = sorted({file.suffix.lower() for file in found})
-    if not found:
+            files += sorted(Path(match) for match in glob.glob(os.fspath(path)))  # noqa: PTH207  # `Path.glob` rejects absolute patterns
+    kinds = sorted({file.suffix.lower() for file in files})
+    if not files:
         raise ConfigError(f"There is no file {data!s}.", fix="check the path.")
     if len(kinds) > 1 or kinds[0] not in TABLES:
         raise ConfigError(
             f"{', '.join(kind or 'files without a suffix' for kind in kinds)} cannot be read as one table.",
             fix=f"use files of one kind: {', '.join(TABLES)}.",
         )
-    return tuple(file.absolute() for file in found)
+    return tuple(file.absolute() for file in files)

@@ -1,4 +1,4 @@
-"""Answers of a generating model for many callers at once, in threads or an event loop, as texts or tokens."""
+"""Generate text for many callers at once, as texts or tokens, for threads or an event loop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Prompt = str | Sequence[int] | Messages
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The text that one token added to an answer.
+    """The text that one generated token adds.
 
     Attributes:
-        text: Final text; empty for a part of a character and for what may become a stop text.
-        tokens: Number of tokens of the answer so far.
-        finish: On the last piece, why the answer ends: `stop` or `length`.
+        text: Final text. Empty if the token ends in the middle of a character or if the text may be the start of a stop string.
+        tokens: Number of tokens generated so far.
+        finish: Reason why the generation ended, `stop` or `length`; only set on the last piece.
     """
 
     text: str
@@ -37,15 +37,15 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedText:
-    """A whole answer.
+    """The complete text generated for one prompt.
 
     Attributes:
-        text: Without the prompt and the stop text.
-        finish: Why the answer ends: `stop`, `length` or `cancelled`.
-        prompt_tokens: Tokens read.
-        new_tokens: Tokens generated.
-        queued_s: Seconds until its prompt was read.
-        prefill_s: Seconds from then to its first token.
+        text: The generated text, without the prompt and without the stop string.
+        finish: Reason why the generation ended: `stop`, `length` or `cancelled`.
+        prompt_tokens: Number of tokens of the prompt.
+        new_tokens: Number of generated tokens.
+        queued_s: Seconds that the prompt waited until the model began to read it.
+        prefill_s: Seconds from the end of the wait to the first generated token.
     """
 
     text: str
@@ -57,21 +57,21 @@ class GeneratedText:
 
 
 class GenerationEngine:
-    """Continuous batching: prompts of many callers are continued together, each as it would be alone.
+    """Continuous batching: generate text for many callers at once. Each caller gets the same text as if it were alone.
 
-    Rows join and leave between two steps where the backend's states can be joined (`Scheduler.joins`); otherwise waiting rows start
-    together when the rows before them have finished. Greedy answers equal those of `model.generate`; drawn answers with a seed equal them
-    up to rounding.
+    Rows join and leave the batch between two decoding steps, if the states of the backend can be joined (`Scheduler.joins`). If not,
+    waiting rows start together after the previous rows have finished. With greedy decoding, texts are equal to those of `model.generate`.
+    With sampling and a seed, they are equal except for rounding errors.
 
     Args:
-        model: `ORTModelForCausalLM` or `ORTModelForSeq2SeqLM`. Nothing else may run it at the same time, unless its sessions are
+        model: `ORTModelForCausalLM` or `ORTModelForSeq2SeqLM`. Nothing else may run the model at the same time, unless its sessions are
             thread-safe.
-        tokenizer: Its tokenizer; the one in its folder when `None`.
-        limits: How much at once.
+        tokenizer: Tokenizer of the model; `None` means the tokenizer in the model's folder.
+        limits: Limits of the queue and of the running batch.
 
     Raises:
-        InputError: The model does not continue text.
-        ConfigError: No tokenizer was given, and none is with the model.
+        InputError: The model does not generate text from text.
+        ConfigError: No tokenizer was passed and the model's folder has none.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, limits: GenerationLimits | None = None) -> None:
@@ -87,13 +87,15 @@ class GenerationEngine:
             fix="pickle the model, and start accel.GenerationEngine(model) in the other process.",
         )
 
-    # Prompts
+    # Convert prompts to token ids
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens of a text, of messages (`role` and `content`, through the tokenizer's chat template), or tokens as they are.
+        """Return the token ids of a prompt.
+
+        A prompt is a text, a list of messages (`role` and `content`) for the tokenizer's chat template, or a list of token ids.
 
         Raises:
-            InputError: An empty prompt, messages that the template refuses, or none of these.
+            InputError: The prompt is empty, has an unsupported type, or the chat template rejects the messages.
         """
         if isinstance(prompt, str):
             if not prompt:
@@ -101,7 +103,7 @@ class GenerationEngine:
             with self._encoding:
                 return list(self.tokenizer(prompt)["input_ids"])
         if hasattr(prompt, "tolist"):
-            # A tensor or an array of tokens.
+            # The prompt is a tensor or an array of token ids.
             prompt = prompt.tolist()
         if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt):
             return self._chat(cast(Messages, prompt))
@@ -119,23 +121,23 @@ class GenerationEngine:
             raise InputError("The tokenizer has no chat template.", fix="give the prompt as a text.")
         try:
             with self._encoding:
-                found = self.tokenizer.apply_chat_template(
+                encoded = self.tokenizer.apply_chat_template(
                     [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
                 )
-        # Templates raise errors of their own (jinja2), about roles for example.
+        # Chat templates raise errors of any type, for example about roles.
         except Exception as error:
             raise InputError(f"The chat template refuses the messages: {error}", fix="correct their roles.") from error
-        return list(found["input_ids"])
+        return list(encoded["input_ids"])
 
-    # Answers
+    # Generate text
 
     def submit(self, prompt: Prompt, options: GenerationOptions | None = None) -> Generation:
-        """Start an answer: iterate over its tokens from a thread or in an event loop, or cancel it.
+        """Start generating text for a prompt. Iterate over the returned object to get tokens, in a thread or an event loop, or cancel it.
 
         Raises:
-            InputError: An invalid prompt, or invalid options.
+            InputError: The prompt or the options are invalid.
             QueueFullError: The queue is full.
-            EngineClosedError: After `close`.
+            EngineClosedError: The engine was closed.
         """
         if options is not None and not isinstance(options, GenerationOptions):
             raise InputError(
@@ -144,12 +146,12 @@ class GenerationEngine:
         return self.scheduler.submit(self.encode(prompt), options or GenerationOptions())
 
     async def generate(self, prompt: Prompt, options: GenerationOptions | None = None) -> AsyncIterator[Token]:
-        """Yield tokens as they come; a caller that stops iterating frees its row. Raises as `submit` does."""
+        """Yield tokens as they are generated. If the caller stops iterating, its row is released. Raises the errors of `submit`."""
         async for token in self.submit(prompt, options):
             yield token
 
     async def stream(self, generation: Generation) -> AsyncIterator[TextPiece]:
-        """Yield the text of an answer as it comes; a stop text ends the answer."""
+        """Yield text as it is generated, for an event loop. A stop string ends the generation."""
         reader = _Reader(self.tokenizer, generation)
         async for token in generation:
             piece = reader.take(token)
@@ -158,7 +160,7 @@ class GenerationEngine:
                 return
 
     def pieces(self, generation: Generation) -> Iterator[TextPiece]:
-        """Yield as `stream` does, in a thread."""
+        """Yield text as it is generated, for a thread. A stop string ends the generation."""
         reader = _Reader(self.tokenizer, generation)
         for token in generation:
             piece = reader.take(token)
@@ -167,19 +169,19 @@ class GenerationEngine:
                 return
 
     async def answer(self, prompt: Prompt, options: GenerationOptions | None = None) -> GeneratedText:
-        """Await a whole answer. Raises as `submit` does."""
+        """Generate the complete text for a prompt without blocking the event loop. Raises the errors of `submit`."""
         generation = self.submit(prompt, options)
         return _whole(generation, [piece async for piece in self.stream(generation)])
 
     def __call__(self, prompt: Prompt, options: GenerationOptions | None = None) -> GeneratedText:
-        """Wait for a whole answer. Raises as `submit` does."""
+        """Generate the complete text for a prompt and wait for it. Raises the errors of `submit`."""
         generation = self.submit(prompt, options)
         return _whole(generation, list(self.pieces(generation)))
 
-    # Lifetime
+    # Close the engine
 
     def close(self, *, drain: bool = True) -> None:
-        """Accept no more prompts and finish the accepted ones, or cancel them without `drain`. The model stays open."""
+        """Accept no more prompts, then finish the accepted ones (with `drain=False`: cancel them). The model stays open."""
         self.scheduler.close(drain=drain)
 
     def __enter__(self) -> GenerationEngine:
@@ -192,7 +194,7 @@ class GenerationEngine:
 
 
 class _Reader:
-    """Pieces of text of the tokens of one answer."""
+    """Convert the tokens of one generation to pieces of text."""
 
     def __init__(self, tokenizer: Any, generation: Generation) -> None:
         self._text = TextPieces(tokenizer, generation.options.stop)
@@ -200,7 +202,7 @@ class _Reader:
         self._tokens = 0
 
     def take(self, token: Token) -> TextPiece:
-        """The piece that a token adds."""
+        """Return the text that a token adds."""
         self._tokens += 1
         text = self._text.push(token.id)
         finish: Finish | None = token.finish

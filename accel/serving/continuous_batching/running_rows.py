@@ -1,4 +1,4 @@
-"""Rows of one model that are computed together, and their cache."""
+"""The rows of one model that run together in a batch, and their KV cache."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...decoding.next_token import RowChoice, choose_tokens
 from ...errors import AccelError
 from .token_stream import Generation, Token
 
-# Columns in front that hold no row's tokens are kept until they are worth a copy of the cache.
+# Minimum number of unused cache columns at the front before they are removed, because removing them copies the cache.
 _MIN_SLACK = 64
 
 
 @dataclass(slots=True)
 class AnswerRow:
-    """One answer that is being generated.
+    """One row of the running batch: the state of one generation.
 
     Attributes:
-        generation: Gets the tokens.
-        choice: Chooses them.
-        held: Number of tokens in the cache.
-        last: The last token, which is not in the cache yet.
-        made: Number of tokens generated.
+        generation: Receives the generated tokens.
+        choice: Selects the next token from the logits.
+        held: Number of tokens of this row in the KV cache.
+        last: The most recent token, which is not in the KV cache yet.
+        made: Number of tokens generated so far.
     """
 
     generation: Generation
@@ -36,23 +36,23 @@ class AnswerRow:
     made: int = 0
 
     def take(self, token: int | AccelError) -> bool:
-        """Add a token, or end with an error; returns whether the answer is complete."""
+        """Add a token, or end the generation with an error. Return whether the generation has ended."""
         if isinstance(token, AccelError):
             self.generation.end(token)
             return True
         self.last, self.made = token, self.made + 1
         finish = "stop" if token in self.choice.ends else "length" if self.made >= self.generation.new_tokens else None
-        self.generation.put(Token(token, finish))  # type: ignore[arg-type]  # the literals above
+        self.generation.put(Token(token, finish))  # type: ignore[arg-type]  # one of the literals above
         return finish is not None
 
 
 class PromptReading:
-    """A prompt that is read in parts, in a cache of its own, until its row can join the others.
+    """A prompt that the model reads in chunks, with its own KV cache, before its row joins the running batch.
 
     Args:
         model: A decoder.
-        row: The prompt's row.
-        parts: Whether the graph takes several tokens after others at once.
+        row: The row of the prompt.
+        parts: Whether the graph can process several tokens at once after earlier tokens (chunked prefill).
     """
 
     def __init__(self, model: Any, row: AnswerRow, *, parts: bool) -> None:
@@ -62,11 +62,14 @@ class PromptReading:
 
     @property
     def left(self) -> int:
-        """Number of tokens that are still to be read."""
+        """Number of prompt tokens that the model has not read yet."""
         return len(self.row.generation.ids) - self.row.held
 
     def advance(self, tokens: int) -> torch.Tensor | None:
-        """Read at most this many more; returns the logits `(1, vocabulary)` after the prompt once it is read."""
+        """Read up to `tokens` more tokens of the prompt.
+
+        Return the logits `(1, vocabulary)` after the last prompt token, or `None` if the prompt is not completely read yet.
+        """
         ids = self.row.generation.ids[self.row.held :]
         ids = ids[:tokens] if self._parts else ids
         logits = self._step(self._step.embed(torch.tensor([ids])), self.cache, logits_to_keep=1)
@@ -75,11 +78,11 @@ class PromptReading:
 
 
 class RunningRows:
-    """The running rows: each has its last token in the last column of the cache, and the mask hides the columns in front.
+    """The rows of the running batch. The last token of each row is in the last column of the KV cache; unused columns in front are masked.
 
     Args:
-        model: A decoder, or an encoder with one.
-        limit: Columns that the graph can have; 0 for any number.
+        model: A decoder or an encoder-decoder.
+        limit: Greatest number of cache columns that the graph supports; 0 means no limit.
     """
 
     def __init__(self, model: Any, limit: int) -> None:
@@ -96,7 +99,7 @@ class RunningRows:
         return rows
 
     def join(self, row: AnswerRow, cache: StateCache) -> None:
-        """Add a row whose prompt is in a cache of its own."""
+        """Add a row whose prompt has been read into its own KV cache."""
         if self._cache is None:
             self._cache, self._joinable = cache, True
         else:
@@ -105,7 +108,7 @@ class RunningRows:
         self._count()
 
     def begin(self, rows: Sequence[AnswerRow]) -> None:
-        """Read the prompts of all rows at once, where rows cannot join later, and choose their first tokens."""
+        """Read the prompts of all rows in one batch and select their first tokens. Used for backends where rows cannot join later."""
         self.rows = list(rows)
         prompts = [row.generation.ids for row in rows]
         self._cache = self._model.new_cache()
@@ -113,8 +116,8 @@ class RunningRows:
         ids, mask = _padded(prompts, left=not behind_encoder)
         if behind_encoder:
             starts = torch.tensor([[row.last] for row in rows])
-            given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": starts}
-            logits = self._model(**given, past_key_values=self._cache).logits
+            encoder_inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": starts}
+            logits = self._model(**encoder_inputs, past_key_values=self._cache).logits
         else:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             step = self._model.decoder_step
@@ -125,7 +128,7 @@ class RunningRows:
         self._take(logits[:, -1])
 
     def step(self) -> None:
-        """Add a token to every row; complete rows leave."""
+        """Generate one token for each row, and remove the rows that have reached their end."""
         assert self._cache is not None
         columns = self._cache.get_seq_length() + 1
         mask = (torch.arange(columns) >= (columns - 1 - self._held).unsqueeze(1)).long()
@@ -138,7 +141,7 @@ class RunningRows:
         self._take(logits)
 
     def leave(self, leaving: Sequence[AnswerRow]) -> None:
-        """Remove rows; the last ones take their places, and columns that no row needs are dropped."""
+        """Remove rows from the batch. The last rows move to the free indices, and cache columns that no row uses are removed."""
         gone = {id(row) for row in leaving}
         staying = [i for i, row in enumerate(self.rows) if id(row) not in gone]
         if not staying:
@@ -175,7 +178,7 @@ class RunningRows:
 
 
 def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, `(prompts, longest)`."""
+    """Return token ids and attention mask of the prompts, each `(prompts, length of the longest prompt)`, padded on the given side."""
     side = "left" if left else "right"
     sequences = [torch.tensor(prompt) for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)

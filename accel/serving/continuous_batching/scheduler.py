@@ -1,4 +1,4 @@
-"""The thread that runs one generating model: it reads prompts between the steps of the running rows."""
+"""The thread that runs one generating model: it reads new prompts between the decoding steps of the running batch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _LEAST_CACHE = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
-    """How much one model generates at once.
+    """Limits of the queue and of the running batch of one model.
 
     Attributes:
-        rows: Greatest number of answers that are generated together.
-        cache_tokens: Greatest number of tokens in their caches together, padding counted: rows times the longest. When `None`, the
-            number of the model's positions, and at least 16,384.
-        queue: Prompts that may wait.
-        prefill_tokens: Tokens of prompts that are read between two steps of the running rows: a greater number reads prompts faster
-            and lets the running rows wait longer.
-        new_tokens: Tokens of an answer where neither the request nor the model limits them.
-        max_new_tokens: Tokens of an answer that a request may ask for, because an answer that fills the caches keeps others waiting;
-            as many as the caches hold when `None`.
+        rows: Greatest number of rows in the running batch.
+        cache_tokens: Greatest number of tokens in the KV cache, including padding: number of rows times length of the longest row. `None`
+            means the number of the model's positions, but at least 16,384.
+        queue: Greatest number of prompts that wait.
+        prefill_tokens: Number of prompt tokens that are read between two decoding steps. A greater number reads prompts faster, but the
+            running rows wait longer.
+        new_tokens: Greatest number of new tokens if neither the request nor the model limits them.
+        max_new_tokens: Greatest number of new tokens that a request may ask for, because a long generation makes other requests wait.
+            `None` means as many as fit into the KV cache.
     """
 
     rows: int = 16
@@ -54,23 +54,23 @@ class GenerationLimits:
 
 
 def continues_text(model: Any) -> bool:
-    """Whether a model reads text and generates."""
+    """Return whether a model generates text from token ids."""
     return getattr(model, "main_input_name", None) == "input_ids" and model.can_generate()
 
 
 class Scheduler:
-    """Continuous batching of one model, in a thread of its own.
+    """Continuous batching of one model, in its own thread.
 
-    Between two steps of the running rows, finished and cancelled rows leave. Waiting prompts are read, up to
-    `GenerationLimits.prefill_tokens`, and their rows join. Where the backend's states cannot be joined, and after an encoder, waiting rows
-    start together when all rows before them have finished.
+    Between two decoding steps, finished and cancelled rows leave the batch. Then waiting prompts are read, up to
+    `GenerationLimits.prefill_tokens` tokens, and their rows join the batch. For encoder-decoder models, and if the states of the backend
+    cannot be joined, waiting rows start together after all previous rows have finished.
 
     Args:
-        model: A causal language model, or an encoder-decoder of text.
-        limits: How much at once.
+        model: A causal language model, or an encoder-decoder model for text.
+        limits: Limits of the queue and of the running batch.
 
     Raises:
-        InputError: The model reads something other than text.
+        InputError: The model does not generate text from token ids.
     """
 
     def __init__(self, model: Any, limits: GenerationLimits) -> None:
@@ -82,12 +82,12 @@ class Scheduler:
         self._limit = component.most_tokens
         self._parts = component.continues == "any"
         self.joins = not self._behind_encoder and model.new_cache().is_joinable
-        """Whether rows join while others run; otherwise they start together."""
+        """Whether rows can join the running batch; if not, waiting rows start together after it has finished."""
         self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
         self.steps = 0
-        """Number of steps."""
+        """Number of decoding steps so far."""
         self._vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-        # A graph with rotary positions computes beyond the positions of the training, but its answers are useless there.
+        # A graph with rotary position embeddings also runs beyond the trained positions, but its outputs are useless there.
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._batch = RunningRows(model, self._limit)
         self._waiting: deque[AnswerRow] = deque()
@@ -98,25 +98,25 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="accel-generation", daemon=True)
         self._thread.start()
 
-    # From any thread
+    # May be called from any thread
 
     @property
     def waiting(self) -> int:
-        """Number of prompts that wait for a row."""
+        """Number of prompts in the queue."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Number of rows whose prompts are read or that run."""
+        """Number of rows in the running batch, including rows whose prompts are being read."""
         return len(self._batch.rows) + len(self._reading)
 
     def submit(self, ids: Sequence[int], options: GenerationOptions) -> Generation:
         """Put a prompt into the queue.
 
         Raises:
-            InputError: An empty prompt, one that is too long, unknown ids, or settings that transformers refuses.
+            InputError: The prompt is empty or too long or has unknown token ids, or transformers rejects the options.
             QueueFullError: The queue is full.
-            EngineClosedError: After `close`.
+            EngineClosedError: The scheduler was closed.
         """
         if os.getpid() != self._process:
             raise EngineClosedError("The engine's thread is in another process.", fix="start an engine in this one.")
@@ -133,7 +133,7 @@ class Scheduler:
         return row.generation
 
     def close(self, *, drain: bool = True) -> None:
-        """Take no more prompts and wait for the thread: finish what was accepted, or cancel it without `drain`."""
+        """Accept no more prompts, finish the accepted ones (with `drain=False`: cancel them), and wait until the thread ends."""
         with self._changed:
             self._closing = True
             self._dropping = self._dropping or not drain
@@ -145,7 +145,7 @@ class Scheduler:
             self._changed.notify()
 
     def _new_tokens(self, ids: Sequence[int], options: GenerationOptions) -> int:
-        """The greatest number of tokens of an answer."""
+        """Return the greatest number of new tokens for a prompt, from the request, the model and the limits."""
         if not ids:
             raise InputError("The prompt is empty.", fix="give at least one token.")
         if min(ids) < 0 or max(ids) >= self._vocabulary:
@@ -181,7 +181,7 @@ class Scheduler:
         choice = RowChoice(self.model, [int(start)], generation.options, encoded=generation.ids)
         return AnswerRow(generation, choice, last=int(start))
 
-    # The thread
+    # Run in the scheduler's thread
 
     def _run(self) -> None:
         if has_own_threads(self.model):
@@ -198,11 +198,11 @@ class Scheduler:
                         self.steps += 1
                         self._batch.step()
                 except Exception as error:  # noqa: BLE001
-                    # The callers of the running rows get the error; the next rows may succeed.
+                    # The callers of the running rows get the error. The thread continues, because the next rows may succeed.
                     self._fail(error)
 
     def _wait(self) -> bool:
-        """Wait until there is work; returns whether there is any before the engine closes."""
+        """Wait until there are prompts or rows to process. Return `False` if the engine closes before that."""
         with self._changed:
             while not (self._waiting or self._reading or self._batch.rows):
                 if self._closing:
@@ -220,7 +220,7 @@ class Scheduler:
         leaving += [reading.row for reading in self._reading if reading.row.generation.cancelled]
         with self._changed:
             leaving += [row for row in self._waiting if row.generation.cancelled]
-            # Others may be cancelled meanwhile: they leave in the next round.
+            # Rows that are cancelled after this line are removed the next time.
             gone = {id(row) for row in leaving}
             self._waiting = deque(row for row in self._waiting if id(row) not in gone)
         self._reading = deque(reading for reading in self._reading if id(reading.row) not in gone)
@@ -228,19 +228,19 @@ class Scheduler:
             row.generation.end()
 
     def _read(self) -> None:
-        """Read prompts, and add the rows whose prompts are complete."""
+        """Read waiting prompts, and add the rows whose prompts are completely read to the running batch."""
         self._admit()
         budget = self.limits.prefill_tokens
         while self._reading and budget > 0:
             reading = self._reading[0]
             before = reading.left
             if budget < before <= self.limits.prefill_tokens and budget < self.limits.prefill_tokens:
-                # The whole prompt in the next round: reading in parts rounds differently.
+                # Postpone this prompt and read it at once after the next step, because reading in chunks is rounded differently.
                 break
             try:
                 logits = reading.advance(budget)
             except Exception as error:  # noqa: BLE001
-                # Of this prompt alone: the running rows have other caches.
+                # Only this prompt fails, because its KV cache is separate from the cache of the running rows.
                 self._reading.popleft().row.generation.end(_caller_error(error))
                 continue
             budget -= before - reading.left
@@ -256,7 +256,7 @@ class Scheduler:
                 raise
 
     def _admit(self) -> None:
-        """Give rows to the prompts that wait longest, while the caches have room for their longest answers."""
+        """Start reading the oldest waiting prompts, as long as the KV cache has room for their greatest possible length."""
         rows = [*self._batch.rows, *(reading.row for reading in self._reading)]
         while self._waiting and len(rows) < self.limits.rows:
             longest = max(len(row.generation.ids) + row.generation.new_tokens for row in (self._waiting[0], *rows))
@@ -266,7 +266,7 @@ class Scheduler:
             self._reading.append(PromptReading(self.model, rows[-1], parts=self._parts))
 
     def _start_together(self) -> None:
-        """Start as many waiting rows as fit together, with prompts and answers of different lengths."""
+        """Start as many waiting rows as fit into one batch, padded to the longest prompt and the greatest number of new tokens."""
         rows: list[AnswerRow] = []
         prompt = new = 0
         while self._waiting and len(rows) < self.limits.rows:
@@ -284,7 +284,7 @@ class Scheduler:
             self._batch.begin(rows)
 
     def _begun(self) -> AnswerRow:
-        """The row that waits longest, which waits no more."""
+        """Remove the oldest row from the queue, record that its prompt is being read, and return it."""
         with self._changed:
             row = self._waiting.popleft()
         row.generation.begin()
@@ -296,7 +296,7 @@ class Scheduler:
 
 
 def _caller_error(error: Exception) -> AccelError:
-    """The error that callers see."""
+    """Return the error that callers get; the details of unexpected errors are only logged."""
     if isinstance(error, AccelError):
         return error
     logger.error("generating failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""One prompt's answer while it is generated: the scheduler's thread puts tokens in, a caller takes them out."""
+"""The generated tokens of one prompt: the scheduler's thread adds tokens, and the caller iterates over them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer.
+    """One generated token.
 
     Attributes:
-        id: Its number in the vocabulary.
-        finish: On the last one, why: the model or a stop string ended it (`stop`), or there were enough (`length`).
+        id: Token id in the vocabulary.
+        finish: Reason why the generation ended; only set on the last token. `stop`: the model or a stop string ended it. `length`: the
+            greatest number of new tokens is reached.
     """
 
     id: int
@@ -28,18 +29,18 @@ class Token:
 
 
 class Generation:
-    """The answer to one prompt: iterate over its tokens, with `for` from a thread or `async for` from an event loop, once.
+    """The generation for one prompt. Iterate over its tokens once, with `for` in a thread or `async for` in an event loop.
 
     Args:
-        ids: The prompt.
-        options: How to continue it.
-        new_tokens: Tokens at most.
-        on_cancel: Called when the caller gives the rest up.
+        ids: Token ids of the prompt.
+        options: Options of the generation.
+        new_tokens: Greatest number of new tokens.
+        on_cancel: Called when the caller cancels the generation.
 
     Attributes:
-        created: When it was submitted, by `time.perf_counter`.
-        queued_s: Seconds until its prompt began to be read; 0 while it waits.
-        prefill_s: Seconds from then to its first token.
+        created: Time when the prompt was submitted, from `time.perf_counter`.
+        queued_s: Seconds that the prompt waited until the model began to read it; 0 until then.
+        prefill_s: Seconds from the end of the wait to the first generated token.
     """
 
     def __init__(
@@ -60,26 +61,26 @@ class Generation:
         self._started = 0.0
 
     def cancel(self) -> None:
-        """Give up the rest: the row is free before the next step, and iterating ends after the tokens that are there."""
+        """Cancel the generation. Its row is released before the next decoding step, and the iteration ends after the existing tokens."""
         if not self.finished:
             self.cancelled = True
             self._on_cancel()
 
-    # The scheduler's side
+    # Called by the scheduler
 
     def begin(self) -> None:
-        """Note that the prompt is being read."""
+        """Record the time at which the model begins to read the prompt."""
         self._started = time.perf_counter()
         self.queued_s = self._started - self.created
 
     def put(self, token: Token) -> None:
-        """Add a token."""
+        """Add a generated token."""
         if not self.prefill_s:
             self.prefill_s = time.perf_counter() - self._started
         self._add([token], last=token.finish is not None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End without a last token: cancelled, or failed."""
+        """End a generation that was cancelled or failed, without a last token."""
         self._error = error
         self._add([], last=True)
 
@@ -91,13 +92,13 @@ class Generation:
         if wake is not None:
             wake()
 
-    # The caller's side
+    # Called by the caller
 
     def _taken(self, wake: Callable[[], None]) -> list[Token] | None:
-        """The tokens that came, or `None` after the last one; `wake` is called when more come where there are none.
+        """Return the new tokens, or `None` after the last one. If there are no new tokens yet, `wake` is called when there are some.
 
         Raises:
-            BaseException: The error that ended the answer.
+            BaseException: The error that ended the generation.
         """
         with self._lock:
             tokens, self._tokens = self._tokens, []
@@ -136,5 +137,5 @@ def _from_thread(loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
     try:
         loop.call_soon_threadsafe(ready.set)
     except RuntimeError:
-        # The loop is closed, so no caller waits.
+        # The event loop is closed, so no caller waits for tokens.
         return

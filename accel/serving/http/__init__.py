@@ -1,6 +1,6 @@
-"""An engine behind HTTP: Starlette's routes, what they have in common, and the protocols.
+"""Serve an engine over HTTP with Starlette.
 
-A protocol is a module with `ENDPOINTS`, a table of `Endpoint`s, and a line in `app.PROTOCOLS`: its path, its body as a pydantic
-model, and a function that answers a `Call`. Request ids, keys, limits, errors, metrics, timing headers and the OpenAPI page
-come from the table.
+A protocol is a module with a table `ENDPOINTS`, listed in `app.PROTOCOLS`. An `Endpoint` has a path, a body (a pydantic model) and a
+function that answers a `Call`. Request ids, API keys, limits, errors, metrics, timing headers and the OpenAPI description are implemented
+once, for all endpoints.
 """

@@ -1,9 +1,11 @@
-"""Whether a request is worth reading: when the event loop is late, it waits in no queue that could be counted."""
+"""Refuse requests before their bodies are read, when the event loop is late.
+
+Requests that wait for the event loop are in no queue, so their number is unknown. The delay of the loop is measured instead.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from ...errors import QueueFullError
 from ..engine import Engine
@@ -11,15 +13,19 @@ from ..server_metrics import Metrics
 
 _BEAT_S = 0.01
 _MOST_LATE_S = 1.0
-"""Without a `max_wait_s`: of a loop that is later, callers wait for HTTP and not for a model."""
+"""Greatest accepted delay of the event loop in seconds, if `max_wait_s` is not set.
+
+With a longer delay, callers wait for HTTP and not for a model.
+"""
 
 
 class Admission:
-    """Refuses requests before they are read, at a fraction of what an answer costs.
+    """Refuse requests before their bodies are read, which is cheaper than processing them.
 
     Args:
-        engine: What answers.
-        metrics: Where refusals are counted, without a model where there are several: nobody knows yet which one it is for.
+        engine: The engine.
+        metrics: Counts refused requests. If the engine has several models, they are counted without a model name, because the name is in
+            the body.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
@@ -28,7 +34,7 @@ class Admission:
         self._beat = self._last_late_s = 0.0
 
     async def watch(self) -> None:
-        """See how late the event loop is, until cancelled."""
+        """Measure the delay of the event loop repeatedly, until cancelled."""
         self._loop = asyncio.get_running_loop()
         self._beat = self._loop.time()
         while True:
@@ -40,23 +46,23 @@ class Admission:
 
     @property
     def late_s(self) -> float:
-        """How far the event loop is behind: a request that it handles now may have come so long ago."""
-        # What was read behind the last beat may have come before it.
+        """Delay of the event loop in seconds: a request that is handled now may have arrived this long ago."""
+        # Include the delay before the last measurement, because a request that is handled after it may have arrived before it.
         return max(self._since_beat(self._loop), self._last_late_s) if self._loop is not None else 0.0
 
     def check(self, others: int) -> None:
-        """Refuse a request that would wait too long whatever it asks for.
+        """Raise if a new request would have to wait too long.
 
         Args:
-            others: Requests that are being answered; alone, a request is never too late.
+            others: Number of other requests in progress. If it is 0, the new request is accepted.
 
         Raises:
-            QueueFullError: It would.
+            QueueFullError: The expected wait is too long.
         """
         if not others:
             return
         engine, limits = self._engine, self._engine.limits
-        # Its answer waits for the loop once more.
+        # Count the delay twice: the request waited for the event loop, and its response will wait for it again.
         late, queued = 2 * self.late_s, engine.wait_s
         most = limits.max_wait_s
         if late > _MOST_LATE_S if most is None else late + queued > most:
@@ -68,9 +74,3 @@ class Admission:
             )
             error.retry_after_s = late + queued
             raise error
-
-
-async def ended(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait for its end."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The page where a person tries the models, and the description that it and other programs read."""
+"""The web page for trying the models, and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .endpoints import Call, Endpoint
 from .openapi import openapi
 from .replies import Json
 
-# The page is one file and talks to this server alone.
+# Content security policy: the page is a single file and sends requests only to this server.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 

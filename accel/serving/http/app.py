@@ -1,4 +1,4 @@
-"""The application: an engine's endpoints as Starlette routes."""
+"""The ASGI application: the endpoints of an engine as Starlette routes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..engine import Engine
 from ..operations import all_operations
 from ..server_metrics import Metrics
-from .admission import Admission, ended
+from .admission import Admission
 from .bodies import parse
 from .endpoints import Call, Endpoint, Server
 from .middleware import Front, Serve
@@ -44,40 +44,38 @@ PROTOCOLS = (
     "sagemaker",
     "api_page",
 )
-"""Modules beside this one, each with a table `ENDPOINTS`."""
+"""Names of the modules in this package that have a table `ENDPOINTS`."""
 
 _EXPOSED = ("x-request-id", "retry-after", "x-queue-ms", "x-tokenization-ms", "x-inference-ms")
-"""Of the answers' headers, those that pages of other origins may read."""
+"""Response headers that web pages of other origins may read (CORS)."""
 
 
 def endpoints() -> list[Endpoint]:
-    """Every endpoint of every operation and protocol."""
+    """Return the endpoints of all operations and protocols."""
     package = __name__.rpartition(".")[0]
-    found = [made for one in all_operations().values() if (made := one.endpoint()) is not None]
+    table = [endpoint for one in all_operations().values() if (endpoint := one.endpoint()) is not None]
     for name in PROTOCOLS:
-        found += importlib.import_module(f"{package}.{name}").ENDPOINTS
-    return found
+        table += importlib.import_module(f"{package}.{name}").ENDPOINTS
+    return table
 
 
 def create_app(
     engine: Engine,
     settings: ServerSettings | None = None,
     *,
-    metrics: Metrics | None = None,
     more: Sequence[Endpoint] = (),
     traces: bool | Any = False,
 ) -> Front:
-    """An ASGI application over an engine.
+    """Return the ASGI application that serves an engine.
 
     Args:
-        engine: What answers; started and closed with the application unless it was started before.
-        settings: What is let in.
-        metrics: The engine's observer, where it has one of these; else the application becomes it.
-        more: Endpoints of your own.
-        traces: Send OpenTelemetry traces; or its `TracerProvider`.
+        engine: The engine. The application starts and closes it, unless it is already started.
+        settings: Limits, API keys and CORS origins.
+        more: Further endpoints.
+        traces: Whether to send OpenTelemetry traces, or a `TracerProvider` to use.
     """
     settings = settings or ServerSettings()
-    metrics = metrics or Metrics()
+    metrics = Metrics()
     engine.observe(metrics)
     table = [*endpoints(), *more]
     server = Server(engine, settings, metrics, table)
@@ -96,7 +94,8 @@ def create_app(
             yield
         finally:
             server.ready = False
-            await ended(watching)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
             if opened_here:
                 await asyncio.to_thread(engine.close)
             if tracer is not None:
@@ -112,7 +111,7 @@ def create_app(
             app, allow_origins=settings.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
             expose_headers=_EXPOSED, max_age=3600,
         )  # fmt: skip
-    # What Starlette would find out about a request is known of those.
+    # These endpoints have no path parameters, so they do not need Starlette's routing.
     own = zip(table[: len(table) - len(more)], serving, strict=False)
     direct = {one.path: serve for one, serve in own if one.method == "POST" and "{" not in one.path}
     return Front(
@@ -121,23 +120,23 @@ def create_app(
 
 
 class _Keys:
-    """Checks API keys in constant time: every key is looked at, by digests of one length."""
+    """Check API keys in constant time: the digest of the request's key is compared with the digest of every key."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, request: Request) -> None:
-        """Refuse a request without a key.
+        """Raise if a request has no valid API key.
 
         Raises:
-            HttpError: 401.
+            HttpError: 401: the key is missing or invalid.
         """
         if not self._digests:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
-        found = [hmac.compare_digest(digest, one) for one in self._digests]
-        if scheme.lower() != "bearer" or not any(found):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
             raise HttpError(
                 401, "The request has no valid API key.", kind="unauthorized", fix="send Authorization: Bearer <key>.",
                 headers={"www-authenticate": "Bearer"},
@@ -145,7 +144,7 @@ class _Keys:
 
 
 class _Traced:
-    """An answer that is recorded when it is sent: a stream is computed meanwhile."""
+    """Wrap a response and record its trace after it is sent, because a streamed response is computed while it is sent."""
 
     def __init__(self, response: Response, record: Callable[[], None]) -> None:
         self._response, self._record = response, record
@@ -182,9 +181,9 @@ def _serve(endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission
                 body = parse(endpoint.body, await call.read())
             response = await endpoint.answer(call, body)
         except ClientDisconnect:
-            # Nobody reads it; the status is for the log.
+            # The client has disconnected, so this status is only written to the log.
             response = Response(status_code=499)
-        except Exception as error:  # noqa: BLE001  # the last one who can answer
+        except Exception as error:  # noqa: BLE001  # every request gets a response
             response = error_reply(error, call.id, endpoint.error)
         if call.worked:
             timing = call.timing
@@ -201,9 +200,11 @@ def _serve(endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405 in our shape."""
+    """Convert Starlette's errors 404 and 405 to the server's error responses."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    made = absent(path, error.status_code, str(error.detail), [one.path for one in request.app.state.server.endpoints])
-    made.headers.update(error.headers or {})
-    return error_reply(made, request.scope["request_id"], shape_of(path))
+    absence = absent(
+        path, error.status_code, str(error.detail), [one.path for one in request.app.state.server.endpoints]
+    )
+    absence.headers.update(error.headers or {})
+    return error_reply(absence, request.scope["request_id"], shape_of(path))

@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON into its model, or one sentence that names the field, what was sent and what is expected."""
+"""Parse and validate request bodies. Error messages are one sentence with the field, its value and the expected values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .replies import HttpError
 
 _MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
 _MOST_FIELDS = 12
-"""Names in a sentence: more are in the description of the endpoint."""
+"""Greatest number of field names in an error message."""
 _LONGEST_VALUE = 60
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -23,12 +23,12 @@ Path = tuple[str | int, ...]
 
 
 class Body(BaseModel):
-    """Base of request bodies: an unknown field is an error.
+    """Base class of request bodies; unknown fields are errors.
 
     Attributes:
-        ignored: Fields that are taken and cannot change the answer, each with the reason.
-        refused: Fields of the protocol that are not supported, each with the remedy.
-        remedies: What helps where a field has a value that is not supported.
+        ignored: Accepted fields that do not change the response, with the reason.
+        refused: Fields of the protocol that are not supported, with advice what to do instead.
+        remedies: Advice for unsupported values, by field.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -39,10 +39,10 @@ class Body(BaseModel):
 
 
 def parse(model: type[Model], content: bytes) -> Model:
-    """The body that a request's bytes hold.
+    """Parse and validate the body of a request.
 
     Raises:
-        HttpError: 400 where they are not JSON, or hold NaN or infinity; 422 where a field is wrong.
+        HttpError: 400 if the body is not JSON or contains NaN or infinity; 422 if a field is invalid.
     """
     if _MAY_BE_INFINITE.search(content):
         _check_finite(content)
@@ -51,7 +51,7 @@ def parse(model: type[Model], content: bytes) -> Model:
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False, include_context=False, include_input=False)
         if first["type"] == "json_invalid":
-            raise HttpError(400, f"The body is no JSON: {first['msg']}.", kind="invalid_json") from error
+            raise HttpError(400, f"The body is not JSON: {first['msg']}.", kind="invalid_json") from error
         raise invalid(error, model, json.loads(content)) from error
 
 
@@ -59,7 +59,7 @@ def _check_finite(content: bytes) -> None:
     try:
         place = find_non_finite(json.loads(content))
     except (ValueError, RecursionError):
-        # The parser of the model says what is wrong.
+        # The caller parses the body again and raises the error.
         return
     if place is not None:
         raise HttpError(
@@ -69,12 +69,12 @@ def _check_finite(content: bytes) -> None:
 
 
 def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpError:
-    """What is wrong with a body, in words.
+    """Return the HTTP error that describes pydantic's validation errors in words.
 
     Args:
-        error: Of pydantic.
-        model: Of the body.
-        value: The body, parsed.
+        error: The validation error of pydantic.
+        model: The pydantic model of the body.
+        value: The parsed body.
     """
     groups: dict[Path, list[Mapping[str, Any]]] = {}
     for one in error.errors(include_url=False, include_input=False):
@@ -82,7 +82,8 @@ def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpE
     schema = model.model_json_schema()
     paths = []
     for head in dict.fromkeys(path[:1] for path in groups):
-        # Each alternative of a type complains: the deepest complaint that all agree on is about what was meant.
+        # For a union type, pydantic reports the errors of each alternative. The error to report is the deepest path at which all
+        # alternatives fail.
         depth = max(len(path) for path in groups if path[:1] == head)
         deepest = [path for path in groups if path[:1] == head and len(path) == depth]
         agreed = [path for path in deepest if _is_agreed(groups[path], _at(schema, path, schema))]
@@ -97,7 +98,7 @@ def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpE
 
 
 def _real_path(location: Sequence[str | int], value: Any, *, missing: bool) -> Path:
-    """A place in the body, without pydantic's names of alternatives."""
+    """Return the path of an error in the body, without the names of union alternatives that pydantic adds."""
     path: list[str | int] = []
     for i, part in enumerate(location):
         inside = isinstance(value, dict) and part in value
@@ -113,7 +114,7 @@ _ALONE = {"missing", "extra_forbidden", "value_error"}
 
 
 def _is_agreed(errors: Sequence[Mapping[str, Any]], alternatives: Sequence[Any]) -> bool:
-    """Whether every alternative of a type complains."""
+    """Return whether every alternative of a union type has an error."""
     return len(errors) >= len(alternatives) or not _ALONE.isdisjoint(one["type"] for one in errors)
 
 
@@ -145,18 +146,18 @@ def _sentence(
 
 
 def shown_path(path: Path) -> str:
-    """A place in a body, such as `` `messages[0].content` ``."""
+    """Return a path in a body as text, such as `` `messages[0].content` ``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     return f"`{text[:100]}`" if text else "The body"
 
 
 def shown_value(value: Any) -> str:
-    """A value as JSON, cut where it is long."""
+    """Return a value as JSON, shortened if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
-# JSON schemas in words
+# Descriptions of JSON schemas in words
 
 
 def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -170,16 +171,18 @@ def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterato
 
 
 def _at(schema: Mapping[str, Any], path: Path, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schemas of what may be at a place."""
-    found = list(_alternatives(schema, root))
+    """Return the schemas of the value at a path."""
+    schemas = list(_alternatives(schema, root))
     for part in path:
         if isinstance(part, int):
-            inner = [one["items"] for one in found if "items" in one]
+            inner = [one["items"] for one in schemas if "items" in one]
         else:
-            inner = [one["properties"][part] for one in found if part in one.get("properties", {})]
-            inner += [one["additionalProperties"] for one in found if isinstance(one.get("additionalProperties"), dict)]
-        found = [each for one in inner for each in _alternatives(one, root)]
-    return found
+            inner = [one["properties"][part] for one in schemas if part in one.get("properties", {})]
+            inner += [
+                one["additionalProperties"] for one in schemas if isinstance(one.get("additionalProperties"), dict)
+            ]
+        schemas = [each for one in inner for each in _alternatives(one, root)]
+    return schemas
 
 
 _NAMES = {
@@ -188,14 +191,14 @@ _NAMES = {
     "array": ("a list", "lists"),
 }  # fmt: skip
 _BOUNDS = {
-    "minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}",
-    "minLength": "of at least {} letters", "maxLength": "of at most {} letters", "minItems": "with at least {} items",
+    "minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "up to {}", "exclusiveMaximum": "below {}",
+    "minLength": "of at least {} characters", "maxLength": "of at most {} characters", "minItems": "with at least {} items",
     "maxItems": "with at most {} items", "maxProperties": "with at most {} fields",
 }  # fmt: skip
 
 
 def _words(schema: Mapping[str, Any], root: Mapping[str, Any], *, many: bool = False) -> Iterator[str]:
-    """What a schema takes, in words."""
+    """Yield descriptions of the values that a schema allows."""
     for one in _alternatives(schema, root):
         if "const" in one or "enum" in one:
             yield " or ".join(json.dumps(value) for value in one.get("enum", [one.get("const")]))
@@ -212,9 +215,12 @@ def _words(schema: Mapping[str, Any], root: Mapping[str, Any], *, many: bool = F
             words += f" of {' or '.join(inner)}" if inner != ["any value"] else ""
         if one["type"] == "object" and "properties" in one:
             words += f" with {', '.join(one.get('required', one['properties']))}"
-        bounds = [text.format(one[name]) for name, text in _BOUNDS.items() if name in one and one[name] != 1]
         if one.get("minLength") == 1 or one.get("minItems") == 1:
             words = words.replace("a text", "a text that is not empty").replace("a list", "a list that is not empty", 1)
-        if one.get("minimum") == 1:
-            bounds.insert(0, "from 1")
+        least = ("minLength", "minItems")
+        bounds = [
+            text.format(one[name])
+            for name, text in _BOUNDS.items()
+            if name in one and (name not in least or one[name] > 1)
+        ]
         yield " ".join([words, *bounds])

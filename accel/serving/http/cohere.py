@@ -1,4 +1,4 @@
-"""Cohere's rerank and embed, version 2, as far as a model here does them."""
+"""Cohere's endpoints `rerank` and `embed`, version 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PRIORITY = {"priority": "All requests wait in one queue."}
 
 
 class CohereRerankBody(Body):
-    """What `/v2/rerank` takes."""
+    """Request body of `/v2/rerank`."""
 
     model: str | None = None
     query: str
@@ -35,7 +35,7 @@ class CohereRerankBody(Body):
 
 
 class CohereEmbedBody(Body):
-    """What `/v2/embed` takes."""
+    """Request body of `/v2/embed`."""
 
     model: str | None = None
     texts: list[str] = Field(min_length=1)
@@ -63,7 +63,7 @@ _PROMPTS: Mapping[str, tuple[str, ...]] = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
-"""Names of prompts that stand for a type of input, as sentence-transformers' `encode_query` and `encode_document` have them."""
+"""Prompt names by Cohere's `input_type`, equal to those of `encode_query` and `encode_document` in sentence-transformers."""
 _CUT: Mapping[str, dict[str, Any]] = {
     "NONE": {"truncation": False},
     "START": {"truncation_side": "left"},
@@ -85,17 +85,17 @@ async def _rerank(call: Call, body: CohereRerankBody) -> Response:
 
 async def _embed(call: Call, body: CohereEmbedBody) -> Response:
     call.check_batch(len(body.texts))
-    found: np.ndarray[Any, Any] = await call.ask(
+    vectors: np.ndarray[Any, Any] = await call.ask(
         body.texts, operation="embed", model=body.model, normalize_embeddings=True, truncate_dim=body.output_dimension,
         prompt_name=_PROMPTS[body.input_type] if body.input_type is not None else None, **_CUT[body.truncate],
     )  # fmt: skip
-    made: dict[str, Any] = {}
+    embeddings: dict[str, Any] = {}
     for kind in body.embedding_types or ["float"]:
-        made[kind] = found.tolist() if kind == "float" else [encoded(row) for row in found]
+        embeddings[kind] = vectors.tolist() if kind == "float" else [encoded(row) for row in vectors]
     return Json(
         {
             "id": call.id,
-            "embeddings": made,
+            "embeddings": embeddings,
             "texts": body.texts,
             "response_type": "embeddings_by_type",
             "meta": _meta(call),
@@ -104,7 +104,7 @@ async def _embed(call: Call, body: CohereEmbedBody) -> Response:
 
 
 def encoded(row: np.ndarray[Any, Any]) -> str:
-    """An embedding as little-endian float32 in base64."""
+    """Return an embedding as base64 of little-endian float32 values."""
     return base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")
 
 

@@ -1,11 +1,11 @@
-"""One endpoint as data, and a call of it while it is answered."""
+"""The description of an HTTP endpoint, and a request to an endpoint while it is processed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -18,29 +18,31 @@ from .replies import ErrorShape, HttpError, plain_error
 from .server_settings import ServerSettings
 
 if TYPE_CHECKING:
+    from ..operations import Operation
     from ..server_metrics import Metrics
 
+T = TypeVar("T")
+
 _PATIENCE_S = 0.05
-"""Until a caller that waits so long is watched, for it may hang up: watching costs a task."""
+"""Seconds after which a waiting request is watched for a disconnect of the client. Watching costs an asyncio task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One endpoint.
+    """Description of one HTTP endpoint.
 
     Attributes:
-        path: As Starlette writes it.
-        method: Of HTTP.
-        answer: Answers a call.
-        body: What it takes; `None`: nothing.
-        raw: Whether it reads the body itself, which then is not parsed for it.
-        summary: A line about it.
-        tag: What it is listed under.
-        operation: Of the engine; it is offered where a model does it. Empty: always.
-        example: A body that works.
-        returns: What it answers.
-        open: Whether it is answered without a key, and while the server drains.
-        error: The shape of its errors.
+        path: URL path, in the format of Starlette.
+        answer: Function that processes a call and returns the response.
+        summary: Description in one line.
+        tag: Group of the endpoint in the OpenAPI description.
+        method: HTTP method.
+        body: Pydantic model of the request body; `None` without a body.
+        raw: Whether `answer` reads and parses the body itself.
+        operation: Operation of the engine that the model must support; empty for none.
+        example: A valid request body.
+        open: Whether the endpoint responds without an API key, and while the server shuts down.
+        error: Function that formats error responses.
     """
 
     path: str
@@ -52,24 +54,25 @@ class Endpoint:
     raw: bool = False
     operation: str = ""
     example: Mapping[str, Any] = field(default_factory=dict)
-    returns: type[BaseModel] | None = None
     open: bool = False
     error: ErrorShape = plain_error
 
 
 @dataclass(slots=True)
 class Server:
-    """What all calls share.
+    """The state that is shared by all requests of a server.
 
     Attributes:
-        engine: Started when the application starts.
-        settings: What is let in.
-        metrics: What is counted.
-        endpoints: All of the application's.
-        ready: Whether models are open.
-        draining: Whether it was told to end.
-        in_flight: Calls that are being answered.
-        reading: Of those whose bodies are not all there, the time that they have.
+        engine: The engine; started when the application starts.
+        settings: Limits, API keys and CORS origins.
+        metrics: Counters and histograms.
+        endpoints: All endpoints of the application.
+        ready: Whether the models are open.
+        draining: Whether the server is shutting down after a signal.
+        in_flight: Number of requests in progress.
+        reading: Timeouts of the requests whose bodies are not completely received.
+        text_operations: By model name, the operation that serves the model as text. Computed at the first request, because this takes
+            milliseconds.
     """
 
     engine: Engine
@@ -80,17 +83,13 @@ class Server:
     draining: bool = False
     in_flight: int = 0
     reading: set[asyncio.Timeout] = field(default_factory=set)
-
-    def models_for(self, operation: str) -> list[str]:
-        """Names of the models that do an operation."""
-        engine = self.engine
-        return [name for name in engine.models if operation in engine.operations(name)]
+    text_operations: dict[str, Operation | None] = field(default_factory=dict)
 
     def model_for(self, name: str | None, operation: str) -> str:
-        """The model that a caller named, or the only one that does the operation.
+        """Return the name of the requested model, or of the only model that supports the operation.
 
         Raises:
-            HttpError: There is none, or there are several.
+            HttpError: There is no such model, or several models are possible.
         """
         models = self.engine.models
         if name is not None:
@@ -104,7 +103,7 @@ class Server:
                     422, f"{name!r} does not do {operation}.", fix=f"it does {', '.join(self.engine.operations(name))}."
                 )
             return name
-        fitting = self.models_for(operation)
+        fitting = [one for one in models if operation in self.engine.operations(one)]
         if len(fitting) == 1:
             return fitting[0]
         if not fitting:
@@ -116,14 +115,14 @@ class Server:
 
 @dataclass(slots=True)
 class Call:
-    """A request while it is answered.
+    """An HTTP request while it is processed.
 
     Attributes:
-        request: Starlette's.
-        id: In the answer's headers and in the log.
-        server: What all calls share.
-        timing: Of the engine's work for it.
-        worked: Whether the engine did any.
+        request: Starlette's request.
+        id: Id of the request, used in the response headers and in the log.
+        server: The state that is shared by all requests.
+        timing: Durations of the engine's steps in seconds.
+        worked: Whether the engine processed anything for this request.
     """
 
     request: Request
@@ -134,29 +133,30 @@ class Call:
 
     @property
     def engine(self) -> Engine:
-        """The engine."""
+        """The engine that processes the request."""
         return self.server.engine
 
     def check_batch(self, size: int) -> None:
-        """Refuse a request of too many inputs.
+        """Raise if a request has too many inputs.
 
         Raises:
-            HttpError: It has.
+            HttpError: 422: there are more inputs than the server accepts.
         """
         most = self.server.settings.max_client_batch
         if size > most:
             raise HttpError(
-                422, f"The request has {size} inputs; at most {most} are taken.", fix="send several requests."
+                422, f"The request has {size} inputs; at most {most} are accepted.", fix="send several requests."
             )
 
     async def read(self) -> bytes:
-        """The bytes of the request.
+        """Read the body of the request.
 
         Raises:
-            HttpError: More than the server takes: 413; compressed: 415.
+            HttpError: 413 if the body is too large, 415 if it is compressed, 408 if it does not arrive in time, 503 if the server is
+                shutting down.
         """
         if self.request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
-            raise HttpError(415, "Compressed bodies are not taken.", fix="send it as it is.")
+            raise HttpError(415, "Compressed bodies are not accepted.", fix="send it without compression.")
         most = self.server.settings.max_body_bytes
         too_large = HttpError(413, f"The body has more than {most} bytes.", kind="too_large", fix="send less at once.")
         declared = self.request.headers.get("content-length", "0")
@@ -175,13 +175,13 @@ class Call:
                         raise too_large
                     parts.append(part)
         except TimeoutError as error:
-            # What it has to do next cannot be read either: the connection ends.
+            # Close the connection, because the rest of this body would be read as the next request.
             ends = {"connection": "close"}
             if server.draining:
                 raise HttpError(503, "The server is about to end.", kind="closing", headers=ends) from error
             raise HttpError(
                 408,
-                f"The body was not there within {seconds:g} s.",
+                f"The body did not arrive within {seconds:g} s.",
                 kind="timeout",
                 fix="send it at once.",
                 headers=ends,
@@ -191,28 +191,28 @@ class Call:
         return b"".join(parts)
 
     def check_texts(self, inputs: Any, times: int = 1) -> None:
-        """Refuse texts that are too long to be read.
+        """Raise if the texts of a request have too many characters.
 
         Args:
-            inputs: A text, or lists and mappings of them; what is none does not count.
-            times: How often each is read.
+            inputs: A text, or nested lists and mappings of texts; values of other types are ignored.
+            times: Number of times that the model reads each text.
 
         Raises:
-            HttpError: They are: 413.
+            HttpError: 413: there are too many characters.
         """
         most = self.server.settings.max_text_chars
-        if _letters(inputs) * times > most:
+        if _characters(inputs) * times > most:
             raise HttpError(
-                413, f"The texts have more than {most} letters.", kind="too_large", fix="send less at once."
+                413, f"The texts have more than {most} characters.", kind="too_large", fix="send less at once."
             )
 
     async def ask(self, inputs: Any, *, operation: str, model: str | None = None, **options: Any) -> Any:
-        """The engine's answer. A caller that hangs up frees its place.
+        """Run a request in the engine and return its result. If the client disconnects, the request is cancelled.
 
         Raises:
-            HttpError: No model does it.
-            QueueFullError: Too much is waiting.
-            RequestTimeoutError: Not in time.
+            HttpError: No model supports the operation.
+            QueueFullError: The queue is full.
+            RequestTimeoutError: There is no result in time.
         """
         name = self.server.model_for(model, operation)
         self.check_texts((inputs, options))
@@ -221,29 +221,34 @@ class Call:
         future = asyncio.wrap_future(job.future)
         try:
             await asyncio.wait((future,), timeout=min(_PATIENCE_S, timeout or _PATIENCE_S))
-            if not future.done():
-                await self._wait(future, timeout)
-            answer = future.result()
+            if future.done():
+                return future.result()
+            return await self.finished(future, None if timeout is None else max(timeout - _PATIENCE_S, 0))
         finally:
-            if not future.done():
-                future.cancel()
+            future.cancel()
             self._add(job.timing)
-        return answer
 
-    async def _wait(self, future: asyncio.Future[Any], timeout: float | None) -> None:
-        gone = asyncio.ensure_future(self.hung_up())
+    async def finished(self, work: asyncio.Future[T], timeout: float | None = None) -> T:
+        """Wait for a future while the client is connected; cancel it if the client disconnects.
+
+        Raises:
+            ClientDisconnect: The client disconnected.
+            RequestTimeoutError: There is no result after `timeout` seconds, the rest of the engine's `timeout_s`.
+        """
+        gone = asyncio.ensure_future(self._hung_up())
         try:
-            left = None if timeout is None else max(timeout - _PATIENCE_S, 0)
-            await asyncio.wait((future, gone), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not future.done():
-                if gone.done():
-                    raise ClientDisconnect
-                raise RequestTimeoutError(f"There was no answer within {timeout:g} s.", fix="send less at once.")
+            await asyncio.wait((work, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if gone.done():
+                raise ClientDisconnect
+            limit = self.engine.limits.timeout_s
+            raise RequestTimeoutError(f"There was no answer within {limit:g} s.", fix="send less at once.")
         finally:
             gone.cancel()
+            work.cancel()
 
-    async def hung_up(self) -> None:
-        """Until the caller has."""
+    async def _hung_up(self) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
@@ -257,11 +262,11 @@ class Call:
         self.worked = True
 
 
-def _letters(inputs: Any) -> int:
+def _characters(inputs: Any) -> int:
     if isinstance(inputs, str):
         return len(inputs)
     if isinstance(inputs, Mapping):
         inputs = inputs.values()
     elif not isinstance(inputs, list | tuple):
         return 0
-    return sum(len(one) if isinstance(one, str) else _letters(one) for one in inputs)
+    return sum(len(one) if isinstance(one, str) else _characters(one) for one in inputs)

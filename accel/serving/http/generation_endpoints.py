@@ -1,4 +1,4 @@
-"""Generated text: OpenAI's completions and chat, and `/generate`, whole or as server-sent events."""
+"""Endpoints that generate text: OpenAI's completions and chat, and `/generate`; complete or streamed as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +18,7 @@ from ..continuous_batching.generation_engine import GenerationEngine, Prompt, Te
 from ..continuous_batching.token_stream import Generation
 from .bodies import Body
 from .endpoints import Call, Endpoint
-from .replies import Json, openai_error, plain_error, problem_of, write_json
+from .replies import Json, http_error, openai_error, plain_error, write_json
 
 _OPERATION = "generate"
 _Count = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -27,10 +26,12 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 _None = Annotated[list[Any], Field(max_length=0)]
+_SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
+"""Request fields that have the same name as an option of the engine."""
 
 
 class Sampling(Body):
-    """How to continue a prompt; what is left out is as the model's `generation_config` has it."""
+    """Sampling options of a request. The defaults are in the model's `generation_config`."""
 
     model: str | None = None
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -46,26 +47,19 @@ class Sampling(Body):
     ignore_eos: bool = False
 
     def options(self, new_tokens: int | None, temperature: float | None) -> GenerationOptions:
-        """As the engine takes them."""
+        """Return the options of the engine; the argument `temperature` is used if the request has none."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return GenerationOptions(
             max_new_tokens=new_tokens,
             temperature=self.temperature if self.temperature is not None else temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias or {},
             stop=tuple(text for text in stop if text),
-            seed=self.seed,
             ignore_eos=self.ignore_eos,
+            **{name: value for name in _SAME if (value := getattr(self, name)) is not None},
         )
 
 
 class StreamOptions(Body):
-    """What a stream tells in addition to text: the token counts in a last event, and (vLLM's field) in each event."""
+    """Whether the last event has the token counts, and (a vLLM extension) whether every event has them."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -85,9 +79,9 @@ _NO_LOGPROBS = "leave it out: probabilities of tokens are not returned."
 
 
 class OpenAIBody(Sampling):
-    """What OpenAI's two endpoints have in common.
+    """Fields that both OpenAI endpoints have in common.
 
-    Clients send many fields with the value that asks for nothing; that value is taken, and no other.
+    Clients send many fields with a value that has no effect. For unsupported fields, only this value is accepted.
     """
 
     n: Literal[1] | None = None
@@ -112,19 +106,19 @@ class OpenAIBody(Sampling):
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """One text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """A message of a conversation."""
+    """One message of a conversation."""
 
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart]
     name: str | None = None
-    # An answer's own message comes back in the next request, with all of its fields.
+    # Clients send the assistant's message back as part of the conversation, with these fields set to null or empty.
     refusal: None = None
     annotations: _None | None = None
     audio: None = None
@@ -132,19 +126,19 @@ class Message(Body):
     tool_calls: _None | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Return role and text of the message, for a chat template."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text}
 
 
 class TextFormat(Body):
-    """The only format of answers."""
+    """The response format; only text is supported."""
 
     type: Literal["text"]
 
 
 class ChatBody(OpenAIBody):
-    """What `/v1/chat/completions` takes."""
+    """Request body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: _Count | None = None
@@ -181,7 +175,7 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    """What `/v1/completions` takes: texts, or tokens."""
+    """Request body of `/v1/completions`; prompts are texts or token ids."""
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
     max_tokens: _Count = 16
@@ -199,14 +193,14 @@ class CompletionBody(OpenAIBody):
     }
 
     def prompts(self) -> list[Prompt]:
-        """One for each answer."""
+        """Return the prompts of the request as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
 
 class GenerateBody(Sampling):
-    """What `/generate` takes: a text, which a chat template does not change."""
+    """Request body of `/generate`: one text, used without a chat template."""
 
     inputs: str = Field(min_length=1)
     max_new_tokens: _Count | None = None
@@ -214,13 +208,13 @@ class GenerateBody(Sampling):
 
 
 class _Answers:
-    """The answers to the prompts of one request, while they are made.
+    """The running generations for the prompts of one request.
 
     Args:
-        call: Who asks.
-        name: The model's name.
-        engine: The model's.
-        generations: One a prompt.
+        call: The HTTP request.
+        name: Name of the model.
+        engine: Generation engine of the model.
+        generations: The generation of each prompt.
     """
 
     def __init__(self, call: Call, name: str, engine: GenerationEngine, generations: Sequence[Generation]) -> None:
@@ -230,15 +224,15 @@ class _Answers:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens read and made."""
-        read, made = sum(len(one.ids) for one in self._generations), sum(self._tokens)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        """Numbers of prompt tokens and generated tokens, in OpenAI's format."""
+        read, generated = sum(len(one.ids) for one in self._generations), sum(self._tokens)
+        return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
-        """Pieces of all answers as they come, each with the number of its prompt. Whoever stops listening frees the rows.
+        """Yield pieces of text as (index of the prompt, piece). If the caller stops iterating, the rows are released.
 
         Raises:
-            RequestTimeoutError: None came for as long as the engine waits.
+            RequestTimeoutError: There was no new piece within the engine's `timeout_s`.
         """
         queue: asyncio.Queue[tuple[int, TextPiece | Exception]] = asyncio.Queue()
 
@@ -246,7 +240,7 @@ class _Answers:
             try:
                 async for piece in self._engine.stream(generation):
                     queue.put_nowait((number, piece))
-            except Exception as error:  # noqa: BLE001  # raised by who reads the queue
+            except Exception as error:  # noqa: BLE001  # the reader of the queue raises it again
                 queue.put_nowait((number, error))
 
         tasks = [asyncio.create_task(follow(*item)) for item in enumerate(self._generations)]
@@ -276,12 +270,12 @@ class _Answers:
             self.cancel()
 
     def cancel(self) -> None:
-        """Free the rows of what is not finished."""
+        """Release the rows of unfinished generations."""
         for generation in self._generations:
             generation.cancel()
 
     def _count(self) -> None:
-        """Before the client has the last piece: who scrapes after it finds it counted."""
+        """Record metrics before the client receives the last piece, so that a later request for metrics includes them."""
         timing, first = self._call.timing, self._generations[0]
         timing.queue_s = max(one.queued_s for one in self._generations)
         timing.inference_s = time.perf_counter() - min(one.created for one in self._generations) - timing.queue_s
@@ -290,10 +284,10 @@ class _Answers:
         self._call.server.metrics.generated(self.name, self.usage, first.queued_s + first.prefill_s)
 
     async def whole(self) -> list[tuple[str, str]]:
-        """Text and reason of its end of each answer. A caller that hangs up frees the rows.
+        """Return the text and the finish reason of each generation. If the client disconnects, the rows are released.
 
         Raises:
-            ClientDisconnect: It did.
+            ClientDisconnect: The client disconnected.
         """
         texts = [""] * len(self._generations)
         ends = [""] * len(self._generations)
@@ -304,29 +298,22 @@ class _Answers:
                     texts[number] += piece.text
                     ends[number] = piece.finish or ""
 
-        work = asyncio.ensure_future(collect())
-        gone = asyncio.ensure_future(self._call.hung_up())
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientDisconnect
-            work.result()
+            await self._call.finished(asyncio.ensure_future(collect()))
         finally:
-            work.cancel()
-            gone.cancel()
             self.cancel()
         return list(zip(texts, ends, strict=True))
 
 
 async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: int | None, *, draw: bool) -> _Answers:
-    """The answers, begun.
+    """Start a generation for each prompt.
 
     Args:
-        call: Who asks.
-        body: How to continue.
-        prompts: What.
-        new: Tokens of an answer, at most.
-        draw: Whether tokens are drawn where neither the request nor the model says otherwise, as OpenAI does.
+        call: The HTTP request.
+        body: Sampling options of the request.
+        prompts: The prompts.
+        new: Greatest number of new tokens for each prompt.
+        draw: Whether to sample tokens by default, as OpenAI does.
     """
     call.check_batch(len(prompts))
     call.check_texts([one for one in prompts if isinstance(one, str) or not (one and isinstance(one[0], int))])
@@ -338,7 +325,7 @@ async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: i
     def submit() -> None:
         start = time.perf_counter()
         for prompt in prompts:
-            # One by one: those before one that is refused are cancelled.
+            # Append one by one: if a prompt is refused, the generations started before it are cancelled.
             generations.append(engine.submit(prompt, options))  # noqa: PERF401
         call.timing.tokenization_s = time.perf_counter() - start
 
@@ -354,14 +341,14 @@ async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: i
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. A caller may be gone before the first of them is asked for: the rows are freed here, whatever was run."""
+    """Response with server-sent events. It releases the rows even if the client disconnects before the first event."""
 
     def __init__(self, answers: _Answers, lines: AsyncIterator[bytes]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events, then release the rows."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -377,19 +364,21 @@ def _streamed(
     event: _Event,
     *,
     before: Sequence[Any] = (),
-    usage: Any = None,
-    counted: bool = False,
+    asked: StreamOptions | None = None,
+    head: Mapping[str, Any] | None = None,
 ) -> Response:
-    """Server-sent events: what `event` makes of each piece, and OpenAI's last line.
+    """Return the generations as server-sent events, with OpenAI's final line.
 
     Args:
-        call: Who asks.
-        answers: The answers.
-        event: The events of a piece of an answer.
-        before: Events before the first piece.
-        usage: The last event, of the token counts; none when `None`.
-        counted: Whether each event has the token counts.
+        call: The HTTP request.
+        answers: The running generations.
+        event: Returns the events for a piece of text.
+        before: Events to send before the first piece.
+        asked: Which events have the token counts.
+        head: Fields of the last event, which has the token counts.
     """
+    usage = asked is not None and asked.include_usage
+    counted = usage and asked is not None and asked.continuous_usage_stats
 
     async def lines() -> AsyncIterator[bytes]:
         for item in before:
@@ -399,11 +388,11 @@ def _streamed(
                 async for number, piece in pieces:
                     for item in event(number, piece):
                         yield _line({**item, "usage": answers.usage} if counted else item)
-        except Exception as error:  # noqa: BLE001  # the status is sent: the stream tells it
-            yield _line(plain_error(problem_of(error, call.id), call.id))
+        except Exception as error:  # noqa: BLE001  # the HTTP status has been sent, so the error is sent as an event
+            yield _line(plain_error(http_error(error, call.id), call.id))
             return
-        if usage is not None:
-            yield _line(usage(answers.usage))
+        if usage:
+            yield _line({**(head or {}), "choices": [], "usage": answers.usage})
         yield b"data: [DONE]\n\n"
 
     return _Stream(answers, lines())
@@ -418,29 +407,23 @@ async def _chat(call: Call, body: ChatBody) -> Response:
     new = body.max_completion_tokens or body.max_tokens
     answers = await _started(call, body, [messages], new, draw=True)
     head = {"id": f"chatcmpl-{call.id}", "created": answers.created, "model": answers.name}
+    head["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
     if not body.stream:
         ((text, end),) = await answers.whole()
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end}
-        return Json({**head, "object": "chat.completion", "choices": [choice], "usage": answers.usage})
+        return Json({**head, "choices": [choice], "usage": answers.usage})
 
     def chunk(delta: dict[str, Any], end: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice]}
+        return {**head, "choices": [choice]}
 
     def event(_: int, piece: TextPiece) -> list[dict[str, Any]]:
-        found = [chunk({"content": piece.text}, None)] if piece.text else []
-        return [*found, chunk({}, piece.finish)] if piece.finish else found
+        texts = [chunk({"content": piece.text}, None)] if piece.text else []
+        return [*texts, chunk({}, piece.finish)] if piece.finish else texts
 
     first = chunk({"role": "assistant", "content": ""}, None)
-    return _streamed(call, answers, event, before=[first], **_counts(body, {**head, "object": "chat.completion.chunk"}))
-
-
-def _counts(body: OpenAIBody, head: dict[str, Any]) -> dict[str, Any]:
-    """Which events of a stream have token counts: arguments of `_streamed`."""
-    asked = body.stream_options or StreamOptions()
-    last = (lambda usage: {**head, "choices": [], "usage": usage}) if asked.include_usage else None
-    return {"usage": last, "counted": asked.include_usage and asked.continuous_usage_stats}
+    return _streamed(call, answers, event, before=[first], asked=body.stream_options, head=head)
 
 
 async def _completions(call: Call, body: CompletionBody) -> Response:
@@ -451,7 +434,7 @@ async def _completions(call: Call, body: CompletionBody) -> Response:
         return {"index": number, "text": text, "logprobs": None, "finish_reason": end}
 
     if not body.stream:
-        choices = [choice(number, *found) for number, found in enumerate(await answers.whole())]
+        choices = [choice(number, *answer) for number, answer in enumerate(await answers.whole())]
         return Json({**head, "choices": choices, "usage": answers.usage})
 
     def event(number: int, piece: TextPiece) -> list[dict[str, Any]]:
@@ -459,7 +442,7 @@ async def _completions(call: Call, body: CompletionBody) -> Response:
             return []
         return [{**head, "choices": [choice(number, piece.text, piece.finish)]}]
 
-    return _streamed(call, answers, event, **_counts(body, head))
+    return _streamed(call, answers, event, asked=body.stream_options, head=head)
 
 
 async def _generate(call: Call, body: GenerateBody) -> Response:

@@ -1,4 +1,4 @@
-"""Whether the server lives and is ready, and what it counted."""
+"""Endpoints for health, readiness and metrics of the server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ async def _health(call: Call, _: Any) -> Response:
 
 
 async def ready(call: Call, _: Any) -> Response:
-    """200 where requests are taken, else 503."""
+    """Respond with 200 if the server accepts requests, or with 503."""
     if not call.server.ready or call.server.draining:
-        raise HttpError(503, "No requests are taken.", kind="closing" if call.server.draining else "starting")
+        raise HttpError(503, "The server accepts no requests.", kind="closing" if call.server.draining else "starting")
     return Json({"status": "ready", "models": list(call.engine.models)})
 
 
@@ -29,6 +29,13 @@ ENDPOINTS = (
     Endpoint(
         path="/health", method="GET", answer=_health, summary="Whether the process lives", tag="health", open=True
     ),
-    Endpoint(path="/ready", method="GET", answer=ready, summary="Whether requests are taken", tag="health", open=True),
+    Endpoint(
+        path="/ready",
+        method="GET",
+        answer=ready,
+        summary="Whether the server accepts requests",
+        tag="health",
+        open=True,
+    ),
     Endpoint(path="/metrics", method="GET", answer=_metrics, summary="Counters, for Prometheus", tag="health"),
 )

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, version 2, as KServe and Triton speak it: tensors in, tensors out, as JSON or binary."""
+"""The Open Inference Protocol, version 2, of KServe and Triton: input and output tensors as JSON or binary data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from pydantic import Field
 from starlette.responses import Response
 
@@ -19,16 +18,7 @@ from .bodies import Body, parse
 from .endpoints import Call, Endpoint
 from .health import ready
 from .replies import HttpError, Json, error_text
-from .tensor_formats import (
-    DATATYPES,
-    array_to_binary,
-    from_binary,
-    from_json,
-    texts_from_binary,
-    texts_from_json,
-    to_binary,
-    to_json_data,
-)
+from .tensor_formats import DATATYPES, check_datatype, from_binary, from_json, to_binary
 from .text_tensors import SUFFIX, arrays_of, described, input_sizes, rows_of, text_operation
 
 _HEADER = "inference-header-content-length"
@@ -36,7 +26,7 @@ _VERSION = "1"
 
 
 class InputTensor(Body):
-    """One input: its values in `data`, flat or nested, or behind the JSON (`parameters.binary_data_size`)."""
+    """One input tensor. Its values are in `data` (flat or nested), or follow the JSON as binary data (`parameters.binary_data_size`)."""
 
     name: str
     datatype: str
@@ -45,19 +35,19 @@ class InputTensor(Body):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class WantedOutput(Body):
-    """One output that is wanted."""
+class RequestedOutput(Body):
+    """One output tensor that the client requests."""
 
     name: str
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
 class InferBody(Body):
-    """What `infer` takes."""
+    """Request body of `infer`."""
 
     id: str | None = Field(default=None, max_length=256)
     inputs: list[InputTensor] = Field(min_length=1, max_length=64)
-    outputs: list[WantedOutput] = Field(default_factory=list)
+    outputs: list[RequestedOutput] = Field(default_factory=list)
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -71,7 +61,10 @@ async def _live(call: Call, _: Any) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A model of the path: its name there and in the engine, and the operation that answers texts, if that is what the name says."""
+    """The model in a request's path.
+
+    `shown` is its name in the path and `name` its name in the engine. `operation` processes texts if the path has the form `NAME.text`.
+    """
 
     shown: str
     name: str
@@ -79,10 +72,10 @@ class _Target:
 
 
 def _target(call: Call) -> _Target:
-    """The model of the path.
+    """Return the model in the path of a request.
 
     Raises:
-        HttpError: There is none, or not in that version.
+        HttpError: There is no such model or version.
     """
     shown, version = call.request.path_params["model"], call.request.path_params.get("version", _VERSION)
     models = call.engine.models
@@ -90,8 +83,10 @@ def _target(call: Call) -> _Target:
         return _Target(shown, shown, None)
     name = shown.removesuffix(SUFFIX)
     if version == _VERSION and name != shown and name in models:
-        operation = text_operation(models[name])
-        if operation is not None:
+        known = call.server.text_operations
+        if name not in known:
+            known[name] = text_operation(models[name])
+        if (operation := known[name]) is not None:
             return _Target(shown, name, operation)
     raise HttpError(404, f"There is no model {shown!r} of version {version!r}.", kind="model_not_found")
 
@@ -136,32 +131,32 @@ async def _infer(call: Call, _: Any) -> Response:
         if target.operation is None
         else [*target.operation.tensor_outputs(model)]
     )
-    wanted = {one.name: one for one in body.outputs} or {one: WantedOutput(name=one) for one in outputs}
-    for one in wanted.values():
+    requested = {one.name: one for one in body.outputs} or {one: RequestedOutput(name=one) for one in outputs}
+    for one in requested.values():
         _known(one.parameters, ("binary_data",))
-    unknown = sorted(set(wanted) - set(outputs))
+    unknown = sorted(set(requested) - set(outputs))
     if unknown:
         raise HttpError(422, f"There is no output {unknown}.", fix=f"use {', '.join(outputs)}.")
     feeds = _read(body, binary, texts=target.operation is not None)
     if target.operation is not None:
-        return _reply(target.shown, body, wanted, await _answered(call, target.name, target.operation, feeds))
+        return _reply(target.shown, body, requested, await _answered(call, target.name, target.operation, feeds))
     batched = [spec.name for spec in session.inputs if spec.shape[:1] == ("batch",)]
     call.check_batch(max((feeds[name].shape[0] for name in batched if name in feeds and feeds[name].ndim), default=1))
-    found = await call.ask(feeds, operation="tensors", model=target.name)
-    values = {name: found[name].cpu() for name in wanted}
+    returned = await call.ask(feeds, operation="tensors", model=target.name)
+    values = {name: returned[name].cpu() for name in requested}
     place = find_non_finite(values)
     if place is not None:
         error = not_finite_error("this request", place)
         call.server.metrics.failed(target.name, error)
         raise error
-    return _reply(target.shown, body, wanted, values)
+    return _reply(target.shown, body, requested, values)
 
 
 def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
-    """The inputs by name: tensors, or arrays of texts.
+    """Return the inputs of a request by name: tensors, or arrays of texts.
 
     Raises:
-        HttpError: They are something else, or their bytes are not there.
+        HttpError: Values are invalid, or binary data is missing.
     """
     feeds: dict[str, Any] = {}
     used = 0
@@ -170,70 +165,61 @@ def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
         size = one.parameters.get("binary_data_size")
         if one.name in feeds:
             raise HttpError(422, f"Input {one.name!r} came twice.", fix="send it once.")
-        if texts and one.datatype != "BYTES":
-            raise HttpError(
-                422, f"Input {one.name!r} has the datatype {one.datatype[:20]!r}.", fix="send texts: BYTES."
-            )
+        check_datatype(one.name, one.datatype, texts=texts)
         if size is None:
-            given = one.name, one.shape, one.data
-            feeds[one.name] = (
-                texts_from_json(*given) if texts else from_json(one.name, one.datatype, one.shape, one.data)
-            )
+            feeds[one.name] = from_json(one.name, one.datatype, one.shape, one.data)
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - used:
-            raise HttpError(422, f"Input {one.name!r} has no {size} bytes behind the JSON.", fix="send all of them.")
-        part = binary[used : used + size]
-        feeds[one.name] = (
-            texts_from_binary(one.name, one.shape, part)
-            if texts
-            else from_binary(one.name, one.datatype, one.shape, part)
-        )
+            raise HttpError(422, f"Input {one.name!r} has no {size} bytes after the JSON.", fix="send all of them.")
+        feeds[one.name] = from_binary(one.name, one.datatype, one.shape, binary[used : used + size])
         used += size
     if used != len(binary):
-        raise HttpError(422, f"{len(binary) - used} bytes behind the JSON belong to no input.", fix="leave them out.")
+        raise HttpError(422, f"{len(binary) - used} bytes after the JSON belong to no input.", fix="leave them out.")
     return feeds
 
 
 async def _answered(call: Call, name: str, operation: Operation, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The outputs of texts."""
+    """Run an operation on input texts and return the output tensors by name."""
     rows = rows_of(operation, feeds)
     sizes = input_sizes(operation)
     call.check_batch(sum(array.size for array in feeds.values()) // len(sizes))
     call.check_texts(rows)
-    # A query is read with each of its documents.
+    # The model reads a query once for each document, so the query's characters are counted once for each document.
     many = max(array.shape[-1] if array.ndim > 1 else 1 for array in feeds.values())
     call.check_texts([list(feeds[name].reshape(-1)) for name, size in sizes.items() if size == 1], times=many)
     how: dict[str, Any] = {"operation": operation.name, "model": name, **operation.tensor_options}
     if len(rows) == 1:
-        found = [await call.ask(rows[0], **how)]
+        answers = [await call.ask(rows[0], **how)]
     elif operation.takes_lists:
-        found = list(await call.ask(rows, **how))
+        answers = list(await call.ask(rows, **how))
     else:
         asked = [asyncio.ensure_future(call.ask(row, **how)) for row in rows]
         try:
-            found = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*asked)
         finally:
             for one in asked:
                 one.cancel()
-    return arrays_of(operation, found, call.engine.models[name])
+    return arrays_of(operation, answers, call.engine.models[name])
 
 
-def _reply(name: str, body: InferBody, wanted: Mapping[str, WantedOutput], found: Mapping[str, Any]) -> Response:
+def _reply(
+    name: str, body: InferBody, requested: Mapping[str, RequestedOutput], outputs_by_name: Mapping[str, Any]
+) -> Response:
     outputs, parts = [], []
-    for one, asked in wanted.items():
-        values = found[one]
+    for one, asked in requested.items():
+        values = outputs_by_name[one]
         kind = str(values.dtype).removeprefix("torch.")
         entry: dict[str, Any] = {"name": one, "datatype": DATATYPES[kind], "shape": list(values.shape)}
         if asked.parameters.get("binary_data", body.parameters.get("binary_data_output", False)):
-            parts.append(to_binary(values) if isinstance(values, torch.Tensor) else array_to_binary(values))
+            parts.append(to_binary(values))
             entry["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            entry["data"] = to_json_data(values)
+            entry["data"] = values.reshape(-1).tolist()
         outputs.append(entry)
-    made: dict[str, Any] = {"model_name": name, "model_version": _VERSION, "outputs": outputs}
+    content: dict[str, Any] = {"model_name": name, "model_version": _VERSION, "outputs": outputs}
     if body.id is not None:
-        made["id"] = body.id
-    response = Json(made)
+        content["id"] = body.id
+    response = Json(content)
     if not parts:
         return response
     head = bytes(response.body)
@@ -241,7 +227,7 @@ def _reply(name: str, body: InferBody, wanted: Mapping[str, WantedOutput], found
 
 
 def _split(whole: bytes, declared: str | None) -> tuple[InferBody, bytes]:
-    """The JSON of a body, and the bytes behind it."""
+    """Split a request body into its JSON and the binary data after it."""
     if declared is None:
         return parse(InferBody, whole), b""
     if not declared.isdecimal() or not declared.isascii() or len(declared) > 12 or int(declared) > len(whole):
@@ -253,7 +239,7 @@ def _split(whole: bytes, declared: str | None) -> tuple[InferBody, bytes]:
 
 
 def _known(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Refuse what is asked for and would not be done, such as shared memory."""
+    """Raise if a request has parameters that are not supported, such as shared memory."""
     unknown = sorted(set(parameters) - set(known))
     if unknown:
         raise HttpError(422, f"The parameters {unknown} are not supported.", fix=f"use {', '.join(known)}.")

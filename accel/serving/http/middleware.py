@@ -1,4 +1,4 @@
-"""What happens to every request before and after its endpoint: its id, the door, the count, the log."""
+"""Handle request ids, shutdown, metrics and the access log, for every request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .endpoints import Server
 from .replies import HttpError, error_reply
 
 Serve = Callable[[Request], Awaitable[ASGIApp]]
-"""Answers a request, whatever happens, with an answer to be sent."""
+"""Function that returns the response to a request; it returns error responses instead of raising."""
 
 access = logging.getLogger("accel.serving.access")
 
@@ -23,14 +23,14 @@ _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
 
 class Front:
-    """The outermost part of the application, in plain ASGI: it also holds while an answer is streamed.
+    """The outermost ASGI application. It also runs while a response is streamed.
 
     Args:
         app: Starlette's application.
-        server: What all calls share.
-        open_paths: Those that are answered while the server drains.
-        direct: What answers a POST to a path that has no parts to be read, without the way through Starlette: a tenth of what
-            HTTP costs.
+        server: The state that is shared by all requests.
+        open_paths: Paths that respond while the server shuts down.
+        direct: Functions for POST requests by path, for paths without parameters. These requests skip Starlette's routing, which is a tenth
+            of the time that HTTP takes.
     """
 
     def __init__(self, app: ASGIApp, server: Server, open_paths: frozenset[str], direct: Mapping[str, Serve]) -> None:
@@ -40,7 +40,7 @@ class Front:
         self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Process one ASGI connection, and count and log the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -56,7 +56,7 @@ class Front:
                 headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if server.draining and not any(name == b"connection" for name, _ in headers):
                     headers.append((b"connection", b"close"))
-                # Before the client can have it: who scrapes after the last answer finds it counted.
+                # Count the response before the client receives it, so that a later request for metrics includes it.
                 path = scope.get("endpoint_path", "other")
                 server.metrics.requests.labels(path, scope["method"], str(status)).inc()
                 server.metrics.latency.labels(path).observe(time.perf_counter() - start)
@@ -85,11 +85,11 @@ class Front:
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:
-    """The caller's own where it is harmless, else a new one."""
-    given = headers.get(b"x-request-id", b"")
-    return given.decode("ascii") if _ID.match(given) else os.urandom(8).hex()
+    """Return the client's request id if it has only safe characters, or a new id."""
+    sent = headers.get(b"x-request-id", b"")
+    return sent.decode("ascii") if _ID.match(sent) else os.urandom(8).hex()
 
 
 def _printable(path: str) -> str:
-    """A path in one line of a log."""
+    """Return a URL path with control characters escaped, for one line of a log."""
     return path[:200].encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""OpenAI's embeddings and list of models."""
+"""OpenAI's endpoints for embeddings and the list of models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STARTED = int(time.time())
 
 
 class EmbeddingsBody(Body):
-    """What `/v1/embeddings` takes."""
+    """Request body of `/v1/embeddings`."""
 
     model: str | None = None
     input: str | list[str] | TokenIds | list[TokenIds] = Field(min_length=1)
@@ -36,10 +36,10 @@ async def _embeddings(call: Call, body: EmbeddingsBody) -> Response:
     texts = listed(body.input)
     call.check_batch(len(texts))
     model = call.server.model_for(body.model, "embed")
-    found: np.ndarray[Any, Any] = await call.ask(
+    vectors: np.ndarray[Any, Any] = await call.ask(
         texts, operation="embed", model=model, truncate_dim=body.dimensions, normalize_embeddings=body.normalize
     )
-    rows: list[Any] = [encoded(row) for row in found] if body.encoding_format == "base64" else found.tolist()
+    rows: list[Any] = [encoded(row) for row in vectors] if body.encoding_format == "base64" else vectors.tolist()
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
     usage = {"prompt_tokens": call.timing.tokens, "total_tokens": call.timing.tokens}
     return Json({"object": "list", "data": data, "model": model, "usage": usage})

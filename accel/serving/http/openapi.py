@@ -1,4 +1,4 @@
-"""The OpenAPI description, made of the table of endpoints."""
+"""The OpenAPI description, generated from the table of endpoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .replies import ErrorBody
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _FAILURES = {
-    "400": "no JSON",
+    "400": "not JSON",
     "401": "no API key",
     "404": "no such model",
-    "408": "the body did not come",
+    "408": "the body did not arrive in time",
     "413": "too large",
-    "422": "not what is taken",
-    "429": "too much is waiting; try again after Retry-After seconds",
+    "422": "a field is wrong",
+    "429": "the queue is full; try again after Retry-After seconds",
     "503": "starting or ending",
 }
 
 
 def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """The description of some endpoints, OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 description of the endpoints."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for one in endpoints:
@@ -49,11 +49,8 @@ def _reference(model: Any, schemas: dict[str, Any]) -> dict[str, str]:
 
 
 def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
-    answered: dict[str, Any] = {"description": "The answer"}
-    if one.returns is not None:
-        answered["content"] = {"application/json": {"schema": _reference(one.returns, schemas)}}
     failure = {"application/json": {"schema": _reference(ErrorBody, schemas)}}
-    made: dict[str, Any] = {
+    description: dict[str, Any] = {
         "summary": one.summary,
         "tags": [one.tag],
         "operationId": f"{one.method.lower()}_{re.sub('[^a-z0-9]+', '_', one.path.lower()).strip('_')}",
@@ -62,16 +59,16 @@ def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
             for name in _PARAMETER.findall(one.path)
         ],
         "responses": {
-            "200": answered,
+            "200": {"description": "The answer"},
             **{status: {"description": text, "content": failure} for status, text in _FAILURES.items()},
         },
         "security": [] if one.open else [{}, {"key": []}],
     }
     if one.operation:
-        made["x-operation"] = one.operation
+        description["x-operation"] = one.operation
     if one.body is not None:
         content: dict[str, Any] = {"schema": _reference(one.body, schemas)}
         if one.example:
             content["example"] = dict(one.example)
-        made["requestBody"] = {"required": True, "content": {"application/json": content}}
-    return made
+        description["requestBody"] = {"required": True, "content": {"application/json": content}}
+    return description

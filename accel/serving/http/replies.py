@@ -1,11 +1,10 @@
-"""Answers: JSON, and errors in the shapes that clients of each protocol read."""
+"""JSON responses, and error responses in the format of each protocol."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -28,24 +27,24 @@ logger = logging.getLogger(__name__)
 
 
 class Json(Response):
-    """A JSON answer."""
+    """A JSON response."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Written by pydantic's serializer: several times as fast as the standard library's on lists of numbers."""
+        """Serialize the content with pydantic, which is several times faster than the standard library for lists of numbers."""
         return write_json(content)
 
 
 def write_json(content: Any) -> bytes:
-    """A JSON text.
+    """Serialize a value as JSON.
 
     Raises:
-        NotFiniteError: It would hold NaN or infinity, which JSON does not have.
+        NotFiniteError: The value contains NaN or infinity, which JSON does not support.
     """
     text = to_json(content, inf_nan_mode="constants", fallback=_number)
     if b"NaN" in text or b"Infinity" in text:
-        # Perhaps in a text.
+        # `NaN` or `Infinity` may also occur inside a text, so check the parsed values.
         place = find_non_finite(json.loads(text))
         if place is not None:
             raise not_finite_error("an answer", place)
@@ -53,18 +52,18 @@ def write_json(content: Any) -> bytes:
 
 
 def _number(value: Any) -> Any:
-    """NumPy's numbers, which some pipelines answer with, as Python's."""
+    """Convert a NumPy number, which some pipelines return, to a Python number."""
     return value.tolist()
 
 
 class HttpError(AccelError):
-    """A request that gets another status than 200.
+    """An error with an HTTP status, which the server sends as the response.
 
     Attributes:
-        status: Of HTTP.
-        kind: A word for programs.
-        headers: More of them.
-        param: The field of the request that is wrong.
+        status: HTTP status.
+        kind: Machine-readable error type.
+        param: Name of the invalid request field.
+        headers: Additional response headers.
     """
 
     def __init__(
@@ -84,20 +83,8 @@ class HttpError(AccelError):
         self.headers = dict(headers or {})
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """An error as it is told to a client."""
-
-    status: int
-    message: str
-    kind: str
-    fix: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    param: str | None = None
-
-
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Fields of an error response."""
 
     message: str
     type: str
@@ -108,97 +95,99 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error."""
+    """Body of an error response."""
 
     error: ErrorDetail
 
 
-ErrorShape = Callable[[Problem, str], Any]
+ErrorShape = Callable[[HttpError, str], Any]
+"""Function that formats an error response: it takes the error and the request id and returns the body."""
 
 
 _LONGEST = 1000
-"""Letters of an error's words: they may quote what the client sent."""
+"""Greatest number of characters of an error text; the text may quote data that the client sent."""
 
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def plain_error(problem: Problem, request_id: str) -> Any:
-    """OpenAI's: `{"error": {"message", "type", "param", "code"}}`, with `fix` and `request_id` in addition."""
+def plain_error(error: HttpError, request_id: str) -> Any:
+    """Return an error in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`, extended by `fix` and `request_id`."""
     return {
         "error": {
-            "message": problem.message,
-            "type": problem.kind,
-            "param": problem.param,
-            "code": problem.kind,
-            "fix": problem.fix,
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.kind,
+            "fix": error.fix,
             "request_id": request_id,
         }
     }
 
 
-def openai_error(problem: Problem, request_id: str) -> Any:
-    """The same with the remedy in the message, which is all that OpenAI's clients show."""
-    shown = plain_error(problem, request_id)
-    shown["error"]["message"] = error_text(problem, request_id)["error"]
+def openai_error(error: HttpError, request_id: str) -> Any:
+    """Return an error in OpenAI's format with the fix as part of the message, because OpenAI's clients show only the message."""
+    shown = plain_error(error, request_id)
+    shown["error"]["message"] = error_text(error, request_id)["error"]
     return shown
 
 
 _ERROR_TYPES = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Backend"}
 
 
-def text_error(problem: Problem, request_id: str) -> Any:
-    """text-embeddings-inference's: `{"error": "...", "error_type": "Validation"}`, with the parts of the text in addition."""
+def text_error(error: HttpError, request_id: str) -> Any:
+    """Return an error in the format of text-embeddings-inference, with additional fields.
+
+    The format is `{"error": "...", "error_type": "Validation"}`; `message`, `fix` and `request_id` are added.
+    """
     return {
-        **error_text(problem, request_id),
-        "error_type": _ERROR_TYPES.get(problem.status, "Validation"),
-        "message": problem.message,
-        "fix": problem.fix,
+        **error_text(error, request_id),
+        "error_type": _ERROR_TYPES.get(error.status, "Validation"),
+        "message": error.message,
+        "fix": error.fix,
         "request_id": request_id,
     }
 
 
-def message_error(problem: Problem, request_id: str) -> Any:
-    """Cohere's: `{"id": ..., "message": ...}`."""
-    return {"id": request_id, "message": error_text(problem, request_id)["error"]}
+def message_error(error: HttpError, request_id: str) -> Any:
+    """Return an error in Cohere's format: `{"id": ..., "message": ...}`."""
+    return {"id": request_id, "message": error_text(error, request_id)["error"]}
 
 
-def error_text(problem: Problem, request_id: str) -> Any:
-    """`{"error": "..."}`, as the Open Inference Protocol has it."""
-    return {"error": problem.message if problem.fix is None else f"{problem.message} Fix: {problem.fix}"}
+def error_text(error: HttpError, request_id: str) -> Any:
+    """Return an error in the format of the Open Inference Protocol: `{"error": "..."}`."""
+    return {"error": error.message if error.fix is None else f"{error.message} Fix: {error.fix}"}
 
 
 _STATUS: tuple[tuple[type[AccelError], int, str], ...] = (
     (RequestTimeoutError, 504, "timeout"),
     (EngineClosedError, 503, "closing"),
+    (NotFiniteError, 500, "not_finite"),
     (InputError, 422, "invalid_request"),
     (TaskError, 422, "invalid_request"),
     (ConfigError, 422, "invalid_request"),
 )
 
 
-def problem_of(error: Exception, request_id: str) -> Problem:
-    """What a client is told of an error: of one that is nobody's intention, only the request's id."""
+def http_error(error: Exception, request_id: str) -> HttpError:
+    """Convert an exception to the error that is sent to the client. For unexpected exceptions, it contains only the request id."""
     if isinstance(error, HttpError):
-        return Problem(error.status, error.message, error.kind, error.fix, error.headers, error.param)
+        return error
     if isinstance(error, QueueFullError):
-        # Whole seconds are all that the header knows.
+        # The header `Retry-After` takes whole seconds.
         after = {"retry-after": str(max(1, round(error.retry_after_s)))}
-        return Problem(429, error.message, "overloaded", "try again later.", after)
-    for kind, status, word in _STATUS:
-        if isinstance(error, kind):
-            return Problem(status, error.message, word, error.fix)
-    if isinstance(error, NotFiniteError):
-        return Problem(500, error.message, "not_finite", error.fix)
+        return HttpError(429, error.message, fix="try again later.", kind="overloaded", headers=after)
+    for cls, status, kind in _STATUS:
+        if isinstance(error, cls):
+            return HttpError(status, error.message, fix=error.fix, kind=kind)
     logger.error("%s failed", request_id, exc_info=error)
-    return Problem(500, "Something went wrong here.", "internal_error", f"ask for {request_id} in the server's log.")
+    fix = f"ask for {request_id} in the server's log."
+    return HttpError(500, "Something went wrong here.", fix=fix, kind="internal_error")
 
 
 def error_reply(error: Exception, request_id: str, shape: ErrorShape = plain_error) -> Response:
-    """The answer to a request that failed."""
-    problem = problem_of(error, request_id)
-    problem = replace(
-        problem, message=_short(problem.message), fix=None if problem.fix is None else _short(problem.fix)
-    )
-    return Json(shape(problem, request_id), status_code=problem.status, headers=dict(problem.headers))
+    """Return the error response for a failed request."""
+    http = http_error(error, request_id)
+    http.message, http.fix = _short(http.message), None if http.fix is None else _short(http.fix)
+    return Json(shape(http, request_id), status_code=http.status, headers=http.headers)

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span a request, with one for each step of the engine inside."""
+"""OpenTelemetry traces: one span for each request, with a child span for each step of the engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _STEPS = ("queue", "tokenization", "inference")
 
 
 class Tracer:
-    """Makes spans.
+    """Create and send OpenTelemetry spans.
 
     Args:
-        provider: OpenTelemetry's `TracerProvider`; one that exports by OTLP where the environment says
-            (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_SERVICE_NAME`) when `None`.
+        provider: An OpenTelemetry `TracerProvider`. `None` exports by OTLP to the address in the environment variables
+            `OTEL_EXPORTER_OTLP_ENDPOINT` and `OTEL_SERVICE_NAME`.
 
     Raises:
         BackendUnavailableError: OpenTelemetry is not installed.
@@ -42,13 +42,13 @@ class Tracer:
         self._tracer = self._provider.get_tracer("accel.serving", __version__)
 
     def record(self, call: Call, path: str, status: int, start_s: float) -> None:
-        """The spans of a call that was answered.
+        """Create the spans of a request that has been answered.
 
         Args:
-            call: It.
-            path: Of its endpoint.
-            status: Of its answer.
-            start_s: When it began, by `time.perf_counter`.
+            call: The HTTP request.
+            path: Path of the endpoint.
+            status: HTTP status of the response.
+            start_s: Start time, from `time.perf_counter`.
         """
         now = time.time_ns()
         begin = now - int((time.perf_counter() - start_s) * 1e9)
@@ -71,7 +71,7 @@ class Tracer:
         if status >= 500:
             span.set_status(self._failed)
         if call.worked:
-            # One after another, as long as each took in all; what lies between them is the queue's.
+            # Show the steps one after another. The length of each span is the total duration of the step.
             at = begin
             for step in _STEPS:
                 seconds = getattr(call.timing, f"{step}_s")
@@ -81,7 +81,7 @@ class Tracer:
         span.end(end_time=now)
 
     def close(self) -> None:
-        """Send what was not sent yet; a provider that was given goes on."""
+        """Send the remaining spans. A provider that the caller passed stays open."""
         if self._own:
             self._provider.shutdown()
         else:

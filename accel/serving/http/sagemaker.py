@@ -1,4 +1,4 @@
-"""What SageMaker asks of a container: `/ping` and `/invocations`."""
+"""SageMaker's container endpoints: `/ping` and `/invocations`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .replies import HttpError
 
 
 class InvocationBody(Body):
-    """What `/invocations` takes: `inputs`, and as `parameters` the other fields of the task's own endpoint."""
+    """Request body of `/invocations`: `inputs`, and in `parameters` the other fields of the task's endpoint."""
 
     inputs: Any
     parameters: dict[str, Any] | None = None
 
 
 async def _invoke(call: Call, body: InvocationBody) -> Response:
-    """The answer of the endpoint for the model's task."""
+    """Process a request in the same way as the endpoint of the model's task."""
     names = list(call.engine.models)
     parameters = dict(body.parameters or {})
     model = parameters.setdefault("model", names[0] if len(names) == 1 else None)
@@ -36,19 +36,19 @@ async def _invoke(call: Call, body: InvocationBody) -> Response:
         )
     problems: list[HttpError] = []
     for task in fitting:
-        given = _given(task, body.inputs, parameters)
-        # The model's own task comes first; what was sent may belong to another one that it does.
+        content = _body_of(task, body.inputs, parameters)
+        # Try the model's own task first; the body may be for another task that the model supports.
         try:
-            found = task.body.model_validate(given) if task.body else None
+            parsed = task.body.model_validate(content) if task.body else None
         except ValidationError as error:
-            problems.append(invalid(error, task.body or Body, given))
+            problems.append(invalid(error, task.body or Body, content))
             continue
-        return await task.answer(call, found)
+        return await task.answer(call, parsed)
     raise problems[0]
 
 
-def _given(task: Endpoint, inputs: Any, parameters: dict[str, Any]) -> dict[str, Any]:
-    """The body for an endpoint. A question with its context, or a query with its documents, is itself what that takes."""
+def _body_of(task: Endpoint, inputs: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the request body for an endpoint. If the endpoint has no field `inputs` and `inputs` is an object, the object is the body."""
     fields = task.body.model_fields if task.body is not None else {}
     whole = isinstance(inputs, dict) and "inputs" not in fields
     usual = {"stream": False} if "stream" in fields else {}

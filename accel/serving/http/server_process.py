@@ -1,7 +1,7 @@
-"""The server as a process: uvicorn around the application, and a polite end.
+"""Run the server as a process: uvicorn runs the application, and a signal starts a graceful shutdown.
 
-Told to end (SIGTERM, SIGINT), it answers what it accepted and refuses what comes then with 503, so that a load balancer turns
-away before the door closes; a second signal ends it at once.
+After SIGTERM or SIGINT, the server finishes the accepted requests and refuses new ones with 503, so that a load balancer stops sending
+requests before the socket closes. A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from .middleware import Front
 logger = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005
-"""How long a thread may keep Python's lock while others want it. With the default of 5 ms the event loop and the workers wait for
-each other longer than a small model computes."""
+"""Thread switch interval of Python in seconds.
+
+With the default of 5 ms, the event loop and the worker threads wait for each other longer than a small model takes to run.
+"""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which here ends in three steps: refuse, finish, close."""
+    """A uvicorn server that shuts down in three steps: refuse new requests, finish accepted ones, close."""
 
     def __init__(self, config: uvicorn.Config, front: Front, on_ready: Callable[[], None] | None) -> None:
         super().__init__(config)
@@ -42,7 +44,10 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while it runs; uvicorn would raise them again at the end, and the exit code would tell of a failure."""
+        """Handle signals while the server runs.
+
+        uvicorn's own method raises the signals again at the end, and the exit code would then report a failure.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -54,23 +59,23 @@ class _Server(uvicorn.Server):
                 signal.signal(one, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal ends it politely, the second one at once."""
+        """Start a graceful shutdown at the first signal, and exit immediately at the second signal."""
         if self._front.server.draining:
             self.force_exit = self.should_exit = True
         else:
             self._front.server.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the models, and the door behind them."""
+        """Start the server, which opens the models before it accepts requests."""
         await super().startup(sockets)
-        # What models and libraries hold stays: the collector need not look through it between requests.
+        # Objects of models and libraries stay alive, so exclude them from garbage collection: it would scan them between requests.
         gc.collect()
         gc.freeze()
         if self.started and self._on_ready is not None:
             self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Start the shutdown if a signal arrived; uvicorn calls this method ten times a second."""
         if self._front.server.draining and self._ending is None and not self.should_exit:
             self._ending = asyncio.create_task(self._end())
         return await super().on_tick(counter)
@@ -81,10 +86,10 @@ class _Server(uvicorn.Server):
         logger.info("Ending: %d requests are being answered.", server.in_flight)
         loop = asyncio.get_running_loop()
         start = loop.time()
-        # The door stays open for a moment: whoever comes is told to go elsewhere instead of finding nobody.
+        # Keep the socket open for `linger_s`, so that new requests get 503 instead of a refused connection.
         await asyncio.sleep(settings.linger_s)
         for limit in tuple(server.reading):
-            # What has not arrived was not accepted.
+            # Requests whose bodies are incomplete are not accepted yet: end them now.
             limit.reschedule(loop.time())
         while server.in_flight and loop.time() - start < settings.drain_s:
             await asyncio.sleep(0.02)
@@ -95,16 +100,16 @@ class _Server(uvicorn.Server):
 
 
 def _check_certificate(config: uvicorn.Config) -> None:
-    """Load the certificate, which uvicorn would do once the models are open.
+    """Load the TLS certificate early, because uvicorn would load it only after the models are open.
 
     Raises:
-        ConfigError: A file is missing or damaged, or the key is not the certificate's.
+        ConfigError: A file is missing or damaged, or the key does not belong to the certificate.
     """
     if not config.is_ssl:
         return
     try:
         config.load()
-    # uvicorn asserts that there is a certificate beside a key.
+    # uvicorn raises `AssertionError` if there is a key without a certificate.
     except (OSError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"The certificate {config.ssl_certfile!s} with the key {config.ssl_keyfile!s} cannot be used: "
@@ -121,24 +126,24 @@ def serve(
     on_ready: Callable[[str], None] | None = None,
     **options: object,
 ) -> None:
-    """Open the models and run the application until it is told to end.
+    """Open the models and run the application until a signal ends it.
 
     Args:
-        front: Made by `create_app`.
-        host: Address; the default is reached from this machine alone.
-        port: 0 takes a free one.
-        on_ready: Called with the URL when requests are taken.
-        **options: Of `uvicorn.Config`, such as `ssl_certfile` and `ssl_keyfile`.
+        front: The application, from `create_app`.
+        host: Address to listen on; the default accepts connections only from this machine.
+        port: Port; 0 selects a free port.
+        on_ready: Called with the URL when the server accepts requests.
+        **options: Arguments of `uvicorn.Config`, such as `ssl_certfile` and `ssl_keyfile`.
 
     Raises:
-        ConfigError: The port is taken, or a certificate cannot be used.
+        ConfigError: The port is in use, or a certificate is invalid.
     """
     config = uvicorn.Config(
         front, host=host, port=port, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=True,
         timeout_keep_alive=75, proxy_headers=False, **options,  # type: ignore[arg-type]
     )  # fmt: skip
     _check_certificate(config)
-    door = _bound(host, port)
+    door = bound_socket(host, port)
     secure = "https" if config.is_ssl or options.get("ssl_certfile") else "http"
     shown, number = door.getsockname()[:2]
     url = f"{secure}://{f'[{shown}]' if ':' in shown else shown}:{number}"
@@ -146,7 +151,7 @@ def serve(
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        # Before the loop runs, so that what is wrong with a model is raised here.
+        # Open the models before the event loop runs, so that errors of the models are raised here.
         with front.server.engine:
             server.run(sockets=[door])
     finally:
@@ -154,22 +159,22 @@ def serve(
         door.close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address.
 
     Raises:
-        ConfigError: The port is taken, or the address is not this machine's.
+        ConfigError: The port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small packets at once (TCP_NODELAY) only where the protocol is named; without it an answer takes 40 ms.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Pass the protocol explicitly: asyncio sets TCP_NODELAY only then. Without TCP_NODELAY, a response takes 40 ms.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        bound.bind((host, port))
     except OSError as error:
-        made.close()
+        bound.close()
         another = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host, an address of this machine"
         raise ConfigError(
             f"{host}:{port} cannot be listened on: {error.strerror}.", fix=f"use another {another}."
         ) from error
-    return made
+    return bound

@@ -1,4 +1,4 @@
-"""What a server lets in."""
+"""Settings of a server: limits, API keys and CORS origins."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _ORIGIN = re.compile(r"https?://[^/\s*]+\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What a server lets in.
+    """Settings of a server: limits, API keys and CORS origins.
 
     Attributes:
-        max_body_bytes: Of a request; larger ones get 413.
-        max_client_batch: Inputs in one request; more get 422.
-        max_text_chars: Letters of all texts in one request; more get 413. A tokenizer reads a text of any length before it can say that the
-            model does not, and the model waits meanwhile.
-        api_keys: Keys of which a request needs one (`Authorization: Bearer ...`); empty: anybody may call.
-        cors_origins: Origins whose pages may call from a browser, such as `https://app.example.org`, or `*`; empty: none.
-        body_timeout_s: How long a request's body may take to arrive; then it gets 408.
-        drain_s: How long a server that was told to end waits for requests that it accepted.
-        linger_s: How long it goes on refusing new ones politely before it closes its door.
+        max_body_bytes: Greatest size of a request body in bytes; larger bodies get 413.
+        max_client_batch: Greatest number of inputs in one request; requests with more inputs get 422.
+        max_text_chars: Greatest number of characters of all texts in one request; longer requests get 413. This limit exists because a
+            tokenizer must read a text completely before the number of tokens is known, while the model waits.
+        api_keys: Accepted API keys (`Authorization: Bearer ...`); empty: no key is required.
+        cors_origins: Origins whose web pages may send requests from a browser, such as `https://app.example.org`, or `*`; empty: none.
+        body_timeout_s: Seconds within which a request body must arrive; slower requests get 408.
+        drain_s: Seconds that the server waits for accepted requests after a signal.
+        linger_s: Seconds that the server responds to new requests with 503 before it closes its socket.
     """
 
     max_body_bytes: int = 8 << 20
@@ -44,11 +44,11 @@ class ServerSettings:
             raise ConfigError("An API key is empty.", fix="leave it out, or give it a value.")
         if not all(key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
             raise ConfigError(
-                "An API key has letters that a header does not carry as they are.",
+                "An API key has characters that a header cannot carry.",
                 fix="use printable ASCII without outer spaces.",
             )
         for one in self.cors_origins:
             if one != "*" and not _ORIGIN.match(one):
                 raise ConfigError(
-                    f"{one!r} is no origin.", fix="write it like https://app.example.org, without a path."
+                    f"{one!r} is not an origin.", fix="write it like https://app.example.org, without a path."
                 )

@@ -1,4 +1,4 @@
-"""What endpoints for texts share: fields of their bodies, answers by a pipeline's operation, and `/tokenize`."""
+"""Request bodies and functions for endpoints that take texts, and the endpoint `/tokenize`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from .endpoints import Call, Endpoint
 from .replies import Json, text_error
 
 Direction = Literal["left", "right", "Left", "Right"]
-"""The side at which a text is cut."""
+"""Side from which a text is truncated."""
 TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
-"""A text as the model's own tokenizer makes tokens of it, special tokens included."""
+"""A text as token ids of the model's tokenizer, including special tokens."""
 
 
 class Texts(Body):
-    """One text or several, for a model."""
+    """Request body with one text or several texts."""
 
     model: str | None = None
     inputs: str | list[str] = Field(min_length=1)
 
 
 def listed(inputs: Any) -> list[Any]:
-    """One text or several as a list of texts; a text may be token ids."""
+    """Return one text or several texts as a list; each text may be a list of token ids."""
     one = isinstance(inputs, str) or isinstance(inputs[0], int)
     return [inputs] if one else list(inputs)
 
 
 def cut_options(truncate: bool | None, direction: Direction) -> dict[str, Any]:
-    """How long texts are cut, as options of the engine."""
+    """Return the truncation options of the engine."""
     side = {} if direction.lower() == "right" else {"truncation_side": "left"}
     return {**side, **({"truncation": False} if truncate is False else {})}
 
 
 def pipeline_answer(operation: str, *names: str) -> Callable[[Call, Any], Awaitable[Response]]:
-    """Answer bodies whose fields `names` are a pipeline's options."""
+    """Return a function that processes request bodies for a pipeline.
+
+    Args:
+        operation: Name of the pipeline.
+        names: Fields of the body that are options of the pipeline.
+    """
 
     async def answer(call: Call, body: Any) -> Response:
         if isinstance(body.inputs, list):
@@ -50,7 +55,7 @@ def pipeline_answer(operation: str, *names: str) -> Callable[[Call, Any], Awaita
 
 
 class TokenizeBody(Texts):
-    """What `/tokenize` takes."""
+    """Request body of `/tokenize`."""
 
     add_special_tokens: bool = True
     prompt_name: str | None = None
@@ -59,11 +64,11 @@ class TokenizeBody(Texts):
 async def _tokenize(call: Call, body: TokenizeBody) -> Response:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     call.check_batch(len(texts))
-    found = await call.ask(
+    tokens = await call.ask(
         texts, operation="tokenize", model=body.model, add_special_tokens=body.add_special_tokens,
         prompt_name=body.prompt_name,
     )  # fmt: skip
-    return Json(found)
+    return Json(tokens)
 
 
 ENDPOINTS = (

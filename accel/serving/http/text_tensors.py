@@ -1,6 +1,6 @@
-"""Texts over the Open Inference Protocol: a model's own operation as one more model there, called `NAME.text`, whose metadata says so.
+"""Texts over the Open Inference Protocol: the model `NAME.text` takes and returns texts.
 
-Inputs and outputs are those that `accel deploy triton` gives the task, so that one client asks both servers.
+Its inputs and outputs are the same as those of the task's front model in a Triton repository, so one client can use both servers.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from ...errors import PluginError
 from ...models.base import ORTModel
 from ..operations import Operation, operations_of, usual_operation
 from .replies import HttpError
+from .tensor_formats import Texts, Values
 
 SUFFIX = ".text"
 
-Arrays = dict[str, "np.ndarray[Any, Any]"]
 _DTYPES: Mapping[str, Any] = {"BYTES": object, "FP32": np.float32, "INT64": np.int64}
 
 
 def text_operation(model: ORTModel) -> Operation | None:
-    """The operation that serves a model as text, if there is one."""
+    """Return the operation that serves a model as text, or `None`."""
     usual = usual_operation(model)
     return next((one for one in (usual, *operations_of(model).values()) if one.tensor_outputs(model)), None)
 
 
 def input_sizes(operation: Operation) -> dict[str, int]:
-    """Texts of a row by input: 1, or -1 for any number."""
+    """Return for each input name the number of texts in a row: 1, or -1 for any number."""
     return {use.upper(): -1 if use in operation.lists else 1 for use in operation.reads}
 
 
 def described(operation: Operation, model: ORTModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Inputs and outputs as the protocol's metadata has them."""
+    """Return the descriptions of inputs and outputs for the protocol's metadata."""
     inputs = [{"name": name, "datatype": "BYTES", "shape": [-1, size]} for name, size in input_sizes(operation).items()]
     outputs = [
         {"name": name, "datatype": datatype, "shape": [-1, size]}
@@ -41,27 +43,27 @@ def described(operation: Operation, model: ORTModel) -> tuple[list[dict[str, Any
     return inputs, outputs
 
 
-def rows_of(operation: Operation, given: Mapping[str, np.ndarray[Any, Any]]) -> list[Any]:
-    """The engine's inputs, a row each.
+def rows_of(operation: Operation, arrays: Mapping[str, Texts]) -> list[Any]:
+    """Convert text arrays to inputs of the engine, one for each row.
 
     Args:
-        operation: Of the model.
-        given: Texts by name: (rows, texts); (rows,) where a row has one.
+        operation: The operation of the model.
+        arrays: Texts by input name, with shape (rows, texts); (rows,) is also accepted for inputs with one text in a row.
 
     Raises:
-        HttpError: Other inputs than it takes, or of other shapes.
+        HttpError: The input names or shapes are wrong.
     """
     sizes = input_sizes(operation)
-    if given.keys() != sizes.keys():
-        raise HttpError(422, f"The inputs are {sorted(given)}.", fix=f"send {', '.join(sizes)}.")
+    if arrays.keys() != sizes.keys():
+        raise HttpError(422, f"The inputs are {sorted(arrays)}.", fix=f"send {', '.join(sizes)}.")
     texts: dict[str, Any] = {}
     for name, size in sizes.items():
-        array = given[name]
+        array = arrays[name]
         if array.ndim == 1 and size == 1:
             array = array[:, None]
         if array.ndim != 2 or not array.size or size not in (-1, array.shape[1]):
             raise HttpError(
-                422, f"Input {name!r} has the shape {list(given[name].shape)}.", fix=f"use [rows, {'texts' if size < 0 else size}]."
+                422, f"Input {name!r} has the shape {list(arrays[name].shape)}.", fix=f"use [rows, {'texts' if size < 0 else size}]."
             )  # fmt: skip
         texts[name] = array
     count = {len(array) for array in texts.values()}
@@ -75,14 +77,23 @@ def rows_of(operation: Operation, given: Mapping[str, np.ndarray[Any, Any]]) -> 
     ]
 
 
-def arrays_of(operation: Operation, found: Sequence[Any], model: ORTModel) -> Arrays:
-    """The outputs: (rows, values); text as objects.
+def arrays_of(operation: Operation, answers: Sequence[Any], model: ORTModel) -> dict[str, Values]:
+    """Convert the results of rows to output tensors `(rows, values)` by name.
 
-    Args:
-        operation: Of the model.
-        found: The engine's answers, a row each.
-        model: Whose they are.
+    Raises:
+        PluginError: The task returned no list of values for a row, or rows with different numbers of values.
     """
-    rows = [operation.tensor_values(one, model) for one in found]
-    kinds = {name: datatype for name, (datatype, _) in operation.tensor_outputs(model).items()}
-    return {name: np.array([row[name] for row in rows], dtype=_DTYPES[kind]) for name, kind in kinds.items()}
+    rows = [operation.tensor_values(answer, model) for answer in answers]
+    arrays: dict[str, Values] = {}
+    for name, (datatype, size) in operation.tensor_outputs(model).items():
+        values = [row[name] for row in rows]
+        lengths = {len(value) if isinstance(value, list | tuple | np.ndarray) else None for value in values}
+        if len(lengths) != 1 or None in lengths or (size != -1 and lengths != {size}):
+            expected = "the same number of values" if size == -1 else f"{size} values"
+            raise PluginError(
+                f"The operation {operation.name!r} returns no rectangular tensor {name!r}: {values!r:.200}.",
+                fix=f"let `Operation.tensor_values` return a list of {expected} for each row.",
+            )
+        array = np.array(values, dtype=_DTYPES[datatype])
+        arrays[name] = array if array.dtype == object else torch.from_numpy(array)
+    return arrays

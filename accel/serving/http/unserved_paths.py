@@ -1,7 +1,8 @@
-"""Paths of other APIs that are not served, and what a client may ask instead."""
+"""URL paths of other APIs that this server does not have, and their replacements."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ...errors import did_you_mean
@@ -17,28 +18,18 @@ UNSUPPORTED = {
     "/v2/chat": "use /v1/chat/completions, with a client of OpenAI's.",
     "/v1/responses": "use /v1/chat/completions.",
 }
-"""Remedy by path."""
-_TEI = frozenset(("/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/info"))
-_COHERE = (
-    "/v2/chat",
-    "/v2/embed",
-    "/v2/rerank",
-    "/v1/chat",
-    "/v1/embed",
-    "/v1/rerank",
-    "/v1/tokenize",
-    "/v1/detokenize",
-)
+"""Advice for each path of another API that is not supported."""
+_COHERE = re.compile(r"/v[12]/(chat|embed|rerank|tokenize|detokenize)\Z")
 
 
 def absent(path: str, status: int, detail: str, paths: Sequence[str]) -> HttpError:
-    """The error for a path that is not served, or not with this method.
+    """Return the error for a path that does not exist, or does not support the HTTP method.
 
     Args:
-        path: The request's.
+        path: Path of the request.
         status: 404 or 405.
-        detail: What Starlette says.
-        paths: Those that are served.
+        detail: Error text of Starlette.
+        paths: All existing paths.
     """
     if status != 404:
         return HttpError(status, f"{detail}: {path[:200]}.", kind="method_not_allowed", fix="see /docs.")
@@ -53,10 +44,11 @@ def absent(path: str, status: int, detail: str, paths: Sequence[str]) -> HttpErr
 
 
 def shape_of(path: str) -> ErrorShape:
-    """The shape of errors that the clients of a path's API read."""
-    if path in _TEI:
+    """Return the error format of the API that a path belongs to."""
+    if path in UNSUPPORTED and not path.startswith("/v"):
+        # Paths of text-embeddings-inference have no version.
         return text_error
-    if path in _COHERE:
+    if _COHERE.match(path):
         return message_error
-    # Clients of the Open Inference Protocol find a text there, and fail over an object.
+    # Clients of the Open Inference Protocol expect the field `error` to be a text and fail if it is an object.
     return error_text if path.startswith("/v2/") else plain_error

@@ -1,5 +1,5 @@
-"""Ray: the same application and engine on several processes and machines.
+"""Run the HTTP server on a Ray cluster, in several processes and on several machines.
 
-`cluster` joins or starts a cluster, `deploying` puts the server on it as a Ray Serve application. Nothing else imports ray, which is an
-extra of its own.
+`cluster` joins or starts a cluster. `ray_deployment` runs the server on it as a Ray Serve application. Other modules do not import ray,
+because it is an optional dependency.
 """

@@ -1,4 +1,4 @@
-"""A connection to Ray: a cluster that runs somewhere, or one of this machine that ends with us."""
+"""Connect to a Ray cluster, or start a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...config import available_processors
 from ...errors import BackendUnavailableError, ConfigError
 
 _STORE_BYTES = 200_000_000
-"""Of shared memory that a cluster of this machine takes: what passes through it is small."""
+"""Size of Ray's shared memory in bytes for a cluster on this machine. It is small, because only small values are stored."""
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """The module `ray`, connected.
+    """Connect to a Ray cluster, yield the module `ray`, and disconnect afterwards.
 
     Args:
-        address: `auto`, `HOST:PORT` or `ray://HOST:PORT`; `None` starts one here, whatever `RAY_ADDRESS` says.
+        address: `auto`, `HOST:PORT` or `ray://HOST:PORT`. `None` starts a cluster on this machine and ignores `RAY_ADDRESS`.
 
     Raises:
-        BackendUnavailableError: Ray is not installed, or nothing answers at the address.
+        BackendUnavailableError: Ray is not installed, or there is no cluster at the address.
     """
-    # Before it is imported: nobody asked for reports about us.
+    # Disable Ray's usage reports by default. Ray reads the variable at import.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -53,14 +53,16 @@ def connected(address: str | None) -> Iterator[Any]:
 
 
 def replicas_of(text: str) -> tuple[int, int]:
-    """The least and the most: of `4` or `1:4`.
+    """Parse a number of replicas, such as `4` or `1:4`, and return the smallest and the greatest number.
 
     Raises:
-        ConfigError: Neither.
+        ConfigError: The text has another form.
     """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    least = int(found[1]) if found else 0
-    most = int(found[2] or found[1]) if found else 0
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least = int(match[1]) if match else 0
+    most = int(match[2] or match[1]) if match else 0
     if not 1 <= least <= most:
-        raise ConfigError(f"{text!r} is no number of replicas.", fix="write 4, or 1:4 for one that follows the load.")
+        raise ConfigError(
+            f"{text!r} is not a number of replicas.", fix="write 4, or 1:4 for one that follows the load."
+        )
     return least, most

@@ -1,15 +1,13 @@
-"""The server as a Ray Serve application: the same ASGI application over the same engine, in as many processes as are needed."""
+"""Run the server as a Ray Serve application: the same ASGI application and engine in several processes."""
 
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,22 +16,22 @@ from .cluster import connected, replicas_of
 
 _NAME = "accel"
 _SLACK = 64
-"""Requests beyond the engine's queue that Ray lets through to a replica, so that it is the engine that refuses, with 429."""
+"""Number of requests that Ray sends to a replica beyond the size of the engine's queue, so that the engine refuses them with 429."""
 
 
 ARGUMENTS = ("models", "engine", "settings", "traces", "replicas", "cpus", "gpus", "target", "drain_s")
-"""Of `build`."""
+"""Names of the arguments that `build` accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """How many there are, and what each takes.
+    """Number and resources of the replicas.
 
     Attributes:
-        count: `4`, or `1:4` for as many as the load asks for.
-        cpus, gpus: Of each; fractions share a device.
-        target: Requests in a replica that scaling aims at.
-        drain_s: How long one that ends waits for requests that it has.
+        count: Number of replicas: `4`, or `1:4` to scale with the load.
+        cpus, gpus: Number of processors and GPUs of a replica; with a fraction, replicas share a device.
+        target: Number of concurrent requests per replica that autoscaling aims at.
+        drain_s: Seconds that a replica waits for its running requests before it ends.
     """
 
     count: str = "1"
@@ -45,32 +43,32 @@ class Replicas:
     def __post_init__(self) -> None:
         replicas_of(self.count)
         if self.cpus < 0 or self.gpus < 0 or self.target <= 0 or self.drain_s < 0:
-            raise ConfigError(f"{self} cannot be.", fix="use numbers above 0.")
+            raise ConfigError(f"{self} has a number that is too small.", fix="use numbers above 0.")
 
     def options(self, max_queue: int) -> dict[str, Any]:
-        """As Ray Serve names them."""
+        """Return the options of the Ray Serve deployment."""
         least, most = replicas_of(self.count)
-        made: dict[str, Any] = {
+        options: dict[str, Any] = {
             "name": "server",
             "ray_actor_options": {"num_cpus": self.cpus, "num_gpus": self.gpus},
             "max_ongoing_requests": max_queue + _SLACK,
             "graceful_shutdown_timeout_s": self.drain_s,
         }
         if least == most:
-            return {**made, "num_replicas": least}
+            return {**options, "num_replicas": least}
         scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": self.target}
-        return {**made, "autoscaling_config": scaling}
+        return {**options, "autoscaling_config": scaling}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What each replica serves.
+    """The server that each replica runs.
 
     Attributes:
-        models: As `Engine` takes them: ids, or folders that every node sees.
-        engine: Of `Engine`.
-        settings: Of `ServerSettings`.
-        traces: Whether OpenTelemetry traces are sent.
+        models: Argument `models` of `Engine`: Hub ids, or folders that exist on every node.
+        engine: Further arguments of `Engine`.
+        settings: Fields of `ServerSettings`.
+        traces: Whether to send OpenTelemetry traces.
     """
 
     models: Any
@@ -80,10 +78,10 @@ class Served:
 
 
 def application(served: Served, replicas: Replicas) -> Any:
-    """The application, for `ray.serve.run`."""
+    """Return the Ray Serve application, to pass to `ray.serve.run`."""
     from ray import serve
 
-    # What Ray gives a replica is not what the machine has.
+    # Ray assigns only some of the machine's processors to a replica.
     engine = {"processors": max(1, int(replicas.cpus)), **served.engine}
 
     def build() -> Any:
@@ -98,14 +96,16 @@ def application(served: Served, replicas: Replicas) -> Any:
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
-    """The application for Ray's own tools: `serve run accel.serving.ray.ray_deployment:build models=...`, a config file, a RayService.
+    """Return the application for Ray's tools, which import this function by name.
+
+    Examples are `serve run accel.serving.ray.ray_deployment:build models=...`, a Serve config file, and a RayService.
 
     Args:
-        arguments: `models` (an id, a folder, or a mapping of names to them), `replicas`, `cpus`, `gpus`, `target`, `drain_s`,
-            and mappings `engine` and `settings`.
+        arguments: `models` (a Hub id, a folder, or a mapping from model name to one of them), `replicas`, `cpus`, `gpus`, `target`,
+            `drain_s`, `traces`, and the mappings `engine` and `settings`.
 
     Raises:
-        ConfigError: One that does not exist, or no models.
+        ConfigError: An argument is unknown, or `models` is missing.
     """
     for name in arguments:
         if name not in ARGUMENTS:
@@ -114,10 +114,10 @@ def build(arguments: Mapping[str, Any]) -> Any:
             )
     if not arguments.get("models"):
         raise ConfigError("There are no models.", fix="set models.")
-    given = dict(arguments)
-    served = Served(**{name: given[name] for name in ("models", "engine", "settings", "traces") if name in given})
-    numbers = {name: float(given[name]) for name in ("cpus", "gpus", "target", "drain_s") if name in given}
-    return application(served, Replicas(count=str(given.get("replicas", "1")), **numbers))
+    values = dict(arguments)
+    served = Served(**{name: values[name] for name in ("models", "engine", "settings", "traces") if name in values})
+    numbers = {name: float(values[name]) for name in ("cpus", "gpus", "target", "drain_s") if name in values}
+    return application(served, Replicas(count=str(values.get("replicas", "1")), **numbers))
 
 
 def serve_on_ray(
@@ -130,23 +130,29 @@ def serve_on_ray(
     on_ready: Callable[[str], None] | None = None,
     until: threading.Event | None = None,
 ) -> None:
-    """Deploy, and serve until the process is told to end; then the replicas answer what they have, and are taken away.
+    """Serve models on Ray until a signal ends the process. Then the replicas finish their requests and end.
 
     Args:
-        served: What.
-        replicas: How many.
-        address: Of a cluster; a new one on this machine when `None`.
-        host, port: Of Ray's proxies, on each node; 0 takes a free one. A cluster that serves something already keeps its own.
-        on_ready: Called with the URL when requests are taken.
-        until: Ends it, besides SIGTERM and SIGINT.
+        served: The server that each replica runs.
+        replicas: Number and resources of the replicas.
+        address: Address of the cluster; `None` starts a cluster on this machine.
+        host, port: Address of Ray's HTTP proxy on each node; port 0 selects a free port. A cluster whose proxy runs already keeps its
+            address.
+        on_ready: Called with the URL when the server accepts requests.
+        until: Event that ends the server, like SIGTERM and SIGINT.
 
     Raises:
         BackendUnavailableError: Ray is not installed, or there is no cluster.
-        ConfigError: The port is taken.
+        ConfigError: The port is in use.
         SessionError: The replicas do not start.
     """
     ending = until or threading.Event()
-    port = _free(host, port) if address is None else port
+    if address is None:
+        from ..http.server_process import bound_socket
+
+        # Before a cluster is started, which takes seconds.
+        with bound_socket(host, port) as door:
+            port = int(door.getsockname()[1])
     with connected(address):
         from ray import serve
 
@@ -169,7 +175,7 @@ def serve_on_ray(
             while not ending.wait(1.0):
                 pass
         finally:
-            # Replicas finish what they have before they end.
+            # The replicas finish their running requests before they end.
             serve.delete(_NAME)
             if address is None:
                 serve.shutdown()
@@ -177,26 +183,11 @@ def serve_on_ray(
                 signal.signal(one, handler)
 
 
-def _free(host: str, port: int) -> int:
-    """The port, or a free one for 0.
-
-    Raises:
-        ConfigError: It is taken.
-    """
-    try:
-        with closing(socket.create_server((host, port))) as door:
-            return int(door.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(
-            f"{host}:{port} cannot be listened on: {error.strerror}.", fix="use another --port."
-        ) from error
-
-
 def _wait(url: str, seconds: float = 60.0) -> None:
-    """Until it answers.
+    """Wait until a URL responds with status 200.
 
     Raises:
-        SessionError: It does not.
+        SessionError: The URL does not respond in time.
     """
     end = time.monotonic() + seconds
     while True:

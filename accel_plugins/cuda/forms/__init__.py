@@ -1,1 +1,1 @@
-"""Forms of a graph that compute the same for some masks, faster on a GPU: packed, by lengths, without a mask."""
+"""Forms of a graph that give the same results for some masks and are faster on a GPU: packed, with lengths, without a mask."""

@@ -1,10 +1,10 @@
-"""Forms of a graph with fused attention that differ in how they are told about padding.
+"""Forms of a graph with fused attention that differ in how padding is passed to attention.
 
-The graph in an artifact takes the padding mask as it is: `(batch, sequence)`, right for any mask. ONNX Runtime's CUDA
-kernels are twice as fast when they get the length of each row instead (roberta-base 16x384 on an H200: 3.1 against
-6.7 ms), which says the same only where padding stands on the right; faster again without any mask, where there is no
-padding; and where there is much of it, without computing it at all (`packing`). A session opens these forms of the same
-file beside the general one, over the same weights, and picks by what a call's mask holds.
+The graph in an artifact takes the `(batch, sequence)` padding mask, which is correct for any mask. ONNX Runtime's CUDA
+kernels are twice as fast if they get the length of each row instead (roberta-base 16x384 on an H200: 3.1 instead of 6.7
+ms). This is correct only if padding is on the right. Without padding, the graph is even faster without a mask. With
+much padding, it is faster not to compute the padding at all (`packing`). A session opens these forms of the same file
+next to the general form, with the same weights, and selects a form by the mask of each call.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
 
-from ...ortkit.graph.analysis import made_by_name, readers
-from ...ortkit.graph.editing import MICROSOFT, add_initializer, insert_after, read_graph, replace_value
+from ...ortkit.graph.analysis import made_by_name, readers, unwrapped
+from ...ortkit.graph.editing import MICROSOFT, NewNodes, insert_after, read_graph, replace_value, serialized
 from ...ortkit.optimization.padding import MASK_NAME, ROWS_NAME
-from .packing import can_pack, pack, packed_rows
+from .packing import Packer, can_pack, packed_rows
 
 Form = Literal["general", "lengths", "full", "short", "packed"]
-"""`general`: any mask. `lengths`: each row keeps its first tokens, at least one. `full`: every token is kept. `short`: as
-`full`, with the attention kernel for short rows. `packed`: as `lengths`, computed on the tokens alone."""
+"""`general`: correct for any mask. `lengths`: each row has at least one token, and padding only on the right. `full`:
+no padding.
+`short`: like `full`, with the attention kernel for short rows. `packed`: like `lengths`, computed without the padding.
+"""
 _MASK_INPUT = {"Attention": 3, "MultiHeadAttention": 4}
 
-# Measured on an H200, see docs/backends/cuda.md.
+# These limits were measured on an H200; see docs/backends/cuda.md.
 PACKED_FROM = 1024
-"""Places (batch times sequence) from which on packing is worth it: fewer do not fill the GPU."""
+"""Minimum of batch size times sequence length for packing; smaller calls do not keep the GPU busy."""
 PACKED_UP_TO = 0.75
-"""Largest share of the places that a packed call may compute."""
+"""Maximum fraction of batch size times sequence length that a packed call may compute."""
 SHORT_UP_TO = 64
-"""Longest row for which ONNX Runtime's memory-efficient attention is faster than cuDNN's."""
+"""Maximum row length for which ONNX Runtime's memory-efficient attention is faster than cuDNN's attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a mask holds: the fastest form that is right for it at any size, and its tokens."""
+    """The content of a padding mask: the fastest form that is correct for it at any size, and the number of tokens."""
 
     form: Form
     tokens: int
@@ -49,14 +51,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call is computed: the form of the graph, and for `packed` the number of rows."""
+    """The plan for a call: the form of the graph, and for `packed` the number of rows to compute."""
 
     form: Form
     rows: int = 0
 
 
 def counting_weights(sequence: int, device: torch.device | None = None) -> torch.Tensor:
-    """What `flags_of` multiplies a row with: ones, and the places' numbers: `(sequence, 2) int64`."""
+    """Return the weights `(sequence, 2) int64` that `flags_of` multiplies a mask with: ones, and the column numbers."""
     places = torch.arange(sequence, device=device)
     return torch.stack((torch.ones_like(places), places), dim=1)
 
@@ -65,15 +67,16 @@ _host_weights = functools.lru_cache(maxsize=64)(counting_weights)
 
 
 def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each row's number of tokens and the sum of their places, computed where the mask is: `(batch, 2) int64`.
+    """Return `(batch, 2) int64`: each row's number of tokens and the sum of their column numbers.
 
-    A row's tokens stand at its beginning exactly when that sum is the smallest that so many places can have. Three kernels.
+    They are computed on the mask's device with three kernels. The tokens of a row are at its start exactly if this sum
+    is the smallest possible for their number.
     """
     return (mask.ne(0).unsqueeze(-1) * weights).sum(1)
 
 
 def held_by_flags(flags: np.ndarray, sequence: int) -> Held:
-    """What the mask held from which `flags: (batch, 2) int64` come; see `flags_of`."""
+    """Return the kind of padding and the number of tokens of a mask, from its `flags: (batch, 2) int64` (see `flags_of`)."""
     counts, places = flags[:, 0], flags[:, 1]
     tokens = int(counts.sum())
     if tokens == flags.shape[0] * sequence:
@@ -84,19 +87,20 @@ def held_by_flags(flags: np.ndarray, sequence: int) -> Held:
 
 
 def held_by(mask: torch.Tensor) -> Held:
-    """What a `(batch, sequence)` mask holds; waits for it where it is on a GPU."""
+    """Return the kind of padding and the number of tokens of a `(batch, sequence)` mask; waits for a mask on a GPU."""
     sequence = mask.shape[1]
-    # Those of the host are kept; on a GPU they would have to be waited for by every stream that reads them.
+    # Only weights in CPU memory are cached: on a GPU, every stream that reads cached weights would have to wait for
+    # them.
     weights = counting_weights(sequence, mask.device) if mask.is_cuda else _host_weights(sequence)
     return held_by_flags(flags_of(mask, weights).cpu().numpy(), sequence)
 
 
 def plan_for(held: Held, shape: Sequence[int], *, packs: bool, short: bool) -> Plan:
-    """The fastest way to compute a call.
+    """Return the fastest plan for a call.
 
     Args:
-        held: What its mask holds.
-        shape: The mask's: batch, sequence.
+        held: The content of the call's mask.
+        shape: The shape of the mask: batch size, sequence length.
         packs: Whether the graph has a packed form.
         short: Whether there is an attention kernel for short rows.
     """
@@ -112,7 +116,7 @@ def plan_for(held: Held, shape: Sequence[int], *, packs: bool, short: bool) -> P
 
 
 def packs(path: Path) -> bool:
-    """Whether the graph of a file has a packed form that is worth it: in float16, for which there are packed kernels."""
+    """Return whether the graph of a file has a useful packed form: only for float16, which has packed kernels."""
     model = read_graph(path)
     mask = made_by_name(model.graph, MASK_NAME)
     if mask is None or mask_input(path) is None or not can_pack(model, mask):
@@ -122,22 +126,20 @@ def packs(path: Path) -> bool:
 
 
 def mask_input(path: Path) -> str | None:
-    """The graph input that fused attention takes its padding from, or `None` when there are no other forms."""
+    """Return the name of the graph input from which fused attention gets its padding.
+
+    `None` if the graph has no other forms.
+    """
     model = read_graph(path)
     mask = made_by_name(model.graph, MASK_NAME)
-    value = mask
-    while value is not None and value.producer() is not None:
-        node = value.producer()
-        if node is None or node.op_type != "Cast":
-            return None
-        value = node.inputs[0]
-    if value is None or not value.is_graph_input() or mask is None:
+    source = unwrapped(mask, "Cast")
+    if source is None or not source.is_graph_input():
         return None
-    return str(value.name) if any(node.op_type in _MASK_INPUT for node in readers(mask)) else None
+    return str(source.name) if any(node.op_type in _MASK_INPUT for node in readers(mask)) else None
 
 
 def in_form(path: Path, form: Form) -> bytes:
-    """The graph of a file in another form, as a serialized model whose weights stay in the files beside it."""
+    """Return the graph of a file in another form, as a serialized model; the weights stay in their files."""
     model = read_graph(path)
     mask = made_by_name(model.graph, MASK_NAME)
     if form != "general" and mask is not None:
@@ -145,7 +147,7 @@ def in_form(path: Path, form: Form) -> bytes:
             if rows.op_type == "Where" and rows.inputs[1] is not None:
                 replace_value(rows.outputs[0], rows.inputs[1])
         if form == "packed":
-            pack(model, mask)
+            Packer(model, mask).run()
         else:
             lengths = _lengths(model.graph, mask) if form == "lengths" else None
             for node in readers(mask):
@@ -153,16 +155,13 @@ def in_form(path: Path, form: Form) -> bytes:
                 if node.domain == MICROSOFT and position is not None and node.inputs[position] is mask:
                     node.replace_input_with(position, lengths)
         passes.RemoveUnusedNodesPass()(model)
-    serialized: bytes = ir.to_proto(model).SerializeToString()
-    return serialized
+    return serialized(model)
 
 
 def _lengths(graph: ir.Graph, mask: ir.Value) -> ir.Value:
-    """Tokens kept in each row: `(batch,) int32`."""
-    axis = add_initializer(graph, "accel.mask_axis", np.array([1], np.int64))
-    total = ir.node("ReduceSum", [mask, axis], {"keepdims": 0}, name="accel.lengths")
-    total.outputs[0].type = ir.TensorType(ir.DataType.INT32)
+    """Add the number of tokens in each row to the graph: `(batch,) int32`."""
+    new = NewNodes(graph, "accel.lengths")
     assert mask.shape is not None
-    total.outputs[0].shape = ir.Shape([mask.shape[0]])
-    insert_after(mask, graph, [total])
-    return total.outputs[0]
+    total = new.op("ReduceSum", mask, new.constant([1]), keepdims=0, like=mask, shape=[mask.shape[0]])
+    insert_after(mask, graph, new.nodes)
+    return total

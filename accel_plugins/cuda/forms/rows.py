@@ -1,6 +1,6 @@
-"""Rows of a batch whose tokens stand one behind the other, whatever padding the caller's mask has between them.
+"""Rows of a batch as a KV cache stores them: tokens without the padding of the caller's mask.
 
-A mask has columns: `(batch, columns)`, padding on any side. A cache without a mask has places: row by row the tokens that
+A mask `(batch, columns)` may have padding anywhere. A cache without a mask stores, for each row, only the tokens that
 the mask keeps, from place 0 on.
 """
 
@@ -15,15 +15,15 @@ from accel.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """New tokens as a cache takes them, on the host.
+    """New tokens, arranged for a KV cache; all tensors are in CPU memory.
 
     Attributes:
-        counts: `(batch,)` new tokens of each row.
-        order: `(batch, longest)` the columns of each row's new tokens, counted from the first new column; then columns of
-            padding.
-        places: `(batch, new)` the place among the row's new tokens of each new column; of padding, that of the token
-            before it.
-        whole: Whether nothing is padding.
+        counts: `(batch,)`, the number of new tokens in each row.
+        order: `(batch, longest)`, the columns of each row's new tokens, counted from the first new column, followed by
+            columns of padding.
+        places: `(batch, new)`, the index of each new column's token among the row's new tokens; for padding, the index
+            of the preceding token.
+        whole: Whether none of the new columns is padding.
     """
 
     counts: torch.Tensor
@@ -33,26 +33,26 @@ class Added:
 
 
 class Rows:
-    """Which columns each row's tokens came from.
+    """The mask columns that each row's tokens come from.
 
     Args:
-        batch: Rows.
+        batch: The number of rows.
     """
 
     def __init__(self, batch: int) -> None:
-        # Columns that a mask was read for, on the host, and how many follow that every row keeps.
+        # The mask that was read so far, in CPU memory, and the number of later columns in which every row has a token.
         self._mask = torch.ones((batch, 0), dtype=torch.bool)
-        self._behind = 0
+        self._following = 0
 
     @property
     def columns(self) -> int:
-        """Columns so far."""
-        return self._mask.shape[1] + self._behind
+        """Number of mask columns so far."""
+        return self._mask.shape[1] + self._following
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each row: `(batch,) int64`, on the host."""
-        return self._mask.sum(1) + self._behind
+        """Number of tokens in each row: `(batch,) int64`, in CPU memory."""
+        return self._mask.sum(1) + self._following
 
     @property
     def unbroken(self) -> bool:
@@ -61,24 +61,27 @@ class Rows:
         return bool((kept.diff(dim=1, prepend=torch.zeros((len(kept), 1), dtype=torch.int32)) == 1).sum(1).le(1).all())
 
     def _kept(self) -> torch.Tensor:
-        return torch.cat([self._mask, torch.ones((self._mask.shape[0], self._behind), dtype=torch.bool)], dim=1)
+        return torch.cat([self._mask, torch.ones((self._mask.shape[0], self._following), dtype=torch.bool)], dim=1)
 
     def step(self) -> None:
-        """One more column, which every row keeps."""
-        self._behind += 1
+        """Add one column in which every row has a token."""
+        self._following += 1
 
     def agree(self, mask: torch.Tensor) -> bool:
-        """Whether a `(batch, columns or more) bool` mask keeps the tokens that are held, no more and no less."""
+        """Return whether a `(batch, columns or more) bool` mask keeps exactly the stored tokens in the earlier columns."""
         return torch.equal(mask[:, : self.columns], self._kept())
 
     def extend(self, mask: torch.Tensor) -> Added:
-        """Take the columns that a mask has more than before.
+        """Add the new columns of a mask.
 
         Args:
-            mask: `(batch, columns so far + new) bool`, on the host.
+            mask: `(batch, columns so far + new) bool`, in CPU memory.
+
+        Returns:
+            The new tokens.
 
         Raises:
-            InputError: It keeps other earlier tokens than before.
+            InputError: The mask keeps other earlier tokens than before.
         """
         if not self.agree(mask):
             raise InputError(
@@ -86,22 +89,22 @@ class Rows:
                 fix="pass the earlier mask with the new tokens' entries behind it, or start with an empty cache.",
             )
         new = mask[:, self.columns :]
-        self._mask, self._behind = mask.clone(), 0
+        self._mask, self._following = mask.clone(), 0
         counts = new.sum(1)
         order = torch.argsort(new.logical_not().int(), dim=1, stable=True)[:, : int(counts.max())]
         return Added(counts, order, (new.cumsum(1) - 1).clamp(min=0), bool(new.all()))
 
     def crop(self, columns: int) -> None:
-        """Forget all columns from this one on."""
-        self._behind = max(0, columns - self._mask.shape[1])
+        """Remove all columns from this one on."""
+        self._following = max(0, columns - self._mask.shape[1])
         self._mask = self._mask[:, :columns]
 
     def select(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was (`index: (rows,) int64`)."""
+        """Set row `i` to the previous row `index[i]` (`index: (rows,) int64`)."""
         self._mask = self._mask.index_select(0, index)
 
     def clone(self) -> Rows:
-        """An independent copy."""
+        """Return an independent copy."""
         copy = Rows(self._mask.shape[0])
-        copy._mask, copy._behind = self._mask.clone(), self._behind
+        copy._mask, copy._following = self._mask.clone(), self._following
         return copy

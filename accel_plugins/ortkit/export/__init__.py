@@ -1,1 +1,1 @@
-"""PyTorch models to ONNX artifacts."""
+"""Export of PyTorch models to ONNX artifacts."""

@@ -1,8 +1,8 @@
-"""ONNX Runtime's attention operators for decoders, put into the trace of a generating model.
+"""ONNX Runtime's attention operators for decoders, inserted into the trace of a generative model.
 
-`GroupQueryAttention` writes the new keys and values behind the past, in place when past and present are one buffer, and
-attends without repeating the key-value heads; `MultiHeadAttention` serves cross-attention, whose keys and values stay.
-Specification: docs/ContribOperators.md of ONNX Runtime.
+`GroupQueryAttention` appends the new keys and values to the past, in place when past and present share a buffer. It
+attends without repeating the key-value heads. `MultiHeadAttention` is used for cross-attention, whose keys and values
+do not change. Specification: docs/ContribOperators.md of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 _DOMAIN = "com.microsoft"
-# `GroupQueryAttention` refuses other head sizes.
+# `GroupQueryAttention` accepts only head sizes that are a multiple of this number.
 _HEAD_SIZE_MULTIPLE = 8
 
 
 class OrtAttention:
-    """The operators as nodes of the trace; see `accel.capture.FusedAttention`, also for the shapes."""
+    """Adds ONNX Runtime's attention operators to the trace as nodes; see `accel.capture.FusedAttention` for the shapes."""
 
     def cached(
         self,
@@ -33,7 +33,11 @@ class OrtAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """`GroupQueryAttention`, `(batch, sequence, heads, head_size)`; declines head sizes that it does not take."""
+        """Trace `GroupQueryAttention`; return `None` for head sizes that it does not support.
+
+        The attention output has the shape `(batch, sequence, heads, head_size)`; the keys and values are the whole
+        cache.
+        """
         batch, heads, sequence, size = query.shape
         kv_heads = key.shape[1]
         if size % _HEAD_SIZE_MULTIPLE or value.shape[3] != size or past[0].shape[3] != size:
@@ -62,8 +66,9 @@ class OrtAttention:
         bias: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
-        """`MultiHeadAttention`, `(batch, sequence, heads, head_size)`, which takes keys and values by head as the cache holds
-        them.
+        """Trace `MultiHeadAttention`; return `None` for numbers of heads or head sizes that it does not support.
+
+        Keys and values are split into heads, as in the KV cache. The output is `(batch, sequence, heads, head_size)`.
         """
         batch, heads, sequence, size = query.shape
         if key.shape[1] != heads or value.shape[3] != size:
@@ -80,6 +85,6 @@ class OrtAttention:
 
 
 def _merged(states: torch.Tensor) -> torch.Tensor:
-    """`(batch, heads, sequence, head_size)` to `(batch, sequence, heads * head_size)`."""
+    """Reshape `(batch, heads, sequence, head_size)` to `(batch, sequence, heads * head_size)`."""
     batch, heads, sequence, size = states.shape
     return states.transpose(1, 2).reshape(batch, sequence, heads * size)

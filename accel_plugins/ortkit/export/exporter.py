@@ -1,10 +1,12 @@
-"""PyTorch model to ONNX artifact."""
+"""Export of a PyTorch model to an ONNX artifact."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import onnx_ir as ir
 
 from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, record_files, tool_versions, with_files
 from accel.capture import Source, capture_onnx, drop_unused_inputs, graph_specs, quiet, split
@@ -17,21 +19,18 @@ from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
 from .writing import release_when_written
 
-if TYPE_CHECKING:
-    import onnx_ir
-
 GRAPH = "model.onnx"
 _INLINE_LIMIT_BYTES = 1 << 30
 
 
 class OnnxExporter:
-    """Writes `model.onnx` with its weights in `model.onnx.data`, and transformers' own manifest beside ours."""
+    """Exporter that writes `model.onnx`, its weights in `model.onnx.data`, transformers' export manifest and accel's manifest."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace, convert and write; see `accel.interfaces.protocols.Exporter`."""
+        """Trace the model, convert it and write the artifact; see `accel.interfaces.protocols.Exporter`."""
         parts = split(source, OrtAttention())
         if parts == (source,):
             components, opset = self._single(source, config, out)
@@ -56,66 +55,66 @@ class OnnxExporter:
         return Artifact.create(out, manifest)
 
     def _single(self, source: Source, config: ExportConfig, out: Path) -> tuple[tuple[Component, ...], int | None]:
-        """One graph, as transformers' exporter writes it."""
-        model, exported = capture_onnx(source, config)
-        expand_recurrences(model)
-        lower_quantized_layers(model)
-        merge_initializers(model)
-        unused = drop_unused_inputs(model)
-        component = _component(source, model, GRAPH, unused)
+        """Export the model as a single graph, with transformers' exporter."""
+        model, exported, component = _captured(source, config, GRAPH)
         model.metadata_props[MARK] = MANIFEST
-        release_when_written(model)
         with quiet():
             exported.save_pretrained(out)
             if config.external_data:
                 write_graph(read_graph(out / GRAPH), out / GRAPH)
             else:
-                self._inline(model, out)
+                _inline(model, out)
         files = [name for name in (GRAPH, f"{GRAPH}.data") if (out / name).exists()]
         return (replace(component, files=record_files(out, files)),), model.opset_imports.get("")
 
     def _parts(
         self, parts: tuple[Source, ...], config: ExportConfig, out: Path
     ) -> tuple[tuple[Component, ...], int | None]:
-        """The graphs of a generating model, over one file of weights."""
+        """Export the graphs of a generative model, which share one file of weights."""
         if not config.external_data:
             raise ConfigError(
                 "Graphs that share weights keep them in a file of their own.", fix="leave external_data=False out."
             )
         models, components = {}, []
         for part in parts:
-            model, _ = capture_onnx(part, config)
-            expand_recurrences(model)
-            lower_quantized_layers(model)
-            merge_initializers(model)
-            file = f"{part.name}.onnx"
-            models[file] = model
-            components.append(_component(part, model, file, drop_unused_inputs(model)))
-            release_when_written(model)
-        beside = save_graphs(models, out)
-        written = with_files(out, components, [[component.file, *beside] for component in components])
+            model, _, component = _captured(part, config, f"{part.name}.onnx")
+            models[component.file] = model
+            components.append(component)
+        weights = save_graphs(models, out)
+        written = with_files(out, components, [[component.file, *weights] for component in components])
         return written, model.opset_imports.get("")
 
-    def _inline(self, model: object, out: Path) -> None:
-        """Put the weights into the graph file.
 
-        Raises:
-            ExportError: They are too large for one protobuf file.
-        """
-        import onnx_ir
+def _inline(model: ir.Model, out: Path) -> None:
+    """Write the graph file with the weights inside it.
 
-        assert isinstance(model, onnx_ir.Model)
-        size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-        if size > _INLINE_LIMIT_BYTES:
-            raise ExportError(
-                f"{size} bytes of weights do not fit into one file.", fix="leave external_data=False out."
-            )
-        (out / f"{GRAPH}.data").unlink(missing_ok=True)
-        write_graph(model, out / GRAPH)
+    Raises:
+        ExportError: The weights are too large for one protobuf file.
+    """
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    if size > _INLINE_LIMIT_BYTES:
+        raise ExportError(f"{size} bytes of weights do not fit into one file.", fix="leave external_data=False out.")
+    (out / f"{GRAPH}.data").unlink(missing_ok=True)
+    write_graph(model, out / GRAPH)
 
 
-def _component(source: Source, model: onnx_ir.Model, file: str, unused: tuple[str, ...]) -> Component:
-    """What the manifest says of a graph; its files are recorded once they are written."""
+def _captured(source: Source, config: ExportConfig, file: str) -> tuple[ir.Model, Any, Component]:
+    """Trace a model and rewrite the graph to operators that runtimes support.
+
+    Returns:
+        The graph, transformers' export, and the component. The component's files are recorded after they are written.
+    """
+    model, exported = capture_onnx(source, config)
+    expand_recurrences(model)
+    lower_quantized_layers(model)
+    merge_initializers(model)
+    component = _component(source, model, file, drop_unused_inputs(model))
+    release_when_written(model)
+    return model, exported, component
+
+
+def _component(source: Source, model: ir.Model, file: str, unused: tuple[str, ...]) -> Component:
+    """Return the manifest entry of a graph; its files are recorded after they are written."""
     return Component(
         name=source.name,
         file=file,

@@ -1,7 +1,7 @@
-"""Recurrent layers as loops of ONNX: `accel::recurrence` becomes a `Scan` over the tokens.
+"""Conversion of recurrent layers to ONNX loops: `accel::recurrence` becomes a `Scan` over the tokens.
 
-`Scan` carries the state from token to token and collects what each token reads from it, so one graph takes any number of
-tokens behind any state. Its body is six operators, nine with the delta rule.
+`Scan` passes the state from token to token and collects the output of each token, so one graph accepts any number of
+tokens and any initial state. The body of the loop has six operators, nine with the delta rule.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ _FLOAT = ir.DataType.FLOAT
 
 
 def expand_recurrences(model: ir.Model) -> int:
-    """Write every recurrence of the graph as a `Scan`; returns how many there were.
+    """Replace every recurrence of the graph by a `Scan`.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
+
+    Returns:
+        The number of replaced recurrences.
     """
     nodes = [node for node in model.graph if node.domain == RECURRENCE_DOMAIN]
     for i, node in enumerate(nodes):

@@ -1,7 +1,10 @@
-"""ONNX folders without our manifest: Optimum's, transformers.js', onnx-community's, transformers' own exports,
-onnxruntime-genai's, or a single ONNX file.
+"""Reader of ONNX folders without accel's manifest: single ONNX files and folders of other tools.
 
-`file_names` chooses the graphs of a folder by their names, `onnx_file` reads and checks one of them. `reader` makes an artifact of one
-graph where it is; `decoder_components` of graphs that generate, which `graph_merge` and `mask_bias` change and `ACCEL_HOME` keeps.
-`descriptions` reads other tools' own manifests. A new layout of ONNX files is a row in `file_names`.
+The tools are Optimum, transformers.js, onnx-community, transformers' own exporter and onnxruntime-genai.
+
+`file_names` selects the graphs of a folder by file name. `onnx_file` reads and checks one graph. `reader` makes an
+artifact from a single graph and leaves the file in its folder. `decoder_components` makes an artifact from the graphs
+of a generative model: `graph_merge` and `mask_bias` convert them, and the result is stored in `ACCEL_HOME`.
+`descriptions` reads the manifests of other tools. To support another layout of ONNX files, add a row to the table in
+`file_names`.
 """

@@ -1,4 +1,4 @@
-"""Graphs of models that generate, as components in our form: a decoder, behind an encoder or alone."""
+"""Conversion of the graphs of generative models to components of an artifact: a decoder, with or without an encoder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
+from accel.artifact.checksums import stamp_files
 from accel.artifact.home import accel_home
-from accel.artifact.manifest import MANIFEST, Artifact, Component, Manifest, Origin, with_files
+from accel.artifact.manifest import MANIFEST, Artifact, Component, Manifest, with_files
 from accel.artifact.tensors import TensorSpec
 from accel.artifact.writing import copy_companions, discard, is_companion, staging, tool_versions
 from accel.errors import AccelError, ArtifactNotFoundError, IntegrityError, OutputFolderError, TaskError
@@ -25,12 +26,12 @@ from . import graph_merge
 from .descriptions import Description
 from .file_names import several_graphs
 from .mask_bias import CAPACITY, counting_nodes, with_mask
-from .onnx_file import OnnxFile, dimensions, dtype_word, fixed_axes, given_inputs, precision, read_onnx, stamp
+from .onnx_file import OnnxFile, dimensions, dtype_word, fixed_axes, given_inputs, manifest_of, read_onnx
 
 logger = logging.getLogger(__name__)
 
 _FORM = 4
-"""Counts changes of what is kept under `ACCEL_HOME` for a folder."""
+"""Version of the converted graphs under `ACCEL_HOME`; increased with each change, so that folders are converted again."""
 _SEQUENCES = ("input_ids", "decoder_input_ids", "position_ids", "inputs_embeds")
 _KNOWN = {
     "input_ids": ("batch", "sequence"),
@@ -61,12 +62,12 @@ def adopt_decoders(
     file_name: str | None,
     variant: str | None,
 ) -> Artifact:
-    """An artifact for a folder with the graphs of a model that generates; see `OnnxFolderReader.adopt`.
+    """Return an artifact for a folder with the graphs of a generative model; see `OnnxFolderReader.adopt`.
 
     Raises:
         ArtifactNotFoundError: A graph is missing.
-        IntegrityError: A graph cannot be read, or does not fit the config or the others.
-        TaskError: The graphs are of another kind of model than the task's.
+        IntegrityError: A graph cannot be read, or does not match the config or the other graphs.
+        TaskError: The task needs a different kind of model than these graphs (with or without an encoder).
     """
     config = description.config
     encoder = bool(config.get("is_encoder_decoder", spec.encoder_decoder)) or bool(spec.encoder_decoder)
@@ -84,7 +85,7 @@ def adopt_decoders(
         )
     read: dict[Part, OnnxFile] = {part: read_onnx(folder, file) for part, file in files.items()}
     if "first" in read and graph_merge.BRANCH in read["first"].input_names:
-        # Both branches under the name of one: `decoder.onnx`.
+        # Some exporters name a file with both branches `decoder.onnx`, as if it were the graph for the prompt only.
         read = {("merged" if part == "first" else part): one for part, one in read.items() if part != "following"}
     settings = _Settings.of(config, encoder=encoder)
     if encoder:
@@ -95,21 +96,11 @@ def adopt_decoders(
         _component(name, one, settings, folder, continues=continues if name in ("model", "decoder") else "any")
         for name, one in graphs.items()
     ]
-    models = [one.model for one in read.values()]
-    dtype, quantization = precision(models)
-    manifest = Manifest(
-        format="onnx",
-        task=spec.name,
-        architecture=str((config.get("architectures") or [""])[0]),
-        dtype=dtype,
-        opset=models[-1].opset_imports.get(""),
-        source=Origin(id=str(folder)),
-        quantization=quantization,
-    )
+    manifest = manifest_of(spec.name, config, folder, [one.model for one in read.values()])
     if not description.written and all(any(one is other for other in read.values()) for one in graphs.values()):
-        # Nothing was changed: the files stay where they are.
+        # No graph was changed, so the artifact refers to the files in their folder.
         placed = tuple(
-            replace(component, file=one.name, files=tuple(stamp(folder, file) for file in one.files))
+            replace(component, file=one.name, files=stamp_files(folder, one.files))
             for component, one in zip(components, graphs.values(), strict=True)
         )
         return Artifact(folder.absolute(), replace(manifest, components=placed))
@@ -117,7 +108,7 @@ def adopt_decoders(
 
 
 def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[str, OnnxFile], Continues]:
-    # Newer folders of transformers.js call a graph without branches merged, too.
+    # Newer folders of transformers.js call a graph "merged" even if it has no branches.
     plain = "merged" in read and graph_merge.BRANCH not in read["merged"].input_names
     if "model" in read or set(read) == {"first"} or plain:
         file = read.get("model") or read["merged" if plain else "first"]
@@ -130,7 +121,8 @@ def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[st
             return {"model": replace(file, model=model)}, "any"
         return {"model": file}, "any"
     pair = _branches(folder, read["merged"]) if "merged" in read else (read["first"], read["following"])
-    # transformers' exporter writes graphs for one token and for several after a cache; the axis of the tokens tells which.
+    # transformers' exporter writes graphs that take one token after a cache, or several; only the latter have a named
+    # token axis.
     tokens = next((value for value in pair[1].model.graph.inputs if value.name == "input_ids"), None)
     several = tokens is not None and isinstance(dimensions(tokens)[1], str)
     free = several and any("past_key_values.layers" in name for name in pair[1].input_names)
@@ -156,7 +148,7 @@ def _branches(folder: Path, file: OnnxFile) -> tuple[OnnxFile, OnnxFile]:
 
 
 def _merged(folder: Path, prompt: OnnxFile, following: OnnxFile) -> OnnxFile:
-    """Both under an `If`, with our names."""
+    """Merge both graphs under an `If` node, with accel's input and output names."""
     first, second = (graph_merge.with_our_names(file.model) for file in (prompt, following))
     pasts = [str(value.name) for value in second.graph.inputs if str(value.name).startswith("past_key_values.")]
     if not pasts:
@@ -166,14 +158,14 @@ def _merged(folder: Path, prompt: OnnxFile, following: OnnxFile) -> OnnxFile:
     return replace(prompt, model=graph_merge.merged(first, second, pasts[0]))
 
 
-# What goes in and out
+# Component specs: inputs and outputs
 
 Continues = Literal["any", "one", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What a config says of a decoder; `None` where it says nothing."""
+    """Decoder settings read from a config; `None` where the config has no value."""
 
     pad: int
     heads: int | None
@@ -185,12 +177,12 @@ class _Settings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, encoder: bool) -> _Settings:
-        """Of the decoder's own config, where there are two in one."""
+        """Read the settings from the decoder's part of the config if it has one, else from the config itself."""
         inner = next((config[key] for key in ("decoder", "text_config") if isinstance(config.get(key), dict)), config)
 
         def number(*names: str, among: Mapping[str, Any] = inner) -> int | None:
-            found = (among.get(name) for name in names)
-            return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+            values = (among.get(name) for name in names)
+            return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
         limit = number("max_position_embeddings", "max_target_positions", "n_positions")
         rotary = bool({"rope_theta", "rope_parameters", "rotary_dim"} & set(inner)) or inner.get("alibi")
@@ -207,46 +199,41 @@ class _Settings:
 
 
 def _component(name: str, file: OnnxFile, settings: _Settings, folder: Path, *, continues: Continues) -> Component:
-    """What a graph takes and returns, in our axes.
+    """Return the component of a graph: its inputs and outputs with accel's axis names.
 
     Raises:
-        IntegrityError: It takes what no model here is given, or does not fit the config.
+        IntegrityError: The graph has an input that accel does not provide, or does not match the config.
     """
     where, domains = folder / file.name, operator_domains(file.model)
     inputs, outputs = given_inputs(file.model.graph), list(file.model.graph.outputs)
     if name in ("encoder", "cross_attention"):
         known = _ENCODERS if name == "encoder" else _CROSS
-        return Component(
-            name=name,
-            file="",
-            files=(),
-            inputs=tuple(_spec(value, known, settings) for value in inputs),
-            outputs=tuple(_spec(value, known, settings) for value in outputs if _returned(name, str(value.name))),
-            domains=domains,
-        )
+        takes = tuple(_spec(value, known, settings) for value in inputs)
+        returns = tuple(_spec(value, known, settings) for value in outputs if _returned(name, str(value.name)))
+        return Component(name=name, file="", files=(), inputs=takes, outputs=returns, domains=domains)
     cached = continues != "none"
     pairs = _pairs([str(v.name) for v in inputs], [str(v.name) for v in outputs], where) if cached else {}
     whole = {**_KNOWN, "attention_mask": ("batch", "total" if cached else "sequence")}
-    takes = {*whole, *pairs, "logits_to_keep", "num_logits_to_keep"}
-    odd = [v.name for v in inputs if v.name not in takes and not str(v.name).startswith("cross.")]
+    names = {*whole, *pairs, "logits_to_keep", "num_logits_to_keep"}
+    odd = [v.name for v in inputs if v.name not in names and not str(v.name).startswith("cross.")]
     if odd:
         raise IntegrityError(
             f"{where} takes {odd}, which a decoder here is not given.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
-    made = [_spec(value, whole, settings, pairs) for value in inputs]
-    given = [
+    input_specs = [_spec(value, whole, settings, pairs) for value in inputs]
+    output_specs = [
         _spec(value, whole, settings, {v: k for k, v in pairs.items()}, output=True)
         for value in outputs
         if value.name == "logits" or value.name in pairs.values()
     ]
-    _check(made, given, settings, where, continues)
+    _check(input_specs, output_specs, settings, where, continues)
     return Component(
         name=name,
         file="",
         files=(),
-        inputs=tuple(made),
-        outputs=tuple(given),
+        inputs=tuple(input_specs),
+        outputs=tuple(output_specs),
         max_sizes={} if settings.positions is None else {"total": settings.positions},
         stateful=cached,
         continues=continues,
@@ -262,7 +249,7 @@ def _returned(component: str, name: str) -> bool:
 
 
 def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]:
-    """The output that each input of the cache comes from."""
+    """Return, for each past input of the cache, the name of its present output."""
     ours = {our: name for name in outputs if (our := graph_merge.our_name(name, output=True)) is not None}
     pairs = {}
     for name in inputs:
@@ -292,7 +279,7 @@ def _spec(
     our = graph_merge.our_name(name, output=output) or name
     pair = (pairs or {}).get(name)
     if pair is not None:
-        # One name for both is one buffer with room for more tokens.
+        # If the file uses the same name for the token axis of past and present, both are one buffer with free capacity.
         one = sizes[2] == CAPACITY
         axes = ("batch", None, CAPACITY if one else "past" if our.startswith("past_key_values.") else "total", None)
     elif our.startswith("cross."):
@@ -306,7 +293,7 @@ def _spec(
         axis if axis is not None and isinstance(size, str) else size for axis, size in zip(axes, sizes, strict=True)
     )
     if pair is not None or our.startswith("cross."):
-        # Files that name these axes, too, leave their sizes to the config.
+        # If the file has names for the head axes, the sizes come from the config.
         heads, size = (
             given if isinstance(found, str) and given is not None else found
             for found, given in ((shape[1], settings.heads), (shape[3], settings.head_size))
@@ -327,10 +314,10 @@ def _spec(
 def _check(
     inputs: list[TensorSpec], outputs: list[TensorSpec], settings: _Settings, where: Path, continues: Continues
 ) -> None:
-    """Hold a decoder against its config.
+    """Check a decoder against its config.
 
     Raises:
-        IntegrityError: It is another model's, or cannot be given a prompt.
+        IntegrityError: The graph belongs to another model, or does not accept a prompt.
     """
     logits = next((spec for spec in outputs if spec.name == "logits"), None)
     if logits is None:
@@ -358,11 +345,11 @@ def _check(
 
 
 def _free(size: int | str, axis: int) -> bool:
-    """Rows and tokens vary, heads and their sizes do not."""
+    """Return whether an axis of a cache tensor is correct: rows and tokens have variable size, heads and head size are fixed."""
     return isinstance(size, str) is (axis in (0, 2))
 
 
-# What was brought to our form
+# Storage of converted graphs
 
 
 def _kept(
@@ -373,12 +360,12 @@ def _kept(
     read: list[OnnxFile],
     written: Mapping[str, dict[str, Any]],
 ) -> Artifact:
-    """The graphs in our form under `ACCEL_HOME`, or those kept there before for the same files."""
+    """Store the converted graphs under `ACCEL_HOME`, or load those stored earlier for the same files."""
     names = [file for one in read for file in one.files]
     names += [path.name for path in sorted(folder.iterdir()) if is_companion(path)]
     key = {
         "folder": str(folder.absolute()),
-        "files": [(record.name, record.bytes, record.sha256) for record in (stamp(folder, name) for name in names)],
+        "files": [(record.name, record.bytes, record.sha256) for record in stamp_files(folder, names)],
         "task": manifest.task,
         "written": written,
         "form": [_FORM, tool_versions()["accel"]],

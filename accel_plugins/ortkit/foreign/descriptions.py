@@ -1,4 +1,4 @@
-"""Other tools' own manifests: transformers' `export.json`, onnxruntime-genai's `genai_config.json`."""
+"""Manifests that other tools write: transformers' `export.json` and onnxruntime-genai's `genai_config.json`."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from accel.interfaces.task_registry import infer_task, read_config, text_decoder
 from .file_names import EXPORT, GENAI, checked_file, descriptions_in
 
 CONFIG = "config.json"
-# transformers' names of the graphs of a decoder.
+# transformers' names for the graphs of a decoder.
 _PARTS: dict[str, Part] = {"model": "model", "prefill": "first", "decode": "following"}
 _FORMATS = ("onnx", "openvino")
-# Parts of a model of onnxruntime-genai's beside a decoder of text.
+# Parts of onnxruntime-genai models that are not a text decoder; models with these parts are not supported.
 _OTHERS = ("encoder", "encoder_decoder_init", "vision", "speech", "embedding", "joiner")
 GENERATION = "generation_config.json"
 _SEARCH = (
     "do_sample", "max_length", "min_length", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty",
 )  # fmt: skip
-"""Settings of onnxruntime-genai's search that transformers calls the same (docs: "genai_config.json", version 0.18)."""
+"""Search settings of onnxruntime-genai that have the same name in transformers (docs: "genai_config.json", version 0.18)."""
 _SAMPLING = ("temperature", "top_k", "top_p")
 _BEAMS = ("early_stopping", "length_penalty")
 _NO_EFFECT = {"diversity_penalty": 0.0, "blank_penalty": 0.0}
-"""Settings that accel has no counterpart of, with the value that switches them off."""
+"""Settings that accel does not support, each with the value that turns the setting off."""
 _RUNTIME = ("past_present_share_buffer", "random_seed", "chunk_size", "batch_size", *_NO_EFFECT)
-"""How onnxruntime-genai runs a graph, not what it answers; a seed belongs to the caller here."""
+"""Settings that affect how onnxruntime-genai runs a graph, but not the generated text.
+
+In accel, the caller sets the random seed.
+"""
 _SIZES = ("head_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a folder says of itself.
+    """The config and the manifest entries of a model folder.
 
     Attributes:
-        config: As in `config.json`.
-        files: Its ONNX graphs by part, where a manifest names them.
-        written: Files that transformers reads, for a folder that has none of its own.
+        config: The content of `config.json`.
+        files: ONNX graph files by part, if a manifest lists them.
+        written: Files for transformers, by file name, that the folder lacks and that are written into the artifact.
     """
 
     config: dict[str, Any]
@@ -49,19 +52,20 @@ class Description:
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def task(self, folder: Path) -> str:
-        """The task, as far as it can be told."""
+        """Infer the task from the config and the folder."""
         if self.written:
-            # A folder of onnxruntime-genai's that has a decoder alone.
+            # Only manifests of onnxruntime-genai lead to extra files, and accel supports only those of plain text
+            # decoders.
             return text_decoder_task()
         return infer_task(self.config, folder)
 
 
 def describe(folder: Path) -> Description:
-    """The config of a folder, and what a manifest in it names.
+    """Read the config of a folder and the manifest in it.
 
     Raises:
-        IntegrityError: A file is no regular file, a link that leaves the folder, or not JSON.
-        ArtifactNotFoundError: It names graphs that are not there, or of kinds that nothing here reads.
+        IntegrityError: A file is not a regular file, is a link to a file outside of the folder, or is not JSON.
+        ArtifactNotFoundError: The manifest lists missing graphs, or kinds of graphs that accel does not support.
     """
     present = {name for name in (CONFIG, EXPORT, GENAI) if (folder / name).exists()}
     for name in present:
@@ -108,22 +112,22 @@ def _genai(folder: Path, config: dict[str, Any]) -> Description:
     generation = {GENERATION: {**tokens, **_search(folder)}} if not (folder / GENERATION).exists() else {}
     if config:
         return Description(config, files, generation)
-    made = {
+    settings = {
         "model_type": model.get("type"),
         "vocab_size": model.get("vocab_size"),
         "max_position_embeddings": model.get("context_length"),
         **tokens,
         **{{"head_size": "head_dim"}.get(key, key): decoder[key] for key in _SIZES if decoder.get(key) is not None},
     }
-    made = {key: value for key, value in made.items() if value is not None}
-    return Description(made, files, {CONFIG: made, **generation})
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return Description(settings, files, {CONFIG: settings, **generation})
 
 
 def _search(folder: Path) -> dict[str, Any]:
-    """The settings of onnxruntime-genai's search in the words of transformers, as far as they have an effect.
+    """Return onnxruntime-genai's search settings that have an effect, under their names in transformers.
 
     Raises:
-        IntegrityError: A setting that has no counterpart here.
+        IntegrityError: accel does not support a setting.
     """
     settings = {
         key: value for key, value in (read_json(folder / GENAI).get("search") or {}).items() if value is not None

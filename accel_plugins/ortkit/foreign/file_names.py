@@ -1,4 +1,4 @@
-"""Which graphs of an ONNX folder are meant: by their names, as Optimum and transformers.js give them."""
+"""Selection of the graphs in an ONNX folder by the file names that Optimum and transformers.js use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel.artifact.reading import read_json
 from accel.errors import ArtifactNotFoundError, did_you_mean
 from accel.interfaces.folder_reader import Part
 
-# Longer names first: `decoder_model` begins `decoder_model_merged`.
+# Longer names come first, because `decoder_model` is a prefix of `decoder_model_merged`.
 _STEMS: tuple[tuple[str, Part], ...] = (
     ("decoder_with_past_model", "following"),
     ("decoder_with_past", "following"),
@@ -23,16 +23,16 @@ _STEMS: tuple[tuple[str, Part], ...] = (
     ("model", "model"),
 )
 EXPORT, GENAI = "export.json", "genai_config.json"
-"""Descriptions of graphs that a folder may hold: transformers', and ONNX Runtime GenAI's."""
+"""File names of manifests that list the graphs of a folder: transformers' and ONNX Runtime GenAI's."""
 _SUBFOLDER = "onnx"
 _SUFFIX = ".onnx"
-# What transformers.js calls graphs without an ending.
+# Variant names in transformers.js for graphs whose file names have no suffix.
 _WHOLE = ("", "fp32", "default")
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A file whose name says which part of a model it holds, and in which variant (`quantized`, `q4`, ...)."""
+    """A graph file whose name gives the part of the model and the variant (`quantized`, `q4`, ...)."""
 
     file: str
     part: Part
@@ -40,7 +40,10 @@ class Named:
 
 
 def descriptions_in(folder: Path) -> set[str]:
-    """Names of the descriptions in a folder; other libraries write an `export.json` of another kind, which is none."""
+    """Return the file names of the manifests in a folder.
+
+    An `export.json` in the format of another library is ignored.
+    """
     present = {name for name in (EXPORT, GENAI) if (folder / name).is_file()}
     if EXPORT in present and not {"export_format", "components"} & set(read_json(folder / EXPORT)):
         present.remove(EXPORT)
@@ -48,7 +51,7 @@ def descriptions_in(folder: Path) -> set[str]:
 
 
 def graph_files(folder: Path, subfolder: str = "") -> list[str]:
-    """ONNX files of one subfolder, or of a folder and of its subfolder `onnx`; relative to the folder."""
+    """Return the ONNX files of one subfolder, or of the folder and its subfolder `onnx`, relative to the folder."""
     places = [folder / subfolder] if subfolder else [folder, folder / _SUBFOLDER]
     return sorted(path.relative_to(folder).as_posix() for place in places for path in place.glob(f"*{_SUFFIX}"))
 
@@ -56,19 +59,19 @@ def graph_files(folder: Path, subfolder: str = "") -> list[str]:
 def graphs_to_fetch(
     name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
 ) -> list[str]:
-    """The graphs among a repository's files that will be opened: one variant, and the parts that `several_graphs` takes.
+    """Return the graphs to download from a repository: one variant, and only the parts that `several_graphs` selects.
 
     Args:
-        name: The repository, for errors.
-        files: Of the model's folder.
-        file_name: The graph that was asked for.
-        variant: The ending of the names that was asked for.
+        name: The repository, for error messages.
+        files: The files of the model's folder.
+        file_name: The requested graph file.
+        variant: The requested variant: the suffix of the file names.
 
     Returns:
-        Their names; all graphs where which is meant is not clear, as their folder is then looked at.
+        The file names. If the selection is ambiguous, all graphs, so that the downloaded folder can be inspected.
 
     Raises:
-        ArtifactNotFoundError: There is no such file, or no such variant; lists what there is.
+        ArtifactNotFoundError: The file or the variant does not exist; the message lists the available ones.
     """
     candidates = [file for file in files if _is_graph(file)]
     known = [one for file in candidates if (one := named(file)) is not None]
@@ -81,7 +84,7 @@ def graphs_to_fetch(
         same = [one for file in files if file.endswith(_SUFFIX) and (one := named(file)) is not None]
         return [one.file for one in same if PurePosixPath(one.file).parent == place and one.variant == asked.variant]
     if variant is None and not {EXPORT, GENAI}.isdisjoint(files):
-        # The description names the graphs: all of its folder.
+        # The manifest selects graphs later, so return all graphs of its folder.
         return [file for file in candidates if "/" not in file] or candidates
     wanted = "" if variant in (None, *_WHOLE) else variant
     for place in sorted({PurePosixPath(one.file).parent for one in known}, key=lambda place: len(place.parts)):
@@ -102,7 +105,7 @@ def _is_graph(file: str) -> bool:
 
 
 def named(file: str) -> Named | None:
-    """What a file's name says, or nothing."""
+    """Parse the part and the variant from a file name; return `None` for an unknown name."""
     stem = PurePosixPath(file).name.removesuffix(_SUFFIX)
     for known, part in _STEMS:
         rest = stem.removeprefix(known)
@@ -112,13 +115,13 @@ def named(file: str) -> Named | None:
 
 
 def one_graph(folder: Path, candidates: list[str], file_name: str | None = None, variant: str | None = None) -> str:
-    """The graph of a model that is one: as named, `model.onnx`, or the only one.
+    """Return the file of a model with a single graph: the requested file, else `model.onnx`, else the only graph.
 
     Raises:
-        ArtifactNotFoundError: No such graph, or several and none is the usual one; lists the candidates.
+        ArtifactNotFoundError: The graph does not exist, or the choice is ambiguous; the message lists the candidates.
     """
     if file_name is not None:
-        return _checked(folder, file_name, candidates)
+        return checked_file(folder, file_name, candidates)
     known = [one for file in candidates if (one := named(file)) is not None and one.part == "model"]
     wanted = "" if variant in (None, *_WHOLE) else variant
     for one in sorted(known, key=lambda one: one.file.count("/")):
@@ -134,22 +137,22 @@ def one_graph(folder: Path, candidates: list[str], file_name: str | None = None,
 def several_graphs(
     folder: Path, candidates: list[str], file_name: str | None = None, variant: str | None = None, *, encoder: bool
 ) -> dict[Part, str]:
-    """The graphs of a model that generates, by part: one variant of each.
+    """Return the graph files of a generative model by part, all of one variant.
 
     Args:
         folder: The folder.
-        candidates: Its graphs.
-        file_name: One of them, which says the subfolder and the variant.
-        variant: The ending of their names.
+        candidates: The graph files of the folder.
+        file_name: One of the graph files; it determines the subfolder and the variant.
+        variant: The suffix of the file names.
         encoder: Whether the model has an encoder.
 
     Raises:
-        ArtifactNotFoundError: One is missing, or which is meant is not clear; lists the candidates.
+        ArtifactNotFoundError: A graph is missing, or the choice is ambiguous; the message lists the candidates.
     """
     wanted = "" if variant in _WHOLE else variant
     where, asked = None, None
     if file_name is not None:
-        one = named(_checked(folder, file_name, candidates))
+        one = named(checked_file(folder, file_name, candidates))
         if one is None:
             if encoder:
                 raise ArtifactNotFoundError(
@@ -165,7 +168,7 @@ def several_graphs(
         candidates = sorted({*candidates, *_neighbours(folder, file_name)})
     known = [one for file in candidates if (one := named(file)) is not None]
     if where is None:
-        # The root before the subfolder, as for single graphs.
+        # The folder itself has priority over its subfolder, as for single graphs.
         places = sorted({PurePosixPath(one.file).parent for one in known}, key=lambda place: len(place.parts))
         where = places[0] if places else PurePosixPath()
     known = [one for one in known if PurePosixPath(one.file).parent == where]
@@ -174,30 +177,30 @@ def several_graphs(
         wanted = "" if "" in variants or not variants else next(iter(variants)) if len(variants) == 1 else None
     if wanted is None:
         raise _unclear(folder, candidates)
-    found: dict[Part, str] = {one.part: one.file for one in known if one.variant == wanted}
-    if variant is not None and not found:
+    parts: dict[Part, str] = {one.part: one.file for one in known if one.variant == wanted}
+    if variant is not None and not parts:
         raise _no_variant(folder, variant, known)
-    return _complete(folder, found, candidates, asked, encoder=encoder)
+    return _complete(folder, parts, candidates, asked, encoder=encoder)
 
 
 def _complete(
-    folder: Path, found: dict[Part, str], candidates: list[str], asked: Part | None, *, encoder: bool
+    folder: Path, parts: dict[Part, str], candidates: list[str], asked: Part | None, *, encoder: bool
 ) -> dict[Part, str]:
-    """The parts that make a model, of those found; what was asked for by name before what is usual."""
+    """Select the parts of a complete model from the available parts; a part requested by name has priority."""
     chosen: dict[Part, str] = {}
     if encoder:
-        if "encoder" not in found:
-            raise _missing(folder, "encoder_model.onnx", "the encoder", found, candidates)
-        chosen["encoder"] = found["encoder"]
-    elif asked in (None, "model") and "model" in found:
-        return {"model": found["model"]}
-    if "merged" in found and asked not in ("first", "following"):
-        return {**chosen, "merged": found["merged"]}
-    if "first" not in found:
-        raise _missing(folder, "decoder_model.onnx", "the decoder that reads the prompt", found, candidates)
-    chosen["first"] = found["first"]
-    if "following" in found:
-        chosen["following"] = found["following"]
+        if "encoder" not in parts:
+            raise _missing(folder, "encoder_model.onnx", "the encoder", parts, candidates)
+        chosen["encoder"] = parts["encoder"]
+    elif asked in (None, "model") and "model" in parts:
+        return {"model": parts["model"]}
+    if "merged" in parts and asked not in ("first", "following"):
+        return {**chosen, "merged": parts["merged"]}
+    if "first" not in parts:
+        raise _missing(folder, "decoder_model.onnx", "the decoder that reads the prompt", parts, candidates)
+    chosen["first"] = parts["first"]
+    if "following" in parts:
+        chosen["following"] = parts["following"]
     return chosen
 
 
@@ -206,19 +209,20 @@ def _neighbours(folder: Path, file_name: str) -> list[str]:
     return [(parent / path.name).as_posix() for path in (folder / parent).glob(f"*{_SUFFIX}")]
 
 
-def checked_file(folder: Path, file_name: str) -> str:
-    """A graph in a folder by its name.
+def checked_file(folder: Path, file_name: str, candidates: list[str] | None = None) -> str:
+    """Return the name of a graph file in normal form, after checking that the file is in the folder.
+
+    Args:
+        folder: The folder.
+        file_name: The graph file, relative to the folder.
+        candidates: The graph files of the folder, for the error message.
 
     Raises:
-        ArtifactNotFoundError: It is not there, or outside.
+        ArtifactNotFoundError: The file does not exist, or is outside of the folder.
     """
-    return _checked(folder, file_name, graph_files(folder))
-
-
-def _checked(folder: Path, file_name: str, candidates: list[str]) -> str:
     inside = (folder / file_name).absolute()
     if not file_name.endswith(_SUFFIX) or ".." in Path(file_name).parts or not inside.is_file():
-        raise _no_graph(folder, file_name, candidates)
+        raise _no_graph(folder, file_name, graph_files(folder) if candidates is None else candidates)
     return PurePosixPath(file_name).as_posix()
 
 
@@ -230,9 +234,9 @@ def _no_graph(folder: Path | str, file_name: str, candidates: list[str]) -> Arti
 
 
 def _missing(
-    folder: Path, file: str, what: str, found: dict[Part, str], candidates: list[str]
+    folder: Path, file: str, what: str, parts: dict[Part, str], candidates: list[str]
 ) -> ArtifactNotFoundError:
-    beside = f", in the variant of {', '.join(sorted(found.values()))}" if found else ""
+    beside = f", in the variant of {', '.join(sorted(parts.values()))}" if parts else ""
     return ArtifactNotFoundError(
         f"{folder} has no {file}, {what}{beside}; its graphs are: {_listing(candidates)}.",
         fix="copy that file, too, or export the model again: `accel export MODEL OUT`.",

@@ -1,10 +1,10 @@
-"""Graphs of a decoder merged into one: the graph for the prompt and the graph for later tokens under an `If` on the length of the KV cache.
+"""Merge of two decoder graphs under an `If` node: one graph for the prompt, one for later tokens.
 
-Optimum writes these two as files, or as one file with an input `use_cache_branch`. Here the length of the cache decides, and weights
-that both graphs read are stored once. The keys and values of the attention to an encoder's output are a third graph, which
-runs once a prompt.
+Optimum writes them as two files, or as one file with an input `use_cache_branch`. In the merged graph, the length of
+the KV cache selects the branch, and weights that both graphs read are stored once. The keys and values for
+cross-attention are computed by a third graph, which runs once for each prompt.
 
-Functions return changed copies, except `keep_outputs` and `merged`.
+The functions return changed copies, except `keep_outputs` and `merged`, which change their arguments.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ BRANCH = "use_cache_branch"
 _CACHE = re.compile(
     r"(?P<when>past_key_values|past|present_key_values|present)[._](?P<layer>\d+)[._](?:(?P<whose>decoder|encoder)[._])?(?P<kind>key|value)s?\Z"
 )
-# transformers' exporter gives an input and its output the same name, except where a graph has both.
+# transformers' exporter gives an input and its output the same name; if a graph has both tensors, the exporter adds a
+# prefix.
 _LAYERS = re.compile(
     r"(?:(?:input|output)\.)?past_key_values\.(?:(?P<whose>self|cross)_attention_cache\.)?layers\.(?P<layer>\d+)\.(?P<kind>key|value)s\Z"
 )
-# Operators that keep the first axis: of both operands, of the indices, of the first operand.
+# Operators whose output keeps the first axis of both operands (`_BOTH`) or of the first operand (`_FIRST`). `Gather`
+# keeps the first axis of its indices.
 _BOTH = frozenset(("Add", "Sub", "Mul", "Div", "Pow"))
 _FIRST = frozenset(("MatMul", "Cast", "Identity", "Sqrt", "ReduceMean", "Relu", "LayerNormalization"))
 _FIRST |= {"SimplifiedLayerNormalization"}
 
 
 def our_name(name: str, *, output: bool = False) -> str | None:
-    """Our name for a tensor of a cache, by its name in a file; `None` for others.
+    """Return accel's name for a cache tensor by its name in a file; `None` for other tensors.
 
-    `past_key_values.0.decoder.key` is `past_key_values.0.key`; of the encoder's, `past…` is `cross.0.key` and `present…` is
-    `new_cross.0.key`.
+    `past_key_values.0.decoder.key` becomes `past_key_values.0.key`. The names of cross-attention tensors (`encoder`)
+    become `cross.0.key` for the past and `new_cross.0.key` for the present.
     """
     match = _CACHE.match(name) or _LAYERS.match(name)
     if match is None:
@@ -54,7 +56,7 @@ def our_name(name: str, *, output: bool = False) -> str | None:
 
 
 def with_our_names(model: ir.Model) -> ir.Model:
-    """The same graph with our names for the tensors of its cache."""
+    """Return a copy of the graph with accel's names for the cache tensors."""
     copy = model.clone()
     names = {value: our_name(str(value.name), output=True) for value in copy.graph.outputs}
     names |= {value: our_name(str(value.name)) for value in copy.graph.inputs}
@@ -64,10 +66,10 @@ def with_our_names(model: ir.Model) -> ir.Model:
 
 
 def branches(model: ir.Model, where: Path) -> tuple[ir.Model, ir.Model]:
-    """The two graphs in one with `use_cache_branch`: for the prompt, and for later tokens.
+    """Split a graph with `use_cache_branch` into its two branches: the graph for the prompt and the graph for later tokens.
 
     Raises:
-        IntegrityError: It has another structure.
+        IntegrityError: The graph does not have exactly one `If` node on `use_cache_branch`.
     """
     count = len(_branching(model))
     if count != 1:
@@ -83,7 +85,7 @@ def _branching(model: ir.Model) -> list[ir.Node]:
 
 
 def _lifted(model: ir.Model, branch: str) -> ir.Model:
-    """One branch of an `If` as a model, with what it reads from the graph around it."""
+    """Return one branch of an `If` node as a model, including the outer nodes and weights that the branch reads."""
     copy = model.clone()
     graph, (node,) = copy.graph, _branching(copy)
     inner = node.attributes[branch].as_graph()
@@ -102,7 +104,10 @@ def _lifted(model: ir.Model, branch: str) -> ir.Model:
 
 
 def _made(value: ir.Value, graph: ir.Graph, before: ir.Node | None = None) -> ir.Value:
-    """The value, or a copy of an input, a constant, or what is an output already: an output has a node and a name of its own."""
+    """Return a value that can be a graph output: it is the output of a node and not yet a graph output.
+
+    Other values (inputs, constants, graph outputs) are copied with an `Identity` node.
+    """
     if value.producer() is not None and not value.is_graph_output():
         return value
     node = ir.node("Identity", [value])
@@ -112,7 +117,7 @@ def _made(value: ir.Value, graph: ir.Graph, before: ir.Node | None = None) -> ir
 
 
 def keep_outputs(model: ir.Model, keeps: Callable[[str], bool] = bool) -> None:
-    """Cut a graph down to what computes some of its outputs: nodes, weights and inputs."""
+    """Remove all outputs for which `keeps(name)` is false, and the nodes, weights and inputs that become unused."""
     graph = model.graph
     kept = [value for value in graph.outputs if keeps(str(value.name))]
     graph.outputs.clear()
@@ -124,13 +129,14 @@ def keep_outputs(model: ir.Model, keeps: Callable[[str], bool] = bool) -> None:
 
 
 def cross_attention(prompt: ir.Model, where: Path) -> ir.Model:
-    """The part of the prompt's graph, with our names, that makes keys and values of the encoder's output.
+    """Return the part of the prompt's graph (with accel's names) that computes cross-attention keys and values.
 
-    They depend on no value of the decoder's tokens. Where they take the number of rows from the tokens, they take it from the
-    encoder's output instead; other shapes are those of one token a row.
+    These depend only on the encoder's output, not on the decoder's tokens. Where the graph takes the number of rows of
+    the batch from the tokens, the result takes it from the encoder's output. Other shapes are those of one token in
+    each row.
 
     Raises:
-        IntegrityError: They depend on more than the encoder's output.
+        IntegrityError: The keys and values depend on more than the encoder's output.
     """
     copy = prompt.clone()
     _take_rows_of_hidden(copy.graph)
@@ -149,7 +155,7 @@ def cross_attention(prompt: ir.Model, where: Path) -> ir.Model:
 
 
 def _take_rows_of_hidden(graph: ir.Graph) -> None:
-    """Take the number of rows, wherever it is that of a tensor whose first axis is the rows, from the encoder's output."""
+    """Take the number of rows of the batch from the encoder's output instead of from other tensors with the batch as first axis."""
     rows = {value for value in graph.inputs if value.name in ("input_ids", "encoder_attention_mask", HIDDEN)}
     hidden = next((value for value in graph.inputs if value.name == HIDDEN), None)
     if hidden is None:
@@ -169,7 +175,7 @@ def _take_rows_of_hidden(graph: ir.Graph) -> None:
 
 
 def _names_read(graph: ir.Graph) -> set[str]:
-    """Inputs of which a graph reads more than the shape."""
+    """Return the names of the inputs whose values (not only shapes) the outputs depend on."""
     needed = set(graph.outputs)
     for node in reversed(graph):
         if node.op_type != "Shape" and not needed.isdisjoint(node.outputs):
@@ -178,7 +184,7 @@ def _names_read(graph: ir.Graph) -> set[str]:
 
 
 def _read_by(node: ir.Node) -> set[ir.Value]:
-    """Values that a node and its subgraphs read."""
+    """Return the values that a node and its subgraphs read."""
     read = {value for value in node.inputs if value is not None}
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -188,7 +194,7 @@ def _read_by(node: ir.Node) -> set[ir.Value]:
 
 
 def _fill_other_inputs(graph: ir.Graph) -> None:
-    """Make every input but the encoder's output in the graph: one token a row, and a mask of ones."""
+    """Replace every input except the encoder's output by constants: one zero token in each row, and a mask of ones."""
     (hidden,) = (value for value in graph.inputs if value.name == HIDDEN)
     others = [value for value in graph.inputs if value is not hidden]
     tape = ir.tape.Tape()
@@ -211,7 +217,7 @@ def _integers(graph: ir.Graph, *values: int) -> ir.Value:
 
 
 def with_cross_inputs(prompt: ir.Model) -> ir.Model:
-    """The prompt's graph, with our names, with the keys and values of the encoder's output as inputs."""
+    """Return the prompt's graph (with accel's names) with cross-attention keys and values as inputs instead of outputs."""
     copy = prompt.clone()
     graph = copy.graph
     cross = [value for value in graph.outputs if str(value.name).startswith("new_cross.")]
@@ -219,23 +225,25 @@ def with_cross_inputs(prompt: ir.Model) -> ir.Model:
     graph.outputs.clear()
     graph.outputs.extend(kept)
     for value in cross:
-        given = ir.Value(name=str(value.name).removeprefix("new_"), type=value.type, shape=value.shape)
-        value.replace_all_uses_with(given)
-        graph.inputs.append(given)
+        cross_input = ir.Value(name=str(value.name).removeprefix("new_"), type=value.type, shape=value.shape)
+        value.replace_all_uses_with(cross_input)
+        graph.inputs.append(cross_input)
     keep_outputs(copy)
     return copy
 
 
 def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
-    """One graph of two with the same outputs, with our names: `following` where the input `past` holds tokens, else `prompt`.
+    """Merge two graphs with the same outputs (and accel's names) into one with an `If` node.
+
+    The `If` node runs `following` if the input `past` holds tokens, else `prompt`.
 
     Args:
-        prompt: Reads no cache. Changed.
-        following: Reads one. Changed.
-        past: A tensor of the cache `(batch, heads, tokens, size)`.
+        prompt: The graph that reads no cache; changed in place.
+        following: The graph that reads a cache; changed in place.
+        past: The name of a cache tensor `(batch, heads, tokens, size)`.
 
     Raises:
-        IntegrityError: They are for different versions of operators, or return different outputs.
+        IntegrityError: The graphs use different operator sets, or return different outputs.
     """
     versions = [model.opset_imports for model in (prompt, following)]
     if any(versions[0].get(domain, version) != version for domain, version in versions[1].items()):
@@ -249,7 +257,7 @@ def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
             f"The two graphs of the decoder return different outputs: only one has {sorted(set(names[0]) ^ set(names[1]))}.",
             fix="copy both from one export.",
         )
-    # The prompt's shapes hold for both.
+    # The prompt's shapes are valid for both graphs: they come last, so they replace those of `following`.
     values = [value for model in (following, prompt) for value in (*model.graph.inputs, *model.graph.outputs)]
     outer = {str(value.name): ir.Value(name=value.name, type=value.type, shape=value.shape) for value in values}
     inputs = dict.fromkeys(str(value.name) for model in (following, prompt) for value in model.graph.inputs)
@@ -287,10 +295,14 @@ def _make_branch(
     root: ir.Graph,
     shared: dict[bytes, ir.Value],
 ) -> None:
-    """Make a graph a branch of an `If`: inputs of the graph around it, names of its own, and large weights in `root`, once each."""
+    """Turn a graph into a branch of an `If` node.
+
+    The branch reads the inputs of the outer graph, its names get a prefix, and its large weights move to `root`, each
+    once.
+    """
     results = {str(value.name): value for value in graph.outputs}
     graph.outputs.clear()
-    made = [_made(results[name], graph) for name in outputs]
+    branch_outputs = [_made(results[name], graph) for name in outputs]
     for value in graph.inputs:
         value.replace_all_uses_with(outer[str(value.name)])
     graph.inputs.clear()
@@ -306,10 +318,10 @@ def _make_branch(
             root.register_initializer(shared[key])
         value.replace_all_uses_with(shared[key])
         del graph.initializers[name]
-    graph.outputs.extend(made)
+    graph.outputs.extend(branch_outputs)
     for inner in (graph, *graph.subgraphs()):
         for value in (*inner.initializers.values(), *(output for node in inner for output in node.outputs)):
             value.name = f"{word}/{value.name}" if value.name else value.name
-            if value not in made:
-                # Names of axes are those of two graphs.
+            if value not in branch_outputs:
+                # Axis names of the two graphs can conflict, so shapes inside a branch are removed.
                 value.shape = value.shape if value.is_initializer() else None

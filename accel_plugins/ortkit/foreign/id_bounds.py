@@ -1,4 +1,4 @@
-"""Bounds of the ids that a graph takes: the number of rows of the tables that it looks them up in."""
+"""Bounds of input ids, from the number of rows of the embedding tables that the graph looks them up in."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ import onnx_ir as ir
 
 from accel.artifact.tensors import TensorSpec
 
+from ..graph.analysis import unwrapped
+
 _IDS = frozenset(("input_ids", "token_type_ids", "position_ids"))
 _SAME = ("Cast", "Identity")
 _LOOKUPS = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
 
 
 def with_bounds(specs: Iterable[TensorSpec], graph: ir.Graph) -> tuple[TensorSpec, ...]:
-    """Inputs with bounds for ids that are looked up in stored tables as they are; runtimes wrap or clamp ids outside of them."""
+    """Return the input specs with bounds for ids that index stored tables without further computation.
+
+    Callers need the bounds because runtimes wrap or clamp ids outside of them.
+    """
     rows: dict[str, int] = {}
     sizes = {name: int(value.shape[0]) for name, value in graph.initializers.items() if value.shape}
     for node in graph:
         if node.op_type not in _LOOKUPS or len(node.inputs) < 2:
             continue
-        table, ids = _source(node.inputs[0], (*_SAME, "DequantizeLinear")), _source(node.inputs[1], _SAME)
+        table, ids = unwrapped(node.inputs[0], *_SAME, "DequantizeLinear"), unwrapped(node.inputs[1], *_SAME)
         size = sizes.get(table.name) if table is not None else None
         if size is None or ids is None or ids.name not in _IDS or node.attributes.get_int(_LOOKUPS[node.op_type], 0):
             continue
         rows[ids.name] = min(size, rows.get(ids.name, size))
     return tuple(replace(spec, bounds=(0, rows[spec.name] - 1)) if spec.name in rows else spec for spec in specs)
-
-
-def _source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
-    """What a value is a copy of."""
-    while value is not None and (node := value.producer()) is not None and node.op_type in through and node.inputs:
-        value = node.inputs[0]
-    return value

@@ -1,9 +1,9 @@
-"""Decoders with ONNX Runtime's `GroupQueryAttention`, as onnxruntime-genai's builder and onnx-community's folders have them.
+"""Conversion of decoders that use ONNX Runtime's `GroupQueryAttention`, from onnxruntime-genai and onnx-community.
 
-These graphs count the tokens of a row by its mask, which is right where the padding follows the tokens: transformers'
-`generate` pads in front. Each node gets the mask as a bias instead, and every row the whole length; rotary positions
-are then shifted by the padding, which changes no difference between two of them. Specification: docs/ContribOperators.md
-of ONNX Runtime.
+These graphs compute the length of a row from its mask. This is correct only if padding comes after the tokens, but
+transformers' `generate` pads in front of them. The conversion passes the mask to each node as an attention bias and
+gives every row the full length. Rotary positions are then shifted by the padding, which does not change the difference
+between two positions. Specification: docs/ContribOperators.md of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ _OPERATOR = "GroupQueryAttention"
 _LENGTHS, _TOTAL, _BIAS = 5, 6, 10
 _MASK = "attention_mask"
 CAPACITY = "capacity"
-"""The axis of a past and a present that are one buffer."""
+"""Axis name of the token axis if past and present share one buffer."""
 
 
 def counting_nodes(model: ir.Model) -> list[ir.Node]:
-    """The attention nodes that count tokens by the mask."""
-    found = nodes(model, _OPERATOR, domain=MICROSOFT)
-    return [node for node in found if len(node.inputs) <= _BIAS or node.inputs[_BIAS] is None]
+    """Return the attention nodes that compute row lengths from the mask."""
+    attentions = nodes(model, _OPERATOR, domain=MICROSOFT)
+    return [node for node in attentions if len(node.inputs) <= _BIAS or node.inputs[_BIAS] is None]
 
 
 def with_mask(model: ir.Model, where: Path) -> ir.Model:
-    """The graph, with our names, with a bias from the mask, and past and present as one buffer; changed in place.
+    """Add an attention bias computed from the mask, and let past and present share one buffer; change the graph in place.
+
+    Args:
+        model: The graph, with accel's names.
+        where: The path of its file, for error messages.
 
     Raises:
-        IntegrityError: It takes no mask or no tokens by our names, or keeps a cache that the nodes do not write.
+        IntegrityError: The graph has no input with accel's name for the mask or the tokens, or a cache that the
+            attention nodes do not write.
     """
     graph, attention = model.graph, counting_nodes(model)
     inputs = {str(value.name): value for value in graph.inputs}

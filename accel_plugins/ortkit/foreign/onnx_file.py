@@ -1,10 +1,10 @@
-"""One ONNX file of another tool: its checks, its inputs and outputs, weights next to it, and precision."""
+"""Functions that read one ONNX file of another tool: checks, inputs and outputs, external weights, and precision."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,8 +13,8 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError, Message
 
-from accel.artifact.checksums import FileRecord, check_file
-from accel.artifact.manifest import MARK, Quantization, lost_manifest
+from accel.artifact.checksums import check_file
+from accel.artifact.manifest import MARK, Component, Manifest, Origin, Quantization, lost_manifest
 from accel.artifact.tensors import TensorSpec
 from accel.errors import IntegrityError
 
@@ -38,13 +38,13 @@ _INTEGER_OPERATORS = {
 _BLOCK_OPERATORS = {"MatMulNBits", "MatMulBnb4"}
 _HALF = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 _WORDS = {"float": "float32", "double": "float64"}
-# What `torch.export` calls an axis: `s72`.
+# Axis names that `torch.export` generates, for example `s72`.
 _SYMBOL = re.compile(r"s\d+\Z")
 _TEXT: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence")
 )
 _TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("batch",))
-# At most as many digits as Python converts.
+# Limit the digits, so that the number fits into 64 bits.
 _NUMBER = re.compile(r"\d{1,18}\Z")
 _LONGEST = 400
 _COPY = "copy the file itself into the folder, or export the model again."
@@ -53,12 +53,12 @@ _AGAIN = "copy or export the file again."
 
 @dataclass(slots=True)
 class OnnxFile:
-    """A checked ONNX file.
+    """An ONNX file that passed the checks of `read_onnx`.
 
     Attributes:
-        name: The file, relative to its folder.
-        model: Its graph; weights stay in the file.
-        external_files: Files with its weights, relative to the folder.
+        name: The file name, relative to the folder.
+        model: The graph; external weights stay in their files.
+        external_files: The files with its external weights, relative to the folder.
     """
 
     name: str
@@ -67,21 +67,22 @@ class OnnxFile:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The file, and those with its weights."""
+        """The ONNX file and the files with its weights."""
         return (self.name, *self.external_files)
 
     @property
     def input_names(self) -> list[str]:
-        """Names of the inputs."""
+        """Names of the graph's inputs."""
         return [str(value.name) for value in self.model.graph.inputs]
 
 
 def read_onnx(folder: Path, name: str) -> OnnxFile:
-    """Read and check one file of a folder.
+    """Read and check one ONNX file of a folder.
 
     Raises:
-        IntegrityError: It is no regular file, a link that leaves the folder, not ONNX, or one of ours without its manifest; or its
-            weights are missing, no regular file, too short, or outside of the folder.
+        IntegrityError: The file is not a regular file, is a link to a file outside of the folder, is not ONNX, or
+            belongs to an artifact of accel whose manifest is missing. The same error is raised if a weight file is
+            missing, is not a regular file, is too short, or is outside of the folder.
     """
     path = folder / name
     check_file(path, folder, fix=_COPY)
@@ -115,9 +116,9 @@ def read_onnx(folder: Path, name: str) -> OnnxFile:
 
 
 def _messages(message: Message) -> Iterator[Message]:
-    """A message and all messages in it: also those of subgraphs, functions, sparse tensors and training."""
+    """Iterate over a protobuf message and all messages inside it: subgraphs, functions, sparse tensors, training info."""
     yield message
-    # Listing the fields of a tensor would copy its data.
+    # Do not list all fields of a tensor: that would copy its data.
     fields = [message.external_data] if isinstance(message, onnx.TensorProto) else [v for _, v in message.ListFields()]
     for value in fields:
         items = [value] if isinstance(value, Message | str | bytes | int | float) else value
@@ -128,7 +129,7 @@ def _messages(message: Message) -> Iterator[Message]:
 
 
 def _texts(message: Message) -> Iterator[Any]:
-    """The texts of a message; protobuf returns bytes for those that are not UTF-8."""
+    """Iterate over the string fields of a message; protobuf returns bytes if a string is not UTF-8."""
     if isinstance(message, onnx.TensorProto):
         yield message.name
         return
@@ -138,10 +139,10 @@ def _texts(message: Message) -> Iterator[Any]:
 
 
 def _bytes_of(tensor: onnx.TensorProto) -> int:
-    """Bytes of a tensor, by its shape and type.
+    """Return the size of a tensor in bytes, computed from its shape and data type.
 
     Raises:
-        IntegrityError: A size is negative, or the type is unknown.
+        IntegrityError: An axis size is negative, or the data type is unknown.
     """
     known = tensor.data_type in onnx.TensorProto.DataType.values()
     bits = ir.DataType(tensor.data_type).bitwidth if known and tensor.data_type not in (0, tensor.STRING) else 0
@@ -156,10 +157,10 @@ def _bytes_of(tensor: onnx.TensorProto) -> int:
 
 
 def _external_files(tensors: Iterable[onnx.TensorProto], folder: Path, name: str) -> list[str]:
-    """Files with the weights, relative to the folder.
+    """Return the files with external weights, relative to the folder.
 
     Raises:
-        IntegrityError: One of them is missing, no regular file, too short, or not in the folder.
+        IntegrityError: A file is missing, is not a regular file, is too short, or is outside of the folder.
     """
     parent, ends = PurePosixPath(name).parent, dict[str, int]()
     for tensor in tensors:
@@ -193,7 +194,7 @@ def _external_files(tensors: Iterable[onnx.TensorProto], folder: Path, name: str
 
 
 def _external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
-    """File, offset and length in bytes of a weight next to its graph; a length of 0 where the graph does not say."""
+    """Return the file, offset and length in bytes of an external weight; the length is 0 if the graph does not specify it."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     numbers = [entries.get(key) or "0" for key in ("offset", "length")]
     if not all(map(_NUMBER.match, numbers)):
@@ -205,20 +206,17 @@ def _external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
     return entries.get("location", ""), int(numbers[0]), int(numbers[1])
 
 
-def stamp(folder: Path, name: str) -> FileRecord:
-    """A record that identifies a file without reading it; adopted folders have no checksums to compare with."""
-    stat = (folder / name).stat()
-    return FileRecord(name=name, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}")
-
-
 def dtype_word(value: ir.Value) -> str:
-    """The name of a value's type: `int64`, `float32`, ..."""
+    """Return the name of a value's data type: `int64`, `float32`, ..."""
     word = value.dtype.name.lower() if value.dtype is not None else "undefined"
     return _WORDS.get(word, word)
 
 
 def dimensions(value: ir.Value) -> tuple[int | str, ...]:
-    """Sizes, and the names of axes that vary, as the file has them; a name that is a number is one. Never evaluated."""
+    """Return the axis sizes of a value as in the file: numbers, and names of variable axes.
+
+    A name that consists of digits becomes a number. Expressions in names are never evaluated.
+    """
     sizes: list[int | str] = []
     for axis, dim in enumerate(value.shape or ()):
         name = None if isinstance(dim, int) else dim.value
@@ -228,7 +226,10 @@ def dimensions(value: ir.Value) -> tuple[int | str, ...]:
 
 
 def axes_of(inputs: Iterable[ir.Value]) -> dict[str, str]:
-    """Our names for a file's names of axes: by the inputs of transformers' models that have them, and as other tools call them."""
+    """Return a map from a file's axis names to accel's axis names.
+
+    The map contains common names of other tools. Names that `torch.export` generates are resolved by well-known inputs.
+    """
     axes = dict(AXES)
     for value in inputs:
         for size, axis in zip(dimensions(value), _TEXT.get(str(value.name), ()), strict=False):
@@ -238,7 +239,7 @@ def axes_of(inputs: Iterable[ir.Value]) -> dict[str, str]:
 
 
 def fixed_axes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of axes that files name, and that a model's weights fix: an image's channels."""
+    """Return sizes of named axes that the model's weights determine: the number of image channels."""
     parts = (config.get("encoder"), config.get("vision_config"), config)
     sizes = (part.get("num_channels") for part in parts if isinstance(part, Mapping))
     channels = next((size for size in sizes if isinstance(size, int)), None)
@@ -246,12 +247,12 @@ def fixed_axes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def given_inputs(graph: ir.Graph) -> list[ir.Value]:
-    """Inputs that a caller passes: not those with a value in the file."""
+    """Return the inputs that a caller must pass, without inputs that have a default value in the file."""
     return [value for value in graph.inputs if value.name not in graph.initializers]
 
 
 def named_specs(values: Iterable[ir.Value], axes: Mapping[str, str | int], pad: int = 0) -> tuple[TensorSpec, ...]:
-    """Inputs or outputs with our names for their axes."""
+    """Return specs of inputs or outputs with accel's axis names."""
     return tuple(
         TensorSpec(
             str(value.name),
@@ -264,8 +265,29 @@ def named_specs(values: Iterable[ir.Value], axes: Mapping[str, str | int], pad: 
     )
 
 
+def manifest_of(
+    task: str,
+    config: Mapping[str, Any],
+    folder: Path,
+    models: Sequence[ir.Model],
+    components: tuple[Component, ...] = (),
+) -> Manifest:
+    """Return a manifest for a folder of another tool; data type, opset and quantization are those of its graphs."""
+    dtype, quantization = precision(models)
+    return Manifest(
+        format="onnx",
+        task=task,
+        architecture=str((config.get("architectures") or [""])[0]),
+        dtype=dtype,
+        opset=models[-1].opset_imports.get(""),
+        source=Origin(id=str(folder)),
+        components=components,
+        quantization=quantization,
+    )
+
+
 def precision(models: Iterable[ir.Model]) -> tuple[str, Quantization | None]:
-    """The type that graphs compute in, and how they are quantized, by their weights and operators."""
+    """Return the floating-point type of graphs and their quantization, detected from weights and operators."""
     types, operators = set[ir.DataType | None](), set[str]()
     for model in models:
         for graph in model.graphs():

@@ -1,1 +1,1 @@
-"""Reading, editing and writing the graphs of ONNX artifacts, and what can be known of them without running."""
+"""Functions that read, edit, write and analyze the graphs of ONNX artifacts."""

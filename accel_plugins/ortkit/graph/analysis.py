@@ -1,10 +1,9 @@
-"""What can be known about the values of a graph without running it: who makes and reads them, sizes, shapes computed from
-sizes, and bounds.
-"""
+"""Static analysis of graph values: producers and readers, axis sizes, shapes computed from sizes, and bounds of elements."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -12,37 +11,58 @@ import onnx_ir as ir
 from .editing import constant, scalar
 
 Dim = int | str | tuple[int, int]
-"""A size: a number, an axis name, or (where the graph tells neither) the value and the position that it is the size of."""
+"""An axis size: a number, an axis name, or, if the graph has neither, a pair of (id of the value, axis)."""
 _DEPTH = 24
 
 
 def dims(value: ir.Value | None) -> list[Dim] | None:
-    """Sizes of a value; equal entries are equal sizes. `None` when not even its rank is known."""
+    """Return the axis sizes of a value; equal entries are equal sizes. Return `None` if the rank is unknown."""
     if value is None or value.shape is None:
         return None
-    found: list[Dim] = []
+    sizes: list[Dim] = []
     for axis, dim in enumerate(value.shape):
         name = None if isinstance(dim, int) else dim.value
-        found.append(dim if isinstance(dim, int) else str(name) if name is not None else (id(value), axis))
-    return found
+        sizes.append(dim if isinstance(dim, int) else str(name) if name is not None else (id(value), axis))
+    return sizes
 
 
 def producer(value: ir.Value | None, operator: str, domain: str = "") -> ir.Node | None:
-    """The node of that operator that makes a value."""
+    """Return the node that produces a value if it has this operator type and domain, else `None`."""
     node = value.producer() if value is not None else None
     if node is None or node.op_type != operator or node.domain != domain:
         return None
     return node
 
 
-def only_user(value: ir.Value) -> ir.Node | None:
-    """The one node that reads a value, when there is exactly one and it is no graph output."""
-    uses = value.uses()
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+def unwrapped(value: ir.Value | None, *operators: str) -> ir.Value | None:
+    """Skip the operators of these types that produce a value, following their first inputs; return the value before them."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type not in operators or not node.inputs:
+            break
+        value = node.inputs[0]
+    return value
+
+
+def only_user(value: ir.Value | None) -> ir.Node | None:
+    """Return the node that reads a value if it has exactly one use and is not a graph output, else `None`."""
+    if value is None or len(value.uses()) != 1 or value.is_graph_output():
+        return None
+    return value.uses()[0].node
+
+
+def constant_term(node: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
+    """Return (other operand, vector) of a node that combines a value with a constant vector, for example a bias."""
+    if node is None:
+        return None
+    for value, vector in (node.inputs, reversed(node.inputs)):
+        if value is not None and constant(vector) is not None and len(dims(vector) or ()) == 1:
+            assert vector is not None
+            return value, vector
+    return None
 
 
 def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
-    """What a value is a constant multiple of."""
+    """Return the value before all multiplications and divisions by constants, and the product of the constants."""
     factor = 1.0
     while value is not None:
         node = value.producer()
@@ -60,12 +80,38 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
     return value, factor
 
 
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer in a graph: `x @ weight + bias`, where `weight` is `(inner, outer)` and `bias` is `(outer,)` or `None`."""
+
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+
+
+def linear(value: ir.Value | None) -> Linear | None:
+    """Return the product with a constant matrix, with an optional constant bias, that produces a value, else `None`."""
+    product, bias = value, None
+    term = constant_term(producer(value, "Add"))
+    if term is not None:
+        product, bias = term
+    node = producer(product, "MatMul")
+    if (
+        node is None
+        or node.inputs[0] is None
+        or constant(node.inputs[1]) is None
+        or len(dims(node.inputs[1]) or ()) != 2
+    ):
+        return None
+    return Linear(node.inputs[0], node.inputs[1], bias)
+
+
 Split = tuple[ir.Value, int, int]
-"""A value `(batch, length, heads * depth)` before the split into heads, their number and the size of one."""
+"""A tuple of the value `(batch, length, heads * depth)` before it is split into heads, the number of heads, and the head size."""
 
 
 def split_heads(value: ir.Value | None) -> Split | None:
-    """What `(batch, heads, length, depth)` was split from."""
+    """Return the value that `(batch, heads, length, depth)` was split from, else `None`."""
     transpose = producer(value, "Transpose")
     if transpose is None or list(transpose.attributes.get_ints("perm", [])) != [0, 2, 1, 3]:
         return None
@@ -73,7 +119,7 @@ def split_heads(value: ir.Value | None) -> Split | None:
 
 
 def reshaped_heads(value: ir.Value | None) -> Split | None:
-    """What `(batch, length, heads, depth)` was reshaped from."""
+    """Return the value that `(batch, length, heads, depth)` was reshaped from, else `None`."""
     reshape = producer(value, "Reshape")
     if reshape is None or reshape.inputs[0] is None:
         return None
@@ -87,17 +133,17 @@ def reshaped_heads(value: ir.Value | None) -> Split | None:
 
 
 def made_by_name(graph: ir.Graph, name: str) -> ir.Value | None:
-    """The value of that name that a node of the graph makes."""
+    """Return the node output with this name in the graph, else `None`."""
     return next((output for node in graph for output in node.outputs if output.name == name), None)
 
 
 def readers(value: ir.Value | None) -> list[ir.Node]:
-    """The nodes that read a value, one for each use; none for `None`."""
+    """Return the nodes that read a value, one entry for each use; an empty list for `None`."""
     return [use.node for use in value.uses()] if value is not None else []
 
 
 def shape_value(value: ir.Value | None, depth: int = _DEPTH) -> list[Dim] | None:
-    """Elements of an integer vector (or number) that is made of sizes and constants; `None` when it is made otherwise."""
+    """Return the elements of an integer vector or scalar that is computed only from axis sizes and constants, else `None`."""
     if value is None or depth == 0:
         return None
     array = constant(value)
@@ -140,7 +186,7 @@ def _sliced(node: ir.Node, depth: int) -> list[Dim] | None:
 
 
 def bounds(value: ir.Value | None, depth: int = _DEPTH) -> tuple[float, float]:
-    """Smallest and largest element that a value can have; truth values are 0 and 1."""
+    """Return the smallest and the largest element that a value can have; booleans count as 0 and 1."""
     everything = (-math.inf, math.inf)
     if value is None or depth == 0:
         return everything
@@ -151,8 +197,8 @@ def bounds(value: ir.Value | None, depth: int = _DEPTH) -> tuple[float, float]:
         return float(array.min()), float(array.max())
     is_bool = value.dtype == ir.DataType.BOOL
     node = value.producer()
-    found = _node_bounds(node, depth) if node is not None and not node.domain else everything
-    return (max(found[0], 0.0), min(found[1], 1.0)) if is_bool else found
+    limits = _node_bounds(node, depth) if node is not None and not node.domain else everything
+    return (max(limits[0], 0.0), min(limits[1], 1.0)) if is_bool else limits
 
 
 def _node_bounds(node: ir.Node, depth: int) -> tuple[float, float]:
@@ -204,7 +250,7 @@ def _comparison(operator: str, left: tuple[float, float], right: tuple[float, fl
 
 
 def _reduced(node: ir.Node, item: tuple[float, float]) -> tuple[float, float]:
-    """A sum over axes of known sizes, or of at least one element where all are of one sign."""
+    """Return the bounds of a sum over axes; an axis of unknown size has at least one element."""
     sizes = dims(node.inputs[0])
     axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if sizes is None or axes is None:
@@ -213,7 +259,7 @@ def _reduced(node: ir.Node, item: tuple[float, float]) -> tuple[float, float]:
     if all(isinstance(count, int) for count in counts):
         total = math.prod(count for count in counts if isinstance(count, int))
         return item[0] * total, item[1] * total
-    # Sizes that vary are at least 1.
+    # Every unknown size is at least 1, so only the bound on the side of zero is finite.
     low = item[0] if item[0] >= 0 else -math.inf
     high = item[1] if item[1] <= 0 else math.inf
     return low, high

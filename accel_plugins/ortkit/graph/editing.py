@@ -1,4 +1,4 @@
-"""Reading the graphs of an ONNX artifact and writing the artifact that a stage made of them."""
+"""Functions that read the graphs of an ONNX artifact, edit them, and write the artifact that a stage produces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from accel.errors import IntegrityError
 
 MICROSOFT = "com.microsoft"
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
-"""Types of token ids, masks and positions."""
+"""Data types of token ids, masks and position ids."""
 SHARED_WEIGHTS = "model.onnx.data"
 _EXPORT_MANIFEST = "export.json"
 _CACHE_TYPES: Mapping[ir.DataType | None, str] = {
@@ -40,34 +40,35 @@ _CACHE_TYPES: Mapping[ir.DataType | None, str] = {
     ir.DataType.BFLOAT16: "bfloat16",
 }
 INLINE_BYTES = 256
-"""Smaller weights are in the graph itself."""
-# Runtimes map large weights from the file, page by page; small ones only need their elements aligned.
+"""Weights with fewer bytes are stored in the graph file."""
+# Large weights are aligned to pages, because runtimes memory-map them page by page. For small weights, the alignment of
+# elements is enough.
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1 << 20
 _ELEMENT_BYTES = 16
 
 
 def load_graphs(artifact: Artifact) -> dict[str, ir.Model]:
-    """The graphs by component name; weights stay on disk until they are read."""
+    """Return the graphs by component name; weights stay on disk until they are read."""
     return {component.name: load_graph(artifact, component) for component in artifact.components}
 
 
 def load_graph(artifact: Artifact, component: Component) -> ir.Model:
-    """One graph; weights stay on disk until they are read."""
+    """Return the graph of one component; weights stay on disk until they are read."""
     return read_graph(artifact.path / component.file)
 
 
 def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
-    """The graph of a file; weights stay on disk until they are read, but for those in attributes of nodes.
+    """Return the graph in a file. Initializers stay on disk until they are read; weights in node attributes are loaded.
 
-    Their files are in the folder of `path.resolve()`.
+    The weight files are in the folder of `path.resolve()`.
 
     Args:
-        path: The file.
-        proto: What was read from it, without its external data.
+        path: The graph file.
+        proto: The content of the file, without external data; read from the file if `None`.
 
     Raises:
-        IntegrityError: It cannot be read.
+        IntegrityError: The graph cannot be read.
     """
     logging.getLogger("onnx_ir").setLevel(logging.ERROR)
     try:
@@ -76,15 +77,15 @@ def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
         for inner in model.graphs():
             for value in inner.initializers.values():
                 if isinstance(value.const_value, ir.ExternalTensor):
-                    value.const_value = _behind_link(value.const_value, path)
+                    value.const_value = _resolved_link(value.const_value, path)
         for graph in (model.graph, *model.functions.values()):
             for node in ir.traversal.RecursiveGraphIterator(graph):
                 for name, attribute in node.attributes.items():
                     if isinstance(attribute.value, ir.ExternalTensor):
                         attribute.value.base_dir = path.parent
-                        tensor = _behind_link(attribute.value, path)
+                        tensor = _resolved_link(attribute.value, path)
                         node.attributes[name] = ir.AttrTensor(name, _in_memory(tensor))
-    # onnx_ir says of damaged graphs what protobuf, NumPy and its own classes say.
+    # For damaged files, onnx_ir raises errors of protobuf, of NumPy and of its own.
     except Exception as error:
         raise IntegrityError(
             f"{path} cannot be read as ONNX: {error}.", fix="copy or export the file again."
@@ -92,10 +93,11 @@ def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
     return model
 
 
-def _behind_link(tensor: ir.ExternalTensor, graph: Path) -> ir.ExternalTensor:
-    """A weight by the file that its link leads to, next to the one that the graph's leads to.
+def _resolved_link(tensor: ir.ExternalTensor, graph: Path) -> ir.ExternalTensor:
+    """Return a weight with the target of its file's symbolic link as location, if the target is next to the graph's target.
 
-    In a Hub snapshot each file is a link to one of another name in another folder; onnx_ir and ONNX Runtime refuse such weights.
+    In a Hub snapshot, each file is a link to a file with another name in another folder. onnx_ir and ONNX Runtime
+    refuse to read weights through such links.
     """
     file = graph.parent / tensor.location
     real = file.resolve()
@@ -113,22 +115,27 @@ def _behind_link(tensor: ir.ExternalTensor, graph: Path) -> ir.ExternalTensor:
 
 
 def _in_memory(tensor: ir.ExternalTensor) -> ir.Tensor:
-    """A weight that lies in a file, read."""
+    """Read an external weight from its file into memory."""
     return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
 
 
 def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
-    """Write graphs by file name, with the weights of all of them in one file beside them, each weight once.
+    """Write graphs and one file with the weights of all of them next to the graphs.
 
-    Weights with the same bytes are stored once: layers that share a weight, embeddings that are also the last layer, tables
-    that an encoder's and a decoder's file both hold.
+    Weights with the same bytes are stored once, for example tied weights, embeddings that are also the output layer,
+    and tables that both the encoder and the decoder contain.
+
+    Args:
+        models: The graphs by file name.
+        folder: The folder to write to.
 
     Returns:
-        The files beside the graphs.
+        The names of the weight files.
     """
     for model in models.values():
         if len(list(model.graphs())) > 1:
-            # New nodes were named by the graph that they are in; a name is used once, there and in the graphs around it.
+            # New nodes were named within their own graph, but a name must be unique across a graph and its outer
+            # graphs.
             passes.NameFixPass()(model)
     first = Path(next(iter(models)))
     weights = first.with_name(f"{first.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
@@ -144,7 +151,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
                     tensor = value.const_value
                     if tensor is None or tensor.nbytes < INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
                         if isinstance(tensor, ir.ExternalTensor):
-                            # Other tools put small ones beside their graphs, too.
+                            # Files of other tools may store even small weights externally.
                             value.const_value = _in_memory(tensor)
                         continue
                     key = identity(tensor)
@@ -172,7 +179,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
             model.metadata_props[MARK] = MANIFEST
             write_graph(model, folder / name)
     finally:
-        # The caller's graphs keep their weights, which may be in memory or elsewhere.
+        # Restore the original weights of the caller's graphs, which may be in memory or in another file.
         for value, tensor in replaced:
             value.const_value = tensor
     if not offsets:
@@ -181,9 +188,10 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
 
 
 def merge_initializers(model: ir.Model) -> None:
-    """Let layers that share a weight in memory share an initializer; nothing is read.
+    """Let layers that share a weight in memory use one initializer, without reading the weights.
 
-    The exporter's optimizer transposes a weight once for each layer that uses it.
+    The exporter's optimizer transposes a shared weight once for each layer that uses it, which duplicates the
+    initializer.
     """
     for graph in model.graphs():
         first: dict[object, ir.Value] = {}
@@ -197,36 +205,36 @@ def merge_initializers(model: ir.Model) -> None:
 
 
 def save_graph(model: ir.Model, path: Path) -> None:
-    """Write one graph, with its weights in `<name>.data` beside it."""
+    """Write one graph to `path`, and its weights to `<name>.data` next to it."""
     save_graphs({path.name: model}, path.parent)
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
-    """Write a graph as it is, without `value_info` of its initializers.
+    """Write a graph file without changes to the graph, except that `value_info` of initializers is left out.
 
-    The initializers have types and shapes of their own; ONNX Runtime's `quantize_dynamic` transposes some, and fails on a second
-    record of the shape.
+    Initializers already have types and shapes. ONNX Runtime's `quantize_dynamic` transposes some initializers and fails
+    if the shape is also recorded in `value_info`.
     """
     stored = [v for graph in model.graphs() for v in graph.initializers.values() if not v.is_graph_input()]
     described = [(value, value.type, value.shape) for value in stored]
     for value in stored:
         value.type = value.shape = None
     try:
-        path.write_bytes(ir.to_proto(model).SerializeToString())
+        path.write_bytes(serialized(model))
     finally:
         for value, kind, shape in described:
             value.type, value.shape = kind, shape
 
 
 def content(tensor: Any) -> bytes:
-    """Digest of a weight's bytes, 32 bytes. Takes about a second for two gigabytes."""
+    """Return the SHA-256 digest of a weight's bytes (32 bytes). Takes about a second for two gigabytes."""
     if tensor.dtype.bitwidth < 8:
         return hashlib.sha256(tensor.tobytes()).digest()
     return hashlib.sha256(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data).digest()
 
 
 def identity(tensor: Any) -> object:
-    """A key that is equal for weights in the same memory, or at the same place of a file, while they are alive."""
+    """Return a key that is equal for weights in the same memory or at the same file position, while the weights are alive."""
     if isinstance(tensor, ir.ExternalTensor):
         return str(tensor.path), tensor.offset, tensor.length
     raw: Any = getattr(tensor, "raw", None)
@@ -246,33 +254,31 @@ def write_artifact(
     dtype: str | None = None,
     quantization: Quantization | None = None,
 ) -> Artifact:
-    """Write the graphs, copy what travels with a model, and extend the parent's manifest by a step.
+    """Write an artifact with the graphs that a stage made; copy the tokenizer and other companion files.
 
-    Component specs stay the parent's: a stage never changes what goes in and out. Only the types of cache buffers, which
-    no caller sees, and the domains of operators are those of the graphs.
+    The manifest is the parent's, extended by a step. Component specs stay the same, because a stage never changes
+    inputs and outputs. Only the data types of KV cache buffers, which are internal, and the operator domains come from
+    the graphs.
     """
     parent = _as_in_graphs(parent, models)
-    beside = save_graphs({component.file: models[component.name] for component in parent.components}, out)
-    components = with_files(out, parent.components, [[component.file, *beside] for component in parent.components])
+    weights = save_graphs({component.file: models[component.name] for component in parent.components}, out)
+    components = with_files(out, parent.components, [[component.file, *weights] for component in parent.components])
     copy_companions(parent.path, out)
     if (parent.path / _EXPORT_MANIFEST).is_file():
         shutil.copyfile(parent.path / _EXPORT_MANIFEST, out / _EXPORT_MANIFEST)
     opsets = [model.opset_imports.get("") for model in models.values()]
-    manifest = replace(
-        parent.manifest,
+    return parent.after(
+        step,
+        out,
         components=components,
-        steps=(*parent.manifest.steps, replace(step, parent=parent.digest)),
         dtype=dtype or parent.manifest.dtype,
         opset=opsets[0] if opsets else parent.manifest.opset,
         quantization=quantization or parent.manifest.quantization,
-        # How the parent ran best says nothing about the new graph.
-        run=None,
     )
-    return Artifact.create(out, manifest)
 
 
 def _as_in_graphs(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
-    """The artifact with the graphs' operator domains, and types of the inputs and outputs that hold a KV cache."""
+    """Return the artifact with the graphs' operator domains and the graphs' data types of KV cache inputs and outputs."""
 
     def typed(spec: TensorSpec, kinds: Mapping[str | None, ir.DataType | None]) -> TensorSpec:
         return spec if spec.pair is None else replace(spec, dtype=_CACHE_TYPES.get(kinds.get(spec.name), spec.dtype))
@@ -289,7 +295,10 @@ def _as_in_graphs(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifac
 
 
 def operator_domains(model: ir.Model) -> tuple[str, ...]:
-    """Domains of the operators that a graph uses, sorted; functions that the file itself defines count by what they use."""
+    """Return the sorted domains of the operators in a graph.
+
+    For functions that the file defines, the operators inside them count.
+    """
     own = {(key[0], key[1]) for key in model.functions}
     inside = [node for function in model.functions.values() for node in function.all_nodes()]
     used = [*(node for graph in model.graphs() for node in graph), *inside]
@@ -301,15 +310,17 @@ def operator_domains(model: ir.Model) -> tuple[str, ...]:
 
 
 def nodes(model: ir.Model, *operators: str, domain: str = "") -> Iterator[ir.Node]:
-    """Nodes of these operators in the graph and its subgraphs, listed up front so that the graph may change."""
-    found = [node for graph in model.graphs() for node in graph if node.op_type in operators and node.domain == domain]
-    for node in found:
+    """Iterate over nodes of these operators in the graph and its subgraphs; the graph may be changed during the iteration."""
+    matches = [
+        node for graph in model.graphs() for node in graph if node.op_type in operators and node.domain == domain
+    ]
+    for node in matches:
         if node.graph is not None:
             yield node
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """The value as an array of its own shape when it is a constant: an initializer or a `Constant` node's."""
+    """Return the array of a constant (an initializer or the output of a `Constant` node); `None` for other values."""
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -317,7 +328,7 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """The value as a number when it is a constant of one element."""
+    """Return the number in a constant that has one element; `None` for other values."""
     if value is None or (value.shape is not None and value.shape.rank() > 1):
         return None
     array = constant(value)
@@ -325,26 +336,83 @@ def scalar(value: ir.Value | None) -> float | None:
 
 
 def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    """A new constant of the graph, with the array's shape and type, under a name that nothing else has."""
+    """Add a constant with the array's shape and data type to the graph; if the name exists, a number is appended."""
     unique, n = name, 1
     while unique in graph.initializers:
         unique, n = f"{name}_{n}", n + 1
-    # Unlike `ascontiguousarray`, this keeps numbers without axes.
+    # Unlike `ascontiguousarray`, `asarray` keeps scalars without axes.
     tensor = ir.tensor(np.asarray(array, order="C"), name=unique)
     value = ir.Value(name=unique, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
     graph.register_initializer(value)
     return value
 
 
+class NewNodes:
+    """A group of nodes that is added to a graph together.
+
+    Args:
+        graph: The graph. Constants are registered in it immediately; the caller inserts `nodes`.
+        name: Prefix of the names of constants. The graph names unnamed nodes when they are inserted.
+    """
+
+    def __init__(self, graph: ir.Graph, name: str) -> None:
+        self.graph = graph
+        self.name = name
+        self.nodes: list[ir.Node] = []
+
+    def op(
+        self,
+        operator: str,
+        *inputs: ir.Value | None,
+        like: ir.Value | None = None,
+        dtype: ir.DataType | None = None,
+        shape: Sequence[int | str | ir.SymbolicDim] | None = None,
+        domain: str = "",
+        name: str | None = None,
+        **attributes: Any,
+    ) -> ir.Value:
+        """Add a node and return its output.
+
+        Args:
+            operator: The operator type.
+            inputs: The node's inputs.
+            like: A value whose data type and shape the output gets.
+            dtype: The output's data type, if it differs from that of `like`.
+            shape: The output's shape, if it differs from that of `like`.
+            domain: The operator's domain.
+            name: The node's name.
+            attributes: The node's attributes by name.
+        """
+        node = ir.node(operator, inputs, attributes or None, domain=domain, name=name)
+        value = node.outputs[0]
+        if like is not None:
+            value.type, value.shape = like.type, like.shape
+        if dtype is not None:
+            value.type = ir.TensorType(dtype)
+        if shape is not None:
+            value.shape = ir.Shape(shape)
+        self.nodes.append(node)
+        return value
+
+    def constant(self, values: Any, dtype: Any = np.int64) -> ir.Value:
+        """Add a constant and return it; the data type is int64 by default."""
+        return add_initializer(self.graph, f"{self.name}.constant", np.asarray(values, dtype))
+
+
 def root_graph(node: ir.Node) -> ir.Graph:
-    """The graph that a node is in; constants are registered there."""
+    """Return the graph that contains a node; constants are registered in this graph."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     return graph
 
 
+def serialized(model: ir.Model) -> bytes:
+    """Return the model as serialized protobuf; external weights stay in their files."""
+    return bytes(ir.to_proto(model).SerializeToString())
+
+
 def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Everything that reads `old` reads `new`; a graph output keeps its name, type and shape."""
+    """Replace every use of `old` by `new`; a graph output keeps its name, data type and shape."""
     if new.shape is None:
         new.shape = old.shape
     if new.type is None:
@@ -359,7 +427,7 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
 
 
 def replace_node(old: ir.Node, new: ir.Node) -> None:
-    """Put one node in another's place, with its type and shape; what only the old one read is left to be removed later."""
+    """Replace a node by another node with the same output data type and shape. Unused producers are removed later."""
     graph = root_graph(old)
     graph.insert_before(old, new)
     new.outputs[0].type, new.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
@@ -367,21 +435,19 @@ def replace_node(old: ir.Node, new: ir.Node) -> None:
     graph.remove(old, safe=True)
 
 
-def insert_after(value: ir.Value, graph: ir.Graph, made: Sequence[ir.Node]) -> None:
-    """Put nodes where a value is known: behind the node that makes it, or at the front for inputs, constants and what comes
-    from an outer graph.
-    """
+def insert_after(value: ir.Value, graph: ir.Graph, new_nodes: Sequence[ir.Node]) -> None:
+    """Insert nodes after the producer of a value, or at the start of the graph if the producer is not a node in it."""
     maker = value.producer()
     if maker is not None and maker.graph is graph:
-        graph.insert_after(maker, made)
+        graph.insert_after(maker, new_nodes)
     elif len(graph):
-        graph.insert_before(graph[0], made)
+        graph.insert_before(graph[0], new_nodes)
     else:
-        graph.extend(made)
+        graph.extend(new_nodes)
 
 
 def layer_name(node: ir.Node) -> str:
-    """The module that a product belongs to, from the names of its bias or weight; the node's name where they say nothing."""
+    """Return the name of the module that a MatMul node belongs to, from its bias or weight name; else the node's name."""
     candidates: list[ir.Value | None] = list(node.inputs[1:])
     for use in node.outputs[0].uses():
         if use.node.op_type == "Add":

@@ -1,9 +1,8 @@
-"""Rewrites of graphs as passes of onnx_ir, with what they require of a graph and what they ensure."""
+"""Graph rewrites as passes of onnx_ir, with checks before (preconditions) and after (postconditions)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult, PostconditionError, PreconditionError
@@ -13,82 +12,80 @@ from .editing import nodes
 
 
 class Rewrite(InPlacePass):  # type: ignore[misc]  # mypy skips onnx_ir
-    """A rewrite of a graph in place, which computes the same.
+    """A pass that rewrites a graph in place; the graph still computes the same result.
 
-    Requires inputs and outputs with names. Ensures that inputs and outputs keep their names, types, fixed sizes and order, that each
-    value is made before it is read, and that nothing unused is left.
+    Before the rewrite, all inputs and outputs must have names. After it, inputs and outputs have the same names, data
+    types, fixed sizes and order, each value is produced before it is read, and the graph has no unused nodes.
 
     Args:
-        name: Of the rewrite, for errors.
-        rewrite: Changes the graph; returns how many places.
+        name: The name of the rewrite, for error messages.
+        rewrite: A function that changes the graph and returns the number of changed places.
 
     Attributes:
-        count: How many places the last call changed.
+        count: The number of places that the last call changed.
     """
 
     def __init__(self, name: str, rewrite: Callable[[ir.Model], int]) -> None:
         self._name = name
         self._rewrite = rewrite
-        self._signature: list[_Described] = []
+        self._signature: Signature = []
         self.count = 0
 
     def requires(self, model: ir.Model) -> None:
-        """Inputs and outputs have names."""
+        """Check that all inputs and outputs have names."""
         self._signature = _signature(model)
-        if not all(one.name for one in self._signature):
+        if not all(name for name, *_ in self._signature):
             raise PreconditionError(f"{self._name}: an input or output has no name.")
 
     def call(self, model: ir.Model) -> PassResult:
-        """Change the graph, and remove what is unused then."""
+        """Rewrite the graph and remove the nodes that are unused afterwards."""
         self.count = self._rewrite(model)
         RemoveUnusedNodesPass()(model)
         return PassResult(model, modified=self.count > 0)
 
     def ensures(self, model: ir.Model) -> None:
-        """Inputs and outputs are as before, and each value is made before it is read."""
+        """Check that inputs and outputs did not change and that each value is produced before it is read."""
         after = _signature(model)
-        if len(after) != len(self._signature) or not all(map(_Described.kept_by, self._signature, after)):
+        if not _is_kept(self._signature, after, len(model.graph.inputs)):
             raise PostconditionError(f"{self._name} changed inputs or outputs: {self._signature} to {after}.")
         unmade = _read_before_made(model.graph, set())
         if unmade is not None:
             raise PostconditionError(f"{self._name}: {unmade} is read before it is made.")
 
     def apply(self, model: ir.Model) -> int:
-        """Run the pass; return how many places it changed."""
+        """Run the pass and return the number of changed places."""
         self(model)
         return self.count
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """Name, type and sizes of an input or output; unknown sizes are `None`."""
-
-    name: str | None
-    type: str
-    sizes: tuple[object, ...] | None
-    made: bool
-
-    def kept_by(self, after: _Described) -> bool:
-        """Whether another description is the same, except for sizes that were unknown.
-
-        A name that a tool gave to a size of an output tells nothing: what infers shapes may find a number, or the input's name.
-        """
-        pairs = zip(self.sizes, after.sizes, strict=False) if self.sizes is not None and after.sizes is not None else ()
-        known = all(before in (None, size) or (self.made and isinstance(before, str)) for before, size in pairs)
-        return (self.name, self.type) == (after.name, after.type) and known
+Signature = list[tuple[str | None, str, tuple[object, ...] | None]]
+"""List of (name, data type, sizes) of the inputs, then of the outputs; unknown sizes are `None`."""
 
 
-def _signature(model: ir.Model) -> list[_Described]:
-    described = []
-    inputs = len(model.graph.inputs)
-    for i, value in enumerate((*model.graph.inputs, *model.graph.outputs)):
-        sizes = None if value.shape is None else tuple(getattr(size, "value", size) for size in value.shape)
-        described.append(_Described(value.name, str(value.type), sizes, made=i >= inputs))
-    return described
+def _signature(model: ir.Model) -> Signature:
+    return [
+        (v.name, str(v.type), None if v.shape is None else tuple(getattr(size, "value", size) for size in v.shape))
+        for v in (*model.graph.inputs, *model.graph.outputs)
+    ]
+
+
+def _is_kept(before: Signature, after: Signature, inputs: int) -> bool:
+    """Return whether inputs and outputs are the same, except for sizes that were unknown before.
+
+    An output size with a symbolic name counts as unknown: shape inference may replace it by a number or an input's axis
+    name.
+    """
+    if [item[:2] for item in before] != [item[:2] for item in after]:
+        return False
+    return all(
+        old in (None, new) or (i >= inputs and isinstance(old, str))
+        for i, ((*_, sizes), (*_, other)) in enumerate(zip(before, after, strict=True))
+        for old, new in zip(sizes or (), other or (), strict=False)
+    )
 
 
 def _read_before_made(graph: ir.Graph, outer: set[ir.Value | None]) -> str | None:
-    """The first value that is read before a node makes it."""
+    """Return the first value that is read before a node produces it, or `None`."""
     known = {None, *outer, *graph.inputs, *graph.initializers.values()}
     for node in graph:
         for value in node.inputs:
@@ -102,16 +99,19 @@ def _read_before_made(graph: ir.Graph, outer: set[ir.Value | None]) -> str | Non
 
 
 Made = Callable[[], Rewrite]
-"""Makes a pass, which holds the count of one run."""
+"""A function that creates a pass; each pass holds the count of one run."""
 
 
 def graph_rewrite(rewrite: Callable[[ir.Model], int]) -> Made:
-    """A function that changes a graph and returns how many places, as a pass."""
+    """Turn a function that changes a graph and returns the number of changed places into a pass."""
     return lambda: Rewrite(rewrite.__name__, rewrite)
 
 
 def node_rewrite(*operators: str, domain: str = "") -> Callable[[Callable[[ir.Node], bool]], Made]:
-    """A function that rewrites one node of these operators and returns whether it did, as a pass."""
+    """Decorate a function that rewrites one node and returns whether it did.
+
+    The pass applies it to all nodes of these operators.
+    """
 
     def decorate(rewrite: Callable[[ir.Node], bool]) -> Made:
         def every(model: ir.Model) -> int:

@@ -1,1 +1,1 @@
-"""Rewrites of graphs into faster ones, the table that names them, and half precision."""
+"""Graph rewrites that make ONNX graphs faster, the table that lists them, and conversion to half precision."""

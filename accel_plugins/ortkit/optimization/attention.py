@@ -1,200 +1,279 @@
-"""Attention as `torch.export` writes it, and forms of it that ONNX Runtime's CPU kernels compute faster."""
+"""Fusion of attention blocks into ONNX Runtime's `Attention` and `MultiHeadAttention`, which have fast CUDA kernels.
+
+`torch.export` writes attention as many operators: three products with biases, three splits into heads, a scaled
+product, an additive mask computed from a boolean tensor over (query, key), `Softmax`, a product, a `Where` that zeroes
+fully masked rows, and a merge of heads. The fused operators take the `(batch, sequence)` padding mask itself, and are
+correct for any mask.
+Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.analysis import dims, only_user, producer, split_heads, unscaled
-from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_node, replace_value, root_graph, scalar
-from ..graph.rewrites import graph_rewrite, node_rewrite
+from ..graph.analysis import Linear, Split, dims, linear, only_user, producer, reshaped_heads, split_heads, unscaled
+from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph, scalar
+from ..graph.rewrites import graph_rewrite
+from .padding import counted_condition, keep_condition, key_mask, padding_source, rows_with_keys
+
+_SPLIT = (0, 2, 1, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """`(query * a) @ transpose(key * b)`.
+class Block:
+    """One attention block in a graph.
 
     Attributes:
-        node: The product.
-        query: `(batch, heads, length, depth)`.
-        key: `(batch, heads, total, depth)`.
-        scale: `a * b`.
+        query, key, value: The values before the split into heads, `(batch, sequence, heads * depth)`.
+        heads: The number of heads.
+        scale: The factor of the scores.
+        padding: The `(batch, sequence)` graph value that is non-zero for the keys to attend to, or `None`.
+        biases: Further terms added to the scores, each `(batch or 1, heads or 1, sequence, sequence)`.
+        empty: `(batch, 1, sequence, 1) bool`, true for queries whose result is set to zero. `None` if there are none,
+            or if they follow from `padding`.
+        zero_empty: Whether the result is zero in batch rows where `padding` masks every key.
+        low: The number that is added to the scores of masked keys.
+        result: The output of the whole block, `(batch, sequence, heads * depth)`.
     """
 
-    node: ir.Node
     query: ir.Value
     key: ir.Value
+    value: ir.Value
+    heads: int
     scale: float
+    padding: ir.Value | None
+    biases: tuple[ir.Value, ...]
+    empty: ir.Value | None
+    zero_empty: bool
+    low: float
+    result: ir.Value
 
 
-def _match_scores(node: ir.Node) -> Scores | None:
-    query, query_scale = unscaled(node.inputs[0])
-    transposed, key_scale = unscaled(node.inputs[1])
-    transpose = producer(transposed, "Transpose")
-    if query is None or transpose is None:
-        return None
-    perm = list(transpose.attributes.get_ints("perm", []))
-    rank = len(perm)
-    if rank < 3 or perm != [*range(rank - 2), rank - 1, rank - 2]:
-        return None
-    key = transpose.inputs[0]
-    if key is None:
-        return None
-    key, inner_scale = unscaled(key)
-    if key is None or constant(key) is not None or constant(query) is not None:
-        return None
-    return Scores(node, query, key, query_scale * key_scale * inner_scale)
-
-
-@node_rewrite("MatMul")
-def fuse_scores(node: ir.Node) -> bool:
-    """Scale and transpose inside the product of query and key (`FusedMatMul`)."""
-    found = _match_scores(node)
-    if found is None:
-        return False
-    fused = ir.node(
-        "FusedMatMul",
-        [found.query, found.key],
-        {"alpha": found.scale, "transA": 0, "transB": 1},
-        domain=MICROSOFT,
-        name=f"{node.name}.scores",
-    )
-    replace_node(node, fused)
-    return True
-
-
-@graph_rewrite
-def multiply_masked_rows(model: ir.Model) -> int:
-    """`Where(masked, 0, attention)` as a product with 0 or 1: one pass over memory instead of three.
-
-    Equal for finite values, which a product of `Softmax` with finite values is.
-    """
-    count = 0
-    keeps: dict[int, ir.Value] = {}
-    for node in nodes(model, "Where"):
-        condition, zero, kept = node.inputs
-        product = producer(kept, "MatMul")
-        if product is None or producer(product.inputs[0], "Softmax") is None or scalar(zero) != 0.0:
-            continue
-        assert condition is not None
-        assert kept is not None
-        graph = root_graph(node)
-        if id(condition) not in keeps:
-            keeps[id(condition)] = _kept_rows(graph, condition, node, dtype=kept.dtype)
-        replace_node(node, ir.node("Mul", [kept, keeps[id(condition)]], name=f"{node.name}.keep"))
-        count += 1
-    return count
-
-
-def _kept_rows(
-    graph: ir.Graph, masked: ir.Value, before: ir.Node, *, dtype: ir.DataType | None, squeeze: bool = False
-) -> ir.Value:
-    """1 where `masked` is false, 0 where it is true, in the type of what is kept (float32 where that is unknown), computed as
-    early as it can be; `squeeze` drops the heads' axis.
-    """
-    dtype = dtype or ir.DataType.FLOAT
-    negated = ir.node("Not", [masked], name=f"{masked.name}.not")
-    cast = ir.node("Cast", [negated.outputs[0]], {"to": dtype}, name=f"{masked.name}.keep")
-    made = [negated, cast]
-    negated.outputs[0].shape = cast.outputs[0].shape = masked.shape
-    negated.outputs[0].type = masked.type
-    cast.outputs[0].type = ir.TensorType(dtype)
-    if squeeze:
-        axis = add_initializer(graph, f"{masked.name}.heads_axis", np.array([1], np.int64))
-        made.append(ir.node("Squeeze", [cast.outputs[0], axis], name=f"{masked.name}.rows"))
-        made[-1].outputs[0].type = cast.outputs[0].type
-    maker = masked.producer()
-    if maker is not None and maker.graph is graph:
-        graph.insert_after(maker, made)
-    else:
-        graph.insert_before(before, made)
-    return made[-1].outputs[0]
+Packed = dict[tuple[int | None, ...], ir.Value]
+"""Packed weights and biases, keyed by the ids of the constants that they contain."""
 
 
 @graph_rewrite
 def fuse_attention(model: ir.Model) -> int:
-    """Whole attentions as `MultiHeadAttention`: one operator instead of ten, and each head stays in the cache.
+    """Fuse every attention block into `Attention` or `MultiHeadAttention`, with the padding mask as input.
 
-    Fully masked rows are zeroed behind it, as before. Attentions with several queries for a key (grouped) keep their form.
+    `Attention` is used if query, key and value are computed from the same input.
     """
     count = 0
-    keeps: dict[int, ir.Value] = {}
-    for product in nodes(model, "MatMul"):
-        softmax = producer(product.inputs[0], "Softmax")
-        if softmax is None or softmax.attributes.get_int("axis", -1) not in (-1, 3):
-            continue
-        added = producer(softmax.inputs[0], "Add")
-        multiplied = producer(added.inputs[0] if added is not None else softmax.inputs[0], "MatMul")
-        scores = _match_scores(multiplied) if multiplied is not None else None
-        if scores is None:
-            continue
-        parts = [split_heads(value) for value in (scores.query, scores.key, product.inputs[1])]
-        end = _merged(product)
-        if end is None or any(part is None for part in parts):
-            continue
-        (query, heads, _), (key, key_heads, _), (value, value_heads, _) = (part for part in parts if part is not None)
-        mask = added.inputs[1] if added is not None else None
-        if not heads == key_heads == value_heads or not _mask_fits(mask, query, key, heads):
-            continue
-        merge, masked = end
-        if masked is not None and (dims(masked) or [0] * 4)[1::2] != [1, 1]:
-            continue
-        graph = root_graph(product)
-        fused = ir.node(
-            "MultiHeadAttention",
-            [query, key, value, None, None, mask] if mask is not None else [query, key, value],
-            {"num_heads": heads, "scale": scores.scale},
-            domain=MICROSOFT,
-            name=f"{product.name}.attention",
-        )
-        result = fused.outputs[0]
-        graph.insert_before(merge, fused)
-        result.type, result.shape = merge.outputs[0].type, merge.outputs[0].shape
-        if masked is not None:
-            if id(masked) not in keeps:
-                keeps[id(masked)] = _kept_rows(graph, masked, product, dtype=result.dtype, squeeze=True)
-            zeroed = ir.node("Mul", [result, keeps[id(masked)]], name=f"{product.name}.keep")
-            graph.insert_before(merge, zeroed)
-            result = zeroed.outputs[0]
-        replace_value(merge.outputs[0], result)
-        count += 1
+    packed: Packed = {}
+    for softmax in nodes(model, "Softmax"):
+        block = _match(softmax)
+        if block is not None:
+            _replace(block, softmax, packed)
+            count += 1
     return count
 
 
-def _merged(product: ir.Node) -> tuple[ir.Node, ir.Value | None] | None:
-    """The `Reshape` that joins an attention's heads again, and the condition under which rows are zeroed before it."""
-    reader = only_user(product.outputs[0])
-    masked = None
-    if reader is not None and reader.op_type == "Where" and scalar(reader.inputs[1]) == 0.0:
-        if reader.inputs[2] is not product.outputs[0]:
+@graph_rewrite
+def fuse_cpu_attention(model: ir.Model) -> int:
+    """Fuse every attention block into `MultiHeadAttention`, with the mask as an additive bias: one operator replaces ten.
+
+    Grouped-query attention, where several query heads share a key head, is not changed.
+    """
+    count = 0
+    for softmax in nodes(model, "Softmax"):
+        block = _match(softmax, reads_padding=False)
+        if block is not None and len(block.biases) <= 1 and all(_is_whole(bias, block) for bias in block.biases):
+            _replace(block, softmax, None)
+            count += 1
+    return count
+
+
+def _is_whole(bias: ir.Value, block: Block) -> bool:
+    """Return whether a bias has an entry for each pair of query and key."""
+    sizes, query, key = dims(bias), dims(block.query), dims(block.key)
+    assert sizes is not None
+    assert query is not None
+    assert key is not None
+    return sizes[0] in (1, query[0]) and sizes[2:] == [query[1], key[1]]
+
+
+# Matching of attention blocks
+
+
+def _match(softmax: ir.Node, *, reads_padding: bool = True) -> Block | None:
+    scores_term, other_terms = None, []
+    rank = len(dims(softmax.outputs[0]) or ())
+    if rank != 4 or softmax.attributes.get_int("axis", -1) not in (-1, 3):
+        return None
+    for term in _terms(softmax.inputs[0]):
+        scores = _scores(term)
+        if scores is not None and scores_term is None:
+            scores_term = scores
+        else:
+            other_terms.append(term)
+    if scores_term is None:
+        return None
+    query, key, scale = scores_term
+    product = only_user(softmax.outputs[0])
+    if product is None or product.op_type != "MatMul" or product.inputs[0] is not softmax.outputs[0]:
+        return None
+    value = split_heads(product.inputs[1])
+    if value is None or value[1:] != query[1:] or key[1:] != query[1:]:
+        return None
+    padding, biases, condition, low = None, [], None, 0.0
+    for term in other_terms:
+        keep, number = keep_condition(term) if reads_padding else (None, 0.0)
+        source = padding_source(keep) if keep is not None else None
+        if source is not None and padding is None:
+            padding, condition, low = source, keep, number
+        elif _is_bias(term, query[1]):
+            biases.append(term)
+        else:
             return None
-        masked, reader = reader.inputs[0], only_user(reader.outputs[0])
-    if reader is None or reader.op_type != "Transpose":
+    end, empty = _after(product)
+    zero_empty = False
+    if empty is not None:
+        # Queries without any key follow from the padding alone, or from a separate condition, which the block keeps.
+        if condition is not None and counted_condition(empty) is condition:
+            zero_empty, empty = True, None
+        elif len(dims(empty) or ()) != 4 or (dims(empty) or [])[1::2] != [1, 1]:
+            return None
+    merged = _merge(end, query[1] * query[2])
+    if merged is None:
         return None
-    merge = only_user(reader.outputs[0])
-    sizes = dims(merge.outputs[0]) if merge is not None and merge.op_type == "Reshape" else None
-    if (
-        merge is None
-        or sizes is None
-        or len(sizes) != 3
-        or list(reader.attributes.get_ints("perm", [])) != [0, 2, 1, 3]
-    ):
-        return None
-    return merge, masked
+    return Block(
+        query=query[0], key=key[0], value=value[0], heads=query[1], scale=scale, padding=padding,
+        biases=tuple(biases), empty=empty, zero_empty=zero_empty, low=low, result=merged,
+    )  # fmt: skip
 
 
-def _mask_fits(mask: ir.Value | None, query: ir.Value, key: ir.Value, heads: int) -> bool:
-    """Whether an added mask is `(batch or 1, heads or 1, length, total)`, as `MultiHeadAttention` takes it."""
-    if mask is None:
-        return True
-    sizes, query_sizes, key_sizes = dims(mask), dims(query), dims(key)
-    if sizes is None or query_sizes is None or key_sizes is None or len(sizes) != 4:
-        return False
-    return (
-        sizes[0] in (1, query_sizes[0])
-        and sizes[1] in (1, heads)
-        and sizes[2] == query_sizes[1]
-        and sizes[3] == key_sizes[1]
-    )
+def _terms(value: ir.Value | None) -> list[ir.Value]:
+    """Return the terms of a sum; nested sums are flattened."""
+    add = producer(value, "Add")
+    if add is None or value is None:
+        return [value] if value is not None else []
+    return [*_terms(add.inputs[0]), *_terms(add.inputs[1])]
+
+
+def _scores(term: ir.Value) -> tuple[Split, Split, float] | None:
+    """Return (query, key, scale) if a term is `scale * query @ transpose(key)`, else `None`."""
+    inner, outer_scale = unscaled(term)
+    product = producer(inner, "MatMul")
+    if product is None:
+        return None
+    left, query_scale = unscaled(product.inputs[0])
+    right, key_scale = unscaled(product.inputs[1])
+    query = split_heads(left)
+    transpose = producer(right, "Transpose")
+    if query is None or transpose is None:
+        return None
+    perm = tuple(transpose.attributes.get_ints("perm", ()))
+    if perm == (0, 1, 3, 2):
+        middle, inner_scale = unscaled(transpose.inputs[0])
+        key, key_scale = split_heads(middle), key_scale * inner_scale
+    elif perm == (0, 2, 3, 1):
+        key = reshaped_heads(transpose.inputs[0])
+    else:
+        key = None
+    return (query, key, outer_scale * query_scale * key_scale) if key is not None else None
+
+
+def _after(product: ir.Node) -> tuple[ir.Value, ir.Value | None]:
+    """Return the product's result and `None`, or, if a `Where` zeroes masked rows, its output and its condition."""
+    value = product.outputs[0]
+    user = only_user(value)
+    if user is not None and user.op_type == "Where" and user.inputs[2] is value and scalar(user.inputs[1]) == 0.0:
+        return user.outputs[0], user.inputs[0]
+    return value, None
+
+
+def _merge(value: ir.Value, hidden: int) -> ir.Value | None:
+    """Return the value after the heads are merged again, else `None`."""
+    transpose = only_user(value)
+    if transpose is None or transpose.op_type != "Transpose":
+        return None
+    if tuple(transpose.attributes.get_ints("perm", ())) != _SPLIT:
+        return None
+    reshape = only_user(transpose.outputs[0])
+    if reshape is None or reshape.op_type != "Reshape":
+        return None
+    before, after = dims(transpose.outputs[0]), dims(reshape.outputs[0])
+    if before is None or after is None or len(after) != 3 or after[:2] != before[:2] or after[2] != hidden:
+        return None
+    return reshape.outputs[0]
+
+
+def _is_bias(value: ir.Value, heads: int) -> bool:
+    # The fused operators broadcast a bias over the batch and over heads, but not over queries.
+    sizes = dims(value)
+    return sizes is not None and len(sizes) == 4 and sizes[1] in (1, heads) and sizes[2] != 1
+
+
+# Replacement of attention blocks
+
+
+def _replace(block: Block, softmax: ir.Node, packed: Packed | None) -> None:
+    """Replace an attention block by a fused operator.
+
+    Args:
+        block: The attention block.
+        softmax: The `Softmax` node of the block.
+        packed: Weights packed so far. `None`: keep the separate products for query, key and value.
+    """
+    end = block.result.producer()
+    assert end is not None
+    new = NewNodes(root_graph(softmax), f"{softmax.name}.attention")
+    attributes: dict[str, Any] = {"num_heads": block.heads, "scale": block.scale}
+    if block.padding is not None and not block.zero_empty:
+        # In a row without any key, all keys get equal weights, if the number is so low that scores are rounded away.
+        attributes["mask_filter_value"] = max(block.low, float(np.finfo(np.float32).min))
+    mask = key_mask(block.padding, new.graph) if block.padding is not None else None
+    bias = None
+    for term in block.biases:
+        bias = term if bias is None else new.op("Add", bias, term)
+    parts = [linear(value) for value in (block.query, block.key, block.value)] if packed is not None else []
+    linears = [part for part in parts if part is not None]
+    if packed is not None and len(linears) == 3 and len({id(part.x) for part in linears}) == 1:
+        inputs = [linears[0].x, *_pack(linears, new.graph, packed), mask, None, bias]
+        result = new.op("Attention", *inputs, domain=MICROSOFT, like=block.result, **attributes)
+    else:
+        inputs = [block.query, block.key, block.value, None, mask, bias]
+        result = new.op("MultiHeadAttention", *inputs, domain=MICROSOFT, like=block.result, **attributes)
+    if block.empty is not None or (block.zero_empty and block.padding is not None):
+        dtype = block.result.dtype or ir.DataType.FLOAT
+        zero = add_initializer(new.graph, "accel.zero", np.zeros((), dtype.numpy()))
+        if block.empty is None:
+            assert block.padding is not None
+            keep = rows_with_keys(block.padding, new.graph)
+            result = new.op("Where", keep, result, zero, like=block.result)
+        else:
+            empty = new.op("Squeeze", block.empty, new.constant([1]))
+            if packed is None:
+                # `Mul` needs one pass over memory; on the CPU, `Where` needs three.
+                keep = new.op("Cast", new.op("Not", empty), to=dtype, dtype=dtype)
+                result = new.op("Mul", result, keep, like=block.result)
+            else:
+                result = new.op("Where", empty, zero, result, like=block.result)
+    new.graph.insert_before(end, new.nodes)
+    replace_value(block.result, result)
+
+
+def _pack(linears: Sequence[Linear], graph: ir.Graph, packed: Packed) -> list[ir.Value]:
+    """Concatenate the layers' weights and biases along the last axis; add each combination to the graph only once.
+
+    Missing biases become zeros, because ONNX Runtime's CPU kernel crashes without a bias (1.31).
+    """
+    weights = [array for part in linears if (array := constant(part.weight)) is not None]
+    biases = [
+        array if (array := constant(part.bias)) is not None else np.zeros(weight.shape[1], weight.dtype)
+        for part, weight in zip(linears, weights, strict=True)
+    ]
+    keys: list[tuple[int | None, ...]] = [
+        tuple(id(part.weight) for part in linears),
+        (None, *(id(part.bias if part.bias is not None else part.weight) for part in linears)),
+    ]
+    for key, arrays, name in zip(keys, (weights, biases), ("qkv", "qkv_bias"), strict=True):
+        if key not in packed:
+            packed[key] = add_initializer(graph, f"{linears[0].weight.name}.{name}", np.concatenate(arrays, axis=-1))
+    return [packed[key] for key in keys]

@@ -1,10 +1,10 @@
-"""Decoder graphs without a mask, for attention kernels that know rows by their lengths.
+"""Decoder graphs without an attention mask, for attention kernels that take the length of each row of the batch.
 
-The graph of an artifact gives `GroupQueryAttention` an additive bias that says which keys each query sees, which ONNX
-Runtime's CUDA kernel refuses. Where that bias says no more than "no later token, no padding, none outside the window",
-the operator says it by itself: it is causal, it takes the length of each row, and it has a window. In this form of the
-graph the lengths are inputs, the mask is gone, and each row's tokens stand at the beginning of its buffers
-(`state of a session puts them there).
+The graph in an artifact gives `GroupQueryAttention` an additive bias that marks the visible keys of each query. ONNX
+Runtime's CUDA kernel does not support that bias. If the bias means only "no later tokens, no padding, no tokens outside
+the window", the operator does not need it: it is causal, it takes the length of each row, and it has a window. In the
+graphs that this module writes, the lengths are inputs and there is no mask. Each row's tokens start at the beginning of
+its cache buffers; the state of a session moves them there.
 """
 
 from __future__ import annotations
@@ -18,29 +18,35 @@ from onnx_ir.passes import common as passes
 from accel.errors import SessionError
 
 from ..graph.analysis import bounds, dims, producer, shape_value
-from ..graph.editing import MICROSOFT, nodes, read_graph, scalar
+from ..graph.editing import MICROSOFT, nodes, read_graph, scalar, serialized
 from ..runtime.state import LENGTHS as LENGTHS
 from .attention_rotary import fuse_inner_rotary
 from .padding import padding_source
 
 TOTAL = "accel.total"
-"""Input `(1,) int32` in host memory: at least the longest row after this call; the number of new tokens in a prompt."""
+"""Name of an input `(1,) int32` in CPU memory: in a prompt, the number of new tokens.
+
+Later, at least the longest row's length.
+"""
 _LENGTHS, _TOTAL, _BIAS = 5, 6, 10
+# A file with embedded weights would be loaded into memory a second time.
+_LARGE_BYTES = 256 << 20
 _FIX = "open it on the CPU: backend='cpu'."
 
 
 class NoCausalFormError(SessionError):
-    """A decoder whose graph has no such form."""
+    """Raised when a decoder graph cannot be rewritten to take row lengths as input instead of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class CausalForm:
-    """A decoder graph that takes lengths.
+    """A decoder graph that takes the lengths of rows instead of a mask.
 
     Attributes:
-        model: The serialized graph; its weights stay in the files beside the original.
-        windowed: Whether a layer sees the last tokens only.
-        rotary_inside: Whether attention turns queries and keys, which flash attention would do by positions of its own.
+        model: The serialized graph; its weights stay in the files next to the original.
+        windowed: Whether a layer attends only to a window of the last tokens.
+        rotary_inside: Whether `GroupQueryAttention` rotates queries and keys. Flash attention would ignore the given
+            position ids in that case.
     """
 
     model: bytes
@@ -50,12 +56,12 @@ class CausalForm:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a condition over (query, key) lets through: all of these hold.
+    """The keys that a condition over (query, key) makes visible; all of the restrictions apply.
 
     Attributes:
-        causal: Keys up to the query.
-        padding: Keys that the attention mask keeps.
-        window: The last so many keys, the query's own included; 0 for all.
+        causal: Keys after the query are hidden.
+        padding: Keys that the attention mask marks as padding are hidden.
+        window: The number of last keys that are visible, including the query's own; 0 for no limit.
     """
 
     causal: bool = False
@@ -68,21 +74,61 @@ class _Seen:
 
 
 def causal_form(path: Path, *, rotary_inside: bool = True) -> CausalForm:
-    """The decoder graph of a file in this form, with rotary positions inside attention where that can be and is wanted.
+    """Return the decoder graph of a file, rewritten to take row lengths as input instead of a mask.
+
+    Args:
+        path: The graph file.
+        rotary_inside: Whether to move rotary position embeddings into attention, if the graph allows it.
 
     Raises:
-        NoCausalFormError: Its attention sees something else than the last tokens, or its result depends on the mask
-            elsewhere.
+        NoCausalFormError: An attention bias is not just causal order, padding and a window, or the graph reads the mask
+            outside of attention.
     """
     model = read_graph(path)
     windowed = take_lengths(model, path.name)
     inside = rotary_inside and fuse_inner_rotary().apply(model) > 0
-    serialized: bytes = ir.to_proto(model).SerializeToString()
-    return CausalForm(serialized, windowed, inside)
+    return CausalForm(serialized(model), windowed, inside)
+
+
+def lengths_form(path: Path) -> bytes | None:
+    """Return the serialized decoder graph of a file with the additional input `accel.lengths (batch,) int32`.
+
+    The graph of an artifact computes the position of each row's last token from the width of the mask. With lengths as
+    an input, each row can start at the first column of its cache buffers, so each row is computed exactly as in a batch
+    of one. Padding in front would round sums in another order. The mask stays an input, and the weights stay in their
+    files.
+
+    Returns:
+        The graph, or `None` if rows cannot have different lengths: an attention uses other keys than the unmasked
+        tokens up to the query, or the mask is read elsewhere. Also `None` for a large file with embedded weights.
+    """
+    if path.stat().st_size > _LARGE_BYTES:
+        return None
+    try:
+        # Attention windows count columns of the buffers, so windows do not work with rows of different lengths.
+        if take_lengths(read_graph(path), path.name):
+            return None
+    except SessionError:
+        return None
+    model = read_graph(path)
+    lengths = _lengths_input(model.graph)
+    for node in nodes(model, "GroupQueryAttention", domain=MICROSOFT):
+        node.replace_input_with(_LENGTHS, lengths)
+    return serialized(model)
+
+
+def _lengths_input(graph: ir.Graph) -> ir.Value:
+    """Add the lengths input to a graph and return it."""
+    lengths = ir.Value(name=LENGTHS, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["batch"]))
+    graph.inputs.append(lengths)
+    return lengths
 
 
 def take_lengths(model: ir.Model, name: str) -> bool:
-    """Rewrite a decoder graph into this form; see `causal_form`. Returns whether a layer has a window."""
+    """Rewrite a decoder graph to take lengths instead of a mask; see `causal_form`.
+
+    Return whether a layer has a window.
+    """
     graph = model.graph
     attentions = list(nodes(model, "GroupQueryAttention", domain=MICROSOFT))
     mask = next((value for value in graph.inputs if len(sizes := dims(value) or []) == 2 and sizes[1] == "total"), None)
@@ -91,9 +137,9 @@ def take_lengths(model: ir.Model, name: str) -> bool:
             f"{name} keeps its cache without GroupQueryAttention, the operator that a GPU needs.", fix=_FIX
         )
     seen = [_seen_by(node, mask, name) for node in attentions]
-    lengths = ir.Value(name=LENGTHS, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["batch"]))
+    lengths = _lengths_input(graph)
     total = ir.Value(name=TOTAL, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
-    graph.inputs.extend([lengths, total])
+    graph.inputs.append(total)
     for node, one in zip(attentions, seen, strict=True):
         node.replace_input_with(_LENGTHS, lengths)
         node.replace_input_with(_TOTAL, total)
@@ -113,30 +159,30 @@ def take_lengths(model: ir.Model, name: str) -> bool:
 
 
 def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _Seen:
-    """What an attention sees.
+    """Return which keys an attention makes visible.
 
     Raises:
-        NoCausalFormError: Something that the operator cannot say by itself.
+        NoCausalFormError: The attention needs a bias, because the operator has no attribute or input for its condition.
     """
     bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
     if bias is None:
         raise SessionError(f"An attention of {name} ({node.name}) ignores padding.", fix="export it again.")
     choice = producer(bias, "Where")
     low = scalar(choice.inputs[2]) if choice is not None else None
-    found = None
+    visible = None
     if choice is not None and scalar(choice.inputs[1]) == 0.0 and low is not None and low <= -1e4:
-        found = _read(choice.inputs[0], mask)
-    if found is None or not (found.causal and found.padding):
+        visible = _read(choice.inputs[0], mask)
+    if visible is None or not (visible.causal and visible.padding):
         raise NoCausalFormError(
             f"An attention of {name} ({node.name}) has a bias that is more than causal order, padding and a window; ONNX "
             "Runtime's CUDA kernel takes none.",
             fix=_FIX,
         )
-    return found
+    return visible
 
 
 def _read(condition: ir.Value | None, mask: ir.Value) -> _Seen | None:
-    """What a condition says, when all of it is understood."""
+    """Return which keys a condition makes visible; `None` if any part of the condition is unknown."""
     if condition is None:
         return None
     if bounds(condition) == (1.0, 1.0):
@@ -152,7 +198,7 @@ def _read(condition: ir.Value | None, mask: ir.Value) -> _Seen | None:
 
 
 def _same(value: ir.Value | None) -> ir.Value | None:
-    """What a value is a copy of."""
+    """Return the original of a value, before casts, `Identity` and reshapes to the same shape."""
     while value is not None and (node := value.producer()) is not None:
         kept = node.op_type == "Reshape" and dims(node.inputs[0]) == dims(value)
         if node.domain or not (kept or node.op_type in ("Cast", "Identity")):
@@ -162,7 +208,7 @@ def _same(value: ir.Value | None) -> ir.Value | None:
 
 
 def _comparison(condition: ir.Value) -> _Seen | None:
-    """`key <= query` and `key > query - window`, as they may be written."""
+    """Parse the comparisons `key <= query` (causal) and `key > query - window`, in any equivalent form."""
     node = condition.producer()
     if node is None or node.domain or node.op_type not in ("LessOrEqual", "Less", "GreaterOrEqual", "Greater"):
         return None
@@ -173,26 +219,27 @@ def _comparison(condition: ir.Value) -> _Seen | None:
         return None
     (what, moved), (other, shift) = left, right
     if (what, other) == ("key", "query"):
-        # key + moved <= query + shift, or <.
+        # The condition is key + moved <= query + shift, or the same with <.
         return _Seen(causal=True) if shift - moved - strict == 0 else None
     if (what, other) == ("query", "key"):
-        # query + moved < key + shift: the last (shift - moved) keys, one more without strictness.
+        # The condition is query + moved < key + shift: the last (shift - moved) keys are visible; with <=, one more.
         window = shift - moved + (not strict)
         return _Seen(window=window) if window > 0 else None
     return None
 
 
 def _place(value: ir.Value | None) -> tuple[str, int] | None:
-    """`("query", n)` or `("key", n)`, when a value is the places of queries `(.., sequence, 1)` or of keys `(.., 1, total)`,
-    moved by `n`.
+    """Return `("query", n)` or `("key", n)` if a value holds the positions of queries or keys plus `n`, else `None`.
+
+    Query positions have the shape `(.., sequence, 1)`, key positions `(.., 1, total)`.
     """
     sizes = dims(value)
     if sizes is None or len(sizes) < 2:
         return None
-    found = _counted(value)
-    if found is None:
+    counted = _counted(value)
+    if counted is None:
         return None
-    what, moved = found
+    what, moved = counted
     laid = sizes[-2:] == (["sequence", 1] if what == "query" else [1, "total"]) and all(
         size == 1 for size in sizes[:-2]
     )
@@ -200,7 +247,7 @@ def _place(value: ir.Value | None) -> tuple[str, int] | None:
 
 
 def _counted(value: ir.Value | None) -> tuple[str, int] | None:
-    """What a value counts: `key` from 0 to `total`, `query` from `total - sequence` to `total`."""
+    """Return what a value counts, and its offset: `key` counts from 0 to `total`, `query` from `total - sequence` to `total`."""
     node = value.producer() if value is not None else None
     if node is None or node.domain:
         return None
@@ -221,22 +268,22 @@ def _counted(value: ir.Value | None) -> tuple[str, int] | None:
 
 
 def _moved(node: ir.Node) -> tuple[str, int] | None:
-    """Counted places plus or minus a number."""
+    """Return the counted positions of a sum or difference of positions and a constant."""
     pairs = [(0, 1), (1, 0)] if node.op_type == "Add" else [(0, 1)]
     for one, other in pairs:
-        found = _counted(node.inputs[one])
-        if found is None:
+        counted = _counted(node.inputs[one])
+        if counted is None:
             continue
         number = scalar(node.inputs[other])
         if number is not None and number == int(number):
-            return found[0], found[1] + (int(number) if node.op_type == "Add" else -int(number))
-        if found[0] == "new" and node.op_type == "Add" and _size(node.inputs[other]) == "past":
-            return "query", found[1]
+            return counted[0], counted[1] + (int(number) if node.op_type == "Add" else -int(number))
+        if counted[0] == "new" and node.op_type == "Add" and _size(node.inputs[other]) == "past":
+            return "query", counted[1]
     return None
 
 
 def _size(value: ir.Value | None) -> str | None:
-    """`total`, `sequence`, or `past` for their difference."""
+    """Return `total` or `sequence` if a value is the size of this axis, `past` if it is their difference, else `None`."""
     difference = producer(value, "Sub")
     if difference is not None:
         parts = [_size(item) for item in difference.inputs]

@@ -1,8 +1,9 @@
-"""Decoder graphs whose attention is spelled out, for kernels that have no `GroupQueryAttention` with a bias.
+"""Decoder graphs with attention as basic operators, for providers without a `GroupQueryAttention` kernel that takes a bias.
 
-ONNX Runtime's CUDA kernel of that operator takes no bias, and none of its kernels for GPUs computes float32. In this form
-keys and values are put behind the past, a longer tensor at each call, and attention is products and a `Softmax`: every bias
-that a model has is added as it is. It costs a copy of the cache at each token.
+ONNX Runtime's CUDA kernel of `GroupQueryAttention` does not take a bias, and no GPU kernel of it computes float32. In
+the graphs that this module writes, keys and values are concatenated to the past, so the cache is a longer tensor after
+each call. Attention is computed by `MatMul` and `Softmax`, and every bias of the model is added unchanged. The cost is
+a copy of the KV cache for each token.
 """
 
 from __future__ import annotations
@@ -10,31 +11,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Component, TensorSpec
 from accel.errors import SessionError
 
-from ..graph.editing import MICROSOFT, add_initializer, nodes, read_graph, replace_value, root_graph
+from ..graph.editing import MICROSOFT, NewNodes, nodes, read_graph, replace_value, root_graph, serialized
 
 _QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _BIAS, _SINKS = 0, 1, 2, 3, 4, 10, 11
-_READ = {_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, 5, 6, _BIAS, _SINKS}  # 5 and 6 are lengths, which the bias tells
+_READ = {
+    _QUERY,
+    _KEY,
+    _VALUE,
+    _PAST_KEY,
+    _PAST_VALUE,
+    5,
+    6,
+    _BIAS,
+    _SINKS,
+}  # 5 and 6 are lengths; the bias contains them
 _ATTRIBUTES = {"num_heads", "kv_num_heads", "scale", "softcap"}
 _TOKENS = 2
-"""The axis of keys and values that grows: `(batch, heads, tokens, size)`."""
+"""The token axis of keys and values `(batch, heads, tokens, size)`, which grows with each call."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrowingForm:
-    """A decoder graph that returns a longer cache at each call.
+    """A decoder graph that returns a longer KV cache at each call.
 
     Attributes:
-        model: The serialized graph; its weights stay in the files beside the original.
-        component: What it takes and returns.
+        model: The serialized graph; its weights stay in the files next to the original.
+        component: The component with the inputs and outputs of this graph.
     """
 
     model: bytes
@@ -42,10 +51,10 @@ class GrowingForm:
 
 
 def growing_form(path: Path, component: Component) -> GrowingForm:
-    """The decoder graph of a file in this form.
+    """Return the decoder graph of a file, rewritten to basic operators and a growing cache.
 
     Raises:
-        SessionError: An attention that computes more than this form spells out.
+        SessionError: An attention has inputs or attributes that the basic operators do not cover.
     """
     model = read_graph(path)
     grown: set[str] = set()
@@ -59,9 +68,8 @@ def growing_form(path: Path, component: Component) -> GrowingForm:
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.name in axes and value.shape is not None:
             value.shape = ir.Shape([axes[value.name] if i == _TOKENS else size for i, size in enumerate(value.shape)])
-    serialized: bytes = ir.to_proto(model).SerializeToString()
     described = replace(component, inputs=_sized(component.inputs, axes), outputs=_sized(component.outputs, axes))
-    return GrowingForm(serialized, described)
+    return GrowingForm(serialized(model), described)
 
 
 def _sized(specs: tuple[TensorSpec, ...], axes: Mapping[str, str]) -> tuple[TensorSpec, ...]:
@@ -74,15 +82,15 @@ def _sized(specs: tuple[TensorSpec, ...], axes: Mapping[str, str]) -> tuple[Tens
 
 
 def _check(node: ir.Node, name: str) -> None:
-    """That an attention says what this form can say.
+    """Check that a `GroupQueryAttention` node can be replaced by basic operators.
 
     Raises:
-        SessionError: It does not.
+        SessionError: The node has other inputs or attributes.
     """
-    given = {i for i, value in enumerate(node.inputs) if value is not None}
-    pasts = [node.inputs[i] if i in given else None for i in (_PAST_KEY, _PAST_VALUE)]
+    present = {i for i, value in enumerate(node.inputs) if value is not None}
+    pasts = [node.inputs[i] if i in present else None for i in (_PAST_KEY, _PAST_VALUE)]
     kept = all(past is not None and past.is_graph_input() for past in pasts)
-    needed = {_QUERY, _KEY, _VALUE, _BIAS} <= given <= _READ
+    needed = {_QUERY, _KEY, _VALUE, _BIAS} <= present <= _READ
     attributes = {key for key, value in node.attributes.items() if key in _ATTRIBUTES or value.value}
     if not (kept and needed and attributes <= _ATTRIBUTES):
         raise SessionError(
@@ -93,7 +101,7 @@ def _check(node: ir.Node, name: str) -> None:
 
 def _spell_out(node: ir.Node) -> None:
     """Replace `GroupQueryAttention` by concatenation, two products and a `Softmax`."""
-    graph, name = root_graph(node), str(node.name)
+    graph = root_graph(node)
     heads, kv_heads = node.attributes.get_int("num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
     past = node.inputs[_PAST_KEY]
     assert past is not None
@@ -104,49 +112,41 @@ def _spell_out(node: ir.Node) -> None:
     cap = node.attributes.get_float("softcap", 0.0)
     query_type = node.inputs[_QUERY].dtype
     assert query_type is not None
-    made: list[ir.Node] = []
+    new = NewNodes(graph, f"{node.name}.spelled_out")
+    op, sizes = new.op, new.constant
 
-    def op(operator: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        made.append(ir.node(operator, inputs, attributes, name=f"{name}.spelled_out_{len(made)}"))
-        return made[-1].outputs[0]
-
-    def number(value: float, dtype: ir.DataType) -> ir.Value:
-        return add_initializer(graph, f"{name}.number", np.asarray(value, dtype.numpy()))
-
-    def sizes(*values: int) -> ir.Value:
-        return add_initializer(graph, f"{name}.sizes", np.array(values, np.int64))
+    def number(value: float) -> ir.Value:
+        return new.constant(value, query_type.numpy())
 
     def by_head(value: ir.Value | None, count: int) -> ir.Value:
-        split = op("Reshape", value, sizes(0, 0, count, size))
-        return op("Transpose", split, perm=[0, 2, 1, 3])
+        return op("Transpose", op("Reshape", value, sizes([0, 0, count, size])), perm=[0, 2, 1, 3])
 
     def of_query_heads(value: ir.Value) -> ir.Value:
         if heads == kv_heads:
             return value
-        apart = op("Unsqueeze", value, sizes(2))
-        repeated = op("Expand", apart, sizes(1, 1, heads // kv_heads, 1, 1))
-        return op("Reshape", repeated, sizes(0, heads, -1, size))
+        repeated = op("Expand", op("Unsqueeze", value, sizes([2])), sizes([1, 1, heads // kv_heads, 1, 1]))
+        return op("Reshape", repeated, sizes([0, heads, -1, size]))
 
-    query = op("Mul", by_head(node.inputs[_QUERY], heads), number(scale, query_type))
-    held = []
-    for new, before in ((_KEY, _PAST_KEY), (_VALUE, _PAST_VALUE)):
-        held.append(op("Concat", node.inputs[before], by_head(node.inputs[new], kv_heads), axis=_TOKENS))
-    key, value = map(of_query_heads, held)
+    query = op("Mul", by_head(node.inputs[_QUERY], heads), number(scale))
+    present = []
+    for token, before in ((_KEY, _PAST_KEY), (_VALUE, _PAST_VALUE)):
+        present.append(op("Concat", node.inputs[before], by_head(node.inputs[token], kv_heads), axis=_TOKENS))
+    key, value = map(of_query_heads, present)
     scores = op("MatMul", query, op("Transpose", key, perm=[0, 1, 3, 2]))
     if cap:
-        scores = op("Mul", op("Tanh", op("Div", scores, number(cap, query_type))), number(cap, query_type))
+        scores = op("Mul", op("Tanh", op("Div", scores, number(cap))), number(cap))
     scores = op("Add", scores, node.inputs[_BIAS])
     weights = op("Softmax", scores, axis=-1)
     if len(node.inputs) > _SINKS and node.inputs[_SINKS] is not None:
-        # A sink takes its share of the sum that weights are divided by: they shrink by a logistic function of it.
-        total = op("ReduceLogSumExp", op("Cast", scores, to=ir.DataType.FLOAT), sizes(-1), keepdims=1)
-        sink = op("Reshape", op("Cast", node.inputs[_SINKS], to=ir.DataType.FLOAT), sizes(1, heads, 1, 1))
+        # An attention sink adds a term to the denominator of the softmax. All weights shrink by sigmoid(total - sink).
+        total = op("ReduceLogSumExp", op("Cast", scores, to=ir.DataType.FLOAT), sizes([-1]), keepdims=1)
+        sink = op("Reshape", op("Cast", node.inputs[_SINKS], to=ir.DataType.FLOAT), sizes([1, heads, 1, 1]))
         share = op("Sigmoid", op("Sub", total, sink))
         weights = op("Mul", weights, op("Cast", share, to=query_type))
     merged = op("Transpose", op("MatMul", weights, value), perm=[0, 2, 1, 3])
-    result = op("Reshape", merged, sizes(0, 0, heads * size))
-    graph.insert_before(node, made)
-    for old, new in zip(node.outputs, (result, *held), strict=False):
-        new.type = old.type
-        replace_value(old, new)
+    result = op("Reshape", merged, sizes([0, 0, heads * size]))
+    graph.insert_before(node, new.nodes)
+    for old, value in zip(node.outputs, (result, *present), strict=False):
+        value.type = old.type
+        replace_value(old, value)
     graph.remove(node, safe=True)

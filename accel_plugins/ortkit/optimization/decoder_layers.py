@@ -1,38 +1,23 @@
-"""Layers of decoders as few operators: for a single token a GPU waits for launches, and a CPU for its threads."""
+"""Fusions that give decoder layers fewer operators: for a single token, launches (GPU) and thread scheduling (CPU) dominate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ..graph.analysis import dims, only_user, producer
-from ..graph.editing import MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
-from ..graph.rewrites import graph_rewrite, node_rewrite
-from .gpu_layers import put_skip_norm
+from ..graph.analysis import Linear, dims, linear, only_user, producer
+from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph
+from ..graph.rewrites import graph_rewrite
 
 _HEADS_FIRST = [0, 2, 1, 3]
 
 
-@node_rewrite("SimplifiedLayerNormalization")
-def fuse_skip_rms_norms(norm: ir.Node) -> bool:
-    """Residual sum and RMSNorm as `SkipSimplifiedLayerNormalization`."""
-    add = producer(norm.inputs[0], "Add")
-    sizes = dims(norm.outputs[0])
-    if add is None or sizes is None or len(sizes) != 3 or any(output.uses() for output in norm.outputs[1:]):
-        return False
-    if any(dims(term) != sizes for term in add.inputs) or add.outputs[0].is_graph_output():
-        return False
-    put_skip_norm(add, norm, "SkipSimplifiedLayerNormalization", [*add.inputs, norm.inputs[1]])
-    return True
-
-
 @graph_rewrite
 def cancel_transposes(model: ir.Model) -> int:
-    """`(batch, length, heads, depth)` to heads first and back, and the split and merge around that, left out."""
+    """Remove transposes of `(batch, length, heads, depth)` that cancel each other, and the reshapes around them."""
     count = 0
     for outer in nodes(model, "Transpose"):
         inner = producer(outer.inputs[0], "Transpose")
@@ -55,72 +40,59 @@ def cancel_transposes(model: ir.Model) -> int:
 
 @graph_rewrite
 def merge_products(model: ir.Model) -> int:
-    """Products of one value with several constant matrices, and their biases, as one product and a `Split`.
+    """Merge products of the same value with several constant matrices, and their biases, into one product and a `Split`.
 
-    For decoders, whose single tokens leave the GPU waiting for launches: query, key and value, gate and up projection.
+    Examples are query, key and value, or the gate and up projections. Only decoders are changed: with single tokens,
+    the GPU mostly waits for kernel launches.
     """
     if not any(True for _ in nodes(model, "GroupQueryAttention", domain=MICROSOFT)):
         return 0
-    groups: dict[tuple[int, int], list[_Linear]] = {}
+    groups: dict[tuple[int, int], list[tuple[ir.Node, ir.Value, Linear]]] = {}
     for product in nodes(model, "MatMul"):
-        linear = _linear(product)
-        if linear is not None:
-            groups.setdefault((id(product.graph), id(product.inputs[0])), []).append(linear)
+        result = _result(product)
+        layer = linear(result)
+        if result is not None and layer is not None:
+            groups.setdefault((id(product.graph), id(layer.x)), []).append((product, result, layer))
     count = 0
     for group in groups.values():
-        if len(group) > 1 and len({linear.weight.shape[0] for linear in group}) == 1:
-            _merge(group)
+        if len(group) > 1 and len({constant(layer.weight).shape[0] for *_, layer in group}) == 1:  # type: ignore[union-attr]
+            first, layers = group[0][0], [layer for *_, layer in group]
+            _merge(first, layers, [result for _, result, _ in group])
             count += len(group)
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """`x @ weight + bias`; `weight: (inner, outer)`, `bias: (outer,)` or `None`."""
-
-    product: ir.Node
-    weight: np.ndarray
-    bias: np.ndarray | None
-    end: ir.Node
-
-
-def _linear(product: ir.Node) -> _Linear | None:
-    value = product.inputs[1]
-    sizes = dims(product.inputs[0])
-    weight = constant(value) if value is not None and len(value.uses()) == 1 else None
-    if weight is None or weight.ndim != 2 or sizes is None or len(sizes) != 3:
+def _result(product: ir.Node) -> ir.Value | None:
+    """Return the result `(batch, length, outer)` of a product including its bias, if nothing else reads the weight."""
+    result, weight = product.outputs[0], product.inputs[1]
+    if len(dims(product.inputs[0]) or ()) != 3 or weight is None or len(weight.uses()) != 1:
         return None
-    add = only_user(product.outputs[0])
-    if add is not None and add.op_type == "Add" and not add.domain:
-        other = add.inputs[1] if add.inputs[0] is product.outputs[0] else add.inputs[0]
-        bias = constant(other)
-        if bias is not None and bias.shape == weight.shape[1:]:
-            return _Linear(product, weight, bias, add)
-    return _Linear(product, weight, None, product) if not product.outputs[0].is_graph_output() else None
+    add = only_user(result)
+    layer = linear(add.outputs[0]) if add is not None else None
+    if add is not None and layer is not None and dims(layer.bias) == (dims(weight) or [])[1:]:
+        return add.outputs[0]
+    return None if result.is_graph_output() else result
 
 
-def _merge(group: Sequence[_Linear]) -> None:
-    first = group[0].product
-    graph = root_graph(first)
-    x = first.inputs[0]
-    assert x is not None
+def _merge(first: ir.Node, layers: Sequence[Linear], results: Sequence[ir.Value]) -> None:
+    """Compute layers with the same input as one product, inserted before the node `first`."""
+    new, x = NewNodes(root_graph(first), str(first.name)), layers[0].x
+    weights = [array for layer in layers if (array := constant(layer.weight)) is not None]
+    biases = [constant(layer.bias) for layer in layers]
+    widths = [weight.shape[1] for weight in weights]
     assert x.shape is not None
-    widths = [linear.weight.shape[1] for linear in group]
-    shape = ir.Shape([x.shape[0], x.shape[1], sum(widths)])
-    weight = add_initializer(graph, f"{first.name}.merged", np.concatenate([one.weight for one in group], axis=1))
-    made = [ir.node("MatMul", [x, weight], name=f"{first.name}.product")]
-    if any(linear.bias is not None for linear in group):
-        parts = [np.zeros(len(one.weight[0]), one.weight.dtype) if one.bias is None else one.bias for one in group]
-        bias = add_initializer(graph, f"{first.name}.merged_bias", np.concatenate(parts))
-        made.append(ir.node("Add", [made[0].outputs[0], bias], name=f"{first.name}.biased"))
-    for node in made:
-        node.outputs[0].type, node.outputs[0].shape = first.outputs[0].type, shape
-    sizes = add_initializer(graph, f"{first.name}.widths", np.array(widths, np.int64))
-    split = ir.node(
-        "Split", [made[-1].outputs[0], sizes], {"axis": -1}, num_outputs=len(group), name=f"{first.name}.split"
-    )
-    graph.insert_before(first, [*made, split])
-    for linear, part in zip(group, split.outputs, strict=True):
-        end = linear.end.outputs[0]
-        part.type, part.shape = end.type, end.shape
-        replace_value(end, part)
+    kind = {"dtype": first.outputs[0].dtype, "shape": [*x.shape[:2], sum(widths)]}
+    weight = add_initializer(new.graph, f"{first.name}.merged", np.concatenate(weights, axis=1))
+    merged = new.op("MatMul", x, weight, name=f"{first.name}.product", **kind)
+    if any(bias is not None for bias in biases):
+        parts = [
+            bias if bias is not None else np.zeros(width, weights[0].dtype)
+            for bias, width in zip(biases, widths, strict=True)
+        ]
+        bias = add_initializer(new.graph, f"{first.name}.merged_bias", np.concatenate(parts))
+        merged = new.op("Add", merged, bias, name=f"{first.name}.biased", **kind)
+    inputs = [merged, new.constant(widths)]
+    split = ir.node("Split", inputs, {"axis": -1}, num_outputs=len(layers), name=f"{first.name}.split")
+    new.graph.insert_before(first, [*new.nodes, split])
+    for result, part in zip(results, split.outputs, strict=True):
+        replace_value(result, part)

@@ -1,4 +1,4 @@
-"""Embedding tables: looked up, added and normalised by one operator."""
+"""Fusions of embedding layers: lookups, their sum and the normalization."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph.analysis import dims, only_user, producer
-from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, nodes, replace_value, root_graph
+from ..graph.editing import INTEGERS, MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph
 from ..graph.rewrites import graph_rewrite, node_rewrite
+
+_INT32 = ir.DataType.INT32
 
 
 @node_rewrite("Gather")
 def fold_single_rows(gather: ir.Node) -> bool:
-    """Add an embedding table of one row (RoBERTa's token types) to another table that is looked up beside it.
+    """Add an embedding table with a single row (RoBERTa's token types) to the other embedding table of the sum.
 
-    An index into one row can only be 0, so the looked-up value is a constant.
+    The index into a single row can only be 0, so the embedding is a constant vector.
     """
     table = constant(gather.inputs[0])
     if table is None or table.ndim != 2 or table.shape[0] != 1 or gather.attributes.get_int("axis", 0) != 0:
@@ -23,28 +25,28 @@ def fold_single_rows(gather: ir.Node) -> bool:
     if add is None or add.op_type != "Add":
         return False
     other, joined = add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0], add.outputs[0]
-    beside = producer(other, "Gather")
-    if beside is None or only_user(beside.outputs[0]) is not add or dims(other) != dims(joined):
+    lookup = producer(other, "Gather")
+    if lookup is None or only_user(lookup.outputs[0]) is not add or dims(other) != dims(joined):
         return False
-    rows = constant(beside.inputs[0])
+    rows = constant(lookup.inputs[0])
     if rows is None or rows.ndim != 2 or rows.shape[1] != table.shape[1]:
         return False
     graph = root_graph(gather)
     total = (rows.astype(np.float32) + table.astype(np.float32)).astype(rows.dtype)
-    source = beside.inputs[0]
+    source = lookup.inputs[0]
     assert source is not None
-    beside.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
-    replace_value(joined, beside.outputs[0])
+    lookup.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
+    replace_value(joined, lookup.outputs[0])
     graph.remove(add, safe=True)
     return True
 
 
 @node_rewrite("CumSum")
 def count_tokens(total: ir.Node) -> bool:
-    """Position ids that count the tokens which are not padding (RoBERTa) in one integer type: four operators less.
+    """Simplify position ids that count non-padding tokens (RoBERTa) to one integer type; this removes four operators.
 
-    `cumsum(ids != padding) * (ids != padding)` goes through five conversions between integers in `torch.export`'s graph,
-    a kernel each on a GPU.
+    In the graph of `torch.export`, `cumsum(ids != padding) * (ids != padding)` has five casts between integer types.
+    Each cast is a separate kernel on a GPU.
     """
     negation = producer(_unconverted(total.inputs[0]), "Not")
     same = negation.inputs[0] if negation is not None else None
@@ -57,30 +59,27 @@ def count_tokens(total: ir.Node) -> bool:
     result = after.outputs[0] if after is not None and after.op_type == "Cast" else product.outputs[0]
     if result.dtype != ir.DataType.INT64:
         return False
-    graph = root_graph(total)
-    zero, one = (add_initializer(graph, f"accel.int64_{n}", np.array(n, np.int64)) for n in (0, 1))
-    kept = ir.node("Where", [same, zero, one], name=f"{total.name}.kept")
-    counted = ir.node("CumSum", [kept.outputs[0], total.inputs[1]], name=f"{total.name}.counted")
-    counted.attributes.update(total.attributes)
-    placed = ir.node("Mul", [counted.outputs[0], kept.outputs[0]], name=f"{total.name}.placed")
-    for made in (kept, counted, placed):
-        made.outputs[0].type, made.outputs[0].shape = result.type, result.shape
+    new = NewNodes(root_graph(total), f"{total.name}.counted")
+    kept = new.op("Where", same, new.constant(0), new.constant(1), like=result)
+    counted = new.op("CumSum", kept, total.inputs[1], like=result)
+    new.nodes[-1].attributes.update(total.attributes)
+    placed = new.op("Mul", counted, kept, like=result)
     maker = result.producer()
     assert maker is not None
-    graph.insert_before(maker, [kept, counted, placed])
-    replace_value(result, placed.outputs[0])
+    new.graph.insert_before(maker, new.nodes)
+    replace_value(result, placed)
     return True
 
 
 def _unconverted(value: ir.Value | None) -> ir.Value | None:
-    """The value before conversions between integer types that numbers up to a text's length survive."""
+    """Return the value before casts between integer types; these do not change numbers up to the length of a sequence."""
     while (cast := producer(value, "Cast")) is not None and cast.outputs[0].dtype in INTEGERS:
         value = cast.inputs[0]
     return value
 
 
 def _converted_user(value: ir.Value) -> ir.Node | None:
-    """The one node that reads a value, behind such conversions."""
+    """Return the only node that reads a value, after skipping casts between integer types; else `None`."""
     user = only_user(value)
     while user is not None and user.op_type == "Cast" and user.outputs[0].dtype in INTEGERS:
         user = only_user(user.outputs[0])
@@ -89,7 +88,7 @@ def _converted_user(value: ir.Value) -> ir.Node | None:
 
 @graph_rewrite
 def fuse_embeddings(model: ir.Model) -> int:
-    """Two or three embedding lookups, their sum and its normalisation as `EmbedLayerNormalization`."""
+    """Fuse two or three embedding lookups, their sum and its layer normalization into `EmbedLayerNormalization`."""
     count = 0
     casts: dict[int, ir.Value] = {}
     for norm in nodes(model, "LayerNormalization"):
@@ -100,34 +99,30 @@ def fuse_embeddings(model: ir.Model) -> int:
         gathers = [producer(term, "Gather") for term in _terms(norm.inputs[0])]
         if len(gathers) not in (2, 3) or any(g is None for g in gathers):
             continue
-        found = [g for g in gathers if g is not None]
-        if not all(_is_lookup(g, norm) for g in found):
+        lookups = [g for g in gathers if g is not None]
+        if not all(_is_lookup(g, norm) for g in lookups):
             continue
-        counted = [g for g in found if _counts_up(g.inputs[1])]
-        # The same positions for every text: the operator takes one row of them.
-        alike = [g for g in found if g not in counted and (dims(g.inputs[1]) or [0])[0] == 1]
-        looked_up = [g for g in found if g not in counted and g not in alike]
+        counted = [g for g in lookups if _counts_up(g.inputs[1])]
+        # If all rows of the batch have the same position ids, the operator takes a single row of them.
+        alike = [g for g in lookups if g not in counted and (dims(g.inputs[1]) or [0])[0] == 1]
+        looked_up = [g for g in lookups if g not in counted and g not in alike]
         shapes = [dims(g.inputs[1]) for g in looked_up]
         if len(counted) + len(alike) > 1 or not shapes or len(shapes[0] or ()) != 2:
             continue
         if any(shape != shapes[0] for shape in shapes) or any(len(dims(g.inputs[1]) or ()) != 2 for g in alike):
             continue
-        # Without such positions the operator has the same room for a second looked-up table.
+        # Without shared position ids, the position inputs of the operator can be used for another embedding table.
         word, *rest = looked_up
         position = (counted or alike or rest[:1])[0]
         rest = [g for g in rest if g is not position]
-        graph = root_graph(norm)
-        made: list[ir.Node] = []
+        new = NewNodes(root_graph(norm), f"{norm.name}.embed")
 
-        def narrow(value: ir.Value | None, made: list[ir.Node] = made) -> ir.Value:
+        def narrow(value: ir.Value | None, new: NewNodes = new) -> ir.Value:
             assert value is not None
-            if value.dtype == ir.DataType.INT32:
+            if value.dtype == _INT32:
                 return value
             if id(value) not in casts:
-                cast = ir.node("Cast", [value], {"to": ir.DataType.INT32}, name=f"{value.name}.int32")
-                cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.INT32), value.shape
-                made.append(cast)
-                casts[id(value)] = cast.outputs[0]
+                casts[id(value)] = new.op("Cast", value, to=_INT32, like=value, dtype=_INT32)
             return casts[id(value)]
 
         segments = rest[0] if rest else None
@@ -139,8 +134,7 @@ def fuse_embeddings(model: ir.Model) -> int:
                 word.inputs[0],
                 position.inputs[0],
                 segments.inputs[0] if segments is not None else None,
-                norm.inputs[1],
-                norm.inputs[2],
+                *norm.inputs[1:3],
                 None,
                 None if counted else narrow(position.inputs[1]),
             ],
@@ -149,9 +143,8 @@ def fuse_embeddings(model: ir.Model) -> int:
             domain=MICROSOFT,
             name=f"{norm.name}.embed",
         )
-        fused.outputs[0].type, fused.outputs[0].shape = norm.outputs[0].type, norm.outputs[0].shape
-        fused.outputs[1].type = ir.TensorType(ir.DataType.INT32)
-        graph.insert_before(norm, [*made, fused])
+        fused.outputs[1].type = ir.TensorType(_INT32)
+        new.graph.insert_before(norm, [*new.nodes, fused])
         replace_value(norm.outputs[0], fused.outputs[0])
         count += 1
     return count
@@ -178,7 +171,7 @@ def _is_lookup(gather: ir.Node, norm: ir.Node) -> bool:
 
 
 def _counts_up(index: ir.Value | None) -> bool:
-    """Whether an index is 0, 1, 2, ... for every row: the front of a stored `arange`."""
+    """Return whether an index is 0, 1, 2, ... in every row: the first columns of a stored `arange`."""
     cut = producer(index, "Slice")
     if cut is None:
         return False

@@ -1,4 +1,4 @@
-"""Optimization of ONNX artifacts: the fusions that a target's kernels want, then half precision."""
+"""Optimizer of ONNX artifacts: fusions for the kernels of a target, then conversion to half precision."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class OrtOptimizer:
-    """Rewrites graphs into faster ones.
+    """Optimizer that rewrites graphs into faster ones.
 
     Args:
-        backend: Name of the backend that owns it, for the manifest.
-        target: Who will run the graphs; see `fusions`.
+        backend: The name of the backend that uses the optimizer, for the manifest.
+        target: The kernels that will run the graphs; see `fusions`.
     """
 
     def __init__(self, backend: str, target: Target = CPU) -> None:
@@ -37,11 +37,12 @@ class OrtOptimizer:
     def optimize(
         self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
     ) -> Artifact:
-        """Write the optimized graphs; see `accel.interfaces.protocols.Optimizer`. Takes seconds.
+        """Write an artifact with the optimized graphs; see `accel.interfaces.protocols.Optimizer`. Takes seconds.
 
         Raises:
-            ConfigError: A fusion that does not exist, or calibration data that nothing reads.
-            OptimizeError: A quantized artifact that the fusions cannot read, or one that is not float32 for half precision.
+            ConfigError: A fusion does not exist, or calibration data is given but not used.
+            OptimizeError: The artifact is quantized and the target's fusions do not support that, or half precision is
+                requested for an artifact that is not float32.
         """
         if artifact.manifest.quantization is not None and not self._target.rewrites_quantized:
             raise OptimizeError(
@@ -68,8 +69,8 @@ class OrtOptimizer:
                         counts[fusion.name] += fusion.rewrite().apply(model)
             after += count_nodes(model)
             if dtype is not None:
-                found = convert(artifact, component, model, dtype, calibration)
-                report[dtype] = found if dtype not in report else _added(report[dtype], found)
+                conversion = convert(artifact, component, model, dtype, calibration)
+                report[dtype] = conversion if dtype not in report else _added(report[dtype], conversion)
         report |= {"fused": dict(counts), "nodes": {"before": before, "after": after}}
         done = ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "nothing fused"
         logger.info("%s: %d nodes became %d (%s)", config.level, before, after, done)
@@ -83,11 +84,11 @@ class OrtOptimizer:
         return write_artifact(artifact, models, out, step=step, dtype=dtype)
 
     def _half(self, artifact: Artifact, names: list[str]) -> str | None:
-        """The precision to convert to, if any; none where the artifact has it already.
+        """Return the half precision to convert to, or `None` if none is requested or the artifact already has it.
 
         Raises:
-            ConfigError: Two precisions at once, or one that the target cannot run.
-            OptimizeError: The artifact is no float32 graph.
+            ConfigError: Two precisions are enabled, or the target does not support the precision.
+            OptimizeError: The artifact is not a float32 artifact.
         """
         if not names:
             return None
@@ -113,5 +114,5 @@ class OrtOptimizer:
 
 
 def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What was converted in several graphs together."""
+    """Add up the conversion reports of two graphs."""
     return {name: one[name] + other[name] if name != "watched" else one[name] for name in one}

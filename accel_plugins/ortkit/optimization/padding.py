@@ -1,31 +1,32 @@
-"""Padding masks of attention: read from what `torch.export` writes, and written once for fused operators.
+"""Padding masks of attention: detection in the graphs of `torch.export`, and one shared mask for fused operators.
 
-A condition over (query, key) says nothing but which keys are padding when every query sees the same ones. The operators then
-take the `(batch, sequence)` mask behind it.
+A condition over (query, key) is a padding mask if every query sees the same keys. Fused operators take the
+`(batch, sequence)` mask that the condition was computed from.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from ..graph.analysis import bounds, dims, made_by_name, producer
-from ..graph.editing import INTEGERS, add_initializer, constant, insert_after, scalar
+from ..graph.editing import INTEGERS, NewNodes, constant, insert_after, scalar
 
 MASK_NAME = "accel.key_mask"
-"""Name of the `(batch, sequence) int32` value that fused attention takes its mask from; sessions that give a graph other forms
-find it by this."""
+"""Name of the `(batch, sequence) int32` value that fused attention uses as mask. Sessions that rewrite graphs find the
+mask by this name.
+"""
 ROWS_NAME = "accel.rows_with_keys"
-"""Name of the `(batch, 1, 1) bool` value that is false for rows without any key."""
+"""Name of the `(batch, 1, 1) bool` value that is false for batch rows in which every key is masked."""
 
 
-# Reading
+# Detection of padding masks
 
 
 def keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
-    """The truth value of an additive mask that is 0 where it holds and a large negative number elsewhere; that number.
+    """Return the condition of an additive mask, and the large negative number added where the condition is false.
 
-    `(1 - mask) * number` counts as such a mask too: a padding mask of 0 and 1 is its own truth value.
+    A mask `(1 - mask) * number` also matches: an integer mask of 0 and 1 is then the condition itself. Return `(None,
+    0.0)` for other terms.
     """
     choice = producer(term, "Where")
     if choice is not None:
@@ -34,13 +35,13 @@ def keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
     product = producer(term, "Mul")
     if product is None:
         return None, 0.0
-    for one, other in ((0, 1), (1, 0)):
-        cast = producer(product.inputs[one], "Cast")
+    for left, right in ((0, 1), (1, 0)):
+        cast = producer(product.inputs[left], "Cast")
         negation = producer(cast.inputs[0], "Not") if cast is not None else None
-        low = _low(product.inputs[other])
+        low = _low(product.inputs[right])
         if negation is not None and low < 0:
             return negation.inputs[0], low
-        difference = producer(product.inputs[one], "Sub")
+        difference = producer(product.inputs[left], "Sub")
         if difference is not None and low < 0 and scalar(difference.inputs[0]) == 1.0:
             mask = producer(difference.inputs[1], "Cast")
             if mask is not None and mask.inputs[0] is not None and mask.inputs[0].dtype in INTEGERS:
@@ -49,15 +50,15 @@ def keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
 
 
 def _low(value: ir.Value | None) -> float:
-    """The value when it is a constant that stands for minus infinity, else 0."""
+    """Return the value if it is a constant that represents minus infinity (at most -1e4), else 0."""
     number = scalar(value)
     return number if number is not None and number <= -1e4 else 0.0
 
 
 def padding_source(keep: ir.Value) -> ir.Value | None:
-    """The `(batch, sequence)` value whose non-zero entries are the keys kept, when the condition says just that.
+    """Return the `(batch, sequence)` value that is non-zero for visible keys, if the condition is only a padding mask.
 
-    Entry `[b, 0, q, k]` of the condition is then `source[b, k]`, for every query.
+    In that case, entry `[b, 0, q, k]` of the condition is `source[b, k]` for every query `q`. Else return `None`.
     """
     both = producer(keep, "And")
     if both is not None:
@@ -69,7 +70,7 @@ def padding_source(keep: ir.Value) -> ir.Value | None:
         return None
     for operator in ("Expand", "Unsqueeze"):
         node = producer(keep, operator)
-        # Only ever as (batch, 1, 1, sequence): the key is the last axis.
+        # Only the shape (batch, 1, 1, sequence) matches: the last axis must be the key.
         if node is not None and node.inputs[0] is not None and _key_shaped(keep, node.inputs[0], operator):
             return padding_source(node.inputs[0])
     gather = producer(keep, "GatherND")
@@ -91,7 +92,10 @@ def _key_shaped(value: ir.Value, source: ir.Value, operator: str) -> bool:
 
 
 def _truth(value: ir.Value | None) -> ir.Value | None:
-    """What a `(batch, sequence)` truth value was cast from; a mask of integers is one itself."""
+    """Return the value that a `(batch, sequence)` boolean was cast from.
+
+    Booleans and integer masks are returned as they are.
+    """
     sizes = dims(value)
     if value is None or sizes is None or len(sizes) != 2:
         return None
@@ -102,7 +106,7 @@ def _truth(value: ir.Value | None) -> ir.Value | None:
 
 
 def _addresses_keys(indices: ir.Value | None) -> bool:
-    """Whether indices of shape `(batch, 1, 1, sequence, 2)` are just (row, key)."""
+    """Return whether indices of shape `(batch, 1, 1, sequence, 2)` contain exactly the pairs (row, key)."""
     concat = producer(indices, "Concat")
     if concat is None or len(concat.inputs) != 2 or concat.attributes.get_int("axis", 0) not in (-1, 4):
         return False
@@ -124,7 +128,7 @@ def _addresses_keys(indices: ir.Value | None) -> bool:
 
 
 def counted_condition(empty: ir.Value) -> ir.Value | None:
-    """The condition of which a row holds none: `sum(cast(condition)) < 1`."""
+    """Return the condition if `empty` means that a row has no true entry in it: `sum(cast(condition)) < 1`; else `None`."""
     less = producer(empty, "Less")
     if less is None or scalar(less.inputs[1]) != 1.0:
         return None
@@ -136,40 +140,31 @@ def counted_condition(empty: ir.Value) -> ir.Value | None:
     return cast.inputs[0] if cast is not None else None
 
 
-# Writing
+# Creation of shared masks
 
 
 def key_mask(source: ir.Value, graph: ir.Graph) -> ir.Value:
-    """1 for the keys kept and 0 for the others, once for the whole graph: `(batch, sequence) int32`."""
-    found = made_by_name(graph, MASK_NAME)
-    if found is not None:
-        return found
-    kept = ir.node("Cast", [source], {"to": ir.DataType.BOOL}, name=f"{MASK_NAME}.kept")
-    mask = ir.node("Cast", [kept.outputs[0]], {"to": ir.DataType.INT32}, name=MASK_NAME)
-    kept.outputs[0].type, kept.outputs[0].shape = ir.TensorType(ir.DataType.BOOL), source.shape
-    mask.outputs[0].name = MASK_NAME
-    mask.outputs[0].type, mask.outputs[0].shape = ir.TensorType(ir.DataType.INT32), source.shape
-    insert_after(source, graph, [kept, mask])
-    return mask.outputs[0]
+    """Return a mask `(batch, sequence) int32` that is 1 for visible keys, else 0; it is created once for each graph."""
+    mask = made_by_name(graph, MASK_NAME)
+    if mask is None:
+        new = NewNodes(graph, MASK_NAME)
+        kept = new.op("Cast", source, to=ir.DataType.BOOL, like=source, dtype=ir.DataType.BOOL)
+        mask = new.op("Cast", kept, to=ir.DataType.INT32, like=source, dtype=ir.DataType.INT32)
+        mask.name = MASK_NAME
+        insert_after(source, graph, new.nodes)
+    return mask
 
 
 def rows_with_keys(source: ir.Value, graph: ir.Graph) -> ir.Value:
-    """Whether a row keeps any key, once for the whole graph: `(batch, 1, 1) bool`."""
-    found = made_by_name(graph, ROWS_NAME)
-    if found is not None:
-        return found
-    mask = key_mask(source, graph)
-    axis = add_initializer(graph, "accel.axis_1", np.array([1], np.int64))
-    total = ir.node("ReduceMax", [mask, axis], {"keepdims": 1}, name=f"{ROWS_NAME}.any")
-    truth = ir.node("Cast", [total.outputs[0]], {"to": ir.DataType.BOOL}, name=f"{ROWS_NAME}.truth")
-    last = add_initializer(graph, "accel.axis_2", np.array([2], np.int64))
-    rows = ir.node("Unsqueeze", [truth.outputs[0], last], name=ROWS_NAME)
-    rows.outputs[0].name = ROWS_NAME
-    sizes = mask.shape
-    assert sizes is not None
-    total.outputs[0].type = ir.TensorType(ir.DataType.INT32)
-    truth.outputs[0].type = rows.outputs[0].type = ir.TensorType(ir.DataType.BOOL)
-    total.outputs[0].shape = truth.outputs[0].shape = ir.Shape([sizes[0], 1])
-    rows.outputs[0].shape = ir.Shape([sizes[0], 1, 1])
-    insert_after(mask, graph, [total, truth, rows])
-    return rows.outputs[0]
+    """Return a value `(batch, 1, 1) bool` that is true for rows with a visible key; it is created once for each graph."""
+    rows = made_by_name(graph, ROWS_NAME)
+    if rows is None:
+        mask, new = key_mask(source, graph), NewNodes(graph, ROWS_NAME)
+        assert mask.shape is not None
+        sizes, truth = [mask.shape[0], 1], ir.DataType.BOOL
+        total = new.op("ReduceMax", mask, new.constant([1]), keepdims=1, dtype=ir.DataType.INT32, shape=sizes)
+        any_key = new.op("Cast", total, to=truth, dtype=truth, shape=sizes)
+        rows = new.op("Unsqueeze", any_key, new.constant([2]), dtype=truth, shape=[*sizes, 1])
+        rows.name = ROWS_NAME
+        insert_after(mask, graph, new.nodes)
+    return rows

@@ -1,7 +1,11 @@
-"""Half precision: graphs in float16 or bfloat16, except for what is known, or seen on data, to need float32."""
+"""Conversion of graphs to half precision (float16 or bfloat16).
+
+Operators that need float32 are not converted: some are known by type, others are found by running the graph on data.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +19,8 @@ from accel.capture import feeds_for
 from accel.errors import OptimizeError, QuantizeError
 from accel.interfaces.protocols import Feeds
 
-from ..graph.editing import INTEGERS, MICROSOFT, add_initializer, constant, insert_after, nodes
+from ..graph.analysis import dims
+from ..graph.editing import INTEGERS, MICROSOFT, NewNodes, add_initializer, constant, insert_after, nodes, scalar
 from ..quantization.calibrators import Calibrator, Prompts, prompt_inputs
 from .simplifications import infer_shapes
 
@@ -24,20 +29,21 @@ _TARGETS: Mapping[str, tuple[ir.DataType, float]] = {
     "float16": (ir.DataType.FLOAT16, 65504.0),
     "bfloat16": (ir.DataType.BFLOAT16, 3.38e38),
 }
-"""Types and their largest finite numbers. Constants beyond these are cut to them."""
+"""Half-precision types by name, each with its largest finite number. Larger constants are clamped to this number."""
 ISLANDS = (
     *("ReduceSum", "ReduceMean", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp", "Pow", "Exp", "Log", "CumSum"),
     *("Softplus", "Range", "Resize"),
 )
-"""Operators computed in float32: their intermediate values leave float16's range, or lose too many digits in it (ONNX
-Runtime's Softplus of float16 is 5e-3 off on a GPU).
+"""Operators that are computed in float32, because their intermediate values overflow in float16 or lose too many
+digits. For example, ONNX Runtime's float16 Softplus has an error of 5e-3 on a GPU.
 """
 _MOST_NODES = 64
-# What takes values elsewhere and computes none.
+# Operators that move or copy values without arithmetic.
 _MOVES = ("Slice", "Gather", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Identity")
-# A score that is added to a larger number loses digits that its Softmax would tell apart: float16 moves numbers beyond 8 by 0.004.
+# A score loses digits that matter for the softmax if a large number is added to it: above 8, float16 rounds by up to
+# 0.004.
 _LARGEST_BIAS = 8.0
-# Constants beyond this are fills that stand for minus infinity, such as a mask's; the smallest finite value does as well.
+# Larger constants represent minus infinity, for example in a mask; the smallest finite value has the same effect.
 _FILL = 1e30
 _ALL_ROWS = 1 << 30
 
@@ -45,36 +51,41 @@ _ALL_ROWS = 1 << 30
 def convert(
     artifact: Artifact, component: Component, model: ir.Model, dtype: str, calibration: Iterable[Feeds] | None
 ) -> dict[str, Any]:
-    """Find what must stay float32, by running the graph on the CPU, and convert the rest.
+    """Find the values that need float32 by running the graph on the CPU, and convert the rest of the graph.
 
     Args:
-        artifact: Where the graph is from.
-        component: Its part of it.
-        model: The graph in float32; changed in place.
+        artifact: The artifact that contains the graph.
+        component: The graph's component.
+        model: The float32 graph; changed in place.
         dtype: `float16` or `bfloat16`.
-        calibration: Batches of the first graph's inputs, `(batch, sequence)` for text, to run it on. Random ones of two
-            shapes where there are none, or where the graph takes what they do not hold.
+        calibration: Batches of inputs of the first graph, `(batch, sequence)` for text. Random inputs of two shapes are
+            used if this is `None`, or if the graph has inputs that the batches do not contain.
 
     Returns:
-        `clamped` constants, `converted` nodes, the names of those `kept`, and on what they were `watched`.
+        A report: the number of `clamped` constants and of `converted` nodes, the names of nodes `kept` in float32, and
+        the kind of data on which values were `watched`.
 
     Raises:
         OptimizeError: The graph does not run on the data.
     """
     clamped = clamp_fills(model, dtype)
     infer_shapes(model)
-    given = None if calibration is None else _completed(calibration, component)
-    batches = _designed(artifact, component) if given is None else given
+    completed = None if calibration is None else _completed(calibration, component)
+    batches = _designed(artifact, component) if completed is None else completed
+    watched = model.clone()
+    values = [value for node in watched.graph for value in node.outputs]
+    names = [str(value.name) for value in values if value.name and value.dtype == _FLOAT and value.uses()]
     try:
-        found = values_out_of_range(model.clone(), component, batches, dtype)
+        with Calibrator(watched, component, names, batches, samples=_ALL_ROWS) as calibrator:
+            out_of_range = calibrator.beyond(_TARGETS[dtype][1])
     except QuantizeError as error:
         raise OptimizeError(f"Looking for what must stay float32 failed. {error.message}", fix=error.fix) from error
-    watched = "random inputs" if given is None else "calibration data"
-    return {"clamped": clamped, **to_half(model, dtype, found), "watched": watched}
+    source = "random inputs" if completed is None else "calibration data"
+    return {"clamped": clamped, **to_half(model, dtype, out_of_range), "watched": source}
 
 
 def _designed(artifact: Artifact, component: Component) -> list[Feeds]:
-    """Random inputs of two shapes; of a graph with a cache, prompts for an empty one."""
+    """Return random inputs of two shapes; for a graph with a KV cache, prompts with an empty cache."""
     sizes = [(2, 5), (3, min(32, component.max_sizes.get("sequence", 32)))]
     batches: list[Feeds] = []
     for seed, (batch, sequence) in enumerate(sizes):
@@ -89,7 +100,10 @@ def _designed(artifact: Artifact, component: Component) -> list[Feeds]:
 
 
 def _completed(calibration: Iterable[Feeds], component: Component) -> Iterable[Feeds] | None:
-    """The data as one graph takes it; `None` when it is another graph's: a decoder's that reads what an encoder said."""
+    """Return the calibration data with all inputs of a graph.
+
+    Return `None` if the data belongs to another graph: for example, a decoder also needs the encoder's output.
+    """
     first = next(iter(calibration), None)
     if first is None:
         raise OptimizeError("The calibration data is empty.", fix="pass at least one batch of inputs.")
@@ -102,55 +116,35 @@ def _completed(calibration: Iterable[Feeds], component: Component) -> Iterable[F
 
 
 def clamp_fills(model: ir.Model, dtype: str) -> int:
-    """Replace huge constants by half of a dtype's largest value, so that a score added to one stays in range; returns
-    how many.
+    """Replace huge constants by half of the data type's largest number, so that their sums with scores do not overflow.
+
+    Return the number of replaced constants.
     """
     limit, count = _TARGETS[dtype][1] / 2, 0
-    for graph in model.graphs():
-        for value in list(graph.initializers.values()):
-            array = (
-                constant(value) if value.dtype == _FLOAT and (value.shape is None or value.shape.rank() == 0) else None
-            )
-            if array is not None and np.isfinite(array).all() and (np.abs(array) > max(limit, _FILL)).any():
-                replacement = add_initializer(
-                    model.graph, f"{value.name}.clamped", np.clip(array, -limit, limit).astype(np.float32)
-                )
-                value.replace_all_uses_with(replacement)
-                count += 1
+    for value in [value for graph in model.graphs() for value in graph.initializers.values()]:
+        number = scalar(value) if value.dtype == _FLOAT and not dims(value) else None
+        if number is not None and max(limit, _FILL) < abs(number) < math.inf:
+            clamped = np.array(math.copysign(limit, number), np.float32)
+            value.replace_all_uses_with(add_initializer(model.graph, f"{value.name}.clamped", clamped))
+            count += 1
     return count
 
 
-def values_out_of_range(
-    watched: ir.Model, component: Component, batches: Iterable[Feeds], dtype: str
-) -> frozenset[str]:
-    """Names of the values that leave a dtype's range, or are not finite, on the given inputs.
+def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[str, Any]:
+    """Convert the main graph to half precision.
+
+    Inputs and outputs keep their data types, except the buffers of a KV cache, which attention writes in place. These
+    nodes stay in float32: nodes that read or write a value in `out_of_range`; `ISLANDS`; scatter operators that add;
+    the computation of positions; the choice of experts; scores to which large numbers are added; operators without a
+    half-precision version; and nodes with a subgraph.
 
     Args:
-        watched: A copy of the graph that is used for nothing else.
-        component: Its inputs.
-        batches: What to run it on, of the shapes that its inputs have.
+        model: The float32 graph; changed in place.
         dtype: `float16` or `bfloat16`.
-    """
-    names = [
-        str(value.name)
-        for node in watched.graph
-        for value in node.outputs
-        if value.name and value.dtype == _FLOAT and value.uses()
-    ]
-    with Calibrator(watched, component, names, batches, samples=_ALL_ROWS) as calibrator:
-        return calibrator.beyond(_TARGETS[dtype][1])
-
-
-def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[str, Any]:
-    """Convert the main graph; inputs and outputs keep their types, except the buffers of a KV cache that attention writes
-    in place.
-
-    What stays float32: what makes or reads a value in `out_of_range`, `ISLANDS`, sums that scatter, what positions are
-    computed by, what chooses experts, scores that large numbers are added to, what has no half-precision form, and what holds
-    a subgraph.
+        out_of_range: The names of values that exceed the range of the data type.
 
     Returns:
-        How many nodes were converted, and the names of those kept.
+        The number of `converted` nodes, and the names of nodes `kept` in float32.
     """
     infer_shapes(model)
     target = _TARGETS[dtype][0]
@@ -158,23 +152,28 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     opset = model.opset_imports.get("") or 18
     kept = {id(node) for node in graph if _stays(node, out_of_range, opset, target)}
     kept |= _position_nodes(model) | _biased_scores(model) | _routers(model)
-    names = [str(node.name) for node in graph if id(node) in kept and _touches_float(node)]
-    is_float = {id(v) for node in graph for v in node.outputs if v.dtype == _FLOAT}
-    # Values as the other precision, made once.
+    names = [
+        str(node.name)
+        for node in graph
+        if id(node) in kept and any(v is not None and v.dtype == _FLOAT for v in (*node.inputs, *node.outputs))
+    ]
+    # Each value is cast to the other precision at most once.
     halves: dict[int, ir.Value] = {}
     singles: dict[int, ir.Value] = {}
-    converted = {id(v) for node in graph if id(node) not in kept for v in node.outputs if id(v) in is_float}
+    converted = {id(v) for node in graph if id(node) not in kept for v in node.outputs if v.dtype == _FLOAT}
     for value in _cache_inputs(graph, kept):
         value.type = ir.TensorType(target)
         converted.add(id(value))
 
     def as_half(value: ir.Value) -> ir.Value:
         if id(value) not in halves:
-            array = constant(value)
-            if array is not None:
-                halves[id(value)] = add_initializer(graph, f"{value.name}.{dtype}", _narrow(array, dtype))
-            else:
-                halves[id(value)] = _cast(graph, value, target)
+            array, name = constant(value), f"{value.name}.{dtype}"
+            half = (
+                add_initializer(graph, name, _narrow(array, dtype))
+                if array is not None
+                else _cast(graph, value, target)
+            )
+            halves[id(value)] = half
         return halves[id(value)]
 
     def as_single(value: ir.Value) -> ir.Value:
@@ -199,20 +198,22 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     _keep_outside(graph, converted, as_single)
     _keep_names(graph, dtype)
     passes.RemoveUnusedNodesPass()(model)
-    return {"converted": sum(id(node) not in kept and _touches_half(node, target) for node in graph), "kept": names}
+    halved = [n for n in graph if id(n) not in kept and n.op_type != "Cast" and target in [v.dtype for v in n.outputs]]
+    return {"converted": len(halved), "kept": names}
 
 
 def _keep_names(graph: ir.Graph, dtype: str) -> None:
-    """Give weights that exist in half precision alone the names of those they come from: layers are called by them."""
+    """Rename half-precision weights to the names of their float32 originals if the originals are not used anymore.
+
+    Layers are identified by the names of their weights.
+    """
     for name, half in list(graph.initializers.items()):
         original = graph.initializers.get(name.removesuffix(f".{dtype}"))
         if original is None or original is half or original.uses() or original.is_graph_output():
             continue
         kept = str(original.name)
-        del graph.initializers[kept]
-        del graph.initializers[name]
-        original.name, half.name = f"{kept}.float32", kept
-        graph.initializers[kept] = half
+        ir.convenience.rename_values([original, half], [f"{kept}.float32", kept])
+        del graph.initializers[f"{kept}.float32"]
 
 
 def _stays(node: ir.Node, out_of_range: frozenset[str], opset: int, target: ir.DataType) -> bool:
@@ -222,70 +223,75 @@ def _stays(node: ir.Node, out_of_range: frozenset[str], opset: int, target: ir.D
         return True
     if node.domain:
         return False
-    # Scattering sums too (mixtures of experts), and ONNX Runtime's CPU provider, where results are checked, has it wide only.
+    # Adding scatter operators stay in float32 (mixtures of experts). ONNX Runtime's CPU provider, where results are
+    # checked, supports them only in float32.
     scatters = node.op_type in ("ScatterElements", "ScatterND")
     sums = scatters and node.attributes.get_string("reduction", "none") != "none"
     return sums or node.op_type in ISLANDS or not _has_half_form(node, opset, target)
 
 
 def _has_half_form(node: ir.Node, opset: int, target: ir.DataType) -> bool:
-    """Whether the operator takes and makes the type wherever this node has floats."""
+    """Return whether the operator supports the half-precision type for all float inputs and outputs of this node."""
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
         return True
-    wanted = f"tensor({target.name.lower()})"
+    half_type = f"tensor({target.name.lower()})"
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
         for index, value in enumerate(values):
             is_float = value is not None and value.dtype == _FLOAT
-            if is_float and formal and wanted not in formal[min(index, len(formal) - 1)].types:
+            if is_float and formal and half_type not in formal[min(index, len(formal) - 1)].types:
                 return False
     return True
 
 
 def _position_nodes(model: ir.Model) -> set[int]:
-    """What positions are computed by, by identity: the angles of rotary ones up to sine and cosine, and what becomes an
-    integer (the buckets of T5's and MPNet's relative positions).
+    """Return the ids of nodes that compute positions.
 
-    They stay in float32, as transformers has them: float16 holds no odd position beyond 2048, and a logarithm rounded to
-    it falls into another bucket.
+    These are the angles of rotary position embeddings up to sine and cosine, and floats that become integers (the
+    buckets of relative positions in T5 and MPNet). They stay in float32, as in transformers: float16 cannot represent
+    odd positions above 2048, and a logarithm rounded to float16 may give another bucket.
     """
     integers = [node for node in nodes(model, "Cast") if node.attributes.get_int("to", 0) in INTEGERS]
-    return {found for end in (*nodes(model, "Sin", "Cos"), *integers) for found in _behind(end)}
+    return {node for end in (*nodes(model, "Sin", "Cos"), *integers) for node in _producers(end)}
 
 
 def _routers(model: ir.Model) -> set[int]:
-    """What experts are chosen by, by identity: from the product that scores them up to the choice.
+    """Return the ids of nodes that select experts: from the product that scores the experts to the selection.
 
-    A token that a rounding sends to another expert has another answer; transformers scores in float32, too.
+    They stay in float32, as in transformers, because a token that rounding sends to another expert gets a different
+    result.
     """
-    return {found for end in nodes(model, "TopK", "ArgMax") for found in _behind(end, ("MatMul", "Gemm"))}
+    return {node for end in nodes(model, "TopK", "ArgMax") for node in _producers(end, ("MatMul", "Gemm"))}
 
 
-def _behind(end: ir.Node, last: Sequence[str] = ()) -> set[int]:
-    """A node and what computes the floats that it reads, by identity, up to the first operators of the types `last`;
-    nothing where these are many.
+def _producers(end: ir.Node, last: Sequence[str] = ()) -> set[int]:
+    """Return the ids of a node and of the nodes that compute its float inputs, back to the first operators of types `last`.
+
+    Return an empty set if there are more than `_MOST_NODES` of them.
     """
-    behind: set[int] = set()
+    producers: set[int] = set()
     waiting = [end]
     while waiting:
         node = waiting.pop()
-        if id(node) in behind:
+        if id(node) in producers:
             continue
-        behind.add(id(node))
-        if len(behind) > _MOST_NODES:
+        producers.add(id(node))
+        if len(producers) > _MOST_NODES:
             return set()
         if node.op_type not in last:
             makers = [v.producer() for v in node.inputs if v is not None and v.dtype == _FLOAT]
             waiting += [maker for maker in makers if maker is not None]
-    return behind
+    return producers
 
 
 def _biased_scores(model: ir.Model) -> set[int]:
-    """What adds a table of large numbers to scores, up to their Softmax, by identity: distances between tokens that are
-    counted from the end of the text (MPT) are largest where they matter most.
+    """Return the ids of nodes that add a table of large numbers to attention scores, up to the softmax.
+
+    An example is MPT, which counts distances from the end of the text: the largest distances are those that matter
+    most.
     """
-    found: set[int] = set()
+    biased: set[int] = set()
     for softmax in nodes(model, "Softmax"):
         chain, value = [softmax], softmax.inputs[0]
         while value is not None and (node := value.producer()) is not None and node.op_type in ("Add", "Where"):
@@ -296,17 +302,17 @@ def _biased_scores(model: ir.Model) -> set[int]:
             for bias, rest in (node.inputs, tuple(reversed(node.inputs))):
                 moved, table = _table_of(bias)
                 if table is not None and _is_large(table):
-                    found |= {id(kept) for kept in (*chain, *moved)}
+                    biased |= {id(kept) for kept in (*chain, *moved)}
                 if table is not None:
                     value = rest
                     break
             else:
                 break
-    return found
+    return biased
 
 
 def _table_of(value: ir.Value | None) -> tuple[list[ir.Node], np.ndarray | None]:
-    """The constant that a value is a part of, if it is one, and what takes the part out of it."""
+    """Return the operators that take a value out of a constant table, and the table; `([], None)` if there is no table."""
     moved: list[ir.Node] = []
     while value is not None and constant(value) is None:
         node = value.producer()
@@ -323,7 +329,7 @@ def _is_large(table: np.ndarray) -> bool:
 
 
 def _cache_inputs(graph: ir.Graph, kept: set[int]) -> list[ir.Value]:
-    """Graph inputs that are the KV cache of `GroupQueryAttention`, which writes it in place."""
+    """Return the graph inputs that are the KV cache of `GroupQueryAttention`, which writes the cache in place."""
     return [
         value
         for node in graph
@@ -333,14 +339,6 @@ def _cache_inputs(graph: ir.Graph, kept: set[int]) -> list[ir.Value]:
     ]
 
 
-def _touches_float(node: ir.Node) -> bool:
-    return any(value is not None and value.dtype == _FLOAT for value in (*node.inputs, *node.outputs))
-
-
-def _touches_half(node: ir.Node, target: ir.DataType) -> bool:
-    return node.op_type != "Cast" and any(value.dtype == target for value in node.outputs)
-
-
 def _narrow(array: np.ndarray, dtype: str) -> np.ndarray:
     target, limit = _TARGETS[dtype]
     narrowed: np.ndarray = np.clip(array, -limit, limit).astype(target.numpy())
@@ -348,18 +346,18 @@ def _narrow(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    node = ir.node("Cast", [value], {"to": dtype}, name=f"{value.name}.to_{dtype.name.lower()}")
-    node.outputs[0].type, node.outputs[0].shape = ir.TensorType(dtype), value.shape
-    insert_after(value, graph, [node])
-    return node.outputs[0]
+    new = NewNodes(graph, str(value.name))
+    cast = new.op("Cast", value, to=dtype, like=value, dtype=dtype, name=f"{value.name}.to_{dtype.name.lower()}")
+    insert_after(value, graph, new.nodes)
+    return cast
 
 
 def _convert_attributes(node: ir.Node, target: ir.DataType, dtype: str) -> None:
-    """The attributes that name or hold the element type."""
+    """Convert the attributes of a node that contain the float type or float tensors."""
     if node.op_type == "Cast" and node.attributes.get_int("to", 0) == int(_FLOAT):
         node.attributes["to"] = ir.AttrInt64("to", int(target))
     if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
-        # Zeros of float32, where nothing is said.
+        # Without the attribute `value`, `ConstantOfShape` would return float32 zeros.
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_narrow(np.zeros(1, np.float32), dtype)))
     for name, attribute in list(node.attributes.items()):
         if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _FLOAT:
@@ -371,7 +369,7 @@ def _convert_attributes(node: ir.Node, target: ir.DataType, dtype: str) -> None:
 
 
 def _keep_outside(graph: ir.Graph, converted: set[int], as_single: Callable[[ir.Value], ir.Value]) -> None:
-    """Graph outputs, and what subgraphs read from here, stay float32; a cache's buffers keep the type that attention writes."""
+    """Keep graph outputs, and values that subgraphs read, in float32; cache outputs keep the type that attention writes."""
     for index, value in enumerate(list(graph.outputs)):
         producer = value.producer()
         if id(value) not in converted or producer is None or _is_cache(value, producer):

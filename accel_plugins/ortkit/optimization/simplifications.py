@@ -1,4 +1,4 @@
-"""Rewrites that compute the same with fewer operators, whatever runs the graph."""
+"""Rewrites that reduce the number of operators without a change of the result, for any runtime."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from onnx_ir.passes import common as passes
 from accel.capture import make_rewrites_exact
 
 from ..graph.analysis import Dim, bounds, dims, producer, shape_value
-from ..graph.editing import add_initializer, constant, nodes, replace_value, root_graph
+from ..graph.editing import NewNodes, add_initializer, constant, nodes, replace_value, root_graph
 from ..graph.rewrites import graph_rewrite, node_rewrite
 
 
 def count_nodes(model: ir.Model) -> int:
-    """Operators in the graph and its subgraphs."""
+    """Return the number of nodes in the graph and its subgraphs."""
     return sum(len(graph) for graph in model.graphs())
 
 
 @graph_rewrite
 def fold_constants(model: ir.Model) -> int:
-    """Compute what does not depend on inputs.
+    """Compute all values that do not depend on inputs.
 
-    Graphs with an `If` stay as they are: onnxscript's optimizer (0.7) takes sizes of values from around a branch for constant there,
-    and the decoder of a BART with two branches answered for one row only.
+    Graphs with an `If` node are not changed. There, onnxscript's optimizer (0.7) treats sizes of values outside of a
+    branch as constants, and a BART decoder with two branches then worked for a batch of one row only.
     """
     from onnxscript.optimizer import optimize
 
@@ -37,7 +37,7 @@ def fold_constants(model: ir.Model) -> int:
 
 @graph_rewrite
 def merge_duplicates(model: ir.Model) -> int:
-    """Compute once what is computed alike; keep one of equal constants."""
+    """Merge nodes that compute the same value, and merge equal constants."""
     before = count_nodes(model)
     passes.DeduplicateInitializersPass()(model)
     passes.CommonSubexpressionEliminationPass()(model)
@@ -47,7 +47,7 @@ def merge_duplicates(model: ir.Model) -> int:
 
 @node_rewrite("Reshape")
 def fix_reshapes(node: ir.Node) -> bool:
-    """Give `Reshape` a constant shape where it only copies sizes: 0 keeps the input's size at that position."""
+    """Give `Reshape` a constant shape if it only copies sizes: 0 keeps the input's size on that axis."""
     if constant(node.inputs[1]) is not None:
         return False
     target = _reshape_target(node)
@@ -61,17 +61,17 @@ def fix_reshapes(node: ir.Node) -> bool:
 
 
 def _reshape_target(node: ir.Node) -> list[int] | None:
-    """The constant shape that does the same, with at most one -1."""
+    """Return the equivalent constant shape with at most one -1, else `None`."""
     source = dims(node.inputs[0])
-    wanted = shape_value(node.inputs[1])
+    sizes = shape_value(node.inputs[1])
     result = dims(node.outputs[0])
-    if source is None or (wanted is None and result is None):
+    if source is None or (sizes is None and result is None):
         return None
-    if wanted is None or (result is not None and len(result) != len(wanted)):
-        wanted = result
-    assert wanted is not None
+    if sizes is None or (result is not None and len(result) != len(sizes)):
+        sizes = result
+    assert sizes is not None
     target: list[int] = []
-    for position, size in enumerate(wanted):
+    for position, size in enumerate(sizes):
         known: Dim = size
         if result is not None and (size == -1 or not isinstance(size, int)) and isinstance(result[position], int):
             known = result[position]
@@ -88,7 +88,10 @@ def _reshape_target(node: ir.Node) -> list[int] | None:
 
 @graph_rewrite
 def fix_key_transposes(model: ir.Model) -> int:
-    """Swap the last two axes of a key with one `Transpose`; `torch.export` goes through three axes and two reshapes."""
+    """Replace the operators that swap the last two axes of a key by one `Transpose`.
+
+    `torch.export` writes them as a reshape to three axes, a transpose and a reshape back.
+    """
     count = 0
     for outer in nodes(model, "Reshape"):
         swap = producer(outer.inputs[0], "Transpose")
@@ -104,13 +107,10 @@ def fix_key_transposes(model: ir.Model) -> int:
             continue
         if flat[1:] != sizes[2:] or target[-2:] != [sizes[3], sizes[2]] or target[:2] != sizes[:2]:
             continue
-        graph = root_graph(outer)
-        transpose = ir.node("Transpose", [key], {"perm": [0, 1, 3, 2]}, name=f"{outer.name}.transpose")
-        result = transpose.outputs[0]
-        result.type = outer.outputs[0].type
         assert key.shape is not None
-        result.shape = ir.Shape([key.shape[0], key.shape[1], key.shape[3], key.shape[2]])
-        graph.insert_before(outer, transpose)
+        new, shape = NewNodes(root_graph(outer), f"{outer.name}.transpose"), [key.shape[i] for i in (0, 1, 3, 2)]
+        result = new.op("Transpose", key, perm=[0, 1, 3, 2], like=outer.outputs[0], shape=shape)
+        new.graph.insert_before(outer, new.nodes)
         replace_value(outer.outputs[0], result)
         count += 1
     passes.RemoveUnusedNodesPass()(model)
@@ -120,7 +120,7 @@ def fix_key_transposes(model: ir.Model) -> int:
 
 
 def _result_dims(reshape: ir.Node) -> list[Dim] | None:
-    """Sizes after a `Reshape`: of its shape input, with what is left open there taken from its output."""
+    """Return the sizes after a `Reshape` from its shape input; sizes of -1 are taken from its output."""
     target, result = shape_value(reshape.inputs[1]), dims(reshape.outputs[0])
     if target is None:
         return result
@@ -136,14 +136,15 @@ def _result_dims(reshape: ir.Node) -> list[Dim] | None:
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Fill in shapes and types that rewrites left open; what is known stays."""
+    """Infer shapes and data types that are missing after rewrites; existing ones are kept."""
     passes.ShapeInferencePass()(model)
 
 
 @node_rewrite("Where", "And", "Add")
 def drop_certain_conditions(node: ir.Node) -> bool:
-    """Drop masks and choices whose condition is the same for every input: `And` with true, `Where` on a constant
-    condition, an added mask of zeros.
+    """Remove masks and conditions that are the same for every input.
+
+    Examples are `And` with true, `Where` with a constant condition, and the addition of an all-zero mask.
     """
     kept = _certain(node)
     if kept is None or not _same_shape(kept, node.outputs[0]):
@@ -154,14 +155,14 @@ def drop_certain_conditions(node: ir.Node) -> bool:
 
 
 def _certain(node: ir.Node) -> ir.Value | None:
-    """The input that the node always returns."""
+    """Return the input that the node always returns unchanged, else `None`."""
     inputs = node.inputs
     if node.op_type == "Where":
         low, high = bounds(inputs[0])
         return inputs[1] if low == 1 else inputs[2] if high == 0 else None
     certain = (1.0, 1.0) if node.op_type == "And" else (0.0, 0.0)
-    for one, other in ((0, 1), (1, 0)):
-        if bounds(inputs[one]) == certain:
+    for index, other in ((0, 1), (1, 0)):
+        if bounds(inputs[index]) == certain:
             return inputs[other]
     return None
 

@@ -1,1 +1,1 @@
-"""Graphs with fewer bits: integer products, Q/DQ pairs, weights in blocks, and their calibration."""
+"""Quantization of graphs: integer products, Q/DQ pairs, block-wise weights, and calibration."""

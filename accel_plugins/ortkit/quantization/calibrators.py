@@ -1,7 +1,7 @@
-"""Activation ranges from calibration data, in memory that does not grow with the data.
+"""Activation ranges from calibration data, with memory use that does not depend on the amount of data.
 
-The graph runs batch by batch with the activations as extra outputs; of each activation only the range of every channel is
-kept, and for the methods that look at the distribution, in a second pass, a histogram of fixed size.
+The graph runs batch by batch with the activations as additional outputs. Only the range of each channel is kept for an
+activation. Methods that use the distribution make a second pass and keep a histogram of fixed size.
 """
 
 from __future__ import annotations
@@ -30,25 +30,37 @@ Arrays = dict[str, np.ndarray]
 
 
 @dataclass(slots=True)
+class MeanRange:
+    """Sums of the smallest and the largest values of batches, weighted by the number of rows; gives the mean range."""
+
+    low: float = 0.0
+    high: float = 0.0
+    rows: int = 0
+
+    def add(self, values: np.ndarray, rows: int) -> None:
+        """Add the range of a batch."""
+        self.low += float(values.min()) * rows
+        self.high += float(values.max()) * rows
+        self.rows += rows
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Mean range (low, high) of the batches, extended to include zero."""
+        return min(self.low / self.rows, 0.0), max(self.high / self.rows, 0.0)
+
+
+@dataclass(slots=True)
 class ChannelRange:
-    """Smallest and largest value of each channel (the last axis) of an activation, and the mean range of the batches.
+    """Smallest and largest value of each channel (last axis) of an activation, and the mean range over batches.
 
     Attributes:
-        low, high: `(channels,) float32`.
-        low_sum, high_sum, rows: For the mean over batches, weighted by their rows.
+        low, high: The smallest and the largest values, `(channels,) float32`.
+        mean: The mean range over batches, for all channels together.
     """
 
     low: np.ndarray
     high: np.ndarray
-    low_sum: float = 0.0
-    high_sum: float = 0.0
-    rows: int = 0
-
-    @property
-    def largest(self) -> np.ndarray:
-        """Largest absolute value of each channel: `(channels,) float32`."""
-        largest: np.ndarray = np.maximum(np.abs(self.low), np.abs(self.high))
-        return largest
+    mean: MeanRange = field(default_factory=MeanRange)
 
 
 @dataclass(slots=True)
@@ -57,33 +69,40 @@ class _Histogram:
     high: float
     counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
-    def add(self, values: np.ndarray) -> None:
-        # In float16 the bins of a narrow range would have no width.
+    def add(self, values: np.ndarray, rows: int) -> None:
+        # In float16, the bins of a narrow range would have a width of zero.
         self.counts += np.histogram(values.astype(np.float64), bins=BINS, range=(self.low, self.high))[0]
 
 
 def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds) -> dict[str, torch.Tensor]:
-    """Inputs of a decoder next to the tokens `(batch, sequence)`, with an empty cache, where they are not in `feeds`.
+    """Return the decoder inputs other than tokens `(batch, sequence)`, with an empty cache, for a prompt.
 
-    A cache that grows has no tokens; a buffer of fixed capacity has room for these.
+    Args:
+        component: The decoder's component.
+        batch: The number of rows.
+        sequence: The number of tokens in each row.
+        feeds: The given inputs; an attention mask in them is used.
+
+    Returns:
+        The inputs by name. A growing cache has zero tokens; a buffer of fixed capacity has space for `sequence` tokens.
     """
-    made: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
     for spec in component.inputs:
         if spec.name == "attention_mask":
-            made[spec.name] = feeds.get(spec.name, torch.ones((batch, sequence), dtype=torch.int64))
+            inputs[spec.name] = feeds.get(spec.name, torch.ones((batch, sequence), dtype=torch.int64))
         elif spec.name == "position_ids":
-            made[spec.name] = torch.arange(sequence).expand(batch, sequence).contiguous()
+            inputs[spec.name] = torch.arange(sequence).expand(batch, sequence).contiguous()
         elif spec.name == "logits_to_keep":
-            made[spec.name] = torch.tensor([sequence - 1])
+            inputs[spec.name] = torch.tensor([sequence - 1])
         elif spec.pair is not None:
             sizes = {"batch": batch, "past": 0}
             shape = [n if isinstance(n, int) else sizes.get(n, sequence) for n in spec.shape]
-            made[spec.name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
-    return made
+            inputs[spec.name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+    return inputs
 
 
 class Prompts:
-    """Calibration batches of a decoder, completed with its other inputs; iterable as often as the batches are."""
+    """Calibration batches of a decoder, with its other inputs added; can be iterated as often as the original batches."""
 
     def __init__(self, batches: Iterable[Feeds], component: Component) -> None:
         self._batches, self._component = batches, component
@@ -95,21 +114,25 @@ class Prompts:
 
 
 def batches_of(calibration: Iterable[Feeds], component: Component) -> Iterable[Feeds]:
-    """The calibration batches of one graph: its own part where the model has several, completed where it has a cache."""
+    """Return the calibration batches of one graph.
+
+    A model with several graphs has separate batches for each graph. For a graph with a KV cache, cache inputs are
+    added.
+    """
     parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
     batches = parts.get(component.name, calibration)
     return Prompts(batches, component) if component.stateful else batches
 
 
 class Calibrator:
-    """Runs a graph and watches some of its values.
+    """Runs a graph on calibration data and observes some of its values.
 
     Args:
-        model: The graph; the watched values become its outputs, so it must not be used for anything else.
-        component: Its inputs.
-        names: The values to watch, in the main graph.
-        batches: Inputs, iterable more than once.
-        samples: Rows to read at most.
+        model: The graph. It cannot be used for anything else afterwards, because the observed values become outputs.
+        component: The component that describes the graph's inputs.
+        names: The names of the values to observe, in the main graph.
+        batches: The batches of inputs; must be iterable more than once for methods with a second pass.
+        samples: The maximum number of rows to read.
     """
 
     def __init__(
@@ -140,16 +163,16 @@ class Calibrator:
 
     @property
     def rows(self) -> int:
-        """Rows read in the last pass."""
+        """Number of rows that the last pass read."""
         return self._rows
 
     def channel_ranges(self) -> dict[str, ChannelRange]:
-        """First pass: the range of each channel.
+        """Make the first pass over the data and return the range of each channel by activation name.
 
         Raises:
-            QuantizeError: No data, wrong inputs, or values that are not finite.
+            QuantizeError: The data is empty, inputs are missing or do not fit, or values are not finite.
         """
-        found: dict[str, ChannelRange] = {}
+        ranges: dict[str, ChannelRange] = {}
         for rows, values in self._observed():
             for name, array in values.items():
                 low, high = _channel_extremes(array)
@@ -158,26 +181,25 @@ class Calibrator:
                         f"The calibration data leads to values that are not finite in {name!r}.",
                         fix="look for missing or infinite values in the data, or exclude the layer that makes them.",
                     )
-                seen = found.setdefault(name, ChannelRange(low, high))
+                seen = ranges.setdefault(name, ChannelRange(low, high))
                 if seen.low.shape != low.shape:
-                    # The last axis is no channel: it is as long as the texts (what `Softmax` makes, transposed keys).
+                    # The last axis is not a channel axis if its size varies with the text length (softmax output,
+                    # transposed keys).
                     seen.low, seen.high = seen.low.min(keepdims=True), seen.high.max(keepdims=True)
                     low, high = low.min(keepdims=True), high.max(keepdims=True)
                 seen.low, seen.high = np.minimum(seen.low, low), np.maximum(seen.high, high)
-                seen.low_sum += float(low.min()) * rows
-                seen.high_sum += float(high.max()) * rows
-                seen.rows += rows
-        if not found:
+                seen.mean.add(array, rows)
+        if not ranges:
             raise QuantizeError("The calibration data is empty.", fix="pass at least one batch of inputs.")
-        return found
+        return ranges
 
     def beyond(self, limit: float) -> frozenset[str]:
-        """Names of the values with an element whose absolute value is above `limit` or not finite."""
-        found: set[str] = set()
+        """Return the names of values that have an element above `limit` in absolute value, or a non-finite element."""
+        names: set[str] = set()
         for _, values in self._observed():
-            # `not <=` holds for NaN, too.
-            found |= {name for name, array in values.items() if array.size and not np.abs(array).max() <= limit}
-        return frozenset(found)
+            # Write `not <=` instead of `>`, because `not <=` is also true for NaN.
+            names |= {name for name, array in values.items() if array.size and not np.abs(array).max() <= limit}
+        return frozenset(names)
 
     def ranges(
         self,
@@ -187,13 +209,13 @@ class Calibrator:
         percentile: float,
         divisors: Mapping[str, np.ndarray],
     ) -> dict[str, tuple[float, float]]:
-        """The range of each activation that is kept; all but `minmax` take a second pass.
+        """Return the quantization range of each activation; all methods except `minmax` may need a second pass.
 
         Args:
-            channels: From `channel_ranges`.
-            method: How outliers are treated.
-            percentile: For `percentile`.
-            divisors: `(channels,)` by name, where activations are smoothed.
+            channels: The result of `channel_ranges`.
+            method: The method of treating outliers.
+            percentile: The percentage of values that the range contains, for the method `percentile`.
+            divisors: Divisors `(channels,)` by activation name, if activations are smoothed.
 
         Raises:
             QuantizeError: The data can be iterated only once.
@@ -205,36 +227,31 @@ class Calibrator:
         if method == "minmax":
             return whole
         if method == "moving_average" and not divisors:
-            return {n: (min(c.low_sum / c.rows, 0.0), max(c.high_sum / c.rows, 0.0)) for n, c in channels.items()}
+            return {name: seen.mean.limits for name, seen in channels.items()}
+        means = {name: MeanRange() for name in whole}
         histograms = {name: _Histogram(*_widened(*limits)) for name, limits in whole.items()}
-        sums = {name: [0.0, 0.0, 0.0] for name in whole}
+        counters: Mapping[str, MeanRange | _Histogram] = means if method == "moving_average" else histograms
         for rows, values in self._observed():
             for name, array in values.items():
-                smoothed = array / divisors[name] if name in divisors else array
-                if method == "moving_average":
-                    total = sums[name]
-                    total[0] += float(smoothed.min()) * rows
-                    total[1] += float(smoothed.max()) * rows
-                    total[2] += rows
-                else:
-                    histograms[name].add(smoothed)
+                counters[name].add(array / divisors[name] if name in divisors else array, rows)
+        if not self._rows:
+            raise QuantizeError(
+                "The calibration data could be read only once; this method reads it twice.",
+                fix="pass a list or another object that can be iterated again, or use calibration='minmax'.",
+            )
         if method == "moving_average":
-            if not any(total[2] for total in sums.values()):
-                raise _exhausted()
-            return {n: (min(t[0] / t[2], 0.0), max(t[1] / t[2], 0.0)) for n, t in sums.items()}
-        if not any(histogram.counts.any() for histogram in histograms.values()):
-            raise _exhausted()
+            return {name: mean.limits for name, mean in means.items()}
         if method == "percentile":
             return {name: percentile_range(h.counts, h.low, h.high, percentile) for name, h in histograms.items()}
         return {name: entropy_range(h.counts, h.low, h.high) for name, h in histograms.items()}
 
     def _observed(self) -> Iterator[tuple[int, Arrays]]:
-        """Rows and watched values of each batch."""
+        """Iterate over batches; yield the number of rows and the observed values by name."""
         self._rows = 0
-        wanted = [spec.name for spec in self._component.inputs]
+        names = [spec.name for spec in self._component.inputs]
         watched = [name for name in self._names if name not in self._from_inputs]
         for batch in self._batches:
-            missing = [name for name in wanted if name not in batch]
+            missing = [name for name in names if name not in batch]
             if missing:
                 raise QuantizeError(
                     f"A calibration batch holds {sorted(batch)}; the graph also takes {missing}.",
@@ -255,7 +272,7 @@ class Calibrator:
             if rows == 0:
                 continue
             try:
-                # Asked for nothing, ONNX Runtime returns everything.
+                # Do not call `run` with an empty list of outputs: ONNX Runtime would return all outputs.
                 results = self._session.run(watched, feeds) if watched else []
             except Exception as error:
                 shapes = {name: array.shape for name, array in feeds.items()}
@@ -269,31 +286,26 @@ class Calibrator:
             yield rows, values
 
 
-def _exhausted() -> QuantizeError:
-    return QuantizeError(
-        "The calibration data could be read only once; this method reads it twice.",
-        fix="pass a list or another object that can be iterated again, or use calibration='minmax'.",
-    )
-
-
 def _channel_extremes(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     flat = array.reshape(-1, array.shape[-1]) if array.ndim else array.reshape(1, 1)
     return flat.min(axis=0).astype(np.float32), flat.max(axis=0).astype(np.float32)
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """A range that a histogram can have: not empty."""
+    """Return the range, widened if it is empty, because a histogram needs a non-empty range."""
     return (low, high) if high > low else (low, low + 1e-6)
 
 
 def percentile_range(counts: np.ndarray, low: float, high: float, percentile: float) -> tuple[float, float]:
-    """The range that holds a share of the values, the rest cut off half on each side; zero is kept inside.
+    """Return the range that contains a percentage of the values; half of the rest is cut off on each side.
+
+    Zero is included.
 
     Args:
-        counts: `(bins,)` how many values fell into each of equal bins between `low` and `high`.
-        low: Where the first bin begins.
-        high: Where the last bin ends.
-        percentile: The share, in percent.
+        counts: `(bins,)`, the number of values in each of the equal bins between `low` and `high`.
+        low: The lower end of the first bin.
+        high: The upper end of the last bin.
+        percentile: The percentage of values in the range.
     """
     edges = np.linspace(low, high, len(counts) + 1)
     share = np.cumsum(counts) / max(int(counts.sum()), 1)
@@ -304,10 +316,11 @@ def percentile_range(counts: np.ndarray, low: float, high: float, percentile: fl
 
 
 def entropy_range(counts: np.ndarray, low: float, high: float) -> tuple[float, float]:
-    """The range whose 8-bit version tells least apart from the whole distribution (Kullback-Leibler divergence).
+    """Return the range with the smallest Kullback-Leibler divergence between the 8-bit and the original distribution.
 
-    As in Migacz, "8-bit Inference with TensorRT" (GTC 2017): thresholds on the absolute value are tried from 128 bins
-    upwards; what is cut off counts at the threshold. `counts: (bins,)` are as for `percentile_range`.
+    The method is from Migacz, "8-bit Inference with TensorRT" (GTC 2017). It tries thresholds on the absolute value
+    from 128 bins upwards; values above the threshold count as values at the threshold. The arguments are those of
+    `percentile_range`.
     """
     edges = np.linspace(low, high, len(counts) + 1)
     centers = np.abs((edges[:-1] + edges[1:]) / 2)
@@ -324,7 +337,7 @@ def entropy_range(counts: np.ndarray, low: float, high: float) -> tuple[float, f
 
 
 def _divergence(reference: np.ndarray, kept: np.ndarray) -> float:
-    """How badly `_LEVELS` steps describe a distribution."""
+    """Return the Kullback-Leibler divergence of a distribution quantized to `_LEVELS` steps from the reference."""
     groups = np.minimum(np.arange(len(kept)) * _LEVELS // len(kept), _LEVELS - 1)
     filled = kept > 0
     totals = np.bincount(groups, weights=kept, minlength=_LEVELS)

@@ -1,14 +1,14 @@
-"""The layers of a graph that a quantizer may rewrite: products with a constant matrix."""
+"""The layers that a quantizer can rewrite: products of an activation with a constant matrix."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
+from accel.config import matched_layers
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
 from ..graph.analysis import producer
@@ -22,8 +22,8 @@ class Layer:
     """A product of an activation with a constant matrix.
 
     Attributes:
-        node: `MatMul` or `Gemm`.
-        name: The module that it belongs to, where the graph tells; else the node's name.
+        node: The `MatMul` or `Gemm` node.
+        name: The name of the module that the node belongs to; the node's name if the module is unknown.
     """
 
     node: ir.Node
@@ -31,14 +31,14 @@ class Layer:
 
     @property
     def activation(self) -> ir.Value:
-        """What is multiplied: `(..., inner)`."""
+        """The activation that is multiplied, `(..., inner)`."""
         value = self.node.inputs[0]
         assert value is not None
         return value
 
     @property
     def weight_key(self) -> object:
-        """A key that is equal for layers of one graph with the same matrix, until the graph is pruned."""
+        """A key that is equal for layers of one graph with the same matrix; valid until unused nodes are removed."""
         attributes = self.node.attributes
         transposed = producer(self.node.inputs[1], "Transpose")
         source = self.node.inputs[1] if transposed is None else transposed.inputs[0]
@@ -49,10 +49,10 @@ class Layer:
         )
 
     def weight(self) -> np.ndarray:
-        """The matrix `(inner, outer)`, read from disk.
+        """Return the matrix `(inner, outer)`, read from disk.
 
         Raises:
-            QuantizeError: It holds infinities, or what is not a number.
+            QuantizeError: The matrix contains infinity or NaN.
         """
         array = _matrix(self.node.inputs[1])
         assert array is not None
@@ -68,38 +68,42 @@ class Layer:
         return array
 
 
-def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list[Layer]:
-    """Products with a constant matrix in the graph and its subgraphs, in order.
+def check_operator(operator: str, known: Sequence[str]) -> None:
+    """Check that an operator can be quantized.
 
     Raises:
-        ConfigError: An operator type that cannot be quantized.
+        ConfigError: The operator is not in `known`.
     """
-    wanted = tuple(operators) if operators is not None else OPERATORS
-    for operator in wanted:
-        if operator not in OPERATORS:
-            raise ConfigError(
-                f"{operator!r} cannot be quantized.{did_you_mean(operator, OPERATORS)}",
-                fix=f"use one of {', '.join(OPERATORS)}.",
-            )
-    found = []
-    for node in nodes(model, *wanted):
+    if operator not in known:
+        raise ConfigError(
+            f"{operator!r} cannot be quantized.{did_you_mean(operator, known)}", fix=f"use one of {', '.join(known)}."
+        )
+
+
+def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list[Layer]:
+    """Return the products with a constant matrix in the graph and its subgraphs, in order.
+
+    `operators` limits the result to these operator types; by default all of `OPERATORS` are included.
+    """
+    layers = []
+    for node in nodes(model, *(OPERATORS if operators is None else operators)):
         weight = node.inputs[1]
         if weight is None or weight.shape is None or weight.shape.rank() != 2 or _matrix(weight) is None:
             continue
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0):
             continue
-        found.append(Layer(node, layer_name(node)))
-    return found
+        layers.append(Layer(node, layer_name(node)))
+    return layers
 
 
 def constant_key(value: ir.Value | None) -> object:
-    """`identity` of a constant's tensor."""
+    """Return the `identity` key of a constant's tensor."""
     assert value is not None
     return identity(ir.convenience.get_const_tensor(value))
 
 
 def _matrix(value: ir.Value | None) -> np.ndarray | None:
-    """A constant matrix, or a transposed one: a last layer that shares its weights with the embeddings."""
+    """Return a constant matrix, also if it is transposed (as in an output layer with tied embeddings); else `None`."""
     array = constant(value)
     transpose = producer(value, "Transpose") if array is None else None
     if transpose is None:
@@ -110,34 +114,15 @@ def _matrix(value: ir.Value | None) -> np.ndarray | None:
 
 
 def split_excluded(layers: Sequence[Layer], patterns: Sequence[str]) -> tuple[list[Layer], list[Layer]]:
-    """Layers to quantize and layers left in float.
+    """Split layers into those to quantize and those to keep in floating point.
 
-    A pattern is a node's or a layer's name, or `re:` and a regular expression that is searched in both.
+    A pattern is the name of a node or a layer, or `re:` and a regular expression that is searched in both names.
 
     Raises:
-        ConfigError: A pattern that matches nothing, or is no regular expression.
+        ConfigError: A pattern matches no layer.
+        QuantizeError: No layer is left to quantize.
     """
-    excluded: set[int] = set()
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                compiled = re.compile(pattern.removeprefix("re:"))
-            except re.error as error:
-                raise ConfigError(f"exclude holds {pattern!r}, which is no regular expression: {error}.") from error
-            matched = [
-                i
-                for i, layer in enumerate(layers)
-                if compiled.search(layer.name) or compiled.search(str(layer.node.name))
-            ]
-        else:
-            matched = [i for i, layer in enumerate(layers) if pattern in (layer.name, layer.node.name)]
-        if not matched:
-            names = [layer.name for layer in layers]
-            raise ConfigError(
-                f"exclude holds {pattern!r}, which matches none of the {len(names)} layers.{did_you_mean(pattern, names)}",
-                fix=f"use a name such as {', '.join(names[:3])}, or re: and a regular expression.",
-            )
-        excluded.update(matched)
+    excluded = matched_layers(patterns, [(layer.name, str(layer.node.name)) for layer in layers])
     kept = [layer for i, layer in enumerate(layers) if i not in excluded]
     if not kept:
         raise QuantizeError(

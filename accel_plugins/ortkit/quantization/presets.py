@@ -1,8 +1,8 @@
-"""Which 8-bit recipe suits which processor.
+"""Presets of 8-bit quantization for processors.
 
-What decides is the kernel: processors with a dot-product instruction for unsigned activations times signed weights (VNNI,
-AMX, ARM's i8mm) take that pair at full speed; x86 processors without one add 16-bit sums that saturate, so that weights
-keep 7 bits; ARM's older dot product wants both signed.
+The choice depends on the processor's instructions. Processors with a dot product of unsigned activations and signed
+weights (VNNI, AMX, ARM's i8mm) run this combination at full speed. x86 processors without it add products in 16 bits,
+which saturates, so weights keep 7 bits. ARM's older dot product needs both operands signed.
 """
 
 from __future__ import annotations
@@ -19,91 +19,66 @@ DYNAMIC, STATIC, WEIGHT_8, WEIGHT_4 = "dynamic-int8", "static-int8", "weight-int
 SCHEMES = (DYNAMIC, STATIC, WEIGHT_8, WEIGHT_4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Preset:
-    """A recipe.
+    """Quantization settings for a kind of processor.
 
     Attributes:
-        name: The word users pass.
-        requires: CPU flags that its kernels need; empty for targets that are no CPU of this kind.
-        activations: Type of static activations, `uint8` or `int8`; dynamic ones are always `uint8`.
+        name: The name that users pass.
+        requires: CPU flags that the kernels need; empty for targets other than CPUs.
+        why: The reason for the settings in one line, for reports.
+        activations: Data type of static activations, `uint8` or `int8`; dynamic activations are always `uint8`.
         reduce_range: Whether weights keep 7 bits.
-        per_channel: One scale for each output channel.
-        schemes: What it can be used with.
-        why: One line for reports.
+        schemes: Schemes that support the preset.
     """
 
     name: str
     requires: tuple[str, ...]
+    why: str
     activations: str = "uint8"
     reduce_range: bool = False
-    per_channel: bool = True
     schemes: tuple[str, ...] = SCHEMES
-    why: str
 
 
-PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset(
-            name="amx",
-            requires=("amx_int8",),
-            why="AMX multiplies 8-bit tiles at full range: unsigned activations, signed weights",
-        ),
-        Preset(
-            name="avx512_vnni",
-            requires=("avx512_vnni",),
-            why="VNNI multiplies unsigned activations by signed weights into 32 bits without saturating",
-        ),
-        Preset(
-            name="avx512",
-            requires=("avx512f",),
-            reduce_range=True,
-            why="AVX-512 without VNNI adds pairs of products in 16 bits, which saturates: weights keep 7 bits",
-        ),
-        Preset(
-            name="avx2",
-            requires=("avx2",),
-            reduce_range=True,
-            why="AVX2 adds pairs of products in 16 bits, which saturates: weights keep 7 bits",
-        ),
-        Preset(
-            name="arm64",
-            requires=("asimd",),
-            activations="int8",
-            why="ARM's dot product (SDOT) wants signed activations and signed weights",
-        ),
-        Preset(
-            name="ppc64le",
-            requires=("ppc64le",),
-            why="POWER's MMA multiplies signed weights by unsigned activations at full range",
-        ),
-        Preset(
-            name="tensorrt",
-            requires=(),
-            activations="int8",
-            schemes=(STATIC,),
-            why="TensorRT reads Q/DQ pairs with signed, symmetric activations and weights",
-        ),
-    )
-}
-_BY_SPEED = ("amx", "avx512_vnni", "avx512", "avx2", "arm64", "ppc64le")
+_SATURATES = "adds pairs of products in 16 bits, which saturates: weights keep 7 bits"
+# Faster presets come first.
+_PRESETS = (
+    Preset("amx", ("amx_int8",), "AMX multiplies 8-bit tiles at full range: unsigned activations, signed weights"),
+    Preset(
+        "avx512_vnni",
+        ("avx512_vnni",),
+        "VNNI multiplies unsigned activations by signed weights into 32 bits without saturating",
+    ),
+    Preset("avx512", ("avx512f",), f"AVX-512 without VNNI {_SATURATES}", reduce_range=True),
+    Preset("avx2", ("avx2",), f"AVX2 {_SATURATES}", reduce_range=True),
+    Preset("arm64", ("asimd",), "ARM's dot product (SDOT) wants signed activations and signed weights", "int8"),
+    Preset("ppc64le", ("ppc64le",), "POWER's MMA multiplies signed weights by unsigned activations at full range"),
+    Preset(
+        "tensorrt",
+        (),
+        "TensorRT reads Q/DQ pairs with signed, symmetric activations and weights",
+        "int8",
+        schemes=(STATIC,),
+    ),
+)
+PRESETS = {preset.name: preset for preset in _PRESETS}
 
 
 def choose_preset(name: str, flags: Sequence[str]) -> tuple[Preset, str]:
-    """The preset for a name, and why; `auto` takes the best that the flags allow.
+    """Return the preset with a name and the reason; `auto` selects the fastest preset that the CPU flags allow.
 
-    A preset that these flags cannot run is warned about and kept: artifacts are often made for another machine.
+    If the CPU flags lack instructions of a named preset, log a warning and use the preset, because artifacts are often
+    made for another machine.
 
     Raises:
-        ConfigError: No preset has that name.
+        ConfigError: The preset does not exist.
     """
     if name == "auto":
         have = set(flags)
-        # AVX-VNNI is the same instruction on 256 bits.
+        # AVX-VNNI is the same instruction with 256-bit registers.
         if "avx_vnni" in have:
             have.add("avx512_vnni")
-        best = next((PRESETS[p] for p in _BY_SPEED if have.issuperset(PRESETS[p].requires)), None)
+        best = next((preset for preset in _PRESETS if preset.requires and have.issuperset(preset.requires)), None)
         if best is None:
             return PRESETS[
                 "avx2"

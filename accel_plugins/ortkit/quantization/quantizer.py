@@ -1,42 +1,89 @@
-"""Quantization of ONNX artifacts for ONNX Runtime."""
+"""Quantizers of ONNX artifacts for ONNX Runtime."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Component, Quantization, Step, tool_versions
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
-from accel.interfaces.protocols import Batches, Evaluate, Feeds
+from accel.interfaces.protocols import Batches, Feeds
 
-from ..graph.editing import load_graph, write_artifact
+from ..graph.editing import load_graph, load_graphs, write_artifact
+from ..graph.rewrites import Rewrite
 from .calibrators import Calibrator, batches_of
 from .integer import Rewriter
-from .layers import Layer, find_layers, split_excluded
-from .presets import DYNAMIC, STATIC, WEIGHT_4, Preset, choose_preset
+from .layers import OPERATORS, Layer, check_operator, find_layers, split_excluded
+from .presets import DYNAMIC, PRESETS, STATIC, WEIGHT_4, Preset, choose_preset
 from .smoothing import grouped, smooth, smoothing_divisors
 from .weight_only import quantize_weights, relative_error
 
 logger = logging.getLogger(__name__)
 
+CALIBRATED = ("static-int8", "static-fp8")
+"""Schemes that need calibration data for the ranges of activations."""
 
-class OrtQuantizer:
-    """Makes 8-bit and 4-bit graphs.
 
-    Args:
-        backend: Name of the backend that owns it, for the manifest.
-        flags: The CPU's flags, asked when a preset is chosen.
+@dataclass(frozen=True, slots=True)
+class GraphLayers:
+    """The layers of one graph that a quantizer rewrites.
+
+    Attributes:
+        artifact: The artifact.
+        component: The graph's component.
+        layers: The layers, at least one.
+        config: The quantization settings.
+        calibration: Batches of inputs.
+        report: The report of the step; methods add entries to it.
     """
 
-    def __init__(self, backend: str, flags: Callable[[], Sequence[str]]) -> None:
+    artifact: Artifact
+    component: Component
+    layers: Sequence[Layer]
+    config: QuantizeConfig
+    calibration: Batches | None
+    report: dict[str, Any]
+
+    def calibrated(self, names: Sequence[str]) -> tuple[dict[str, tuple[float, float]], Mapping[str, np.ndarray]]:
+        """Run the graph on the calibration data.
+
+        Args:
+            names: The names of the activations to observe.
+
+        Returns:
+            The smallest and the largest value of each activation by name, and the divisors `(channels,)` of smoothed
+            activations by name.
+        """
+        assert self.calibration is not None
+        config, divisors = self.config, dict[str, np.ndarray]()
+        batches, graph = batches_of(self.calibration, self.component), load_graph(self.artifact, self.component)
+        with Calibrator(graph, self.component, names, batches, config.samples) as calibrator:
+            channels = calibrator.channel_ranges()
+            if config.smooth_quant is not None:
+                divisors = smoothing_divisors(self.layers, channels, config.smooth_quant)
+            limits = calibrator.ranges(channels, config.calibration, percentile=config.percentile, divisors=divisors)
+            self.report["calibration"] = {"method": config.calibration, "n": calibrator.rows, "seed": config.seed}
+        return limits, divisors
+
+
+class GraphQuantizer(ABC):
+    """Base class of quantizers that rewrite the products in a model's graphs to fewer bits.
+
+    Args:
+        backend: The name of the backend that uses the quantizer, for the manifest.
+    """
+
+    def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._flags = flags
 
     def quantize(
         self,
@@ -44,114 +91,140 @@ class OrtQuantizer:
         *,
         config: QuantizeConfig,
         calibration: Batches | None,
-        evaluate: Evaluate | None,
         out: Path,
     ) -> Artifact:
-        """Write the quantized graphs; see `accel.interfaces.protocols.Quantizer`. Takes seconds, and calibration time for static."""
-        preset, why = choose_preset(config.preset, self._flags())
-        check(artifact, config, preset, calibration)
-        report: dict[str, Any] = {"preset": preset.name, "why": why, "layers": [], "excluded": []}
-        models = {component.name: load_graph(artifact, component) for component in artifact.components}
-        found = {name: find_layers(model, config.operators) for name, model in models.items()}
-        # Of all graphs at once: a pattern names a layer of one of them, and a table of embeddings has none.
-        kept, _ = split_excluded([layer for layers in found.values() for layer in layers], config.exclude)
-        chosen = {id(layer) for layer in kept}
+        """Write an artifact with quantized graphs; see `accel.interfaces.protocols.Quantizer`.
+
+        Takes seconds, plus the time of calibration.
+        """
+        preset, report = self._start(artifact, config, calibration)
+        models = load_graphs(artifact)
+        operators = None if config.operators is None else [name for name in config.operators if name in OPERATORS]
+        layers = {name: find_layers(model, operators) for name, model in models.items()}
+        # Check patterns against all graphs at once: a pattern may match a layer of only one graph, and some graphs
+        # (embedding tables) have no layers.
+        chosen, _ = split_excluded([layer for found in layers.values() for layer in found], config.exclude)
+        chosen_ids = {id(layer) for layer in chosen}
         excluded: list[str] = []
         for component in artifact.components:
             model = models[component.name]
-            layers = [layer for layer in found[component.name] if id(layer) in chosen]
-            left = [layer for layer in found[component.name] if id(layer) not in chosen]
-            if not layers:
-                report["excluded"] += [layer.name for layer in left]
-                excluded += [str(layer.node.name) for layer in left]
-                continue
-            if config.scheme == STATIC:
-                assert calibration is not None
-                unreachable = [layer for layer in layers if layer.node.graph is not model.graph]
-                layers = [layer for layer in layers if layer.node.graph is model.graph]
-                left = [*left, *unreachable]
-                if not layers:
-                    report["excluded"] += [layer.name for layer in left]
-                    excluded += [str(layer.node.name) for layer in left]
-                    continue
-                watched = load_graph(artifact, component)
-                batches = batches_of(calibration, component)
-                report |= _static(watched, component, layers, config, preset, batches)
-            elif config.scheme == DYNAMIC:
-                _rewriter(config, preset).dynamic(layers)
-            else:
-                report |= _weight_only(layers, config)
-            passes.RemoveUnusedNodesPass()(model)
-            report["layers"] += [layer.name for layer in layers]
-            report["excluded"] += [layer.name for layer in left]
+            kept: list[Layer] = []
+            left: list[Layer] = []
+            for layer in layers[component.name]:
+                # Skip layers in branches of an `If` node: their activations cannot be calibrated.
+                reachable = config.scheme not in CALIBRATED or layer.node.graph is model.graph
+                (kept if id(layer) in chosen_ids and reachable else left).append(layer)
             excluded += [str(layer.node.name) for layer in left]
+            report["layers"] += [layer.name for layer in kept]
+            report["excluded"] += [layer.name for layer in left]
+            if kept:
+                graph_layers = GraphLayers(artifact, component, kept, config, calibration, report)
+                Rewrite(config.scheme, partial(self._rewrite, graph_layers)).apply(model)
         if not report["layers"]:
             raise QuantizeError(
                 "All layers are in the branches of an If, whose activations cannot be calibrated.",
                 fix="use scheme='dynamic-int8', or export the original model: `accel export MODEL OUT`.",
             )
-        logger.info(
-            "%s with the preset %s (%s): %d layers, %d left in float",
-            config.scheme,
-            preset.name,
-            why,
-            len(report["layers"]),
-            len(report["excluded"]),
-        )
+        counts = len(report["layers"]), len(report["excluded"])
+        why = report.get("why", "for TensorRT")
+        logger.info("%s with the preset %s (%s): %d layers, %d left in float", config.scheme, preset, why, *counts)
         step = Step(
             stage="quantize",
             backend=self._backend,
             config=config.to_dict(),
-            versions=tool_versions("onnx_ir", "onnxruntime"),
+            versions=tool_versions("onnx_ir", "onnxruntime", "onnxruntime-gpu"),
             report=report,
         )
         record = Quantization(
-            scheme=config.scheme,
-            preset=preset.name,
-            excluded=tuple(excluded),
-            calibration=report.get("calibration"),
+            scheme=config.scheme, preset=preset, excluded=tuple(excluded), calibration=report.get("calibration")
         )
         return write_artifact(artifact, models, out, step=step, quantization=record)
 
+    @abstractmethod
+    def _start(
+        self, artifact: Artifact, config: QuantizeConfig, calibration: Batches | None
+    ) -> tuple[str, dict[str, Any]]:
+        """Check the settings; return the preset's name and the first entries of the report.
+
+        Raises:
+            ConfigError: Settings contradict each other, or this quantizer does not support them.
+            QuantizeError: The artifact cannot be quantized, or calibration data is missing.
+        """
+
+    @abstractmethod
+    def _rewrite(self, graph_layers: GraphLayers, model: ir.Model) -> int:
+        """Rewrite layers of a graph and return the number of rewritten layers."""
+
+
+class OrtQuantizer(GraphQuantizer):
+    """Quantizer that writes 8-bit and 4-bit graphs for ONNX Runtime.
+
+    Args:
+        backend: The name of the backend that uses the quantizer, for the manifest.
+        flags: A function that returns the CPU flags, from which the preset is chosen.
+    """
+
+    def __init__(self, backend: str, flags: Callable[[], Sequence[str]]) -> None:
+        super().__init__(backend)
+        self._flags = flags
+
+    def _start(
+        self, artifact: Artifact, config: QuantizeConfig, calibration: Batches | None
+    ) -> tuple[str, dict[str, Any]]:
+        preset, why = choose_preset(config.preset, self._flags())
+        for operator in config.operators or ():
+            check_operator(operator, OPERATORS)
+        check(artifact, config, preset, calibration)
+        return preset.name, {"preset": preset.name, "why": why, "layers": [], "excluded": []}
+
+    def _rewrite(self, graph_layers: GraphLayers, model: ir.Model) -> int:
+        config, layers, report = graph_layers.config, graph_layers.layers, graph_layers.report
+        preset = PRESETS[report["preset"]]
+        rewriter = Rewriter(
+            per_channel=config.per_channel is not False,
+            symmetric=config.symmetric is not False,
+            reduce_range=preset.reduce_range,
+        )
+        if config.scheme == DYNAMIC:
+            rewriter.dynamic(layers)
+        elif config.scheme == STATIC:
+            limits, divisors = graph_layers.calibrated(list(grouped(layers)))
+            if divisors:
+                report["smooth_quant"] = smooth(layers, divisors)
+                # After smoothing, layers that follow an inserted `Mul` read its output, so copy the ranges to that name.
+                limits |= {f"{name}.smoothed": low_high for name, low_high in limits.items()}
+            rewrite = rewriter.static if config.format == "qdq" else rewriter.static_operators
+            rewrite(layers, limits, signed=preset.activations == "int8")
+        else:
+            report["bits"] = _weight_only(layers, config)
+        return len(layers)
+
 
 def check(artifact: Artifact, config: QuantizeConfig, preset: Preset, calibration: Iterable[Feeds] | None) -> None:
-    """Refuse what cannot work.
+    """Check the settings, the artifact and the calibration data before quantization.
 
     Raises:
-        ConfigError: Settings that contradict each other.
-        QuantizeError: An artifact that cannot be quantized so, or no calibration data for a static scheme.
+        ConfigError: Settings contradict each other.
+        QuantizeError: The artifact cannot be quantized with these settings, or a static scheme has no calibration data.
     """
-    scheme = config.scheme
-    refused = [
-        (
-            scheme not in preset.schemes,
+    scheme, tensorrt = config.scheme, preset.name == "tensorrt"
+    if scheme not in preset.schemes:
+        raise ConfigError(
             f"The preset {preset.name!r} cannot do {scheme!r}: {preset.why}.",
-            f"use the scheme {' or '.join(preset.schemes)}, or another preset.",
-        ),
-        (
-            config.format == "qoperator" and preset.name == "tensorrt",
-            "TensorRT reads Q/DQ pairs only.",
-            "use format='qdq'.",
-        ),
-        (
-            config.symmetric is False and preset.name == "tensorrt",
-            "TensorRT takes symmetric weights only.",
-            "leave symmetric=... out.",
-        ),
-        (
-            config.algorithm not in ("rtn", "hqq"),
-            f"algorithm={config.algorithm!r} needs another backend; here there are rtn and hqq.",
-            "use rtn or hqq.",
-        ),
-        (
-            config.algorithm == "hqq" and config.symmetric is True,
-            "hqq moves zero points, which symmetric weights do not have.",
-            "leave symmetric=... out, or use rtn.",
-        ),
-    ]
-    for wrong, message, fix in refused:
-        if wrong:
-            raise ConfigError(message, fix=fix)
+            fix=f"use the scheme {' or '.join(preset.schemes)}, or another preset.",
+        )
+    if tensorrt and config.format == "qoperator":
+        raise ConfigError("TensorRT reads Q/DQ pairs only.", fix="use format='qdq'.")
+    if tensorrt and config.symmetric is False:
+        raise ConfigError("TensorRT takes symmetric weights only.", fix="leave symmetric=... out.")
+    if config.algorithm not in ("rtn", "hqq"):
+        raise ConfigError(
+            f"algorithm={config.algorithm!r} needs another backend; here there are rtn and hqq.", fix="use rtn or hqq."
+        )
+    if config.algorithm == "hqq" and config.symmetric is True:
+        raise ConfigError(
+            "hqq moves zero points, which symmetric weights do not have.", fix="leave symmetric=... out, or use rtn."
+        )
     if artifact.dtype != "float32":
         raise QuantizeError(
             f"{artifact.path} is {artifact.dtype}; integer kernels take float32 activations.",
@@ -164,46 +237,11 @@ def check(artifact: Artifact, config: QuantizeConfig, preset: Preset, calibratio
         )
 
 
-def _rewriter(config: QuantizeConfig, preset: Preset) -> Rewriter:
-    return Rewriter(
-        per_channel=preset.per_channel if config.per_channel is None else config.per_channel,
-        symmetric=config.symmetric is not False,
-        reduce_range=preset.reduce_range,
-    )
-
-
-def _static(
-    watched: ir.Model,
-    component: Component,
-    layers: Sequence[Layer],
-    config: QuantizeConfig,
-    preset: Preset,
-    calibration: Iterable[Feeds],
-) -> dict[str, Any]:
-    """Calibrate on `watched`, a second copy of the graph, and rewrite the layers. Returns what the report says of it."""
-    report: dict[str, Any] = {}
-    names = list(grouped(layers))
-    with Calibrator(watched, component, names, calibration, config.samples) as calibrator:
-        channels = calibrator.channel_ranges()
-        divisors = {}
-        if config.smooth_quant is not None:
-            divisors = smoothing_divisors(layers, channels, config.smooth_quant)
-        ranges = calibrator.ranges(channels, config.calibration, percentile=config.percentile, divisors=divisors)
-        report["calibration"] = {"method": config.calibration, "n": calibrator.rows, "seed": config.seed}
-    if divisors:
-        report["smooth_quant"] = smooth(layers, divisors)
-        # A division that became a product of its own gave its layers another activation.
-        ranges |= {f"{name}.smoothed": limits for name, limits in ranges.items()}
-    rewriter, signed = _rewriter(config, preset), preset.activations == "int8"
-    rewrite = rewriter.static if config.format == "qdq" else rewriter.static_operators
-    rewrite(layers, ranges, signed=signed)
-    return report
-
-
-def _weight_only(layers: Sequence[Layer], config: QuantizeConfig) -> dict[str, Any]:
-    """Put the layers' weights into blocks of 4 or 8 bits. Returns what the report says of it."""
+def _weight_only(layers: Sequence[Layer], config: QuantizeConfig) -> dict[str, int]:
+    """Quantize the layers' weights in blocks of 4 or 8 bits; return the number of layers for each number of bits."""
     four = config.scheme == WEIGHT_4
-    # Zero points take a twentieth of a decoding step, and steps of least squares lose no more without; `hqq` moves them.
+    # Zero points take 5 % of a decoding step, and least-squares scales are as accurate without them. `hqq` requires
+    # zero points.
     symmetric = config.symmetric if config.symmetric is not None else not (four and config.algorithm == "hqq")
     bits = [4 if four else 8] * len(layers)
     if four and config.ratio < 1:
@@ -211,9 +249,9 @@ def _weight_only(layers: Sequence[Layer], config: QuantizeConfig) -> dict[str, A
         order = sorted(range(len(layers)), key=lambda i: errors[i])
         for i in order[max(1, round(config.ratio * len(layers))) :]:
             bits[i] = 8
-        # Layers that share a weight have the same error, and the limit may lie between them.
+        # Layers with a shared weight must get the same number of bits, even if the ratio would split them.
         first: dict[object, int] = {}
         bits = [first.setdefault(layer.weight_key, width) for layer, width in zip(layers, bits, strict=True)]
     algorithm: Literal["rtn", "hqq"] = "hqq" if config.algorithm == "hqq" else "rtn"
     quantize_weights(layers, bits=bits, block_size=config.block_size, symmetric=symmetric, algorithm=algorithm)
-    return {"bits": {str(width): bits.count(width) for width in sorted(set(bits))}}
+    return {str(width): bits.count(width) for width in sorted(set(bits))}

@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al., 2022): activation outliers moved into the weights before both are rounded to 8 bits."""
+"""SmoothQuant (Xiao et al., 2022): move outliers of activations into the weights before both are rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.editing import add_initializer, constant, insert_after, root_graph
+from ..graph.editing import NewNodes, add_initializer, constant, insert_after, root_graph
 from .calibrators import ChannelRange
 from .layers import Layer
 
@@ -15,7 +15,7 @@ _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalizatio
 
 
 def grouped(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
-    """Layers by the name of the activation that they read."""
+    """Group layers by the name of the activation that they read."""
     groups: dict[str, list[Layer]] = {}
     for layer in layers:
         groups.setdefault(str(layer.activation.name), []).append(layer)
@@ -25,14 +25,15 @@ def grouped(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
 def smoothing_divisors(
     layers: Sequence[Layer], channels: Mapping[str, ChannelRange], exponent: float
 ) -> dict[str, np.ndarray]:
-    """What each channel of an activation is divided by, `(channels,)`: `max|x|^a / max|w|^(1 - a)`, 1 for channels that are
-    always 0.
+    """Return the divisors `(channels,)` of each activation by name: `max|x|^a / max|w|^(1 - a)`, where `a` is `exponent`.
+
+    The divisor is 1 for channels that are always 0.
     """
     divisors = {}
     for name, group in grouped(layers).items():
         if name not in channels:
             continue
-        largest = channels[name].largest
+        largest = np.maximum(np.abs(channels[name].low), np.abs(channels[name].high))
         weight = np.max([np.abs(layer.weight()).max(axis=1) for layer in group], axis=0)
         usable = (largest > 0) & (weight > 0)
         divisor = np.ones_like(largest)
@@ -42,11 +43,12 @@ def smoothing_divisors(
 
 
 def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Divide activations by `(channels,)` and multiply weights; the division goes into a norm before it where nobody else
-    reads that.
+    """Divide activations by the divisors `(channels,)` and multiply weights by them.
+
+    If only these layers read the output of a preceding norm, the division is folded into the norm's weights.
 
     Returns:
-        How many divisions were folded into norms and how many became a product of their own.
+        The number of divisions `folded` into norms, and of those `inserted` as `Mul` nodes.
     """
     report = {"folded": 0, "inserted": 0}
     for name, group in grouped(layers).items():
@@ -71,13 +73,12 @@ def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[
                     norm.replace_input_with(index, scaled)
             report["folded"] += 1
         else:
-            factor = add_initializer(graph, f"{name}.smoothing", (1 / divisor).astype(np.float32))
-            node = ir.node("Mul", [source, factor], name=f"{name}.smooth")
-            node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
-            node.outputs[0].name = f"{name}.smoothed"
-            insert_after(source, graph, [node])
+            new = NewNodes(graph, name)
+            smoothed = new.op("Mul", source, new.constant(1 / divisor, np.float32), like=source)
+            smoothed.name = f"{name}.smoothed"
+            insert_after(source, graph, new.nodes)
             for layer in group:
-                layer.node.replace_input_with(0, node.outputs[0])
+                layer.node.replace_input_with(0, smoothed)
             report["inserted"] += 1
         for layer in group:
             scaled_weight = (layer.weight() * divisor[:, None]).astype(np.float32)
@@ -86,7 +87,7 @@ def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[
 
 
 def _set_weight(layer: Layer, weight: np.ndarray) -> None:
-    """Give a layer another matrix `(inner, outer)`; the old one may be shared, so it stays."""
+    """Set a layer's weight to a new matrix `(inner, outer)`; the old constant stays, because other layers may use it."""
     node = layer.node
     if node.op_type == "Gemm":
         node.attributes["transB"] = ir.AttrInt64("transB", 0)

@@ -1,37 +1,37 @@
-"""Weights in 4 or 8 bits with one scale for each block, activations in float: ONNX Runtime's `MatMulNBits`."""
+"""Weight-only quantization to 4 or 8 bits with one scale for each block (`MatMulNBits`); activations stay in floating point."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.editing import MICROSOFT, add_initializer, root_graph
+from ..graph.editing import MICROSOFT, NewNodes, add_initializer, root_graph
 from .integer import finish
 from .layers import Layer
 
-# The kernel may round activations to 8 bits block by block: several times faster on CPUs with 8-bit dot products.
+# Allow kernels to round activations to 8 bits in blocks: several times faster on CPUs with 8-bit dot products.
 _INT8_ACCUMULATION = 4
-# How many steps away a block's extreme may come to lie, before it is cut to 8.
+# Candidates for the quantized position of a block's extreme value; values above 8 steps are clipped.
 _EXTREMES = np.linspace(7, 9, 9)
-# Steps below are no normal numbers of float32: such blocks are rounded to zero.
+# Smaller scales are not normal float32 numbers, so blocks with smaller scales are rounded to zero.
 _LEAST = np.float32(1e-37)
-# Weights that are looked at together: what a core's cache holds.
+# Number of weights that are processed together, so that they fit into the cache of a CPU core.
 _TOGETHER = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks along its inner axis.
+    """A weight that is quantized in blocks along its inner axis.
 
     Attributes:
         values: `(outer, blocks, block_size) uint8`, not packed.
         scales: `(outer, blocks) float32`.
         zero_points: `(outer, blocks)`, uint8, or float32 from `hqq`.
-        symmetric: Whether all zero points are the middle.
+        symmetric: Whether every zero point is the middle of the integer range.
     """
 
     values: np.ndarray
@@ -40,7 +40,7 @@ class BlockWeight:
     symmetric: bool
 
     def dequantized(self, inner: int) -> np.ndarray:
-        """`(inner, outer) float32`: what the kernel multiplies with."""
+        """Return the weight that the kernel multiplies with, `(inner, outer) float32`."""
         centered = self.values.astype(np.float32) - self.zero_points[..., None].astype(np.float32)
         matrix: np.ndarray = (centered * self.scales[..., None]).reshape(len(centered), -1)[:, :inner].T
         return matrix
@@ -49,12 +49,12 @@ class BlockWeight:
 def quantize_blocks(
     weight: np.ndarray, *, bits: int, block_size: int, symmetric: bool, algorithm: Literal["rtn", "hqq"] = "rtn"
 ) -> BlockWeight:
-    """Round a weight `(inner, outer)` in blocks.
+    """Quantize a weight `(inner, outer)` in blocks.
 
-    `rtn` rounds to the nearest step; symmetric steps of 4 bits have, of nine sizes, the one with the least squared error.
-    `hqq` (Badri and Shaji, 2023, half-quadratic quantization) moves the zero points so that the many small errors shrink at
-    the cost of a few large ones; 20 rounds, no data needed. Its zero points are no whole numbers, which ONNX Runtime's CPU
-    kernel computes with in float32: more accurate and slower than `rtn`.
+    `rtn` rounds to the nearest step; for symmetric 4-bit blocks, it tries nine scales and uses the one with the
+    smallest squared error. `hqq` (Badri and Shaji, 2023, half-quadratic quantization) adjusts the zero points: the many
+    small errors shrink, and a few large errors grow. It runs 20 iterations and needs no data. Its zero points are
+    fractional; ONNX Runtime's CPU kernel computes these in float32, which is more accurate and slower than `rtn`.
     """
     inner, outer = weight.shape
     blocks = -(-inner // block_size)
@@ -63,7 +63,7 @@ def quantize_blocks(
     data = padded.reshape(outer, blocks, block_size)
     top, middle = 2**bits - 1, 2 ** (bits - 1)
     if symmetric:
-        # The extreme of each block lands on the one step that the other sign does not have.
+        # Map the extreme value of each block to -8 (or -128), the step without a positive counterpart.
         extreme = np.take_along_axis(data, np.abs(data).argmax(axis=-1)[..., None], axis=-1)[..., 0]
         scales = np.where(np.abs(extreme) > middle * _LEAST, -extreme / middle, 1.0).astype(np.float32)
         if bits == 4:
@@ -81,21 +81,21 @@ def quantize_blocks(
 
 
 def _least_squares(data: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Steps around zero that lose least of blocks `(outer, blocks, block_size)`.
+    """Return symmetric scales that minimize the squared error of blocks `(outer, blocks, block_size)`.
 
-    For each of a few steps, all weights are rounded and the step is fitted to what they were rounded to.
+    For each candidate scale, all weights are rounded; then the scale is fitted to the rounded values.
     """
     best = scales.copy()
     rows = max(_TOGETHER // data[0].size, 1)
     for first in range(0, len(data), rows):
         steps = best[first : first + rows]
-        # Between -8, where the extreme is, and 8.
+        # The positions are between -8, the extreme value, and 8.
         places = data[first : first + rows] / steps[..., None]
         kept, sizes = np.zeros(steps.shape, np.float32), np.ones(steps.shape, np.float32)
         for extreme in _EXTREMES:
             values = np.clip(np.rint(places * np.float32(extreme / 8)), -8, 7)
             common, own = (np.einsum("obi,obi->ob", values, other) for other in (places, values))
-            # What such steps keep of the squared weights, with the size that fits best.
+            # The share of the squared weights that this rounding keeps with the best fitting scale.
             share = common**2 / np.maximum(own, 1)
             better = share > kept
             kept = np.where(better, share, kept)
@@ -105,7 +105,7 @@ def _least_squares(data: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _half_quadratic(data: np.ndarray, scales: np.ndarray, zero: np.ndarray, top: int) -> np.ndarray:
-    """Zero points that minimize the sum of |error|^0.7, found by alternating two closed-form steps."""
+    """Return zero points that minimize the sum of |error|^0.7, by alternating two closed-form updates."""
     power, beta, growth = 0.7, 10.0, 1.01
     unit = 1 / scales[..., None]
     best, best_error = zero, np.full(zero.shape, np.inf)
@@ -124,7 +124,10 @@ def _half_quadratic(data: np.ndarray, scales: np.ndarray, zero: np.ndarray, top:
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """The last axis of `(..., n) uint8` in bytes, the lower half first: `(..., n / 2)` for 4 bits, `(..., n)` for 8."""
+    """Pack the last axis of `(..., n) uint8` into bytes; values of 8 bits are returned unchanged.
+
+    For 4 bits, the result is `(..., n / 2)`, with the first value of each pair in the low half of the byte.
+    """
     if bits == 8:
         return values
     if values.shape[-1] % 2:
@@ -134,7 +137,7 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def relative_error(layer: Layer, *, block_size: int, symmetric: bool) -> float:
-    """Root of the squared 4-bit error over the squared weights; ranks layers by how much they suffer."""
+    """Return the relative 4-bit error of a layer's weight (root of squared error over squared weights), to rank layers."""
     weight = layer.weight()
     blocks = quantize_blocks(weight, bits=4, block_size=block_size, symmetric=symmetric)
     lost = blocks.dequantized(weight.shape[0]) - weight
@@ -144,7 +147,7 @@ def relative_error(layer: Layer, *, block_size: int, symmetric: bool) -> float:
 def quantize_weights(
     layers: Sequence[Layer], *, bits: Sequence[int], block_size: int, symmetric: bool, algorithm: Literal["rtn", "hqq"]
 ) -> None:
-    """Replace layers of one model by `MatMulNBits`, each with its number of bits; a shared weight is quantized once."""
+    """Replace layers of one model by `MatMulNBits` with a number of bits for each layer; a shared weight is quantized once."""
     stored: dict[tuple[int, object, int], tuple[BlockConstants, tuple[int, int]]] = {}
     for layer, width in zip(layers, bits, strict=True):
         key = (id(root_graph(layer.node)), layer.weight_key, width)
@@ -166,17 +169,18 @@ def quantize_weights(
 
 
 BlockConstants = tuple[ir.Value, ...]
-"""Constants of a `MatMulNBits`: values, scales and, where there are any, zero points."""
+"""Constants of a `MatMulNBits` node: values, scales and optional zero points."""
 
 
 def add_blocks(layer: Layer, packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> BlockConstants:
-    """Add a weight in blocks to a layer's graph.
+    """Add a block-wise quantized weight to a layer's graph as constants.
 
     Args:
-        layer: The first layer that uses it, which names the constants.
+        layer: The first layer that uses the weight; the constants are named after it.
         packed: `(outer, blocks, block_size * bits / 8) uint8`.
         scales: `(outer, blocks) float32`.
-        zeros: `(outer, blocks * bits / 8) uint8`, or `(outer, blocks) float32`; `None` for the middle.
+        zeros: `(outer, blocks * bits / 8) uint8`, or `(outer, blocks) float32`; `None` for the middle of the integer
+            range.
     """
     graph, base = root_graph(layer.node), str(layer.node.name)
     arrays = {"blocks": packed, "scales": scales, **({} if zeros is None else {"zero_points": zeros})}
@@ -193,22 +197,18 @@ def put_blocks(
     block_size: int,
     int8_activations: bool = True,
 ) -> None:
-    """Put a `MatMulNBits` in a layer's place.
+    """Replace a layer by a `MatMulNBits` node.
 
     Args:
-        layer: What is replaced; its first input is what is multiplied.
-        constants: Its weight, from `add_blocks`.
-        inner, outer: Sizes of the matrix.
-        bits: 4 or 8.
-        block_size: Weights that share a scale.
-        int8_activations: Whether kernels may round activations to 8 bits, a block at a time, which is faster.
+        layer: The layer to replace; its first input is the activation.
+        constants: The constants of the weight, from `add_blocks`.
+        inner, outer: The sizes of the weight matrix.
+        bits: The number of bits, 4 or 8.
+        block_size: The number of weights that share a scale.
+        int8_activations: Whether kernels may round activations to 8 bits in blocks, which is faster.
     """
-    node = layer.node
-    sizes = {"K": inner, "N": outer, "bits": bits, "block_size": block_size}
+    new = NewNodes(root_graph(layer.node), str(layer.node.name))
+    sizes: dict[str, Any] = {"K": inner, "N": outer, "bits": bits, "block_size": block_size}
     if int8_activations:
         sizes["accuracy_level"] = _INT8_ACCUMULATION
-    product = ir.node(
-        "MatMulNBits", [layer.activation, *constants], sizes, domain=MICROSOFT, name=f"{node.name}.blocks"
-    )
-    root_graph(node).insert_before(node, product)
-    finish(layer, product.outputs[0])
+    finish(layer, new, new.op("MatMulNBits", layer.activation, *constants, domain=MICROSOFT, **sizes))

@@ -1,4 +1,4 @@
-"""Constant weights as integers: 8 bits for integer products."""
+"""Quantization of constant weights to 8 bits for integer products."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight `(inner, outer)` as int8, with one scale and zero point for all or for each output channel.
+    """A weight `(inner, outer)` as int8, with one scale and zero point in total or for each output channel.
 
     Attributes:
         values: `(inner, outer) int8`.
         scale: `() float32`, or `(outer,) float32`.
-        zero_point: Like `scale`, int8.
+        zero_point: int8, with the shape of `scale`.
     """
 
     values: np.ndarray
@@ -23,10 +23,10 @@ class Int8Weight:
 
 
 def quantize_int8(weight: np.ndarray, *, per_channel: bool, symmetric: bool, reduce_range: bool) -> Int8Weight:
-    """Round a weight `(inner, outer)` to signed 8 bits (7 with `reduce_range`).
+    """Round a weight `(inner, outer)` to signed 8 bits (7 bits with `reduce_range`).
 
-    Symmetric: scale = largest absolute value / 127, zero point 0. Otherwise the range from the smallest to the largest
-    value, zero included, is spread over all steps.
+    If symmetric, the scale is the largest absolute value / 127 (63 with 7 bits) and the zero point is 0. If not, all
+    steps cover the range from the smallest to the largest value, extended to include zero.
     """
     axis = 0 if per_channel else None
     top = 63 if reduce_range else 127

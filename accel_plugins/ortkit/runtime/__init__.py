@@ -1,1 +1,1 @@
-"""Sessions and states over ONNX Runtime, and how its values and devices are reached."""
+"""Sessions and decoder states for ONNX Runtime, and access to its values and devices."""

@@ -1,4 +1,4 @@
-"""An ONNX Runtime session whose inputs and outputs are torch tensors on a GPU, bound by their addresses."""
+"""An ONNX Runtime session with torch tensors on a GPU as inputs and outputs, bound by address."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .session import OrtSession
 
 
 class DeviceSession(OrtSession):
-    """Runs a graph on one GPU. Thread-safe: ONNX Runtime's `run` is.
+    """Session that runs a graph on one GPU. Thread-safe, because ONNX Runtime's `run` is thread-safe.
 
-    ONNX Runtime computes on a stream of its own, so a call waits for torch's current stream before it and for ONNX
-    Runtime after it.
+    ONNX Runtime computes on its own CUDA stream. A call first waits for torch's current stream, then runs
+    the graph and waits for its end.
     """
 
     def __init__(
@@ -35,33 +35,33 @@ class DeviceSession(OrtSession):
         shapes: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(session, component, device, compute_dtype, shapes)
-        self._plain = False
+        self._numpy_only = False
         self._where = torch.device(device.type, device.index)
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`."""
+        """Run the graph on the GPU; see `accel.interfaces.protocols.Session.run`."""
         with on_gpu(self._where.index):
             return super().run(feeds, outputs=outputs, out=out, state=state)
 
     def _result(self, value: ort.OrtValue) -> torch.Tensor:
-        # ONNX Runtime may use its memory again as soon as the value is gone: the caller gets a copy.
+        # Return a copy: ONNX Runtime may reuse the memory as soon as its value is deleted.
         return ort_value_as_tensor(value).clone()
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
-        """As of any session; the values of ids on the GPU are checked, as the call waits for them anyway."""
+        """Check and convert the inputs; ids on the GPU are checked as well, because the call waits for them anyway."""
         tensors = super()._read(feeds, state)
         self._check_values.waiting(tensors)
         return tensors
 
     def close(self) -> None:
-        """Give ONNX Runtime's memory back."""
+        """Release ONNX Runtime's memory."""
         with on_gpu(self._where.index):
             super().close()
 
     def __del__(self) -> None:
-        # A forked process has no GPU.
+        # Suppress errors in a forked process, where the GPU is not available.
         with contextlib.suppress(AttributeError, RuntimeError):
             if not sys.is_finalizing():
                 self.close()

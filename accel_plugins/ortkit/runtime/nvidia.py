@@ -1,6 +1,7 @@
-"""What keeps ONNX Runtime's providers for NVIDIA GPUs from running here.
+"""Diagnosis of why ONNX Runtime's providers for NVIDIA GPUs cannot run on this machine.
 
-Looks at libraries and at the driver's management library (NVML), which neither makes a CUDA context nor breaks a later fork.
+The checks read libraries and the driver's management library (NVML). They create no CUDA context, so a later fork still
+works.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _MISSING_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\d.]*): cannot open shared obje
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found on this machine.
+    """Facts about the GPUs, the driver and the software of this machine.
 
     Attributes:
-        provider: The provider that is wanted.
-        providers: What the imported ONNX Runtime was built with.
-        distributions: Version by name, of those of ONNX Runtime that are installed.
+        provider: The requested execution provider.
+        providers: The providers of the imported ONNX Runtime.
+        distributions: The versions of the installed ONNX Runtime distributions by name.
         build_cuda: CUDA version of the ONNX Runtime build (`13.0`), or `None`.
         driver: The driver's version, or `None` without a driver.
-        driver_cuda: Newest CUDA (major, minor) that the driver serves.
+        driver_cuda: Newest CUDA version (major, minor) that the driver supports.
         gpus: Visible GPUs in the order of `torch.device("cuda", index)`.
         torch_cuda: CUDA version of the PyTorch build, or `None` for a CPU build.
-        load_error: Why the provider's library does not load, or `None`.
+        load_error: The error from loading the provider's library, or `None`.
     """
 
     provider: str = CUDA
@@ -53,15 +54,15 @@ class Facts:
 
 
 def judge(facts: Facts) -> Probe:
-    """Devices, or every reason against them with its remedy."""
+    """Return the devices, or all reasons why they cannot be used, each with a fix."""
     reasons = [
         reason
         for check in (_build, _driver, _torch, _library)
         for reason in [check(facts)]
         if reason is not None
     ]  # fmt: skip
-    found = {"driver": facts.driver, "cuda": facts.build_cuda, "torch-cuda": facts.torch_cuda}
-    versions = {**facts.distributions, **{name: value for name, value in found.items() if value is not None}}
+    details = {"driver": facts.driver, "cuda": facts.build_cuda, "torch-cuda": facts.torch_cuda}
+    versions = {**facts.distributions, **{name: value for name, value in details.items() if value is not None}}
     return Probe(devices=() if reasons else facts.gpus, reasons=tuple(reasons), versions=versions)
 
 
@@ -94,7 +95,7 @@ def _driver(facts: Facts) -> Reason | None:
     for name, build in (("ONNX Runtime", facts.build_cuda), ("PyTorch", facts.torch_cuda)):
         if build is None or facts.driver_cuda is None:
             continue
-        # Within a major version every driver serves every release (CUDA's minor version compatibility).
+        # A driver supports every CUDA release of its major version (CUDA's minor version compatibility).
         major = int(build.partition(".")[0])
         if facts.driver_cuda[0] < major:
             have = ".".join(map(str, facts.driver_cuda))
@@ -138,32 +139,32 @@ def _library(facts: Facts) -> Reason | None:
 
 
 def device_index(options: Mapping[str, object], device: DeviceSpec) -> int:
-    """The number of the GPU, which a provider option `device_id` may only repeat.
+    """Return the index of the GPU. The provider option `device_id`, if given, must be the same index.
 
     Raises:
-        ConfigError: No number, or another GPU's.
+        ConfigError: `device_id` is not a number, or is the index of another GPU.
     """
-    given = str(options.get("device_id", device.index))
-    if not given.isdigit():
-        raise ConfigError(f"device_id is {given!r}.", fix="use a whole number from 0 on.")
-    if int(given) != device.index:
+    device_id = str(options.get("device_id", device.index))
+    if not device_id.isdigit():
+        raise ConfigError(f"device_id is {device_id!r}.", fix="use a whole number from 0 on.")
+    if int(device_id) != device.index:
         raise ConfigError(
-            f"device_id={given} contradicts the device {device}.", fix=f"pass device='cuda:{given}' instead."
+            f"device_id={device_id} contradicts the device {device}.", fix=f"pass device='cuda:{device_id}' instead."
         )
-    return int(given)
+    return int(device_id)
 
 
 def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapping[str, str], provider: str) -> None:
-    """Check the names of options.
+    """Check the names of provider options.
 
     Args:
-        options: Their names.
-        known: Those that there are.
-        taken: Those that are set elsewhere, with what to do instead.
-        provider: ONNX Runtime's word for who takes them.
+        options: The names to check.
+        known: All names that exist.
+        taken: Names that accel sets itself, with the fix for the error message.
+        provider: ONNX Runtime's name of the provider that takes the options.
 
     Raises:
-        ConfigError: An option that does not exist, or that is set elsewhere.
+        ConfigError: An option does not exist, or accel sets it itself.
     """
     for name in options:
         if name in taken:
@@ -175,9 +176,10 @@ def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapp
 
 
 def on_gpu(index: int) -> AbstractContextManager[object]:
-    """Make a GPU the current device of this thread, and the device before it current again afterwards; does nothing without GPUs.
+    """Make a GPU the current device of this thread in a `with` block, and restore the previous device afterwards.
 
-    ONNX Runtime makes a session's GPU the current device when it opens, runs and frees, and leaves it so.
+    Does nothing without GPUs. ONNX Runtime changes the current device to the session's GPU when it opens, runs or
+    closes a session, and does not restore it.
     """
     import torch
 
@@ -185,7 +187,7 @@ def on_gpu(index: int) -> AbstractContextManager[object]:
 
 
 def survey(provider: str = CUDA) -> Facts:
-    """Look at this machine. Raises nothing: what cannot be read is as if it were not there."""
+    """Collect facts about this machine. Never raises: facts that cannot be read count as missing."""
     import onnxruntime as ort
     import torch
 
@@ -215,10 +217,10 @@ def survey(provider: str = CUDA) -> Facts:
 
 
 def _load_error(folder: Path, library: str) -> str | None:
-    """What the dynamic linker says about the libraries that the provider needs; `None` when all are found.
+    """Return the dynamic linker's error about a missing library of the provider; `None` if all libraries are found.
 
-    PyTorch, imported before, has loaded the CUDA libraries of its own wheels, which serve ONNX Runtime when both are built
-    for the same major version; else ONNX Runtime loads those of NVIDIA's wheels where they are installed.
+    PyTorch has already loaded the CUDA libraries of its own wheels. ONNX Runtime can use these if both are built for
+    the same major version of CUDA. If not, ONNX Runtime loads the libraries of NVIDIA's wheels, if they are installed.
     """
     error = _link_error(folder, library)
     if error is not None:
@@ -235,13 +237,13 @@ def _link_error(folder: Path, library: str) -> str | None:
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), mode=ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(folder / library))
     except OSError as error:
-        # Only a missing library is a finding; the provider's own symbols are resolved when ONNX Runtime loads it.
+        # Report only missing libraries: the provider's own symbols are resolved later, when ONNX Runtime loads it.
         return str(error) if _MISSING_LIBRARY.search(str(error)) else None
     return None
 
 
 def _nvml() -> tuple[str | None, tuple[int, int] | None, tuple[DeviceSpec, ...]]:
-    """Driver version, the CUDA it serves, and the visible GPUs."""
+    """Return the driver version, the CUDA version that the driver supports, and the visible GPUs."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -256,26 +258,26 @@ def _nvml() -> tuple[str | None, tuple[int, int] | None, tuple[DeviceSpec, ...]]
         if nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(number)) == 0:
             served = (number.value // 1000, number.value % 1000 // 10)
         count = ctypes.c_uint()
-        found = count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+        gpus = count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
         describe: Callable[[int, int], DeviceSpec] = lambda index, physical: _gpu(nvml, index, physical)  # noqa: E731
-        return driver, served, tuple(describe(i, p) for i, p in enumerate(visible(found, os.environ)))
+        return driver, served, tuple(describe(i, p) for i, p in enumerate(visible(gpus, os.environ)))
     finally:
         nvml.nvmlShutdown()
 
 
 def visible(count: int, environment: Mapping[str, str]) -> list[int]:
-    """Physical GPUs that a process sees, in its order; -1 for one named by its UUID."""
-    wanted = environment.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
+    """Return the physical indices of the GPUs that a process sees, in its order; -1 for a GPU given by UUID."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
         return list(range(count))
     seen: list[int] = []
-    for item in (part.strip() for part in wanted.split(",")):
+    for item in (part.strip() for part in listed.split(",")):
         if item.isdigit() and int(item) < count and int(item) not in seen:
             seen.append(int(item))
         elif item.startswith(("GPU-", "MIG-")):
             seen.append(-1)
         else:
-            # CUDA stops at the first entry that is none of its devices.
+            # CUDA ignores the list from the first invalid entry on.
             break
     return seen
 

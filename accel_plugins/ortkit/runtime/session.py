@@ -1,4 +1,4 @@
-"""An ONNX Runtime session behind `accel.interfaces.protocols.Session`."""
+"""ONNX Runtime sessions with the interface `accel.interfaces.protocols.Session`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
 from accel.interfaces.forks import kept_in_children
 from accel.interfaces.protocols import Feeds, Names, TokenStep
-from accel.interfaces.session import HostSession
+from accel.interfaces.session import BaseSession
 from accel.interfaces.session_contract import no_state, session_closed
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
@@ -39,23 +39,25 @@ from .values import as_ort_value
 logger = logging.getLogger(__name__)
 
 OPTIONS_OBJECT = "onnxruntime.SessionOptions"
-"""Key of `SessionOptions.native` that carries the user's own `onnxruntime.SessionOptions`, used as it is."""
+"""Key of `SessionOptions.native` for the user's own `onnxruntime.SessionOptions` object, which is used unchanged."""
 DISABLED_OPTIMIZERS = "disabled_optimizers"
-"""Key of `SessionOptions.native` with names of ONNX Runtime's graph optimizers to leave out."""
+"""Key of `SessionOptions.native` for the names of ONNX Runtime's graph optimizers to disable."""
 
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 _SPINS_SHORTLY = VERSION >= (1, 26)
-"""Whether threads can be told how long to spin; earlier versions spin for milliseconds."""
+"""Whether the duration of spinning can be set; earlier versions of ONNX Runtime spin for milliseconds."""
 _SPIN_US = "50"
-"""Longer than the gaps within a call, shorter than those between calls. MiniLM 1x14, two threads: 0.61 ms a call instead of 0.85,
-with less processor time (1.30 instead of 1.48 ms)."""
+"""Duration of spinning in microseconds: longer than the gaps within a call, shorter than those between calls. For
+MiniLM 1x14 with two threads, a call takes 0.61 instead of 0.85 ms, and less processor time (1.30 instead of 1.48 ms).
+"""
 _LEVELS = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
     "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-# "/onnxruntime_src/.../file.cc:71 virtual ... Function(const A&, const B&) " before what happened.
+# The source location at the start of an error message, for example:
+# "/onnxruntime_src/.../file.cc:71 virtual ... Function(const A&, const B&) "
 _SOURCE_LOCATION = re.compile(r"^\S+\.(?:cc|h):\d+ .*?\) ")
 _ELEMENT_TYPES = {
     f"tensor({word})": dtype
@@ -64,56 +66,60 @@ _ELEMENT_TYPES = {
         "bfloat16": "bfloat16", "float": "float32", "double": "float64",
     }.items()
 }  # fmt: skip
-"""ONNX Runtime's words for the types of tensors, as torch's names."""
+"""torch's data type names by ONNX Runtime's tensor type names."""
 
 
 def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[str, ...]]:
-    """ONNX Runtime's own options for ours, and the graph optimizers to leave out.
+    """Convert accel's session options to ONNX Runtime's, and return the names of graph optimizers to disable.
 
-    Every attribute of `onnxruntime.SessionOptions` can be set through `native`, and every configuration entry
-    (`session.…`, `mlas.…`) by its key.
+    `native` can set every attribute of `onnxruntime.SessionOptions`, and every configuration entry (`session.…`,
+    `mlas.…`) by its key.
 
     Raises:
-        ConfigError: A setting that ONNX Runtime does not have.
+        ConfigError: ONNX Runtime does not have a setting.
     """
     disabled = tuple(options.native.get(DISABLED_OPTIMIZERS, ()))
     if OPTIONS_OBJECT in options.native:
         return options.native[OPTIONS_OBJECT], disabled
-    made = ort.SessionOptions()
-    made.intra_op_num_threads = options.threads or available_processors()
-    made.inter_op_num_threads = options.inter_op_threads
+    native = ort.SessionOptions()
+    native.intra_op_num_threads = options.threads or available_processors()
+    native.inter_op_num_threads = options.inter_op_threads
     if options.inter_op_threads > 1:
-        made.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-    made.graph_optimization_level = _LEVELS[options.graph_optimization]
-    made.log_severity_level = 4  # what fails is raised; ONNX Runtime would print it as well
-    # Threads that wait within a call spin a moment all the same: for a small model waking them costs a third of it.
-    made.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning or _SPINS_SHORTLY else "0")
+        native.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    native.graph_optimization_level = _LEVELS[options.graph_optimization]
+    native.log_severity_level = 4  # no log: errors are raised as exceptions
+    # Always let threads spin for a moment within a call: waking them takes a third of the time of a small model.
+    native.add_session_config_entry(
+        "session.intra_op.allow_spinning", "1" if options.spinning or _SPINS_SHORTLY else "0"
+    )
     if not options.spinning:
-        made.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
+        native.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     if options.profile is not None:
-        # ONNX Runtime writes nothing, and says nothing, where the folder is missing.
+        # Create the folder, because ONNX Runtime silently writes nothing if it is missing.
         Path(options.profile).mkdir(parents=True, exist_ok=True)
-        made.enable_profiling = True
-        made.profile_file_prefix = str(Path(options.profile) / "onnxruntime")
-    known = [name for name in dir(made) if not name.startswith("_") and not callable(getattr(made, name))]
+        native.enable_profiling = True
+        native.profile_file_prefix = str(Path(options.profile) / "onnxruntime")
+    known = [name for name in dir(native) if not name.startswith("_") and not callable(getattr(native, name))]
     for name, value in options.native.items():
         if name == DISABLED_OPTIMIZERS:
             continue
         if "." in name:
-            made.add_session_config_entry(name, str(value))
+            native.add_session_config_entry(name, str(value))
         elif name in known:
-            setattr(made, name, value)
+            setattr(native, name, value)
         else:
             raise ConfigError(
                 f"onnxruntime.SessionOptions has no {name!r}.{did_you_mean(name, known)}",
                 fix=f"use one of {', '.join(known)}, or a configuration key with a dot in it.",
             )
-    return made, disabled
+    return native, disabled
 
 
 def for_float8(session: SessionOptions, artifact: Artifact) -> SessionOptions:
-    """The options with which ONNX Runtime opens a graph with FP8 pairs: without its rewriting of Q/DQ pairs, which takes
-    them for INT8 and makes a graph that it then refuses (1.31).
+    """Return session options with which ONNX Runtime can open a graph with FP8 Q/DQ pairs.
+
+    The options disable ONNX Runtime's rewriting of Q/DQ pairs, which treats FP8 pairs as INT8 and produces an invalid
+    graph (1.31).
     """
     if not is_float8(artifact):
         return session
@@ -121,38 +127,9 @@ def for_float8(session: SessionOptions, artifact: Artifact) -> SessionOptions:
 
 
 def is_float8(artifact: Artifact) -> bool:
-    """Whether a graph has FP8 pairs, which ONNX Runtime computes in floating point."""
+    """Return whether an artifact has FP8 Q/DQ pairs; ONNX Runtime computes these in floating point."""
     quantization = artifact.manifest.quantization
     return quantization is not None and quantization.scheme.endswith("fp8")
-
-
-def open_session(
-    path: Path,
-    component: Component,
-    *,
-    device: DeviceSpec,
-    provider: str,
-    provider_options: Mapping[str, object],
-    options: SessionOptions,
-    compute_dtype: str,
-    disabled_optimizers: Sequence[str] = (),
-    shapes: Mapping[str, int] | None = None,
-    devices: Sequence[ort.OrtEpDevice] = (),
-    model: bytes | None = None,
-) -> OrtSession:
-    """Open a graph on one provider and wrap it; see `open_runtime`."""
-    session = open_runtime(
-        path,
-        component,
-        provider=provider,
-        provider_options=provider_options,
-        options=options,
-        disabled_optimizers=disabled_optimizers,
-        shapes=shapes,
-        devices=devices,
-        model=model,
-    )
-    return OrtSession(session, component, device, compute_dtype, shapes)
 
 
 def open_runtime(
@@ -169,27 +146,28 @@ def open_runtime(
     others: Sequence[tuple[str, Mapping[str, str]]] = (),
     devices: Sequence[ort.OrtEpDevice] = (),
 ) -> ort.InferenceSession:
-    """Open a graph on one provider; ONNX Runtime's silent fall-back to the CPU is an error.
+    """Open a graph on one execution provider. Raise if ONNX Runtime would silently fall back to the CPU.
 
-    A provider that took none of the graph's arithmetic is an error, too; what of it was left to the CPU is warned of. For
-    providers other than the CPU's the assignment of nodes is noted, in a user's own options object as well.
+    An error is also raised if the provider runs none of the graph's arithmetic; arithmetic left to the CPU logs a
+    warning. For providers other than the CPU provider, the assignment of nodes is recorded, even in the user's own
+    options object.
 
     Args:
         path: The graph file.
-        component: What the artifact says about it.
+        component: The component of the artifact that describes the graph.
         provider: ONNX Runtime's name of the execution provider.
-        provider_options: Its options.
-        options: How to run.
-        disabled_optimizers: Names of ONNX Runtime's graph optimizers to leave out.
-        shapes: Fixed sizes for named axes.
-        model: The serialized graph to open instead of the file's, with its weights in the file's folder.
-        weights: Initializers to use where they are, instead of the graph's own; they must outlive the session.
-        others: Providers that may take what this one has no kernels for, with their options.
-        devices: For a provider that is not in the build but in a library of its own: ONNX Runtime's devices of it.
+        provider_options: The provider's options.
+        options: The session options.
+        disabled_optimizers: Names of ONNX Runtime's graph optimizers to disable.
+        shapes: Fixed sizes of named axes.
+        model: A serialized graph to open instead of the file's graph; its weights are in the file's folder.
+        weights: Initializers in memory that replace the graph's own; they must outlive the session.
+        others: Further providers, with their options, for nodes that the provider has no kernels for.
+        devices: ONNX Runtime's devices of the provider, if the provider comes in a separate library.
 
     Raises:
-        ConfigError: An option that ONNX Runtime does not have.
-        SessionError: The graph is refused.
+        ConfigError: ONNX Runtime does not have an option.
+        SessionError: ONNX Runtime cannot open the graph.
         BackendUnavailableError: The provider does not start, or has no kernels for the graph.
     """
     if devices and OPTIONS_OBJECT in options.native:
@@ -208,9 +186,8 @@ def open_runtime(
         native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.resolve().parent))
     for name, value in (weights or {}).items():
         native.add_initializer(name, value)
-    for axis, size in (shapes or {}).items():
-        for symbol in _symbols(path, component, axis):
-            native.add_free_dimension_override_by_name(symbol, size)
+    for name, size in _fixed_sizes(path, component, shapes).items() if shapes else ():
+        native.add_free_dimension_override_by_name(name, size)
     strings = {key: str(value) for key, value in provider_options.items()}
     record(native, provider)
     try:
@@ -222,7 +199,7 @@ def open_runtime(
                 native,
                 providers=None if devices else [(provider, strings), *others],
                 disabled_optimizers=[*disabled_optimizers, *disabled] or None,
-                # ONNX Runtime would print what failed, try the CPU instead and lose the reason.
+                # Disable ONNX Runtime's fallback: it would print the error, try the CPU and lose the reason.
                 enable_fallback=0,
             )
         )
@@ -252,10 +229,11 @@ def open_runtime(
 
 
 def _check_declared(session: ort.InferenceSession, component: Component, path: Path) -> None:
-    """Hold what an artifact says about a graph against the graph: all that follows believes it.
+    """Check that a graph matches its description in the artifact, because later code relies on the description.
 
     Raises:
-        IntegrityError: A tensor that the graph has not, one of another rank or type, or a name that is no text.
+        IntegrityError: The graph lacks a declared tensor, has another rank or data type for it, or a name is not valid
+            text.
     """
     try:
         wrong = _undeclared(session.get_inputs(), component.inputs) or _undeclared(
@@ -270,7 +248,7 @@ def _check_declared(session: ort.InferenceSession, component: Component, path: P
 
 
 def _undeclared(found: Sequence[Any], declared: Sequence[TensorSpec]) -> str:
-    """What a graph says differently about a tensor that an artifact declares; nothing for none."""
+    """Return a description of the first difference between a graph's tensors and the declared specs; empty if there is none."""
     arguments = {one.name: one for one in found}
     for spec in declared:
         one = arguments.get(spec.name)
@@ -283,18 +261,17 @@ def _undeclared(found: Sequence[Any], declared: Sequence[TensorSpec]) -> str:
     return ""
 
 
-def _symbols(path: Path, component: Component, axis: str) -> set[str]:
-    """What the graph file calls an axis: a foreign graph's own name, where ours is a translation."""
-    import onnx
+def _fixed_sizes(path: Path, component: Component, shapes: Mapping[str, int]) -> dict[str, int]:
+    """Return fixed axis sizes by the axis names in the graph file, which in graphs of other tools differ from the artifact's."""
+    from ..graph.editing import read_graph
 
-    graph = onnx.load(str(path), load_external_data=False).graph
     declared = {spec.name: spec.shape for spec in component.inputs}
     return {
-        dim.dim_param
-        for value in graph.input
-        # An artifact may be wrong about its graph, which is found when the session is there.
-        for dim, named in zip(value.type.tensor_type.shape.dim, declared.get(value.name, ()), strict=False)
-        if dim.dim_param and named == axis
+        dim.value: shapes[axis]
+        for value in read_graph(path).graph.inputs
+        # `strict=False`: the artifact may not match its graph; opening the session reports that.
+        for dim, axis in zip(value.shape or (), declared.get(str(value.name), ()), strict=False)
+        if isinstance(axis, str) and axis in shapes and not isinstance(dim, int) and dim.value is not None
     }
 
 
@@ -302,13 +279,13 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:600]
 
 
-class OrtSession(HostSession[ort.InferenceSession]):
-    """Runs a graph on host memory. Thread-safe: ONNX Runtime's `run` is."""
+class OrtSession(BaseSession[ort.InferenceSession]):
+    """Session that runs a graph in CPU memory. Thread-safe, because ONNX Runtime's `run` is thread-safe."""
 
     runtime_name = "ONNX Runtime"
-    # With IO binding ONNX Runtime raises plain errors, too.
+    # With IO binding, ONNX Runtime also raises plain `RuntimeError`.
     run_errors = (*RUN_ERRORS, RuntimeError)
-    # Caches may be inputs and outputs.
+    # Without a state, a caller can pass the KV cache as inputs and outputs.
     state_is_optional = True
 
     def __init__(
@@ -326,26 +303,28 @@ class OrtSession(HostSession[ort.InferenceSession]):
 
     @property
     def assignment(self) -> Assignment | None:
-        """Which provider runs which nodes; `None` on the CPU, which runs all of them.
+        """The assignment of nodes to providers; `None` on the CPU, which runs all nodes.
 
         Raises:
-            SessionClosedError: After `close`.
+            SessionClosedError: The session is closed.
         """
         return assignment_of(self.runtime, self.runtime.get_providers()[0])
 
     @property
     def left_to_cpu(self) -> int:
-        """Nodes that run on the CPU although another provider was asked for."""
-        found = self.assignment
-        return found.left_to_cpu if found is not None else 0
+        """Number of nodes that run on the CPU although another provider was requested."""
+        assignment = self.assignment
+        return assignment.left_to_cpu if assignment is not None else 0
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """See `accel.interfaces.protocols.Session.run`. Inputs of the declared type on the host are read in place; a subset of the
-        outputs, given buffers, a state, or types that NumPy does not have go through IO binding.
+        """Run the graph; see `accel.interfaces.protocols.Session.run`.
+
+        Inputs in CPU memory with the declared data type are read without a copy. IO binding is used for a subset of the
+        outputs, given output buffers, a state, or data types that NumPy does not have.
         """
-        if outputs is not None or out is not None or state is not None or not self._plain:
+        if outputs is not None or out is not None or state is not None or not self._numpy_only:
             return super().run(feeds, outputs=outputs, out=out, state=state)
         arrays = dict(zip(self._dtypes, self._arrays(feeds), strict=True))
         try:
@@ -369,35 +348,39 @@ class OrtSession(HostSession[ort.InferenceSession]):
             else:
                 binding.bind_output(name, self._where.type, self._where.index or 0)
         if self._where.type == "cuda":
-            # ONNX Runtime computes on a stream of its own.
+            # Wait for torch, because ONNX Runtime computes on its own CUDA stream.
             torch.cuda.current_stream(self._where).synchronize()
         session.run_with_iobinding(binding)
         values = dict(zip(names, binding.get_outputs(), strict=True))
         return {name: out[name] if name in out else self._result(values[name]) for name in names}
 
     def _result(self, value: ort.OrtValue) -> torch.Tensor:
-        """An output, which may stay in ONNX Runtime's memory."""
+        """Return an output as a tensor, which may share ONNX Runtime's memory."""
         return ort_value_as_tensor(value)
 
     def new_state(self, batch: int) -> State:
-        """An empty cache.
+        """Return an empty state for a batch of this many rows.
 
         Raises:
-            SessionError: The graph has none.
+            SessionError: The graph has no KV cache.
         """
         if not self._component.stateful:
             raise no_state()
         return OrtState(self, self._component, batch, self._where, lengths=self._own_lengths)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """See `accel.interfaces.protocols.Session.steps`: on the host, for graphs that write keys and values in place."""
+        """Return an object that runs single-token steps with little overhead, or `None`.
+
+        See `accel.interfaces.protocols.Session.steps`. Available for states in CPU memory and graphs that write keys
+        and values in place.
+        """
         if not isinstance(state, OrtState):
             return None
         tensors = self._read(feeds, state)
         return OrtSteps(self, state, tensors, calls) if OrtSteps.fits(state, tensors, calls) else None
 
     def close(self) -> None:
-        """Give ONNX Runtime's memory back."""
+        """Release ONNX Runtime's memory."""
         super().close()
         self._run = self._closed
 

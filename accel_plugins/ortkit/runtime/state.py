@@ -1,4 +1,4 @@
-"""A decoder's state in memory that ONNX Runtime reads and writes in place: the host's, or a GPU's."""
+"""State of a decoder in CPU or GPU memory that ONNX Runtime reads and writes in place."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from accel.interfaces.state import State, StateOwner, moved_right
 from ..upstream import native_as_tensor
 from .values import Binding
 
-# Buffers grow in steps: a step a token would copy the cache each time, doubling would waste half of it.
+# Capacity grows in steps. Growing for every token would copy the cache each time; doubling would waste up to half of
+# it.
 _MIN_CAPACITY = 256
 _GROWTH = 1.5
 HOST = torch.device("cpu")
 LENGTHS = "accel.lengths"
-"""Input `(batch,) int32` of a graph whose rows may have lengths of their own: the place of each row's last token."""
+"""Input `(batch,) int32` of graphs whose rows may have different lengths: the position of each row's last token."""
 
 
 class _Owner(StateOwner, Protocol):
     @property
     def runtime(self) -> ort.InferenceSession:
-        """ONNX Runtime's session of the graph."""
+        """ONNX Runtime's session for the graph."""
 
 
 class OrtState(State):
-    """The state of one batch of sequences, and the binding that hands it to the graph.
+    """The state of one batch of sequences, and the IO binding that passes it to the graph.
 
-    Where a past with room for more tokens has the shape of its present, both are bound to one buffer, and a step copies
-    nothing (`GroupQueryAttention`). A batch of rows takes several tokens after a past one by one there: the operator's
-    contract. Everything else, keys and values that a graph returns longer each step and states of one size, is a new tensor
-    after each step, which becomes the next one's past.
+    If a past input has the same shape as its present output, with capacity for more tokens, both are bound to one
+    buffer, and a step copies nothing (`GroupQueryAttention`). For such graphs, several new tokens after a past are
+    computed one by one if the batch has several rows, because the operator requires it. All other tensors (keys and
+    values that grow with each step, and recurrent states of fixed size) are new tensors after each step, and become the
+    past of the next step.
 
-    In a graph that takes lengths, rows that joined with fewer tokens begin in the first column of their buffers all the same:
-    the columns that a caller's mask has in front of them have no place there. So each row is computed as alone, to the last bit.
-    Other graphs have zeros in front.
+    When rows are appended, the shorter rows are padded in front in the caller's mask. In a graph that takes lengths,
+    these rows still start in the first column of their buffers, and the padding columns are not stored. Each row is
+    therefore computed exactly as in a batch of one, to the last bit. In other graphs, the padding columns are stored as
+    zeros.
 
-    Buffers that are written in place are the first rows of larger ones, once rows have joined: the next rows come and go without a
-    copy of those that stay.
+    After rows were appended, buffers that are written in place are views of the first rows of larger buffers. Further
+    rows can then be added or removed without a copy of the remaining rows.
 
     Args:
-        session: Has ONNX Runtime's session.
-        component: The decoder's graph.
-        batch: Rows.
+        session: The session that owns ONNX Runtime's session.
+        component: The component of the decoder's graph.
+        batch: The number of rows.
         where: The device of the buffers.
-        lengths: Whether the graph takes `LENGTHS`.
+        lengths: Whether the graph has the input `LENGTHS`.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class OrtState(State):
         *,
         lengths: bool = False,
     ) -> None:
-        # On a GPU the call waits for its ids anyway.
+        # On a GPU, check token ids immediately: the call waits for them anyway.
         super().__init__(session, component, batch, waits=where.type != "cpu")
         self._where = where
         self._runtime = session.runtime
@@ -75,36 +78,36 @@ class OrtState(State):
         )
         self._replaced = [spec for spec in self._pasts if spec.name not in self._in_place]
         self._lengths = lengths
-        # Columns of the caller's mask that have no place, for each row; `None` where no row has any.
+        # The number of padding columns in front of each row that are not stored; `None` if no row has any.
         self._front: torch.Tensor | None = None
-        # The value of `LENGTHS` as long as no row has any.
+        # The value of the `LENGTHS` input while the padding columns of every row are stored.
         self._last = torch.zeros(batch, dtype=torch.int32)
         self._kept, self._mask = self.check_step.kept, self.check_step.mask
         self._results = [spec for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
-        # Larger buffers, whose first rows those that are written in place are.
+        # Larger buffers whose first rows are the buffers that are written in place.
         self._bases: dict[str, torch.Tensor] = {}
-        # ONNX Runtime's values behind the buffers.
+        # Keep ONNX Runtime's values alive, because they own the memory of the buffers.
         self._held: list[Any] = []
         self._binding: Binding | None = None
         self._capacity = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors; rows that joined with fewer tokens are moved right, with zeros in front."""
-        held = dict(self._buffers)
+        """Return the tensors of the state; in rows with padding in front, the padding columns are zeros."""
+        tensors = dict(self._buffers)
         fronts = self._fronts().tolist()
-        for name in self._in_place & held.keys():
-            buffer = held[name]
-            held[name] = buffer[:, :, : self._length]
+        for name in self._in_place & tensors.keys():
+            buffer = tensors[name]
+            tensors[name] = buffer[:, :, : self._length]
             if any(fronts):
-                moved = held[name] = held[name].clone()
+                moved = tensors[name] = tensors[name].clone()
                 for row, front in enumerate(fronts):
                     moved[row, :, :front] = 0
                     moved[row, :, front:] = buffer[row, :, : self._length - front]
-        return held
+        return tensors
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold other tensors, in the place of all."""
+        """Replace all tensors of the state by the given tensors."""
         placed = {spec.name: tensors[spec.name].to(self._where, getattr(torch, spec.dtype)) for spec in self._pasts}
         self._buffers = {spec.name: placed[spec.name].contiguous() for spec in self._replaced}
         self._bases, self._front, self._binding, self._capacity = {}, None, None, 0
@@ -113,17 +116,17 @@ class OrtState(State):
             self._buffers[name][:, :, : self._length] = placed[name]
 
     def copy_from(self, other: Self) -> None:
-        """Hold a copy of each buffer of another state."""
+        """Copy each buffer of another state into this state."""
         self._capacity, self._front = other._capacity, other._front
         self._replace({name: buffer.clone() for name, buffer in other._buffers.items()})
 
     def clear(self) -> None:
-        """Hold nothing. States begin again with zeros; buffers that are written in place stay."""
+        """Remove all tokens. Recurrent states start again with zeros; buffers that are written in place are kept."""
         self._front = None
         self._replace({name: buffer for name, buffer in self._buffers.items() if name in self._in_place})
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let row `i` become what row `rows[i]` was; in place where no row is written before it is read."""
+        """Set row `i` to the previous row `rows[i]`, in place if no row is overwritten before it is read."""
         index, moves = torch.tensor(rows, device=self._where), _moves(rows)
         buffers = {}
         for name, buffer in self._buffers.items():
@@ -139,10 +142,10 @@ class OrtState(State):
         self._replace(buffers)
 
     def keep_columns(self, start: int, stop: int) -> None:
-        """Forget all tokens but those of the columns from `start` to `stop`.
+        """Keep only the tokens in the columns from `start` to `stop`.
 
         Raises:
-            InputError: A row would hold no token.
+            InputError: A row would have no tokens left.
         """
         if self._front is not None and stop <= int(self._front.max()):
             raise InputError(
@@ -150,7 +153,7 @@ class OrtState(State):
                 fix="let those rows leave first (reorder).",
             )
         buffers = dict(self._buffers)
-        # Rows whose first columns have a place have to move.
+        # Rows with stored tokens before column `start` must move to the left.
         moved = (start - self._fronts()).clamp(min=0).tolist()
         for name, buffer in self._buffers.items():
             axis = self.growing_axis(name)
@@ -165,9 +168,10 @@ class OrtState(State):
         self._replace(buffers)
 
     def append_rows(self, other: Self, length: int) -> None:
-        """Put the rows of another state after these, without a copy of these where there is room."""
+        """Append the rows of another state to this state, without a copy of the existing rows if the buffers have capacity."""
         mine, theirs, rows = self._length, other._length, self._batch
-        # What moves right: the tokens, or where a row's first column is in the caller's mask.
+        # The shift to the right: tokens move in the buffers, or, with lengths, only the number of padding columns
+        # changes.
         by, further = (0, 0) if self._lengths else (length - mine, length - theirs)
         if self._lengths:
             self._set_front(torch.cat([self._fronts() + length - mine, other._fronts() + length - theirs]))
@@ -189,17 +193,17 @@ class OrtState(State):
         self._replace(buffers)
 
     def _fronts(self) -> torch.Tensor:
-        """Columns of the mask that have no place, for each row."""
+        """Return the number of padding columns in front of each row that are not stored."""
         return self._front if self._front is not None else torch.zeros(self._batch, dtype=torch.int64)
 
     def _set_front(self, front: torch.Tensor | None) -> None:
         self._front = front if front is not None and bool(front.any()) else None
 
     def _spread(self, name: str, buffer: torch.Tensor, by: int, count: int) -> torch.Tensor:
-        """A buffer with room for `count` rows and all columns, in which these tokens are `by` columns further right."""
+        """Return a buffer with capacity for `count` rows and all columns, with the tokens moved `by` columns to the right."""
         rows, length = buffer.shape[0], self._length
         base = self._bases.get(name, buffer)
-        held = buffer[:, :, :length]
+        tokens = buffer[:, :, :length]
         fresh = base.shape[0] < count or base.shape[2] < self._capacity
         if fresh:
             room = max(count, base.shape[0] if base.shape[0] >= count else 2 * rows)
@@ -207,19 +211,20 @@ class OrtState(State):
                 (room, buffer.shape[1], self._capacity, buffer.shape[3]), dtype=buffer.dtype, device=buffer.device
             )
         elif by:
-            held = held.clone()
+            tokens = tokens.clone()
         if fresh or by:
-            base[:rows, :, by : by + length] = held
+            base[:rows, :, by : by + length] = tokens
             base[:rows, :, :by] = 0
         self._bases[name] = base
         return base
 
     def run(self, feeds: Feeds, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Compute the outputs `names` for the next tokens, and keep their keys and values.
+        """Compute the outputs `names` for the next tokens, and append their keys and values to the state.
 
         Args:
-            feeds: The graph's inputs `(batch, new, ...)` without the cache, contiguous, where the state is, of the declared types.
-            names: Outputs wanted, none of the cache.
+            feeds: The graph's inputs `(batch, new, ...)` except the cache. They are contiguous, have the declared data
+                types and are on the device of the state.
+            names: The names of the outputs to return, without cache outputs.
         """
         new = self.check_step(feeds, self._batch, self._length)
         if self._in_place and new > 1 and self._length and self._batch > 1:
@@ -233,41 +238,41 @@ class OrtState(State):
         sizes = {"batch": self._batch, "sequence": new, "total": total}
         if self._kept is not None:
             sizes["kept"] = feeds[self._kept].shape[0]
-        found = {}
+        outputs = {}
         for spec in self._results:
             result = self._room(spec, sizes)
             binding.write(spec.name, result)
             if result is not None:
-                found[spec.name] = result
+                outputs[spec.name] = result
         if self._where != HOST:
-            # ONNX Runtime computes on a stream of its own, and is done when it returns.
+            # Wait for torch: ONNX Runtime computes on its own CUDA stream. It is finished when `run` returns.
             torch.cuda.current_stream(self._where).synchronize()
         binding.run()
         self._length = total
-        if self._replaced or len(found) < len(self._results):
+        if self._replaced or len(outputs) < len(self._results):
             values = binding.made()
             for name in names:
-                if name not in found:
+                if name not in outputs:
                     result = native_as_tensor(values[name])
-                    # On a GPU, ONNX Runtime uses the memory of a value again as soon as that is gone.
-                    found[name] = result if self._where == HOST else result.clone()
-            made = {spec.name: native_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
-            self._replace({**self._buffers, **made})
+                    # On a GPU, copy the result: ONNX Runtime reuses the memory as soon as its value is deleted.
+                    outputs[name] = result if self._where == HOST else result.clone()
+            presents = {spec.name: native_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
+            self._replace({**self._buffers, **presents})
             self._held = [values[spec.pair or ""] for spec in self._replaced]
-        return {name: found[name] for name in names}
+        return {name: outputs[name] for name in names}
 
     def _room(self, spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor | None:
-        """Memory for an output, where its size is known before."""
+        """Allocate memory for an output if its size is known in advance, else return `None`."""
         shape = [axis if isinstance(axis, int) else sizes.get(axis) for axis in spec.shape]
         if None in shape:
             return None
         return torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self._where)  # type: ignore[arg-type]
 
     def _with_lengths(self, feeds: Feeds, total: int) -> Feeds:
-        """The inputs, with the place of each row's last token, and a mask of places instead of columns.
+        """Add the position of each row's last token to the inputs, and move each row of the mask to the row's stored columns.
 
         Raises:
-            InputError: The mask keeps columns in front that hold no token.
+            InputError: The mask is not zero in padding columns that are not stored.
         """
         front = self._front
         if front is None:
@@ -285,7 +290,7 @@ class OrtState(State):
         return {**feeds, self._mask: placed.contiguous(), LENGTHS: (total - 1 - front).to(torch.int32)}
 
     def _reserve(self, total: int) -> Binding:
-        """Room for `total` tokens, and a binding that knows the buffers."""
+        """Ensure capacity for `total` tokens and return a binding of the current buffers."""
         if self._in_place and total > self._capacity:
             self._capacity = _roomy(total, self._capacity)
             self._binding = None
@@ -313,7 +318,7 @@ class OrtState(State):
         return buffer[: self._batch]
 
     def _replace(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Bind these buffers instead."""
+        """Replace the buffers and bind the new ones."""
         self._buffers = dict(buffers)
         self._binding = None
         if len(self._buffers) < len(self._pasts):
@@ -326,13 +331,14 @@ class OrtState(State):
 
 
 def _roomy(tokens: int, before: int) -> int:
-    """A capacity for so many tokens, and for some more."""
+    """Return a capacity for the given number of tokens, with spare capacity."""
     return max(_MIN_CAPACITY, -(-tokens // 64) * 64, int(before * _GROWTH))
 
 
 def _moves(chosen: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Rows to copy one after another, `(to, from)`, so that row `i` becomes row `chosen[i]`; `None` where one is needed
-    after it was written over.
+    """Return copies `(to, from)` that, done in order, set row `i` to row `chosen[i]`.
+
+    Return `None` if a row would be needed after it was overwritten.
     """
     moves = [(target, source) for target, source in enumerate(chosen) if target != source]
     return None if any(source in {target for target, _ in moves[:i]} for i, (_, source) in enumerate(moves)) else moves

@@ -1,4 +1,4 @@
-"""Calls of one new token a row, with next to nothing bound or checked anew."""
+"""Decoding steps with one new token in each row, which reuse bindings and skip repeated checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _ONE = {"sequence": 1, "kept": 1}
 
 
 class OrtSteps(BoundSteps):
-    """Steps of a state on the host whose keys and values are written in place. The logits are written over by the next step."""
+    """Single-token steps of a state in CPU memory whose keys and values are written in place.
+
+    Each step overwrites the logits of the previous step.
+    """
 
     def __init__(self, session: BaseSession[Any], state: OrtState, feeds: Feeds, calls: int) -> None:
         super().__init__(session, state, feeds, calls)
@@ -36,7 +39,7 @@ class OrtSteps(BoundSteps):
 
     @staticmethod
     def fits(state: State, feeds: Feeds, calls: int) -> bool:
-        """Whether the state can go on so."""
+        """Return whether these steps support the state and inputs."""
         return (
             isinstance(state, OrtState)
             and state._where == HOST
@@ -48,16 +51,16 @@ class OrtSteps(BoundSteps):
         )
 
     def bound(self, mask: torch.Tensor) -> Any:
-        """ONNX Runtime's value over a mask."""
+        """Return ONNX Runtime's value that shares memory with a mask."""
         return native_value(mask)
 
     def compute(self, mask: Any) -> np.ndarray:
-        """Run the call; see `BoundSteps.compute`."""
+        """Run one step and return the logits; see `BoundSteps.compute`."""
         state = self._state
         total = state._length + 1
         binding = state._reserve(total)
         if binding is not self._binding:
-            # A new one, with the buffers alone: at first, and when they have grown.
+            # At the first step, and after the buffers have grown, the binding is new and contains only the cache buffers.
             for name, tensor in self.feeds.items():
                 binding.read(name, tensor)
             if state._lengths:

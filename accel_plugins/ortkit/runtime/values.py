@@ -1,4 +1,4 @@
-"""Torch tensors and ONNX Runtime's values over the same memory."""
+"""Torch tensors and ONNX Runtime values that share memory."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ..upstream import native_binding, native_device, native_value
 
 
 def as_ort_value(tensor: torch.Tensor) -> Any:
-    """The memory of a torch tensor of any shape as an `OrtValue`; it must outlive the value."""
+    """Return an `OrtValue` that shares memory with a torch tensor; the tensor must outlive the value."""
     return ort.OrtValue(native_value(tensor))
 
 
 class Binding:
-    """What a graph reads and writes, as tensors, bound by their addresses and kept from run to run.
+    """An IO binding of a graph's inputs and outputs to tensors by address, reused from run to run.
 
     Args:
-        session: Whose graph.
-        where: The device that outputs without a tensor are made on.
+        session: ONNX Runtime's session for the graph.
+        where: The device for outputs that are not bound to a tensor.
     """
 
     def __init__(self, session: ort.InferenceSession, where: torch.device) -> None:
         self._native, self._run = native_binding(session)
         self._where = native_device(where)
-        # The host's memory is read at each run: the same tensor need not be bound again. For a device it may be copied when it
-        # is bound.
+        # CPU memory is read at each run, so the same tensor need not be bound again. On other devices, ONNX Runtime may
+        # copy a tensor when it is bound.
         self._stays = where.type == "cpu"
         self._read: dict[str, tuple[torch.Tensor, int, torch.Size]] = {}
         self._written: list[str] = []
 
     def read(self, name: str, tensor: torch.Tensor) -> None:
-        """Read an input from a contiguous tensor of its type, where the graph runs."""
+        """Bind an input to a contiguous tensor of the input's data type, on the device where the graph runs."""
         address, shape = tensor.data_ptr(), tensor.shape
         before = self._read.get(name)
         if before is not None and self._stays and before[0] is tensor and before[1] == address and before[2] == shape:
@@ -42,12 +42,12 @@ class Binding:
         self._read[name] = (tensor, address, shape)
 
     def read_native(self, name: str, value: Any) -> None:
-        """Read an input from what `native_value` made of such a tensor, which must outlive the runs."""
+        """Bind an input to a value from `native_value`; its tensor must outlive the runs."""
         self._native.bind_ortvalue_input(name, value)
         self._read.pop(name, None)
 
     def write(self, name: str, tensor: torch.Tensor | None = None) -> None:
-        """Write an output to a contiguous tensor of its type and size, or to memory that ONNX Runtime makes for it."""
+        """Bind an output to a contiguous tensor of its data type and size, or let ONNX Runtime allocate the memory."""
         if tensor is not None:
             self._native.bind_ortvalue_output(name, native_value(tensor))
         else:
@@ -56,9 +56,9 @@ class Binding:
             self._written.append(name)
 
     def run(self) -> None:
-        """Compute all outputs that are bound."""
+        """Compute all bound outputs."""
         self._run(self._native, None)
 
     def made(self) -> dict[str, Any]:
-        """All outputs of the last run, as ONNX Runtime's values (`native_as_tensor`)."""
+        """Return all outputs of the last run by name, as ONNX Runtime's native values (see `native_as_tensor`)."""
         return dict(zip(self._written, self._native.get_outputs(), strict=True))

@@ -1,1 +1,1 @@
-"""Packages of compiled code: a model through PyTorch's compiler once, and opened without compiling ever after."""
+"""The backend `aotinductor`: PyTorch's compiler compiles a model once into a package, which opens without compilation."""

@@ -1,4 +1,4 @@
-"""Exports models as packages of compiled code, and opens them."""
+"""The backend `aotinductor`: exports models as packages of compiled code (.pt2) and opens the packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from accel.artifact import Artifact, Component
 from accel.errors import ConfigError
-from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Preparer, Quantizer, Session
+from accel.interfaces.protocols import Exporter, OpenRequest, Session
 from accel.interfaces.specs import Probe
 
 from ..backend import PytorchBackend
@@ -19,52 +19,36 @@ from .exporter import PackageExporter
 from .packages import check_target, opened, trusted
 
 
-class _Runtime(PytorchBackend):
-    """PyTorch's settings, without options."""
+class AotInductorBackend(PytorchBackend):
+    """Runs packages of compiled code. It has the session settings of the `pytorch` backend and no options."""
 
     name = "aotinductor"
     options = ()
 
-
-class AotInductorBackend:
-    """Runs packages of compiled code."""
-
-    def __init__(self) -> None:
-        self._runtime = _Runtime()
-
     def probe(self) -> Probe:
-        """The host: opening a package needs no compiler."""
-        found = self._runtime.probe()
-        return replace(found, devices=tuple(device for device in found.devices if device.type == "cpu"))
+        """Return the CPU as the only device. Opening a package needs no compiler."""
+        probe = super().probe()
+        return replace(probe, devices=tuple(device for device in probe.devices if device.type == "cpu"))
 
     def exporter(self) -> Exporter:
-        """Traces and compiles."""
+        """Return the exporter, which traces and compiles a model."""
         return PackageExporter()
 
-    def optimizer(self) -> Optimizer | None:
-        """None."""
-        return None
-
-    def quantizer(self) -> Quantizer | None:
-        """None."""
-        return None
-
-    def preparer(self) -> Preparer | None:
-        """None."""
-        return None
+    def preparer(self) -> None:
+        """Return `None`: this backend prepares no models."""
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Load the code of every part; see `accel.interfaces.protocols.Backend.open`. Nothing is compiled.
+        """Load the compiled code of each component; see `accel.interfaces.protocols.Backend.open`. Nothing is compiled.
 
         Args:
-            artifact: Packages.
-            request: There are no `options`.
+            artifact: An artifact of compiled packages (format `pt2`).
+            request: The device and session settings. `options` must be empty.
 
         Raises:
-            ConfigError: Code of somebody else that is not trusted, or settings that compiled code cannot have.
-            TargetMismatchError: It was compiled for another processor or PyTorch.
+            ConfigError: The code was compiled elsewhere and is not trusted, or compiled code cannot apply a setting.
+            TargetMismatchError: The code was compiled for another processor or another PyTorch version.
         """
-        self._runtime.check(request)
+        self.check(request)
         dtype = request.session.compute_dtype or artifact.dtype
         if dtype != artifact.dtype:
             raise ConfigError(
@@ -77,20 +61,17 @@ class AotInductorBackend:
         sessions: dict[str, Session] = {}
         for component in artifact.components:
             with trusted(artifact.path / component.file, trust_remote_code=request.trust_remote_code) as package:
-                module: Module = _Package(opened(package), component)
+                module = _module(opened(package), component)
             sessions[component.name] = ModuleSession(module, component, request.device, dtype, request.shapes)
         return sessions
 
 
-class _Package:
-    """A package as a module: named tensors in and out."""
+def _module(package: Any, component: Component) -> Module:
+    """Return a callable that runs a package with named input and output tensors."""
+    inputs = tuple(spec.name for spec in component.inputs)
+    outputs = tuple(spec.name for spec in component.outputs)
 
-    def __init__(self, loader: Any, component: Component) -> None:
-        self._loader = loader
-        self._inputs = tuple(spec.name for spec in component.inputs)
-        self._outputs = tuple(spec.name for spec in component.outputs)
+    def run(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(outputs, package.run([tensors[name].contiguous() for name in inputs]), strict=True))
 
-    def __call__(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute."""
-        found = self._loader.run([tensors[name].contiguous() for name in self._inputs])
-        return dict(zip(self._outputs, found, strict=True))
+    return run

@@ -1,4 +1,6 @@
-"""A model as a package of compiled code: `torch.export`'s program through the compiler, for all sizes at once."""
+"""Export of a model as a package of compiled code: `torch.export` traces it, PyTorch's compiler compiles it once for
+all input sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +8,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accel.artifact import Artifact, Component, Manifest, Step, record_files, tool_versions
 from accel.capture import Source, capture_program, first_lines, split
 from accel.config import ExportConfig
 from accel.errors import BackendUnavailableError, ConfigError, ExportError
 
 from ..exporter import components_of
-from ..inductor.compilation import REMEDIES, compiling, cpu_compiler
+from ..inductor.compilation import REMEDIES, compiling
+from ..upstream import compile_package, cpp_compiler
 from .packages import FORMAT, remember, target_of
 
 
 class PackageExporter:
-    """Writes `model.pt2`: native code for the processors that are here, and weights."""
+    """Exporter that writes `.pt2` files: native code for the processor of this machine, with the weights."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace, compile and write; see `accel.interfaces.protocols.Exporter`. Compiling takes 10 s to minutes.
+        """Trace and compile the model, and write the packages; see `accel.interfaces.protocols.Exporter`. Takes 10 s to
+        minutes.
 
         Raises:
-            BackendUnavailableError: There is no compiler.
-            ConfigError: An opset.
-            ExportError: The model cannot be traced, or its program not be compiled.
+            BackendUnavailableError: No C++ compiler is installed.
+            ConfigError: The config has an opset, which compiled code does not use.
+            ExportError: The model cannot be traced or compiled.
         """
         if config.opset is not None:
             raise ConfigError("Compiled code has no opset to choose.", fix="leave opset out.")
-        if cpu_compiler() is None:
+        if cpp_compiler() is None:
             raise BackendUnavailableError("Nothing here compiles code.", fix=f"{REMEDIES['cpu']}.")
         described = components_of(source)
         components = tuple(
@@ -61,10 +63,10 @@ class PackageExporter:
         program: Any = capture_program(part)
         file = f"{component.name}.pt2"
         try:
-            # Frozen weights would be in the code once more for each use of them.
+            # No freezing: it would copy each weight into the code once for each use of the weight.
             with compiling(freezing=False):
-                torch._inductor.aoti_compile_and_package(program, package_path=str(out / file))
-        except Exception as error:  # the compiler raises anything
+                compile_package(program, out / file)
+        except Exception as error:  # The compiler may raise any exception.
             raise ExportError(
                 f"PyTorch's compiler cannot make code of {part.architecture}: {first_lines(error)}",
                 fix="run it with backend='pytorch', or export it to another format.",

@@ -1,13 +1,13 @@
-"""Files of compiled code: whom they come from, what they were compiled for, and opening them.
+"""Packages of compiled code: trust, target processor and loading.
 
-A package is native code, which does what it likes in the process that loads it. What this user compiled here opens; what came from
-elsewhere only where its code is trusted, as code that comes with a PyTorch model.
+A package is native code and can do anything in the process that loads it. A package that this user compiled on this
+machine opens directly. Other packages open only with `trust_remote_code`, as code that comes with a PyTorch model does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
-from accel.artifact import Artifact, Component, accel_home, scratch
+from accel.artifact import Artifact, Component, accel_home, scratch, sha256
 from accel.capture import quiet
 from accel.errors import ConfigError, SessionError, TargetMismatchError
+
+from ..upstream import load_package, package_metadata
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "pt2"
-"""The format of artifacts that are packages of compiled code."""
-_BLOCK = 1 << 20
-# Checksums of packages that this process compiled; other processes read notes in the home.
+"""Format name of artifacts that are packages of compiled code."""
+# SHA-256 checksums of packages that this process compiled. Other processes look for marker files in the `accel` home
+# folder.
 _COMPILED: set[str] = set()
 
 
@@ -33,7 +35,7 @@ def _mark(checksum: str) -> Path:
 
 
 def remember(component: Component) -> None:
-    """Note that a package was compiled here, by its checksum."""
+    """Record that a package was compiled on this machine: store its checksum in memory and as a marker file."""
     checksum = next(record.sha256 for record in component.files if record.name == component.file)
     _COMPILED.add(checksum)
     try:
@@ -49,14 +51,15 @@ def remember(component: Component) -> None:
 
 @contextmanager
 def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
-    """What may be loaded of a package: itself where its code is trusted, else a copy in which nobody else can write.
+    """Yield the package file to load: the package itself if its code is trusted, or a private copy of it.
 
-    The copy is what is held against the notes of what was compiled here. Neither the manifest nor what is remembered of checked files
-    is asked, which whoever made or changed the folder had a hand in.
+    The checksum of the private copy is compared with the checksums of packages that were compiled on this machine. The
+    manifest and the cache of verified checksums are not used, because the author of a harmful package could have
+    written them.
 
     Raises:
-        ConfigError: It was not compiled here, and its code is not trusted.
-        SessionError: It cannot be read, or the copy not be written.
+        ConfigError: The package was not compiled on this machine, and `trust_remote_code` is False.
+        SessionError: The package cannot be read, or the copy cannot be written.
     """
     if trust_remote_code:
         yield package
@@ -64,7 +67,8 @@ def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             copy = stack.enter_context(scratch()) / package.name
-            checksum = _copied(package, copy)
+            shutil.copyfile(package, copy)
+            checksum = sha256(copy)
         except OSError as error:
             raise SessionError(
                 f"{package} cannot be copied into the folder for temporary files, where its code is checked: {error}",
@@ -78,31 +82,21 @@ def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
         yield copy
 
 
-def _copied(source: Path, target: Path) -> str:
-    """Copy a file, which may change meanwhile; the checksum of what was written."""
-    digest = hashlib.sha256()
-    with source.open("rb") as read, target.open("xb") as write:
-        while block := read.read(_BLOCK):
-            digest.update(block)
-            write.write(block)
-    return digest.hexdigest()
-
-
 def target_of(package: Path) -> dict[str, Any]:
-    """What a package that was just compiled runs on."""
-    found = metadata(package)
+    """Return the device, CPU instruction set and PyTorch version that a new package needs."""
+    metadata = package_metadata(package)
     return {
-        "device": found.get("AOTI_DEVICE_KEY", "cpu"),
-        "machine": found.get("AOTI_CPU_ISA", ""),
+        "device": metadata.get("AOTI_DEVICE_KEY", "cpu"),
+        "machine": metadata.get("AOTI_CPU_ISA", ""),
         "torch": _torch_version(),
     }
 
 
 def check_target(artifact: Artifact) -> None:
-    """Refuse code that is not for these processors or this PyTorch.
+    """Raise if an artifact was compiled for another processor or another PyTorch version.
 
     Raises:
-        TargetMismatchError: It was compiled for others.
+        TargetMismatchError: The target differs; the message shows the target and the installed PyTorch version.
     """
     target: Mapping[str, Any] = artifact.manifest.target or {}
     if (
@@ -118,31 +112,23 @@ def check_target(artifact: Artifact) -> None:
 
 
 def _computes(instructions: str) -> bool:
-    """Whether these processors have the compiler's instructions."""
+    """Whether this processor has the given instruction sets, named as PyTorch's compiler names them."""
     has = torch.cpu.get_capabilities()
-    # AVX512 is the foundation of it, whose name has an F at its end.
+    # PyTorch's compiler writes AVX512 for the CPU flag avx512_f.
     return all(has.get(word) or has.get(f"{word}_f") for word in instructions.lower().split())
 
 
 def opened(package: Path) -> Any:
-    """What runs a package: takes and gives flat lists of tensors.
+    """Load a package. The `run` method of the result takes and returns flat lists of tensors.
 
     Raises:
-        SessionError: PyTorch cannot load it.
+        SessionError: PyTorch cannot load the package.
     """
     try:
         with quiet():
-            return torch._inductor.aoti_load_package(str(package)).loader
+            return load_package(package)
     except Exception as error:
         raise SessionError(f"PyTorch cannot load {package}: {error}", fix="export the model again.") from error
-
-
-def metadata(package: Path) -> dict[str, str]:
-    """What the compiler wrote into a package about its device."""
-    from torch._C import _aoti
-
-    loader: Any = _aoti.AOTIModelPackageLoader
-    return dict(loader.load_metadata_from_package(str(package), "model"))
 
 
 def _torch_version() -> str:

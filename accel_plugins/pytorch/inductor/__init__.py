@@ -1,1 +1,1 @@
-"""PyTorch's compiler over transformers models: sizes to compile for, compiling, precision, what checks and times it."""
+"""The backend `inductor`: runs transformers models through PyTorch's compiler (`torch.compile`)."""

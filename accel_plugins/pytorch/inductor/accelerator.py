@@ -1,4 +1,4 @@
-"""Accelerates a PyTorch model where it is: its `forward` goes through compiled code until it is restored."""
+"""Acceleration of a PyTorch model in place: its `forward` runs compiled code until `restore` is called."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .sizes import MASK
 logger = logging.getLogger(__name__)
 
 _METHODS = ("forward", "warmup", "restore", "acceleration", "_prepare_static_cache", "_prepare_cache_for_generation")
-# Static caches are as long as the longest answer so far, in steps of this: each length is compiled for.
+# Lengths of static KV caches are rounded up to multiples of this, because each cache length is compiled separately.
 _CACHE_STEP = 128
 _NEW_TOKENS = 6
 
 
 class Acceleration:
-    """What runs an accelerated model, in place of its `forward`.
+    """Replaces the `forward` method of a model with compiled code.
 
     Args:
         model: The model.
-        config: How.
+        config: Settings for compilation.
     """
 
     def __init__(self, model: Any, config: AccelerateConfig) -> None:
         self._model = model
         self._attention = _set_attention(model, config.attention)
         try:
-            # Looked up before it is replaced: a bound method, or what somebody put there.
+            # `model.forward` may be the class's method, or a replacement that other code set on the instance.
             self._forward: Callable[..., Any] = model.forward
             self._own = {name: model.__dict__[name] for name in _METHODS if name in model.__dict__}
             self.engine = CompiledModel(model, self._forward, config)
@@ -52,7 +52,7 @@ class Acceleration:
         self._watch = Watch(model)
 
     def install(self) -> None:
-        """Put it in the model's place."""
+        """Replace the model's `forward`, and add `warmup`, `restore` and `acceleration`."""
         model = self._model
         for name, value in {
             "forward": self, "warmup": self.warmup, "restore": self.restore, "acceleration": self,
@@ -62,9 +62,7 @@ class Acceleration:
             self._use_static_cache()
 
     def _use_static_cache(self) -> None:
-        """Let `generate` keep keys and values in tensors of a fixed size, as transformers does it itself, and leave
-        compiling to us.
-        """
+        """Make `generate` use the static KV cache of transformers, and turn off the compilation of `generate` itself."""
         model = self._model
         if not getattr(model, "_can_compile_fullgraph", False):
             return
@@ -73,7 +71,7 @@ class Acceleration:
 
         @functools.wraps(prepare)
         def with_static(settings: Any, inputs: dict[str, Any], mode: Any, *args: Any, **kwargs: Any) -> Any:
-            # Drafts of an assistant are taken back, which a static cache cannot.
+            # Assisted generation crops the cache, which a static cache does not support.
             drafts = settings.is_assistant or mode == GenerationMode.ASSISTED_GENERATION
             given = any(inputs.get(name) is not None for name in CACHE_NAMES)
             if settings.cache_implementation is None and settings.use_cache is not False and not (drafts or given):
@@ -93,12 +91,11 @@ class Acceleration:
             object.__setattr__(model, "_prepare_static_cache", in_steps)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, by compiled code.
+        """Run `forward` with compiled code.
 
         Raises:
-            PrepareError: The model is being trained, or its weights, parts, settings or hooks are others than those it was
-                compiled with.
-            InputError: Labels, or inputs that want gradients.
+            PrepareError: The model is in training mode, or its weights, modules, settings or hooks have changed.
+            InputError: The call has labels, or inputs that require gradients.
         """
         if self._model.training:
             raise PrepareError(
@@ -112,20 +109,20 @@ class Acceleration:
                 "An accelerated model passes no gradients on, and inputs want some.",
                 fix="call it under torch.no_grad(), or model.restore().",
             )
-        # A GPU computes while the host looks.
-        later = self.engine.device.type == "cuda"
-        if not later:
+        # On a GPU, check after the launch, so that the check runs while the GPU computes.
+        on_gpu = self.engine.device.type == "cuda"
+        if not on_gpu:
             self._check()
-        found = self.engine(*args, **kwargs)
-        if later:
+        answer = self.engine(*args, **kwargs)
+        if on_gpu:
             self._check()
-        return found
+        return answer
 
     def _check(self) -> None:
-        """Refuse a model that is not what was compiled.
+        """Raise if the model has changed since it was accelerated.
 
         Raises:
-            PrepareError: With what changed.
+            PrepareError: The model has changed; the message describes the change.
         """
         if why := self._watch.changed():
             raise PrepareError(
@@ -134,17 +131,18 @@ class Acceleration:
             )
 
     def warmup(self, shapes: Iterable[Sequence[int] | Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
-        """Compile for these shapes now, check the answers and measure.
+        """Compile for the given shapes now, compare the outputs with the original model and measure the speed.
 
         Args:
-            shapes: `(rows, tokens)` of texts, or example inputs by name. Of a model that generates, `(rows, tokens)` is the
-                shape of a prompt.
+            shapes: `(rows, tokens)` of text inputs, or example inputs by name. For a model that generates, `(rows,
+                tokens)` is the shape of a prompt.
 
         Returns:
-            What was compiled: for each form its times in milliseconds, its difference, and what answers.
+            One dictionary for each compiled form (code for one set of input sizes): times in milliseconds, difference of the
+            outputs, and whether compiled code is used.
 
         Raises:
-            PrepareError: On these shapes it is not faster than the model was, which is restored, or it differs.
+            PrepareError: Compiled code is slower for all shapes (the model is restored), or its outputs differ.
         """
         engine = self.engine
         for shape in _listed(shapes):
@@ -187,16 +185,16 @@ class Acceleration:
         return {name: t.to(self.engine.device) for name, t in (("input_ids", ids), (MASK, torch.ones_like(ids)))}
 
     def report(self) -> list[dict[str, Any]]:
-        """Every form so far; as `warmup` returns it."""
+        """Return a report of all compiled forms (code for one set of input sizes) so far, in the format of `warmup`."""
         return self.engine.report()
 
     @property
     def compilations(self) -> int:
-        """How many sizes were compiled for so far."""
+        """Number of compiled forms (sets of input sizes) so far."""
         return self.engine.compilations
 
     def restore(self) -> torch.nn.Module:
-        """The model as it was: its `forward`, its settings; its weights were never touched."""
+        """Restore the model's own `forward` and settings, and return the model. Its weights were never changed."""
         model: torch.nn.Module = self._model
         if model.__dict__.get("acceleration") is self:
             for name in _METHODS:
@@ -237,7 +235,9 @@ def _text_shape(shape: object) -> tuple[int, int]:
 
 
 def _set_attention(model: Any, wanted: str | None) -> str | None:
-    """Have the model use another of transformers' attention functions; which it used before."""
+    """Set the attention implementation of a transformers model. Return the previous one, or `None` if nothing was
+    changed.
+    """
     if wanted is None or not hasattr(model, "set_attn_implementation"):
         return None
     before: str = model.config._attn_implementation
@@ -253,12 +253,12 @@ def _set_attention(model: Any, wanted: str | None) -> str | None:
 
 
 class Accelerator:
-    """Accelerates models with PyTorch's compiler."""
+    """Preparer that accelerates models with PyTorch's compiler."""
 
     def prepare(
         self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
     ) -> torch.nn.Module:
-        """The same model; see `accel.interfaces.protocols.Preparer`."""
+        """Accelerate a model in place and return it; see `accel.interfaces.protocols.Preparer`."""
         if config.scheme != "accelerate" or not isinstance(config, AccelerateConfig):
             raise ConfigError(
                 f"The backend 'inductor' prepares by 'accelerate' with AccelerateConfig, not by {config.scheme!r}.",

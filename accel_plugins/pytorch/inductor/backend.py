@@ -1,4 +1,6 @@
-"""Opens transformers models as sessions that run compiled code, and accelerates models where they are."""
+"""The backend `inductor`: opens transformers models as sessions that run compiled code, and accelerates models in
+place.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ from accel.interfaces.specs import Probe, Reason
 
 from ..backend import PytorchBackend
 from ..session import Module
+from ..upstream import cpp_compiler
 from .accelerator import Accelerator
-from .compilation import REMEDIES, cpu_compiler, gpu_compiler
+from .compilation import REMEDIES, gpu_compiler
 from .compiled_model import CompiledModel
 from .steps import CompiledStepsSession
 
@@ -31,15 +34,15 @@ class InductorBackend(PytorchBackend):
     options = ("quantization", "graphs", "cuda_graph", "packing", "freezing", "keep_slower")
 
     def probe(self) -> Probe:
-        """PyTorch's devices, as far as code can be compiled for them."""
-        found = super().probe()
-        able = {"cpu": cpu_compiler() is not None, "cuda": gpu_compiler()}
+        """Return the devices that code can be compiled for, with reasons for the missing ones."""
+        probe = super().probe()
+        compilable = {"cpu": cpp_compiler() is not None, "cuda": gpu_compiler()}
         reasons = [
             Reason("no-compiler", f"nothing here compiles code for {kind}", REMEDIES[kind])
-            for kind in sorted({device.type for device in found.devices})
-            if not able[kind]
+            for kind in sorted({device.type for device in probe.devices})
+            if not compilable[kind]
         ]
-        versions = dict(found.versions)
+        versions = dict(probe.versions)
         try:
             versions["torchao"] = metadata.version("torchao")
         except metadata.PackageNotFoundError:
@@ -50,27 +53,27 @@ class InductorBackend(PytorchBackend):
                     'pip install "accel-transformers[inductor]"',
                 )
             )
-        devices = tuple(device for device in found.devices if able[device.type])
+        devices = tuple(device for device in probe.devices if compilable[device.type])
         return Probe(devices=devices, reasons=tuple(reasons), versions=versions)
 
     def preparer(self) -> Preparer:
-        """Accelerates models where they are."""
+        """Return the preparer that accelerates models in place."""
         return Accelerator()
 
     def exporter(self) -> Exporter | None:
-        """None: PyTorch's own backend writes the format."""
+        """Return `None`: the backend `pytorch` writes this format."""
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open the parts of a model; compiled when they are called, see `accel.interfaces.protocols.Backend.open`.
+        """Open the components of a model; see `accel.interfaces.protocols.Backend.open`. The first call compiles.
 
         Args:
-            artifact: PyTorch weights.
-            request: `options` are fields of `AccelerateConfig`: `quantization`, `graphs`, `cuda_graph`, `packing`, `freezing`,
-                `keep_slower`.
+            artifact: An artifact of PyTorch weights.
+            request: The device and settings. `options` are fields of `AccelerateConfig`: `quantization`, `graphs`,
+                `cuda_graph`, `packing`, `freezing`, `keep_slower`.
 
         Raises:
-            ConfigError: An option that there is not, or a model whose steps are not compiled.
+            ConfigError: An option is unknown, or the decoding steps of the model cannot be compiled.
         """
         stateful = [component for component in artifact.components if component.stateful]
         if stateful:
@@ -78,25 +81,25 @@ class InductorBackend(PytorchBackend):
         return super().open(artifact, request)
 
     def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
-        """A decoder that computes steps with compiled code."""
+        """Return a decoder session that computes decoding steps with compiled code."""
         graphs = _config(request).graphs
         return CompiledStepsSession(model, part, component, request.device, dtype, forms=graphs)
 
     def check(self, request: OpenRequest) -> None:
-        """Refuse options that there are not; see `PytorchBackend.check`."""
+        """Raise if an option is unknown; see `PytorchBackend.check`."""
         super().check(replace(request, options={k: v for k, v in request.options.items() if k != "cuda_graph"}))
         _config(request)
 
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
-        """The model through compiled code."""
+        """Return the compiled version of a model."""
         return CompiledModel(model, model.forward, _config(request), owned=True)
 
 
 def _check_steps(artifact: Artifact, request: OpenRequest) -> None:
-    """Refuse decoders whose steps are not compiled.
+    """Raise if the decoding steps of a model cannot be compiled.
 
     Raises:
-        ConfigError: With what opens them.
+        ConfigError: The steps cannot be compiled; the message names another way to run the model.
     """
     instead = "load the model with transformers and call accel.accelerate(model), or use backend='pytorch'."
     if request.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""How far an answer of compiled code is from the model's own."""
+"""Comparison of the outputs of compiled code with the outputs of the original model."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ import math
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..upstream import tree_flatten, tree_leaves, tree_unflatten
 from .sizes import Sizes, axes_to_cut, cut
 
 
 def compare(
     found: Any, expected: Any, have: Sizes, want: Sizes, mask: torch.Tensor | None = None
 ) -> tuple[Any, float, list[dict[int, str]]]:
-    """What was found without its padding, its largest difference as a share of the largest value, and the axes cut of each tensor.
+    """Compare the output of compiled code with the original model's output.
 
     Args:
-        found: The answer to a padded call: tensors, `(batch, ...)` each, in any nesting.
-        expected: The answer to the call itself.
-        have: Sizes of the call.
-        want: Sizes that it was padded to.
-        mask: `(batch, sequence)`; where it is given, tensors of tokens are compared at the tokens it has.
+        found: The output of the compiled code for the padded call: a nested structure of tensors `(batch, ...)`.
+        expected: The output of the original model for the call without padding.
+        have: Sizes of the call without padding.
+        want: Sizes that the call was padded to.
+        mask: Attention mask `(batch, sequence)`. If given, outputs of tokens are compared only where it is not 0.
+
+    Returns:
+        The compiled output without padding; the largest difference as a fraction of the largest expected value
+        (infinity if the structures do not match); the axes that were cut in each tensor.
     """
-    leaves, spec = pytree.tree_flatten(found)
-    reference = pytree.tree_leaves(expected)
+    leaves, spec = tree_flatten(found)
+    reference = tree_leaves(expected)
     if len(leaves) != len(reference):
         return found, math.inf, []
     worst, axes = 0.0, []
     for i, (leaf, other) in enumerate(zip(leaves, reference, strict=True)):
         if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
-            # Numbers among the answers, such as that of the rows.
+            # Outputs may contain plain values, such as the number of rows.
             if isinstance(leaf, (bool, int, float, str)) and leaf != other:
                 worst = math.inf
             continue
@@ -43,11 +47,13 @@ def compare(
         if mask is not None and leaf.shape[:2] == mask.shape:
             leaf, other = leaf[mask != 0], other[mask != 0]
         worst = max(worst, difference(leaf, other))
-    return pytree.tree_unflatten(leaves, spec), worst, axes
+    return tree_unflatten(leaves, spec), worst, axes
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference of two tensors of one shape, as a share of the largest finite value expected; NaN equals NaN."""
+    """Return the largest difference of two tensors of equal shape, as a fraction of the largest finite expected value.
+    NaN equals NaN.
+    """
     if not found.numel():
         return 0.0
     one, other = found.double(), expected.double()

@@ -1,4 +1,6 @@
-"""A model's calls through compiled code: one compiled form for each size, checked and timed before it answers."""
+"""Runs a model's calls with compiled code. Each set of input sizes has its own compiled form, which is checked and
+timed before use.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from accel.capture import IntegerLinear, first_lines, pad_id
 from accel.capture.graph_forms import relative_tolerance
@@ -21,6 +22,7 @@ from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 
 from ..cuda_graphs import on_device
 from ..session import CapturedModule
+from ..upstream import tree_flatten, tree_map_only, tree_unflatten
 from .comparison import compare, difference
 from .compilation import compiled, compiling
 from .forms import CompiledForm, Plan
@@ -33,10 +35,11 @@ from .static_caches import as_inputs, cache_of, copied, is_decoding, shape_of, t
 
 logger = logging.getLogger(__name__)
 
-# Fastest calls of so many; on a busy machine of more, before something is called slower.
+# Rounds of measurement; the fastest counts. If compiled code seems slower, more rounds run, because other processes may
+# disturb the timing.
 _ROUNDS, _MORE_ROUNDS = 5, 20
 _SECONDS = 4.0
-# Of two ways that take the same time, clocks on a busy machine find either faster.
+# Two measurements of equal code may differ by this factor on a busy machine, so a smaller difference is no slowdown.
 _EQUAL = 1.02
 
 
@@ -44,10 +47,10 @@ class CompiledModel:
     """Computes a model's calls with compiled code.
 
     Args:
-        model: The model, for inference; its weights stay as they are.
-        forward: Computes a call as the model is.
-        config: How.
-        owned: Whether nobody else holds the model, so that its parameters may become views of others.
+        model: The model in evaluation mode; its weights are not changed.
+        forward: The function that computes a call without compiled code.
+        config: Settings for compilation.
+        owned: Whether no other code uses the model, so that its parameters may be replaced by views.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class CompiledModel:
         self._fuses = self.device.type == "cuda" and self.dtype in HALF
         if self._fuses and (owned or self._computing is not model):
             join_projections(self._computing)
-        # Only the model itself answers by the method that was there before; a copy has its class's.
+        # A copy of the model does not have the replaced `forward` of the original, but that of its class.
         self._compute = forward if self._computing is model else self._computing.forward
         rounds = config.quantization is not None or any(isinstance(one, IntegerLinear) for one in model.modules())
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
@@ -78,7 +81,7 @@ class CompiledModel:
         self._told: set[str] = set()
         self._pads = True
         attends = self.device.type == "cuda" and packable(self._computing, self.dtype)
-        # With attention of our own. Copied now: whoever accelerates the model puts another `forward` in its place.
+        # The copy uses the packed attention. It is made before the model's `forward` is replaced.
         self._encoder = sharing_copy(self._computing) if attends else None
         self._pad_id = pad_id(model.config) if getattr(model, "config", None) is not None else 0
         self._maskable = MASK in self.signature.parameters or any(
@@ -89,19 +92,21 @@ class CompiledModel:
 
     @property
     def _freezes(self) -> bool:
-        """Whether weights become constants of the code. Frozen 8-bit products add pairs in 16 bits where a processor has no
-        VNNI, and saturate: 0.4 of the largest value off for a tiny BERT, 0.04 in code that is not frozen.
+        """Whether weights become constants of the compiled code (freezing).
+
+        Freezing is off for int8 on processors without VNNI: there, frozen int8 matrix products add pairs in 16 bits and
+        saturate (measured on a tiny BERT: error of 0.4 of the largest value, 0.04 without freezing).
         """
         saturates = self.config.quantization == "int8" and adds_in_16_bits(cpu_flags())
         return self.config.freezing and self.device.type == "cpu" and not saturates
 
     @property
     def compute_dtype(self) -> str:
-        """What it computes in."""
+        """Name of the data type used for computation."""
         return str(self.dtype).removeprefix("torch.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer to a call, computed without gradients."""
+        """Compute the output of a call, without gradients."""
         with on_device(self.device):
             return self._computed(args, kwargs)
 
@@ -113,20 +118,21 @@ class CompiledModel:
                 return found
         call = self.bind(args, kwargs)
         with contextlib.ExitStack() as stack:
-            # A cache is written to, which PyTorch allows only in the mode that it was made in.
+            # PyTorch allows writes to a KV cache only in the mode (inference mode or not) in which the cache was
+            # created.
             if torch.is_inference_mode_enabled() and cache_of(call) is None:
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             if torch.is_autocast_enabled(self.device.type):
-                # What code computes in is settled when it is compiled.
+                # Compiled code chooses its own data types, so autocast is turned off.
                 stack.enter_context(torch.autocast(self.device.type, enabled=False))
             return self.answer(call, seen)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name, those that are `None` left out.
+        """Return the arguments by name, without arguments that are `None`.
 
         Raises:
-            InputError: Labels (compiled code computes no loss), or inputs that have no name.
+            InputError: The arguments contain labels (compiled code computes no loss), or an input without a name.
         """
         call: dict[str, Any] = {}
         plain = not args and self._named.issuperset(kwargs)
@@ -149,11 +155,11 @@ class CompiledModel:
         return call
 
     def answer(self, call: dict[str, Any], seen: Any = None) -> Any:
-        """The answer to a call by name.
+        """Compute the output of a call.
 
         Args:
-            call: The inputs.
-            seen: What the next call like this one is known by, if it can be.
+            call: The inputs by name.
+            seen: Key of the call, from `seen_of`. Later calls with this key replay the same CUDA graph. `None`: remember nothing.
         """
         plan = self._plan(call)
         have = plan.have
@@ -164,7 +170,7 @@ class CompiledModel:
         kind = (have.batch != form.sizes.batch, have.length != form.sizes.length)
         if form.call is not None and kind not in form.checked:
             with self._turn:
-                # While this thread waited, another one may have found that the form differs, or that it is slower.
+                # Another thread may have removed the form in the meantime, because its outputs differ or it is slower.
                 if not any(one is form for one in self.forms.values()):
                     return self.answer(call)
                 if form.call is not None and kind not in form.checked:
@@ -178,7 +184,7 @@ class CompiledModel:
         return found
 
     def _tell(self, why: str) -> None:
-        """Say once why calls of a kind are computed as the model is; those beyond the limit are counted."""
+        """Log once why calls run without compiled code. Calls beyond the limit of compiled forms are counted."""
         self.uncompiled_calls += not why
         told = why or f"{self.config.graphs} sizes are compiled already, and it was called with others"
         if told in self._told:
@@ -186,7 +192,7 @@ class CompiledModel:
         self._told.add(told)
         name = type(self.model).__name__
         if why:
-            # Part of how generation works, and nothing to be warned of.
+            # Such calls are normal during generation, so they are logged at INFO level.
             logger.info("%s: %s", name, why)
         else:
             logger.warning("%s: %s. Those run as the model is; pass lengths=... or graphs=....", name, told)
@@ -198,7 +204,7 @@ class CompiledModel:
         return sizes_of(call, maskable=self._maskable)
 
     def _plan(self, call: Mapping[str, Any]) -> Plan:
-        """How a call is computed; remembered, as it costs more than the launch of a graph."""
+        """Return the plan of a call. Plans are cached, because making one takes longer than launching a CUDA graph."""
         seen = seen_of(call)
         if seen is None:
             return self._planned(call)
@@ -215,16 +221,18 @@ class CompiledModel:
         if why := self._why_eager(call):
             return Plan(why, have, -1, have)
         kind, want = self._key(call, have)
-        # A number: what it stands for is long, and would be hashed in each call.
+        # Replace the long key by a number: hashing the key in each call would be slow.
         return Plan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
     def _asked(self, call: Mapping[str, Any], plan: Plan) -> Asked | None:
-        """Tells what layers compute of a call; `None` where they compute all that it is padded to."""
+        """Return a function that counts the tokens which layers compute; `None` if layers compute padding as well."""
         packs = self.config.packing and self._encoder is not None and cache_of(call) is None
         return asked_tokens(call, plan.have, plan.want) if packs else None
 
     def _form(self, call: Mapping[str, Any], plan: Plan) -> CompiledForm | None:
-        """The form of a call, made where there is none yet; `None` beyond the limit."""
+        """Return the compiled form for a call and create it if needed. Return `None` or a larger form if the limit of
+        forms is reached.
+        """
         asked = self._asked(call, plan)
         want, tokens = plan.want, None if asked is None else asked(False)
         kind = (plan.kind, tokens)
@@ -239,7 +247,9 @@ class CompiledModel:
         return form
 
     def _larger(self, kind: Any, want: Sizes) -> CompiledForm | None:
-        """The smallest form of the same kind that a call can be padded up to, at most to twice its size."""
+        """Return the smallest compiled form that the call can be padded to, at most twice its size; `None` if there is
+        none.
+        """
         if want.batch is None or want.length is None or not self._pads:
             return None
         fitting = [
@@ -252,7 +262,7 @@ class CompiledModel:
         return found if size <= 2 * want.batch * want.length else None
 
     def _key(self, call: Mapping[str, Any], have: Sizes) -> tuple[Any, Sizes]:
-        """What compiled code depends on besides its sizes, and the sizes that a call is padded to."""
+        """Return the key of the compiled code without batch size and length, and the sizes that the call is padded to."""
         cache = cache_of(call)
         want = have
         if cache is None and self._pads:
@@ -268,13 +278,13 @@ class CompiledModel:
             if value is cache and cache is not None:
                 parts.append((name, shape_of(cache)))
                 continue
-            leaves, spec = pytree.tree_flatten(value)
+            leaves, spec = tree_flatten(value)
             by_token = name in BY_TOKEN
             parts.append((name, str(spec), tuple(self._leaf(leaf, have, by_token=by_token) for leaf in leaves)))
         return (tuple(parts), pads_mask), want
 
     def _leaf(self, leaf: Any, have: Sizes, *, by_token: bool) -> Any:
-        """What code depends on of an input; sizes that are padded have names."""
+        """Return the key of an input: data type, device and shape. Sizes that are padded are replaced by their names."""
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         shape: list[Any] = list(leaf.shape)
@@ -318,21 +328,22 @@ class CompiledModel:
         if form.replayed:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         found = code(**given)
-        leaves, spec = pytree.tree_flatten(found)
+        leaves, spec = tree_flatten(found)
         place = 0
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 if place < len(cuts):
                     leaf = cut(leaf, cuts[place], have)
                 place += 1
-                # The next replay writes where this one did.
+                # Copy outputs in CUDA graph memory, because the next replay overwrites them.
                 dtype = self.own_dtype if leaf.is_floating_point() else leaf.dtype
                 leaves[i] = leaf.to(dtype, copy=form.replayed)
-        return pytree.tree_unflatten(leaves, spec)
+        return tree_unflatten(leaves, spec)
 
     def _cast(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Inputs in the type and layout that code is compiled for, each a tensor of its own: of two that are one, the compiler
-        would make one.
+        """Return the inputs in the data type and memory layout that the code is compiled for.
+
+        Each input becomes a separate tensor object: the compiler would merge two inputs that are the same object.
         """
         cache, seen = cache_of(call), set[int]()
 
@@ -346,15 +357,15 @@ class CompiledModel:
         def each(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return own(value)
-            return value if value is cache else pytree.tree_map_only(torch.Tensor, own, value)
+            return value if value is cache else tree_map_only(torch.Tensor, own, value)
 
         return {name: each(value) for name, value in call.items()}
 
     def _first(self, form: CompiledForm, call: dict[str, Any], have: Sizes, kind: tuple[bool, bool]) -> Any:
-        """Compile where that is still to be done, compare with the model as it was, and time both.
+        """First call of a form: compile if needed, compare with the original model's output, and time both.
 
         Raises:
-            PrepareError: It cannot be compiled, or the answers differ.
+            PrepareError: The model cannot be compiled, or the outputs differ.
         """
         cache = cache_of(call)
         before, again = (call, call) if cache is None else (copied(call), copied(call))
@@ -393,7 +404,8 @@ class CompiledModel:
         form.checked.add(kind)
         if cache is None or self.device.type == "cpu":
             self._time(form, call, have)
-        # The next call of a form that is slower is the model's own: so is the first one's answer, to the last bit.
+        # If the form is slower, later calls run the original model. Return its output now, so that all calls give
+        # identical results.
         return expected if form.call is None and cache is None else found
 
     def _compile(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> Any:
@@ -411,16 +423,19 @@ class CompiledModel:
     def _other_cache(
         self, form: CompiledForm, call: dict[str, Any], have: Sizes, before: dict[str, Any], expected: Any
     ) -> float:
-        """Run the code that was compiled with one cache over another, and compare what that one holds then, too."""
+        """Run code that was compiled with one KV cache on another cache. Return the largest difference of the outputs
+        and of the caches.
+        """
         _, found, _ = compare(self._run(form, form.call, call, have), expected, have, form.sizes)
         held = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
         return max(found, *(difference(one, other) for one, other in held))
 
     def _differs(self, form: CompiledForm, call: dict[str, Any], kind: tuple[bool, bool], gap: float) -> Any:
-        """Padding may change what a model answers: then it is compiled for each size by itself.
+        """Handle a form whose outputs differ from the model's: compile again without packed attention or joined
+        products, or without padding.
 
         Raises:
-            PrepareError: It differs without padding, too.
+            PrepareError: The outputs differ without these changes as well.
         """
         self._drop(form)
         why = f"it differs by {gap:.2g} of the largest value; {self.tolerance:.2g} is accepted"
@@ -441,7 +456,7 @@ class CompiledModel:
         )
 
     def _plainer(self, form: CompiledForm, call: dict[str, Any], why: str) -> Any:
-        """The answer to a call for which code with parts of our own did not do; from now on one part less is in it."""
+        """Turn off packed attention, or joined matrix products, from now on, and compute the call again."""
         part = "attention of our own, and with its padding" if form.attends else "joining products"
         self._encoder, self._fuses = (None, self._fuses) if form.attends else (self._encoder, False)
         self._repeats.forget()
@@ -453,7 +468,9 @@ class CompiledModel:
         self._repeats.forget()
 
     def _time(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> None:
-        """Both ways in turns, fastest calls; what is slower runs as the model was, and is told."""
+        """Time the compiled form and the original model alternately and compare their fastest calls. A slower form is
+        not used; a warning is logged.
+        """
         cache = cache_of(call)
         times: dict[str, list[float]] = {"eager": [], "compiled": []}
         ways: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -490,7 +507,7 @@ class CompiledModel:
             torch.cuda.synchronize(self.device)
 
     def report(self) -> list[dict[str, Any]]:
-        """Every form: what answers, compile time, times and difference."""
+        """Return a report of all compiled forms: state, compile time in seconds, times in milliseconds, difference of outputs."""
         return [
             {
                 "form": form.name,

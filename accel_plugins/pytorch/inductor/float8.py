@@ -1,7 +1,8 @@
-"""Linear layers whose products are of 8-bit floats, with a scale for each row that is read and for each row of the weight.
+"""Linear layers that multiply in float8, with one scale per input row and one per weight row.
 
-Rounding what a product reads costs as much as the smaller product gains, unless the kernel that computes those values rounds them, too:
-the compiler's norms do, GELU has a kernel for it. So layers are left alone that read what neither computes.
+Rounding the input takes as much time as the faster matrix product saves, unless the kernel that computes the input also
+rounds it. The compiler's kernels for norms do this, and a custom kernel does it for GELU. Layers with other inputs are
+not replaced.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ import torch
 from torch.fx import Graph
 from torch.nn.functional import gelu
 
+from ..upstream import scaled_product
 from .parallel_layers import side_by_side, spans_of
 
 LARGEST = 448.0
-"""The largest value of `torch.float8_e4m3fn`."""
+"""Largest finite value of `torch.float8_e4m3fn`."""
 SMALLEST_SCALE = 1e-12
-"""Of rows of zeros."""
-# What products of 8-bit floats want sizes to be multiples of.
+"""Smallest scale; rows of zeros get this scale."""
+# Sizes of float8 matrix products must be multiples of this.
 _MULTIPLE = 16
-# Features of a row that the kernel for GELU holds at once.
+# Largest number of features per row that the GELU kernel supports.
 _MOST_FEATURES = 16384
 
 
 class Float8Linear(torch.nn.Module):
-    """A linear layer by some rows of a rounded weight.
+    """Linear layer that uses some rows of a float8 weight, which several layers may share.
 
     Args:
-        layer: What it stands for.
-        values: `(features out of all layers of the weight, features in) float8_e4m3fn`.
-        scale: `(features out, 1) float32`.
-        bias: `(features out,)`, in the type of what the layer returns.
-        rows: The layer's own of them.
+        layer: The layer to replace.
+        values: Weight of all layers that share it, `(features out of all layers, features in) float8_e4m3fn`.
+        scale: Scale of each weight row, `(features out of all layers, 1) float32`.
+        bias: Bias of all layers, `(features out of all layers,)`, in the data type of the layer's output.
+        rows: The weight rows of this layer.
     """
 
     values: torch.Tensor
@@ -56,26 +58,30 @@ class Float8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rounded weight in the layer's own type, for models that read it themselves, or ask for its type."""
+        """Weight in the layer's original data type, computed from the float8 values, for model code that reads the
+        weight or its dtype.
+        """
         return (self.values[self.rows].float() * self.scale[self.rows]).to(self._dtype)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The layer's own."""
+        """Bias of this layer, or `None`."""
         return None if self.biases is None else self.biases[self.rows]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product and its bias, in the type of `x`."""
+        """Compute the linear layer; the output has the data type of `x`."""
         found: torch.Tensor = LINEAR(x, self.values[self.rows], self.scale[self.rows], self.bias)
         return found
 
 
 def round_layers(model: torch.nn.Module) -> int:
-    """Put layers of 8-bit floats into the place of those that gain by it: neighbours that may read the same, such as query, key and
-    value, and layers that read or write twice as many features as they write or read.
+    """Replace the layers that are faster in float8, and return their number.
+
+    These are neighbouring layers that may read the same input, such as query, key and value, and layers with at least
+    twice as many inputs as outputs or the reverse.
 
     Returns:
-        How many.
+        The number of replaced layers.
     """
     count = 0
     for parent in list(model.modules()):
@@ -102,13 +108,14 @@ def _rounded(layers: list[torch.nn.Linear]) -> list[Float8Linear]:
 
 
 def rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows rounded to 8-bit floats.
+    """Round rows to float8.
 
     Args:
-        x: `(rows, features)`.
+        x: Tensor `(rows, features)`.
 
     Returns:
-        The values over their row's scale, `(rows, features) float8_e4m3fn`, and the scales, `(rows, 1) float32`.
+        The values divided by the scale of their row, `(rows, features) float8_e4m3fn`, and the scales, `(rows, 1)
+        float32`.
     """
     scale = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp(min=SMALLEST_SCALE)
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
@@ -117,13 +124,13 @@ def rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def float8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """A linear layer of 8-bit floats.
+    """Compute a linear layer in float8; the input is rounded here.
 
     Args:
-        x: `(..., features in)`.
-        weight: `(features out, features in) float8_e4m3fn`.
-        scale: `(features out, 1) float32`.
-        bias: `(features out,)` of the type of `x`.
+        x: Input `(..., features in)`.
+        weight: Weight `(features out, features in) float8_e4m3fn`.
+        scale: Scale of each weight row, `(features out, 1) float32`.
+        bias: Bias `(features out,)` in the data type of `x`, or `None`.
     """
     return _product(x, rows_in_float8(x.reshape(-1, x.shape[-1])), weight, scale, bias)
 
@@ -131,11 +138,11 @@ def float8_linear(
 def float8_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """GELU, and a linear layer of 8-bit floats behind it; see `float8_linear`."""
+    """Compute GELU, followed by a linear layer in float8; the arguments are the same as in `float8_linear`."""
     flat = x.reshape(-1, x.shape[-1])
     if not x.is_cuda or flat.shape[-1] > _MOST_FEATURES:
         return _product(x, rows_in_float8(gelu(flat)), weight, scale, bias)
-    # Triton comes with PyTorch's builds for GPUs alone.
+    # Triton is installed only with PyTorch's builds for GPUs.
     from .kernels import gelu_rows_in_float8
 
     return _product(x, gelu_rows_in_float8(flat.contiguous(), LARGEST, SMALLEST_SCALE), weight, scale, bias)
@@ -149,13 +156,14 @@ def _product(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     values, scales = rounded
-    found = torch._scaled_mm(
+    found = scaled_product(
         values, weight.t(), scale_a=scales, scale_b=scale.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=True
     )
     return found.view(*x.shape[:-1], weight.shape[0])
 
 
-# Operators, so that the pass over a graph sees them whole; the compiler takes them apart behind it.
+# Register the functions as operators, so that each is one node for the graph pass. The compiler decomposes them
+# afterwards.
 _LIBRARY: Any = torch.library.Library("accel", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _function in (float8_linear, float8_gelu_linear):
     _LIBRARY.define(f"{_function.__name__}(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
@@ -165,7 +173,7 @@ GELU_LINEAR: Any = torch.ops.accel.float8_gelu_linear.default
 
 
 def activate_before_rounding(graph: Graph) -> None:
-    """Let GELU round its values itself where a product of 8-bit floats is all that reads them."""
+    """Fuse GELU with the float8 rounding of its output, if a float8 linear layer is the only reader of that output."""
     spans = spans_of(graph)
     for node in list(graph.find_nodes(op="call_function", target=LINEAR)):
         read = node.args[0]

@@ -1,4 +1,4 @@
-"""What is known of the calls of one kind and size: how they are computed, and what was measured of it."""
+"""Compiled forms: the code for one set of input sizes, with its measurements."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .sizes import Sizes
 
 
 class Plan(NamedTuple):
-    """How calls of some names, types and sizes are computed.
+    """Plan of how to compute calls with certain input names, types and sizes.
 
     Attributes:
-        why: Why they run as the model is; empty where they do not.
-        have: Their sizes.
-        kind: A number for what compiled code depends on besides its sizes.
-        want: The sizes that they are padded to.
+        why: Reason to run these calls without compiled code; empty if compiled code is used.
+        have: Sizes of the call.
+        kind: Number that stands for the key of the compiled code without its sizes.
+        want: Sizes that the call is padded to.
     """
 
     why: str
@@ -27,23 +27,23 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class CompiledForm:
-    """Calls of one kind and size.
+    """Compiled code for calls of one kind and one size, with its measurements.
 
     Attributes:
-        name: For messages.
-        sizes: What calls are padded to.
-        call: The compiled code; `None` where such calls run as the model is.
-        why: Why they do.
-        compile_s: How long compiling took, with the first call.
-        difference: Largest difference from the model as it was, as a share of the largest value.
-        eager_ms: Fastest call of the model as it was, in milliseconds.
-        ms: Fastest call of the compiled code, with padding and cutting.
-        checked: Kinds of padding that were compared.
-        cuts: For each tensor of the answer, which axes are cut.
-        replayed: Whether an answer stays only until the next call: it is in memory of a CUDA graph.
-        tokens: What layers compute of it.
-        attends: Whether their attention is ours.
-        fuses: Whether their products are joined.
+        name: Name of the form in messages.
+        sizes: Sizes that calls are padded to.
+        call: The compiled code, or `None` if these calls run the original model.
+        why: Reason for running the original model.
+        compile_s: Time of compilation and the first call, in seconds.
+        difference: Largest difference from the original model's output, as a fraction of the largest value.
+        eager_ms: Fastest call of the original model, in milliseconds.
+        ms: Fastest call of the compiled code, with padding and cutting, in milliseconds.
+        checked: Kinds of padding whose outputs were compared: (batch is padded, length is padded).
+        cuts: Padded axes of each output tensor, by axis, with the name of the size to cut to.
+        replayed: Whether outputs are in CUDA graph memory, which the next call overwrites.
+        tokens: Number of tokens that the layers compute; "all" for a batch without padding; `None` for padded rows.
+        attends: Whether the attention functions of packing.py are used.
+        fuses: Whether matrix products are joined (see products.py).
     """
 
     name: str
@@ -63,5 +63,5 @@ class CompiledForm:
 
     @property
     def state(self) -> Literal["compiled", "eager"]:
-        """What answers."""
+        """Return "compiled" if compiled code is used for these calls, "eager" if the original model is used."""
         return "compiled" if self.call is not None else "eager"

@@ -1,5 +1,6 @@
-"""Kernels in Triton, where the compiler has none or a slow one: attention that reads masks as models are given them, attention of
-one token a row to a cache, and GELU that rounds what it computed to 8 bits.
+"""Triton kernels for operations that the compiler does not have or computes slowly.
+
+They are attention with a padding mask, attention of one new token per row to a KV cache, and GELU with float8 output.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows of queries and of keys that one program holds at a time.
+# Number of query rows and of key rows that one program loads at a time.
 _QUERIES, _KEYS = 64, 128
-# Blocks have powers of two, which matrix products want to be of 16 at least.
+# Block sizes are powers of two, at least 16 for matrix products.
 _SMALLEST = 16
-# Bytes of keys, and as many of values, that a program holds at a time where it computes one token.
+# In step attention, bytes of keys that one program loads at a time; the same number of bytes of values.
 _HELD = 64 << 10
 
 
@@ -24,17 +25,18 @@ _HELD = 64 << 10
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attention of every token to those of its row that the mask shows, softmax in float32.
+    """Compute attention with a padding mask; the softmax is in float32.
 
     Args:
-        query: `(batch, heads, length, size)`, in any layout whose last axis is dense, on a GPU.
-        key: Likewise.
-        value: Likewise.
-        mask: `(batch, length)`, 0 where nothing is to be seen; `None` shows all. A row without a token gets zeros.
-        scale: Of the products of queries and keys.
+        query: Queries `(batch, heads, length, size)` on a GPU, in any layout whose last axis is contiguous.
+        key: Keys of the same shape, layout and device.
+        value: Values of the same shape, layout and device.
+        mask: Padding mask `(batch, length)`, 0 for padding; `None` if there is no padding. A row without tokens gets
+            zeros.
+        scale: Factor for the products of queries and keys.
 
     Returns:
-        `(batch, length, heads, size)`, dense.
+        The output `(batch, length, heads, size)`, contiguous.
     """
     batch, heads, length, size = query.shape
     out = query.new_empty(batch, length, heads, size)
@@ -61,7 +63,7 @@ def _attention(  # type: ignore[no-untyped-def]
     heads: tl.constexpr, length: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
     queries: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """One block of a head's queries against all of its keys."""
+    """Triton kernel: attention of one block of queries of a head to all keys of that head."""
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     tokens = tl.program_id(1) * queries + tl.arange(0, queries)
@@ -69,7 +71,7 @@ def _attention(  # type: ignore[no-untyped-def]
     held = (tokens[:, None] < length) & (features[None] < size)
     place = query + row * query_row + head * query_head
     q = tl.load(place + tokens[:, None] * query_token + features[None], mask=held, other=0.0)
-    # Powers of two are what the hardware has.
+    # exp(x) is computed as exp2(x * log2(e)), because GPUs have an instruction for exp2.
     factor = scale * 1.4426950408889634
     highest = tl.full([queries], -1.0e30, tl.float32)
     total = tl.zeros([queries], tl.float32)
@@ -111,17 +113,18 @@ def _attention(  # type: ignore[no-untyped-def]
 def step_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of one token a row to all places of a cache, in float32.
+    """Compute attention of one new token per row to all positions of a KV cache, in float32.
 
     Args:
-        query: `(batch, heads, 1, size)`, in any layout whose last axis is dense, on a GPU.
-        key: `(batch, shared, capacity, size)`, likewise; as many heads each read one of `shared`.
-        value: `(batch, shared, capacity, width)`, likewise.
-        bias: `(batch, heads, 1, capacity)`, in any layout: what is added to the products.
-        scale: Of the products of queries and keys.
+        query: Queries `(batch, heads, 1, size)` on a GPU, in any layout whose last axis is contiguous.
+        key: Keys `(batch, shared, capacity, size)`, last axis contiguous. Each of the `shared` key heads serves `heads
+            / shared` query heads.
+        value: Values `(batch, shared, capacity, width)`, last axis contiguous.
+        bias: Attention mask `(batch, heads, 1, capacity)` in any layout, which is added to the scores.
+        scale: Factor for the products of queries and keys.
 
     Returns:
-        `(batch, 1, heads, width)`, dense.
+        The output `(batch, 1, heads, width)`, contiguous.
     """
     batch, heads, _, size = query.shape
     _, shared, capacity, width = value.shape
@@ -147,12 +150,12 @@ def _step_attention(  # type: ignore[no-untyped-def]
     heads: tl.constexpr, share: tl.constexpr, capacity: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
     block: tl.constexpr, wide: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
-    """One head of a row."""
+    """Triton kernel: attention of one head in one row of the batch."""
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     features = tl.arange(0, block)
     columns = tl.arange(0, wide)
-    # Powers of two are what the hardware has.
+    # exp(x) is computed as exp2(x * log2(e)), because GPUs have an instruction for exp2.
     factor: tl.constexpr = 1.4426950408889634
     q = tl.load(query + row * query_row + head * query_head + features, mask=features < size, other=0.0)
     q = q.to(tl.float32) * (scale * factor)
@@ -173,7 +176,8 @@ def _step_attention(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         more = tl.load(bias + row * bias_row + head * bias_head + others * bias_token, mask=there, other=0.0)
-        # What hides a token is the least number there is, which has no multiple.
+        # A masked token may have the smallest number of the data type as its bias, which would overflow when
+        # multiplied.
         scores = tl.sum(q[None] * k.to(tl.float32), 1) + tl.maximum(more.to(tl.float32), -1.0e30) * factor
         scores = tl.where(there, scores, float("-inf"))
         top = tl.maximum(highest, tl.max(scores, 0))
@@ -192,18 +196,19 @@ def _step_attention(  # type: ignore[no-untyped-def]
     schema="(Tensor x, float largest, float smallest) -> (Tensor, Tensor)",
 )
 def gelu_rows_in_float8(x: torch.Tensor, largest: float, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """GELU of dense rows, rounded to 8-bit floats.
+    """Compute GELU of contiguous rows and round the result to float8.
 
-    In its form by `tanh`, 5e-4 off at most: with the error function it takes 52 microseconds for 8192 rows of 3072, and the
-    compiler's own kernels 113. Reading and writing them takes about 20.
+    GELU is computed with `tanh`; the error is at most 5e-4. Measured on 8192 rows of 3072 features: 52 microseconds
+    with the error function and 113 with the compiler's own kernels, of which reading and writing take about 20.
 
     Args:
-        x: `(rows, features)` of 16 or 32 bits, on a GPU.
-        largest: What the largest value of a row becomes.
-        smallest: The least scale, that of rows of zeros.
+        x: Tensor `(rows, features)` of 16 or 32 bits on a GPU.
+        largest: The largest absolute value of each row is scaled to this number.
+        smallest: Smallest scale; rows of zeros get this scale.
 
     Returns:
-        The values over their row's scale, `(rows, features) float8_e4m3fn`, and the scales, `(rows, 1) float32`.
+        The values divided by the scale of their row, `(rows, features) float8_e4m3fn`, and the scales, `(rows, 1)
+        float32`.
     """
     rows, features = x.shape
     found = x.new_empty(rows, features, dtype=torch.float8_e4m3fn)
@@ -219,11 +224,11 @@ def gelu_rows_in_float8(x: torch.Tensor, largest: float, smallest: float) -> tup
 def _gelu_rows(  # type: ignore[no-untyped-def]
     x, out, scales, features: tl.constexpr, block: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr
 ):
-    """One row."""
+    """Triton kernel: GELU and rounding of one row."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, block)
     value = tl.load(x + row * features + places, mask=places < features, other=0.0).to(tl.float32)
-    # 0.5 (1 + tanh(a)) is 1 / (1 + exp(-2 a)).
+    # 0.5 (1 + tanh(a)) equals 1 / (1 + exp(-2 a)).
     turned = value * (2.302208198 + 0.1029432396 * value * value)
     value = value / (1.0 + tl.exp2(-turned))
     scale = tl.maximum(tl.max(tl.abs(value), 0) / largest, smallest)

@@ -1,17 +1,17 @@
-"""What compiled code has taken from a model, and whether the model still has it: the guards that the code itself is made without."""
+"""Detection of changes to a model after compilation. Compiled code has no guards, so it would not notice them."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-# What every module has; hooks among it are looked at by themselves.
+# Attributes that every module has; hooks are compared separately.
 _STANDARD = vars(torch.nn.Module()).keys() - {"training"}
 _NOTES = frozenset(
     ("id2label", "label2id", "architectures", "problem_type", "task_specific_params", "dtype", "torch_dtype", "auto_map",
@@ -21,10 +21,32 @@ _VERSION = operator.attrgetter("_version")
 _SAMPLED = 4096
 
 
-class Watch:
-    """A model's weights, parts, settings and hooks as they were.
+class _Places:
+    """Entries of many dictionaries, read as fast as Python allows.
 
-    Weights count their changes, but not those through `.data`: on the host one value of each is compared, too.
+    Args:
+        places: (dictionary, key, name) of each entry.
+    """
+
+    def __init__(self, places: Iterable[tuple[dict[str, Any], str, str]]) -> None:
+        entries = list(places)
+        self._dicts, self._keys = [held for held, _, _ in entries], [key for _, key, _ in entries]
+        self.names = [name for _, _, name in entries]
+
+    def values(self) -> list[Any]:
+        """Return the current values of the entries.
+
+        Raises:
+            KeyError: An entry was removed.
+        """
+        return list(map(operator.getitem, self._dicts, self._keys))
+
+
+class Watch:
+    """Snapshot of a model's weights, modules, settings and hooks, to detect later changes.
+
+    PyTorch counts the in-place changes of each tensor, but not changes through `.data`. On the CPU, one value of each
+    weight is therefore compared as well.
 
     Args:
         model: The model.
@@ -32,37 +54,30 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        places: list[tuple[dict[str, Any], str, str]] = [
+        self._parts = _Places(
             (held, key, f"{path}.{key}".lstrip("."))
             for path, module in self._modules.items()
             for held in (module._parameters, module._buffers, module._modules)
             for key in held
-        ]
-        self._held: list[dict[str, Any]] = [held for held, _, _ in places]
-        self._keys = [key for _, key, _ in places]
-        self._names = [name for _, _, name in places]
-        self._objects = list(map(operator.getitem, self._held, self._keys))
+        )
+        self._objects = self._parts.values()
         self._weights = [one for one in self._objects if isinstance(one, torch.Tensor)]
         self._state = self._written()
         self._samples = [group for group in _samples(self._weights) if group]
         self._sampled = [torch.stack(group) for group in self._samples]
-        settings = list(_settings(self._modules))
-        self._vars: list[dict[str, Any]] = [held for held, _, _ in settings]
-        self._words = [word for _, word, _ in settings]
-        self._labels = [name for _, _, name in settings]
-        self._values = copy.deepcopy(list(map(operator.getitem, self._vars, self._words)))
+        self._settings = _Places(_settings(self._modules))
+        self._values = copy.deepcopy(self._settings.values())
         self._hooks = self._hooked()
         self._last_hook = RemovableHandle.next_id
 
     def changed(self) -> str:
-        """What is other than it was, in words; empty where nothing is."""
+        """Return a description of the change since the snapshot; an empty string if nothing changed."""
         try:
-            found = list(map(operator.getitem, self._held, self._keys))
-            same = all(map(operator.is_, found, self._objects))
+            objects = self._parts.values()
         except KeyError:
             return "parts of it were taken away"
-        if not same:
-            places = zip(self._names, found, self._objects, strict=True)
+        if not all(map(operator.is_, objects, self._objects)):
+            places = zip(self._parts.names, objects, self._objects, strict=True)
             return f"{next(name for name, new, old in places if new is not old)} was replaced"
         if self._written() != self._state or not all(
             torch.equal(torch.stack(group), before) for group, before in zip(self._samples, self._sampled, strict=True)
@@ -71,29 +86,29 @@ class Watch:
         return self._other_settings() or self._other_hooks()
 
     def _written(self) -> tuple[object, ...]:
-        """What changes when weights are written to or moved."""
+        """Return numbers that change when weights are written to or moved."""
         weights = self._weights
         try:
             versions = sum(map(_VERSION, weights))
         except RuntimeError:
-            # Made inside `inference_mode`, where PyTorch counts no changes.
+            # PyTorch does not count changes of tensors that were created in inference mode.
             versions = -1
         ends = [(tensor.device, tensor.dtype) for tensor in (*weights[:1], *weights[-1:])]
         try:
             addresses = sum(map(torch.Tensor.data_ptr, weights))
-        # Kinds of tensors that keep their values elsewhere.
+        # Some tensor classes store their values in other tensors and have no address.
         except (RuntimeError, NotImplementedError):
             addresses = sum(map(_address, weights))
         return (versions, addresses, *ends)
 
     def _other_settings(self) -> str:
         try:
-            found = list(map(operator.getitem, self._vars, self._words))
+            values = self._settings.values()
         except KeyError:
             return "settings of its parts were taken away"
-        if found == self._values:
+        if values == self._values:
             return ""
-        places = zip(self._labels, found, self._values, strict=True)
+        places = zip(self._settings.names, values, self._values, strict=True)
         return next((f"{name} was {old!r} and is {new!r}" for name, new, old in places if new != old), "")
 
     def _other_hooks(self) -> str:
@@ -106,7 +121,9 @@ class Watch:
         return ""
 
     def _hooked(self) -> list[Any]:
-        """Hooks of the model's parts; its own run outside of what is compiled, and transformers' own only when they are asked to."""
+        """Return the hooks of the submodules. The model's own hooks run outside of the compiled code; hooks of
+        transformers are ignored because they act only on request.
+        """
         parts = itertools.islice(self._modules.values(), 1, None)
         hooks = (
             hook for one in parts for held in (one._forward_pre_hooks, one._forward_hooks) for hook in held.values()
@@ -117,13 +134,13 @@ class Watch:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    # Kinds of tensors that keep their values elsewhere.
+    # Some tensor classes store their values in other tensors and have no address.
     except (RuntimeError, NotImplementedError):
         return 0
 
 
 def _samples(weights: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """One value of each weight, by type, as views."""
+    """Yield views of one value of each weight on the CPU, grouped by data type."""
     plain = [
         one.detach()
         for one in weights
@@ -135,7 +152,7 @@ def _samples(weights: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest of a tensor's first values: zero is what most changes leave as it is."""
+    """Return a view of the largest of a tensor's first values. A zero would be a bad sample: most changes keep zeros."""
     while tensor.ndim:
         first = tensor[:_SAMPLED]
         rows = first if first.ndim == 1 else first.flatten(1)[:, :1].squeeze(1)
@@ -144,12 +161,12 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _settings(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Plain values of a model's modules and configs: where each is held, under which word, and its name."""
+    """Yield (dictionary, key, name) of each plain value in a model's modules and configs."""
     seen: set[int] = set()
     for path, module in modules.items():
         own = vars(module)
         config = own.get("config")
-        # What `generate` remembers of its last call, for one.
+        # Skip private attributes, for example values that `generate` caches from its last call.
         private = "_" if config is not None else ()
         for word in own.keys() - _STANDARD:
             if not word.startswith(private) and _is_plain(own[word]):

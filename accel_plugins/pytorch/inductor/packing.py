@@ -1,9 +1,10 @@
-"""Encoders without their padding: layers see the tokens of all rows one behind another, attention knows where each row ends.
+"""Encoders without padding: layers get the tokens of all rows as one sequence, and attention gets the start and end of
+each row.
 
-Embeddings and heads compute rows as ever. Between them only the real tokens are computed, and as many others as fill up to a number
-that code is compiled for: those are masked ones, rows by themselves, which nobody reads. Batches without any padding are computed
-as they stand, without a mask, which the fastest kernels of attention do not take. All others, such as those of few tokens, are
-computed with their padding, by a kernel of attention that reads the mask itself.
+Embeddings and heads compute padded rows. The layers between them compute all tokens that are not padding. They also
+compute some masked tokens, as separate rows that nothing reads, to reach a number of tokens that code was compiled for.
+Batches without padding are computed without a mask, because the fastest attention kernels take no mask. Other batches,
+such as small ones, are computed with their padding by a kernel that reads the mask.
 """
 
 from __future__ import annotations
@@ -26,37 +27,43 @@ from .precision import HALF
 from .sizes import MASK, Sizes
 
 Tokens = int | Literal["all"] | None
-"""How many tokens layers compute: a number of them, all of a batch without padding, or padding and all."""
+"""Number of tokens that layers compute; "all" for a batch without padding; `None` for padded rows."""
 Asked = Callable[[bool], Tokens]
-"""Waits until it is known; given whether the call's work has begun already."""
+"""Function that waits for the mask and returns the number of tokens; its argument tells whether the call has already
+started.
+"""
 
-# Attention's names, as transformers' settings have them; the first with the number of tokens behind it.
+# Names of the attention functions, registered with transformers. The first is followed by the number of tokens.
 _VARLEN, _WHOLE, _MASKED = "accel_varlen", "accel_whole", "accel_masked"
-# Below so many tokens a call is bound by launches.
+# Batches with fewer tokens are not packed: kernel launches take most of their time.
 _FEWEST = 2048
-# Sizes that are compiled for, of a padded one.
+# Number of different token counts to compile for, per padded size of the batch.
 _PARTS = 16
-# Longest rows without padding for which our own attention is faster: on an H200, 32x128 takes it 10 microseconds and cuDNN 11, 64x32 5
-# and 18, 16x256 16 and 14.
+# Longest rows without padding for which the Triton kernel in kernels.py is faster than cuDNN. Measured on an H200 in
+# microseconds, Triton and cuDNN: batch 32 of 128 tokens 10 and 11, 64 of 32 tokens 5 and 18, 16 of 256 tokens 16 and
+# 14.
 _SHORT = 128
-# On an H100, 16x384 in 12 heads of 64: 27, 38 and 72 microseconds.
+# Measured on an H100, batch 16 of 384 tokens, 12 heads of size 64: 27, 38 and 72 microseconds for the first three.
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
 
 
 def asked_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Asked | None:
-    """Ask how many tokens the layers of a call compute, by its mask as it is now: what the GPU is given later does not delay the answer.
+    """Return a function that counts the tokens which the layers of a call must compute, from the call's current mask.
+
+    Work that is started on the GPU later does not delay the count.
 
     Returns:
-        Waits for the mask and counts. `None` where that is not worth the wait. It tells `None` where a row begins with padding:
-        many heads read the first token, which is not computed then.
+        A function that waits for the mask and returns the count, or `None` if a row starts with padding: many heads
+        read the first token, which would not be computed. The result is `None` instead of a function if counting is not
+        worth the wait.
     """
     mask = call.get(MASK)
     if have.batch is None or have.length is None or want.batch is None or want.length is None:
         return None
     rows, length, whole = have.batch, have.length, want.batch * want.length
-    # Rows that fill up a batch are the last one again.
+    # The batch is padded with copies of its last row.
     more = (want.batch - rows) * length
     if whole < _FEWEST or (mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
         return None
@@ -77,7 +84,9 @@ def asked_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Asked | N
 
 
 def _asked(mask: torch.Tensor) -> Callable[[bool], np.ndarray]:
-    """Gets the mask, as it is now, on the host: one copy takes less than kernels that count, and a copy of what they counted."""
+    """Return a function that copies the current mask to the CPU. This copy is faster than to count on the GPU and copy
+    the result.
+    """
     there = _reached(mask.device) if mask.is_cuda else None
 
     def found(begun: bool) -> np.ndarray:
@@ -91,7 +100,7 @@ def _asked(mask: torch.Tensor) -> Callable[[bool], np.ndarray]:
                 held = mask.detach().to("cpu", non_blocking=True)
                 arrived = _reached(mask.device)
             arrived.synchronize()
-        # NumPy has no bfloat16.
+        # NumPy has no bfloat16, so such a mask is converted to float32.
         values: np.ndarray = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
         return values
 
@@ -99,8 +108,8 @@ def _asked(mask: torch.Tensor) -> Callable[[bool], np.ndarray]:
 
 
 def _reached(device: torch.device) -> torch.Event:
-    """This place of the current stream."""
-    # Of this kind: it does not ask for the stream as PyTorch has it, which takes 7 microseconds.
+    """Record an event at the current position of the current stream."""
+    # Not `torch.cuda.Event`: it takes 7 microseconds to look up the stream.
     event = torch.Event(device=device)
     event.record()
     return event
@@ -112,7 +121,10 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def packable(model: Any, dtype: torch.dtype) -> bool:
-    """Whether a model is an encoder whose layers can be packed: absolute positions, and attention by transformers' interface."""
+    """Whether the layers of a model can be packed.
+
+    The model must be an encoder with absolute position embeddings and with the attention interface of transformers.
+    """
     layers = _layers(model)
     config = getattr(model, "config", None)
     if layers is None or config is None or dtype not in HALF or _varlen() is None:
@@ -120,7 +132,8 @@ def packable(model: Any, dtype: torch.dtype) -> bool:
     if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
         return False
     takes = inspect.signature(layers[0].forward).parameters
-    # What else a layer is given has the shape of rows: rotary or relative positions.
+    # Layers with other arguments cannot be packed: these arguments (rotary or relative positions) have the shape of the
+    # padded rows.
     known = {
         "hidden_states",
         "attention_mask",
@@ -133,7 +146,7 @@ def packable(model: Any, dtype: torch.dtype) -> bool:
 
 
 def _layers(model: Any) -> torch.nn.ModuleList | None:
-    """The layers of a model with one stack of them."""
+    """Return the layers of a model, or `None` if it does not have exactly one stack of layers."""
     found = [
         one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len({type(m) for m in one}) == 1
     ]
@@ -149,18 +162,18 @@ def _varlen() -> Callable[..., Any] | None:
 
 
 def sharing_copy(model: Any) -> Any:
-    """A copy of a model's modules and settings over the same weights."""
+    """Copy a model's modules and settings; the copy uses the same weight tensors."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 class Rows(NamedTuple):
-    """What packed layers are given instead of a mask.
+    """Argument that packed layers get in place of an attention mask.
 
     Attributes:
-        places: Where each token of all rows stands, `(rows, length) int64`.
-        order: Which token stands at each of the places that are computed, `(tokens,) int64`.
-        bounds: Where each row begins, and the last one ends, `(... ,) int32`.
+        places: Index of each token in the packed sequence, `(rows, length) int64`.
+        order: Index of the token at each position of the packed sequence, `(tokens,) int64`.
+        bounds: Start of each row, and the end of the last row, in the packed sequence, `(rows + 1 or more,) int32`.
     """
 
     places: torch.Tensor
@@ -169,8 +182,8 @@ class Rows(NamedTuple):
 
 
 def attending(model: Any, tokens: Tokens) -> Callable[..., Any]:
-    """What computes calls of a packable model of which layers compute so much; to be compiled. Of tokens that are not computed,
-    layers return zeros.
+    """Return the `forward` of a copy of the model whose layers compute only the given tokens, ready to be compiled.
+    Layers return zeros for other tokens.
     """
     made = sharing_copy(model)
     if tokens is None:
@@ -184,7 +197,7 @@ def attending(model: Any, tokens: Tokens) -> Callable[..., Any]:
 
 
 def _pack(made: Any, tokens: int) -> None:
-    """Have a model's layers compute so many tokens, one behind another."""
+    """Change the layers of a model so that they compute this number of tokens as one sequence."""
     layers = _layers(made)
     assert layers is not None, "it is packable"
     _set_attention(made, f"{_VARLEN}_{tokens}", _attend, functools.partial(_rows, tokens=tokens))
@@ -200,7 +213,7 @@ def _pack(made: Any, tokens: int) -> None:
         places = _given(args, kwargs).places
         found = last(hidden_states, *args, **kwargs)
         packed = found[0] if isinstance(found, tuple) else found
-        # What was not computed are masked tokens, which nobody reads.
+        # Tokens that were not computed are masked, and nothing reads them.
         rows = packed[0].index_select(0, places.flatten().clamp(max=tokens - 1))
         rows = rows.view(*places.shape, -1).where((places < tokens)[..., None], 0)
         return (rows, *found[1:]) if isinstance(found, tuple) else rows
@@ -223,14 +236,16 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rows:
 
 
 def _rows(*_: Any, attention_mask: torch.Tensor, tokens: int, **__: Any) -> Rows:
-    """Real tokens first, those of each row in their order, then the masked ones, as far as they are computed."""
+    """Return the packing order: tokens that are not padding first, row by row, then masked tokens that are computed as
+    filling.
+    """
     flat = attention_mask.flatten() != 0
     seen, others = flat.cumsum(0), (~flat).cumsum(0)
     places = torch.where(flat, seen - 1, seen[-1] + others - 1)
     order = torch.empty_like(places).scatter_(0, places, torch.arange(places.numel(), device=places.device))
     length = attention_mask.shape[1]
     ends = (attention_mask != 0).sum(1).cumsum(0)
-    # Masked tokens are rows behind the others, none of them longer than those.
+    # Masked tokens that are computed form additional rows of at most `length` tokens.
     more = ends[-1] + length * torch.arange(1, -(-tokens // length) + 1, device=ends.device)
     bounds = torch.cat([ends.new_zeros(1), ends, more.clamp(max=tokens)]).to(torch.int32)
     return Rows(places.view(attention_mask.shape), order[:tokens], bounds)
@@ -245,7 +260,7 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of packed rows: `(1, heads, tokens, size)` each, of which none is longer than the padded ones."""
+    """Attention function for packed rows; each input is `(1, heads, tokens, size)`."""
     varlen = _varlen()
     assert varlen is not None
     bounds, length = attention_mask.bounds, attention_mask.places.shape[1]
@@ -263,7 +278,7 @@ def _attend_whole(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of rows without padding: `(batch, heads, sequence, size)` each."""
+    """Attention function for rows without padding; each input is `(batch, heads, sequence, size)`."""
     if query.shape[2] <= _SHORT:
         return _attend_masked(_module, query, key, value, None, scaling)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
@@ -280,8 +295,8 @@ def _attend_masked(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of rows with their mask: `(batch, heads, sequence, size)` each, and `(batch, sequence)`."""
-    # Triton comes with PyTorch's builds for GPUs alone.
+    """Attention function for padded rows: inputs `(batch, heads, sequence, size)`, mask `(batch, sequence)`."""
+    # Triton is installed only with PyTorch's builds for GPUs.
     from .kernels import attention
 
     return attention(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None

@@ -1,4 +1,4 @@
-"""What may be computed in one: linear layers of a model, and functions of a graph."""
+"""Helpers to find linear layers of a model, or nodes of a graph, that can be computed together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.fx import Graph, Node
 
 
 def side_by_side(parent: torch.nn.Module) -> list[list[torch.nn.Linear]]:
-    """A module's own linear layers, those together that read equally many features and have weights of one type and device."""
+    """Return the linear layers of a module in groups of equal input size, data type and device, with or without bias."""
     alike: dict[Any, list[torch.nn.Linear]] = defaultdict(list)
     for layer in parent.children():
-        # Other kinds of layers and weights (quantized ones), and layers with a `forward` of their own, are left.
+        # Skip quantized layers and weights, and layers whose `forward` was replaced.
         if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
             continue
         if all(type(one) is torch.nn.Parameter for one in layer.parameters()):
@@ -23,9 +23,10 @@ def side_by_side(parent: torch.nn.Module) -> list[list[torch.nn.Linear]]:
 
 
 def spans_of(graph: Graph) -> dict[Node, int]:
-    """How many functions that write to their inputs stand before each node: behind one that does, a tensor may be another.
+    """Return, for each node, the number of earlier nodes that write to their inputs.
 
-    The graph is as the model was written, in place and all.
+    Between two nodes with the same number, no tensor changes its values. The graph is not functionalized, so such
+    writes occur.
     """
     spans: dict[Node, int] = {}
     writes = 0
@@ -40,7 +41,7 @@ def _writes(node: Node) -> bool:
     if schema is not None:
         return bool(schema.is_mutable)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
-    # `x.add_`, `x[0] = ...`, `x += ...`; and with `inplace=True` or `out=`.
+    # Functions that write to an input: `x.add_`, `x[0] = ...`, `x += ...`, and calls with `inplace=True` or `out=`.
     own = name.endswith("_") and not name.endswith("__")
     told = any(one is True for one in (*node.args, node.kwargs.get("inplace"))) or node.kwargs.get("out") is not None
     return own or told or name in _IN_PLACE

@@ -1,4 +1,4 @@
-"""A copy of a model that computes in fewer bits; the model's own weights stay as they are."""
+"""Copies of a model with a smaller data type or quantized layers; the original weights are not changed."""
 
 from __future__ import annotations
 
@@ -14,51 +14,52 @@ from accel.errors import ConfigError, PrepareError
 from .float8 import round_layers
 
 HALF = (torch.float16, torch.bfloat16)
-"""The types of 16 bits."""
+"""Floating-point data types of 16 bits."""
 
 _EXTRA = 'pip install "accel-transformers[inductor]"'
 
 
 def computing_copy(model: Any, *, dtype: torch.dtype | None, quantization: str | None) -> Any:
-    """The model itself where nothing changes, else a copy in `dtype`, its linear layers quantized.
+    """Return a copy of the model in `dtype` with quantized linear layers, or the model itself if nothing changes.
 
-    What transformers keeps in float32 whatever the dtype stays so, and so do buffers that are no weights (rotary tables).
+    Modules that transformers keeps in float32, and buffers that are not saved (such as rotary tables), keep their data
+    type.
 
     Raises:
-        ConfigError: A quantization that is not installed, or not for this device.
-        PrepareError: It failed.
+        ConfigError: The quantization is not installed or does not support this device.
+        PrepareError: The quantization failed.
     """
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if quantization is not None:
         check_quantization(quantization, next(model.parameters()).device)
     if dtype in (None, own) and quantization is None:
         return model
-    made = copy.deepcopy(model).requires_grad_(False)
-    kept = {
+    computing = copy.deepcopy(model).requires_grad_(False)
+    in_float32 = {
         word
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for word in (getattr(model, name, None) or ())
     }
     if dtype not in (None, own):
-        for path, module in made.named_modules():
-            if kept & set(path.split(".")):
+        for path, module in computing.named_modules():
+            if in_float32 & set(path.split(".")):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.is_floating_point() and name not in kept:
+                if parameter.is_floating_point() and name not in in_float32:
                     parameter.data = parameter.data.to(dtype)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(dtype)
     if quantization is not None:
-        _quantize(made, quantization)
-    return made
+        _quantize(computing, quantization)
+    return computing
 
 
 def check_quantization(scheme: str, device: torch.device) -> None:
-    """Refuse a scheme that cannot be.
+    """Raise if a quantization scheme is not installed or does not support this device.
 
     Raises:
-        ConfigError: With what is missing.
+        ConfigError: The scheme cannot be used; the message names a remedy.
     """
     if scheme == "int8" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"quantization={scheme!r} is done by torchao, which is not installed.", fix=_EXTRA)
@@ -86,7 +87,7 @@ def _quantize(model: Any, scheme: str) -> None:
         return
     try:
         with quiet():
-            # Importing it prints and warns about kernels of other devices.
+            # Importing torchao logs warnings about kernels for other devices.
             from torchao import quantization
 
             quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())

@@ -1,7 +1,8 @@
-"""Products that the compiler leaves apart on GPUs: several of one input, and what is computed of a product alone.
+"""Joins matrix products that the compiler computes separately on GPUs: products of the same input, and a product with
+its activation.
 
-A kernel of cuBLAS can add the bias and apply the activation while it holds the result; the compiler makes a second kernel
-of both, which reads and writes the widest tensors of a layer again.
+A cuBLAS kernel can add the bias and apply the activation before it writes the result. The compiler would generate a
+second kernel for them, which reads and writes the widest tensors of a layer again.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.nn.functional import gelu, linear, relu
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..upstream import activated_product, is_traceable_wrapper_subclass
 from . import float8
 from . import parallel_layers as joining
 from .parallel_layers import side_by_side, spans_of
 from .precision import HALF
+from .upstream import CustomGraphPass, get_hash_for_files
 
-# Rounding to 16 bits is coarser than the difference between both forms of GELU; cuBLAS knows the one by `tanh`.
+# cuBLAS computes GELU with `tanh`; the difference is smaller than rounding to 16 bits.
 _ACTIVATIONS = {gelu: True, relu: False, torch.relu: False}
 
 
 def join_projections(model: torch.nn.Module) -> None:
-    """Keep the weights of linear layers that stand side by side and read equally many features in one tensor.
+    """Store the weights of neighbouring linear layers with the same number of inputs in one tensor.
 
-    Values and results stay as they are. It replaces parameters by views, so nobody else may hold the model's.
+    Values and results do not change. Parameters are replaced by views, so no other code may use the model's parameters.
     """
     holders = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     for parent in model.modules():
@@ -52,7 +53,9 @@ def _join(layers: list[torch.nn.Linear]) -> None:
 
 
 class _Rows:
-    """A linear layer by some rows of a weight, said so that `FewerProducts` sees which."""
+    """Forward function of a linear layer that reads a slice of a joined weight. `FewerProducts` recognizes the slice in
+    the graph.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> None:
         self.weight, self.bias, self.rows = weight, bias, rows
@@ -65,28 +68,30 @@ class _Rows:
 
 
 class FewerProducts(CustomGraphPass):
-    """One product for neighbouring rows of a weight that read one input, and activations inside of products."""
+    """Graph pass that joins products of the same input and computes activations inside products."""
 
     def __call__(self, graph: Graph) -> None:
-        """Change the graph, which is of functions as models call them."""
+        """Change a graph before the compiler decomposes its functions."""
         join_products(graph)
         activate_in_products(graph)
         float8.activate_before_rounding(graph)
 
     def uuid(self) -> Any:
-        """What the compiler's cache knows this version by."""
+        """Return the key of this version of the pass for the compiler's cache."""
         return get_hash_for_files((__file__, float8.__file__, joining.__file__))
 
 
 def join_products(graph: Graph) -> None:
-    """Make one product of those that read one input and neighbouring rows of one weight."""
+    """Replace linear layers of the same input and neighbouring rows of the same weight by one linear layer and slices
+    of its output.
+    """
     groups: dict[Any, list[tuple[int, int, Node]]] = defaultdict(list)
     spans = spans_of(graph)
     for target in (linear, float8.LINEAR):
         for node in graph.find_nodes(op="call_function", target=target):
             if len(node.args) < 2 or node.kwargs:
                 continue
-            # The weight, its scale where it has one, and the bias.
+            # `read`: the weight, its scale if it has one, and the bias.
             x, *read = node.args
             taken = [None if one is None else _rows(one) for one in read]
             rows = taken[0]
@@ -99,7 +104,7 @@ def join_products(graph: Graph) -> None:
 
 
 def _rows(node: Any) -> slice | None:
-    """Which rows of a tensor a node takes."""
+    """Return the row slice that a node takes from a tensor, or `None` if the node is no row slice."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
     taken = node.args[1]
@@ -107,7 +112,7 @@ def _rows(node: Any) -> slice | None:
 
 
 def _runs(found: list[tuple[int, int, Node]]) -> list[list[tuple[int, int, Node]]]:
-    """Neighbours, two at least."""
+    """Return groups of two or more layers whose weight rows are adjacent."""
     runs: list[list[tuple[int, int, Node]]] = []
     for one in found:
         if runs and runs[-1][-1][1] == one[0]:
@@ -139,7 +144,9 @@ def _one_product(
 
 
 def activate_in_products(graph: Graph, device: str = "cuda") -> None:
-    """Let products of half precision apply the activation that is all that reads them."""
+    """Compute the activation inside a linear layer of 16-bit types, if the activation is the only reader of the layer's
+    output.
+    """
     spans = spans_of(graph)
     for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _ACTIVATIONS and one.args]:
         product, value = node.args[0], _value(node)
@@ -151,7 +158,7 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
         read, weights = _value(x), _value(weight)
         if bias is None or read is None or value.dtype not in HALF or value.device.type != device:
             continue
-        # Quantized weights have products of their own.
+        # Quantized weights have their own matrix products.
         if weights is None or is_traceable_wrapper_subclass(weights):
             continue
         if node.kwargs.get("inplace") or not all(isinstance(size, int) for size in value.shape):
@@ -159,9 +166,7 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
         with graph.inserting_before(node):
             turned = graph.call_method("t", (weight,))
             flat = graph.call_method("reshape", (x, -1, read.shape[-1])) if value.ndim != 2 else x
-            made = graph.call_function(
-                torch._addmm_activation, (bias, flat, turned), {"use_gelu": _ACTIVATIONS[node.target]}
-            )
+            made = graph.call_function(activated_product, (bias, flat, turned), {"use_gelu": _ACTIVATIONS[node.target]})
             whole = graph.call_method("reshape", (made, *value.shape)) if value.ndim != 2 else made
         whole.meta = dict(node.meta)
         node.replace_all_uses_with(whole)

@@ -1,4 +1,4 @@
-"""Which sizes are compiled for, and how a call is padded up to one of them and its answer cut again."""
+"""Input sizes to compile for, padding of calls to these sizes, and removal of the padding from outputs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-# Steps of at most a half: padding costs at most that much, and eight of them go from 1 to 512.
+# Each size is at most 1.5 times the previous size, which limits the padding.
 BATCHES = tuple(sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(11))}))
 LENGTHS = tuple(step for step in BATCHES if step >= 16)
 
-# Inputs with a value a token: `(batch, sequence, ...)`.
+# Inputs that have one value per token: `(batch, sequence, ...)`.
 BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "bbox")
 MASK = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a call.
+    """Input sizes of a call.
 
     Attributes:
-        batch: Rows; `None` where the inputs do not agree on a number.
-        length: Tokens a row; `None` for inputs that are no text, or cannot be padded.
+        batch: Number of rows of the batch; `None` if the inputs have different numbers of rows.
+        length: Number of tokens per row; `None` for inputs that are not text or cannot be padded.
     """
 
     batch: int | None
@@ -37,11 +37,11 @@ class Sizes:
 
 
 def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> Sizes:
-    """Sizes of a call by its inputs.
+    """Return the sizes of a call from its inputs.
 
     Args:
-        call: Inputs by name.
-        maskable: Whether the model takes a mask, which hides padding.
+        call: The inputs by name.
+        maskable: Whether the model has an attention mask input.
     """
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
     first = next((tensors[name] for name in (MASK, *BY_TOKEN) if name in tensors), None)
@@ -59,19 +59,19 @@ def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> Sizes:
 
 
 def step_up(size: int, steps: tuple[int, ...]) -> int:
-    """The next step that is not below; the size itself beyond the last one."""
+    """Return the smallest step that is at least `size`, or `size` itself if all steps are smaller."""
     place = bisect.bisect_left(steps, size)
     return steps[place] if place < len(steps) else size
 
 
 def padded(call: Mapping[str, Any], have: Sizes, want: Sizes, pad_id: int) -> dict[str, Any]:
-    """The call with columns behind, which the mask hides, and with the last row again behind.
+    """Pad the inputs of a call: append masked tokens to each row, and copies of the last row to the batch.
 
     Args:
-        call: Inputs by name.
-        have: Their sizes.
-        want: Those to pad to.
-        pad_id: The token that fills.
+        call: The inputs by name.
+        have: Sizes of the inputs.
+        want: Sizes to pad to.
+        pad_id: Id of the padding token.
     """
     found = dict(call)
     if have.length is not None and want.length is not None:
@@ -93,9 +93,7 @@ def padded(call: Mapping[str, Any], have: Sizes, want: Sizes, pad_id: int) -> di
 
 
 def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: Sizes, want: Sizes) -> dict[int, str] | None:
-    """Which axes of a padded answer are longer than they should be, and which size they follow; `None` where another
-    axis differs.
-    """
+    """Return the padded axes of an output, each with the name of its size; `None` if sizes of another axis differ."""
     if found.ndim != expected.ndim:
         return None
     axes: dict[int, str] = {}
@@ -110,7 +108,7 @@ def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: Sizes, want: 
 
 
 def cut(tensor: torch.Tensor, axes: Mapping[int, str], have: Sizes) -> torch.Tensor:
-    """A padded answer without what was padded."""
+    """Remove the padding from an output."""
     for axis, name in axes.items():
         size = getattr(have, name)
         if tensor.shape[axis] != size:
@@ -119,12 +117,12 @@ def cut(tensor: torch.Tensor, axes: Mapping[int, str], have: Sizes) -> torch.Ten
 
 
 def longest(model: Any) -> int | None:
-    """How many tokens a model has positions for; `None` where there is no limit."""
+    """Return the maximum number of tokens per row from the model config, or `None` if there is no limit."""
     config = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
-    # RoBERTa's positions start behind the padding's.
+    # In RoBERTa models, positions start after `padding_idx`.
     table = next((m for p, m in model.named_modules() if p.endswith("position_embeddings")), None)
     start = getattr(table, "padding_idx", None)
     return limit - start - 1 if isinstance(start, int) else limit

@@ -1,4 +1,4 @@
-"""Keys and values that a call of a generating model brings with it: transformers' static caches."""
+"""Helpers for calls that have a static KV cache of transformers among their inputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from transformers.cache_utils import StaticLayer
 
 from accel.capture import CACHE_NAMES
 
+from ..upstream import keep_address
+
 
 def cache_of(call: Mapping[str, Any]) -> Any | None:
-    """The cache among the inputs of a call, or `None`."""
+    """Return the KV cache among the inputs of a call, or `None`."""
     return next((call[name] for name in CACHE_NAMES if call.get(name) is not None), None)
 
 
@@ -25,10 +27,10 @@ def _layers(cache: Any) -> list[Any]:
 
 
 def is_decoding(call: Mapping[str, Any], cache: Any) -> bool:
-    """Whether a call adds one token to a cache of a fixed size that holds some: what can be compiled once.
+    """Whether a call adds one token to a filled static cache; such calls can be compiled once.
 
-    Layers of other kinds (sliding windows, recurrent states) count in Python what they hold: compiled code would keep the number
-    of its first call.
+    Other kinds of cache layers (sliding windows, recurrent states) count tokens in Python. Compiled code would keep the
+    count of its first call.
     """
     layers = _layers(cache)
     fixed = bool(layers) and all(type(layer) is StaticLayer and layer.is_initialized for layer in layers)
@@ -38,20 +40,15 @@ def is_decoding(call: Mapping[str, Any], cache: Any) -> bool:
 
 
 def as_inputs(cache: Any) -> None:
-    """Have the compiler take a cache's tensors as inputs, whichever cache a call brings.
-
-    transformers marks them as tensors at a fixed address, for CUDA graphs. The compiler makes what is marked so a part of the code
-    (guarded, or where it freezes weights), which then writes to the cache that it was compiled with for ever.
+    """Make the compiler treat the cache's tensors as inputs, so that the compiled code works with any cache of these
+    sizes.
     """
-    for layer in _layers(cache):
-        for tensor in (layer.keys, layer.values, layer.cumulative_length):
-            vars(tensor).pop("_dynamo_static_input_type", None)
-            if tensor.device.type == "cuda":
-                torch._dynamo.mark_static_address(tensor, guard=False)
+    for tensor in tensors_of(cache):
+        keep_address(tensor)
 
 
 def shape_of(cache: Any) -> str:
-    """What compiled code depends on of a cache: its class, and the sizes of its tensors."""
+    """Return the key of a cache: its class, and the classes and key shapes of its layers."""
     found = sorted(
         {f"{type(layer).__name__}{tuple(layer.keys.shape)}" for layer in _layers(cache) if _keys(layer) is not None}
     )
@@ -64,10 +61,10 @@ def _keys(layer: Any) -> torch.Tensor | None:
 
 
 def copied(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call with a copy of its cache, which it changes."""
+    """Return the call with a copy of its cache, because running a call changes the cache."""
     return {name: copy.deepcopy(value) if name in CACHE_NAMES else value for name, value in call.items()}
 
 
 def tensors_of(cache: Any) -> list[torch.Tensor]:
-    """What a static cache holds."""
+    """Return the tensors of a static KV cache: keys, values and token counts of each layer."""
     return [tensor for layer in _layers(cache) for tensor in (layer.keys, layer.values, layer.cumulative_length)]

@@ -1,7 +1,9 @@
-"""Decoders whose steps run compiled code: one token a row, behind keys and values in memory of a fixed size.
+"""Decoder session that compiles decoding steps: one new token per row, with the KV cache in memory of a fixed size (a
+slot).
 
-Prompts, and several tokens behind a past, run as the model is, over a cache that grows. The first step moves the cache into a slot, whose
-sizes code is compiled for; on a GPU the slot has a CUDA graph of it. Whatever else a cache can do moves it out again.
+Prompts, and calls with several tokens after a past, run without compiled code on a growing cache. The first decoding
+step moves the cache into a slot of a size that code is compiled for. On a GPU, the slot has a CUDA graph. Other
+operations on the cache move it out of the slot again.
 """
 
 from __future__ import annotations
@@ -30,22 +32,24 @@ from .packing import sharing_copy
 logger = logging.getLogger(__name__)
 
 ATTENTION = "accel_step"
-"""The attention of one token a row, by transformers' word for it."""
+"""Name of the attention function for one token per row, registered with transformers."""
 
 _FEWEST = 256
-# Tokens in a cache up to which one kernel of ours is faster than two products of a library: each head reads its keys for itself.
+# Cache size in tokens up to which the Triton kernel in kernels.py is faster than two matrix products of a library. The
+# kernel reads shared keys once per query head.
 _SHORT = 1024
-# Slots that nobody uses and that are kept, with their graphs, for the next cache of their sizes.
+# Number of unused slots to keep, with their CUDA graphs, for the next caches of the same sizes.
 _SPARE = 2
-# Products of one row as sums that are fused with what is around them, tuned; kernels that do not wait for each other in one. What
-# is more than a few operations (an activation, a norm) is computed once, not again for each sum that reads it.
+# Options for matrix products of one row: the compiler tunes them as fused sums and puts independent kernels into one
+# launch. Results of more than a few operations (an activation, a norm) are computed once instead of again in each sum
+# that reads them.
 _OPTIONS = {
     "coordinate_descent_tuning": True,
     "combo_kernels": True,
     "benchmark_combo_kernel": True,
     "realize_opcount_threshold": 5,
 }
-# What an attention function may be told beside what it is given; anything else would change its answer.
+# Arguments of an attention function that do not change its result here.
 _HARMLESS = frozenset(
     ("is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "cu_seq_lens_q")
 )
@@ -61,10 +65,11 @@ def _attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' interface: `query: (rows, heads, 1, size)`; heads that share keys are rows of one product.
+    """Attention function in the interface of transformers, for `query: (rows, heads, 1, size)`. Heads that share keys
+    are computed as rows of one product.
 
     Raises:
-        NotImplementedError: Windows, caps, sinks: it knows none of them.
+        NotImplementedError: The attention uses sliding windows, score caps, sinks or dropout.
     """
     odd = [name for name, told in others.items() if told is not None and name not in _HARMLESS]
     if odd or dropout:
@@ -73,7 +78,7 @@ def _attend(
     shared, capacity = key.shape[1:3]
     scale = size**-0.5 if scaling is None else scaling
     if query.is_cuda and capacity <= _SHORT:
-        # Triton comes with PyTorch's builds for GPUs alone.
+        # Triton is installed only with PyTorch's builds for GPUs.
         from .kernels import step_attention
 
         bias = attention_mask.expand(rows, heads, 1, capacity)
@@ -85,7 +90,9 @@ def _attend(
 
 
 class _Apart(torch.nn.Module):
-    """A linear layer whose bias is an addition of its own, which the compiler fuses; with it, a product is a library's."""
+    """Linear layer that adds its bias as a separate operation, so that the compiler fuses the product instead of
+    calling a library.
+    """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -96,12 +103,12 @@ class _Apart(torch.nn.Module):
 
 
 class _FixedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Keys and values in memory of a fixed size, as a model's code sees a cache.
+    """Cache object for the model code that keeps keys and values in memory of a fixed size.
 
     Args:
-        keys: `(rows, heads, capacity, size)` of each layer.
-        values: Likewise.
-        place: `(1,)`: where the new token goes.
+        keys: Keys `(rows, heads, capacity, size)` of each layer.
+        values: Values of the same shape of each layer.
+        place: Index of the new token, `(1,)`.
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], place: torch.Tensor) -> None:
@@ -111,26 +118,26 @@ class _FixedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of a layer, the new ones in their place."""
+        """Write the new keys and values of a layer at index `place`, and return all keys and values of the layer."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         keys.index_copy_(2, self.place, key_states)
         values.index_copy_(2, self.place, value_states)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Tokens held."""
+        """Return the number of tokens in the cache."""
         return self.place
 
 
 class Slot:
-    """Memory of a cache of a fixed size, and what computes a step in it.
+    """Memory for a KV cache of a fixed size, with the code and the CUDA graph that compute a decoding step.
 
     Args:
-        layers: Keys and values that say their sizes.
-        batch: Rows.
-        capacity: Tokens a row.
-        positions: Whether the model takes positions.
-        step: The compiled code.
+        layers: Cache layers whose shapes, data type and device are used.
+        batch: Number of rows of the batch.
+        capacity: Number of tokens per row that fit.
+        positions: Whether the model has a `position_ids` input.
+        step: The compiled code of a step.
     """
 
     def __init__(self, layers: Sequence[Any], batch: int, capacity: int, *, positions: bool, step: Any) -> None:
@@ -151,34 +158,37 @@ class Slot:
         self._on_device = Turns(device)
 
     def fill(self, layers: Sequence[Any], length: int) -> None:
-        """Take keys and values of so many tokens in."""
+        """Copy the keys and values of `length` tokens into the slot, and clear the rest."""
         self._on_device.take()
         for layer, keys, values in zip(layers, self._keys, self._values, strict=True):
             keys[:, :, :length].copy_(layer.keys)
             values[:, :, :length].copy_(layer.values)
-        # Memory that was used before holds other numbers, and what is masked is multiplied by zero all the same.
+        # Masked values are multiplied by zero, so values from an earlier cache must not be infinite or NaN.
         for tensor in (*self._keys, *self._values):
             tensor[:, :, length:].zero_()
         self._mask.zero_()
 
     def read(self, cache: DynamicCache, length: int) -> DynamicCache:
-        """The cache with copies of what so many tokens left."""
+        """Copy the keys and values of `length` tokens into `cache`, and return it."""
         for i, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
             cache.update(keys[:, :, :length].clone(), values[:, :, :length].clone(), i)
         return cache
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Row `i` becomes what row `index[i]` was."""
+        """Reorder the rows of the batch: row `i` becomes the previous row `index[i]`."""
         for tensor in (*self._keys, *self._values):
             tensor.copy_(tensor.index_select(0, index))
 
     def run(self, tensors: Mapping[str, torch.Tensor], length: int, *, capture: bool = True) -> torch.Tensor:
-        """Logits `(rows, 1, vocabulary)` of one more token behind so many; on a GPU as a graph from the second time on, with `capture`."""
+        """Compute the logits `(rows, 1, vocabulary)` of one more token after `length` tokens.
+
+        With `capture`, the first call on a GPU captures a CUDA graph, and later calls replay it.
+        """
         mask = tensors["attention_mask"]
         self._on_device.take()
         self._mask[:, : mask.shape[1]].copy_(mask)
         if mask.shape[1] < self.capacity:
-            # A cache that was cropped left more.
+            # Clear mask entries of an earlier step: the cache may have been cropped since then.
             self._mask[:, mask.shape[1] :].zero_()
         for name, buffer in self._inputs.items():
             buffer.copy_(tensors[name])
@@ -188,7 +198,7 @@ class Slot:
             return self._logits.clone()
         found = self._call()
         if capture and self._place.device.type == "cuda":
-            # A step that runs again writes what it wrote before.
+            # Capturing repeats the step, which writes the same values again.
             self._graph, self._logits = captured(self._call, self._place.device, warm_up=2)
         return found
 
@@ -202,14 +212,14 @@ def _room(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 class StepState(CacheState):
-    """A cache that grows, or the slot that it is in."""
+    """Decoder state whose KV cache is either a growing cache or in a slot."""
 
     session: CompiledStepsSession
     slot: Slot | None = None
 
     @property
     def cache(self) -> DynamicCache:
-        """transformers' own cache; out of the slot, if it was in one."""
+        """The KV cache of transformers. Reading the attribute moves the cache out of its slot."""
         if self.slot is not None:
             self.cache = self.slot.read(self._new_cache(), self._length)
         return self._cache
@@ -220,25 +230,29 @@ class StepState(CacheState):
         self._cache = cache
 
     def enter(self, slot: Slot) -> None:
-        """Move into a slot."""
+        """Move the KV cache into a slot (memory of a fixed size)."""
         slot.fill(self._cache.layers, self._length)
         self.slot, self._cache = slot, self._new_cache()
 
     def leave(self) -> None:
-        """Give the slot back; what it holds is no longer this state's."""
+        """Release the slot of the KV cache without reading its contents."""
         slot, self.slot = self.slot, None
         if slot is not None:
             self.session.give_back(slot)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let row `i` become what row `rows[i]` was; within the slot where as many rows stay."""
+        """Reorder the rows of the batch: row `i` becomes the previous row `rows[i]`. The cache stays in its slot if the
+        number of rows does not change.
+        """
         if self.slot is None or len(rows) != self._batch:
             super().select_rows(rows)
         else:
             self.slot.reorder(torch.tensor(rows, device=self.session.where))
 
     def keep_columns(self, start: int, stop: int) -> None:
-        """Forget all tokens but those of the columns from `start` to `stop`; a slot's mask hides the last ones."""
+        """Keep only the tokens from `start` to `stop`. A slot needs no change if `start` is 0: the mask excludes the
+        last tokens.
+        """
         if self.slot is None or start:
             super().keep_columns(start, stop)
 
@@ -247,15 +261,15 @@ class StepState(CacheState):
 
 
 class CompiledStepsSession(ModuleDecoderSession):
-    """A decoder that computes steps of one token with compiled code. Callers take turns.
+    """Session that computes decoding steps of one token with compiled code. Only one thread at a time computes a step.
 
     Args:
         model: The whole model.
-        part: Its decoder as the exporters see it.
-        component: What goes in and out.
-        device: Where the model is.
-        dtype: What it computes in.
-        forms: Sizes that are compiled for, at most.
+        part: The decoder part that exporters trace; it gives the input names.
+        component: The component, which describes the inputs and outputs.
+        device: The device of the model.
+        dtype: Data type used for computation.
+        forms: Maximum number of sizes to compile for.
     """
 
     def __init__(
@@ -273,11 +287,11 @@ class CompiledStepsSession(ModuleDecoderSession):
         self._step_code: Any = _stepping(model)
 
     def new_state(self, batch: int) -> CacheState:
-        """An empty cache for `batch` rows."""
+        """Return a decoder state with an empty KV cache for `batch` rows."""
         return StepState(self, self._component, batch, self._new_cache, joinable=True)
 
     def close(self) -> None:
-        """Let the model and its memory go."""
+        """Release the model, the compiled code and the unused slots."""
         super().close()
         self._step_code = None
         with self._turn:
@@ -285,7 +299,7 @@ class CompiledStepsSession(ModuleDecoderSession):
             self._spare.clear()
 
     def give_back(self, slot: Slot) -> None:
-        """A slot that nobody uses."""
+        """Keep an unused slot for the next KV cache of the same size."""
         with self._turn:
             self._spare = [*self._spare, slot][-_SPARE:] if self._step_code is not None else []
 
@@ -293,7 +307,8 @@ class CompiledStepsSession(ModuleDecoderSession):
         assert isinstance(state, StepState)
         if new != 1 or not state.length or self._why_eager:
             return super()._extend(model, tensors, state, new)
-        # Compiled code and graphs write to memory, which PyTorch allows only in the mode that it was made in.
+        # Compiled code and CUDA graphs write to tensors. PyTorch allows this only in the mode (inference mode or not)
+        # in which the tensors were created.
         with self._turn, torch.inference_mode(False), torch.no_grad():
             if state.slot is not None and state.length < state.slot.capacity:
                 return state.slot.run(tensors, state.length)
@@ -322,11 +337,11 @@ class CompiledStepsSession(ModuleDecoderSession):
         return Slot(layers, batch, capacity, positions=self._positions, step=self._steps[key])
 
     def _rehearse(self, key: tuple[int, int], tensors: Mapping[str, torch.Tensor], state: StepState) -> None:
-        """Run a step that is not compiled: what this attention does not know is said before minutes of compiling."""
+        """Run a step without compilation, so that unsupported attention raises an error before minutes of compilation."""
         model: Any = self.runtime
         config = model.config.get_text_config(decoder=True)
         if odd := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
-            # Some say so by their mask alone, which is not theirs here.
+            # Some models apply these layer types only in their attention mask, and the mask is replaced here.
             raise NotImplementedError(f"layers with {', '.join(sorted(odd))}")
         batch, capacity = key
         slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._step_code)
@@ -336,7 +351,7 @@ class CompiledStepsSession(ModuleDecoderSession):
     def _first(
         self, key: tuple[int, int], model: Any, tensors: Mapping[str, torch.Tensor], state: StepState
     ) -> torch.Tensor:
-        """Compile for these sizes and compare a step with the model's own, whose answer it is where they differ."""
+        """Compile for these sizes, compare one step with the original model, and return the original model's logits."""
         logger.info(
             "compiling steps of %s, %d rows with room for %d tokens: this may take minutes", type(model).__name__, *key
         )
@@ -352,11 +367,11 @@ class CompiledStepsSession(ModuleDecoderSession):
                 trial.enter(self._slot(key, trial.cache.layers))
                 assert trial.slot is not None
                 found = trial.slot.run(tensors, trial.length)
-                # What the graph computes, where there is one.
+                # The second call replays the CUDA graph.
                 found = trial.slot.run(tensors, trial.length) if self.where.type == "cuda" else found
             gap = difference(found, expected)
             why = f"they differ by {gap:.2g} of the largest value" if not gap <= self._tolerance else ""
-        # The compiler raises whatever a model's code makes it stumble over.
+        # The compiler may raise any exception.
         except Exception as error:  # noqa: BLE001
             why = f"{type(error).__name__}: {first_lines(error)}"
         if why:
@@ -369,7 +384,9 @@ class CompiledStepsSession(ModuleDecoderSession):
 
 
 def _stepping(model: Any) -> Callable[..., torch.Tensor]:
-    """What computes a step: the model's code over the same weights, with attention for one token a row."""
+    """Return a function that computes one step: the model's code with the same weights and the attention function for
+    one token per row.
+    """
     made = sharing_copy(model)
     AttentionInterface.register(ATTENTION, _attend)
     for module in list(made.modules()):

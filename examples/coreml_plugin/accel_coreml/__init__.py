@@ -1,4 +1,4 @@
-"""Core ML through ONNX Runtime's provider: Apple's Neural Engine, GPUs and CPUs. Imports nothing but the interface modules."""
+"""Spec of a Core ML backend: ONNX Runtime's provider for Apple's Neural Engine, GPUs and CPUs. Imports only interface modules."""
 
 from accel.interfaces.specs import BackendSpec, Capability
 
@@ -12,7 +12,7 @@ SPEC = BackendSpec(
     distributions=("onnxruntime",),
     native_options="onnxruntime.SessionOptions",
     capabilities=(
-        # The first level has no fusion into ONNX Runtime's own operators, which Core ML does not know.
+        # Level O1 adds none of ONNX Runtime's own operators, which Core ML does not support.
         Capability(stage="optimize", consumes="onnx", produces="onnx", schemes=("O1",)),
         Capability(
             stage="run",

@@ -1,4 +1,4 @@
-"""The backend behind the spec: what is particular to Core ML."""
+"""Core ML backend: the implementation named by the spec."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class CoreMlBackend(ProviderBackend):
     install = "on macOS: pip install onnxruntime"
 
     def devices(self) -> tuple[DeviceSpec, ...]:
-        """Core ML chooses among the units that a device word allows; it does not list them."""
+        """Return one device for each set of units that Core ML may use; Core ML does not list its devices."""
         return tuple(DeviceSpec(kind, name=f"Core ML, {units}") for kind, units in UNITS.items())
 
     def provider_options(
         self, artifact: Artifact, component: Component, device: DeviceSpec, options: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """The units are the device's. An ML Program keeps the graph's types; the older format may compute in half precision."""
+        """Set the units of the device, and ML Program: it keeps the graph's types; the older format may compute in half precision."""
         return {**options, "ModelFormat": "MLProgram", "MLComputeUnits": UNITS[device.type]}

@@ -1,4 +1,4 @@
-"""Core ML through the conformance suite; skipped, with the reason, where ONNX Runtime has no such provider."""
+"""Conformance suite for the Core ML backend; skipped with a reason if ONNX Runtime does not have the Core ML provider."""
 
 from accel.testing.conformance import BackendConformance
 

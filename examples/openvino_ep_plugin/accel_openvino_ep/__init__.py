@@ -1,4 +1,4 @@
-"""OpenVINO through Intel's library for ONNX Runtime (`onnxruntime-ep-openvino`). Imports nothing but the interface modules."""
+"""Spec of a backend for OpenVINO as an ONNX Runtime plugin (`onnxruntime-ep-openvino`, Intel). Imports interface modules only."""
 
 from accel.interfaces.specs import BackendSpec, Capability
 

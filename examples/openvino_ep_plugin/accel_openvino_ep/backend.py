@@ -1,4 +1,4 @@
-"""The backend behind the spec: where the library is, and that it computes in the graph's type."""
+"""OpenVINO plugin backend: the path of Intel's library, and an option to compute in the graph's data type."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from . import SPEC
 
 
 class OpenVinoEpBackend(ProviderBackend):
-    """Runs ONNX graphs with Intel's library."""
+    """Runs ONNX graphs with Intel's execution provider library."""
 
     spec = SPEC
     provider = "OpenVINOExecutionProvider"
     install = "pip install onnxruntime onnxruntime-ep-openvino"
 
     def library(self) -> Path:
-        """Intel's package says where its library is."""
+        """Return the path of the library in Intel's package."""
         import onnxruntime_ep_openvino
 
         return Path(onnxruntime_ep_openvino.get_library_path())
@@ -29,6 +29,6 @@ class OpenVinoEpBackend(ProviderBackend):
     def provider_options(
         self, artifact: Artifact, component: Component, device: DeviceSpec, options: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """OpenVINO computes float32 in bfloat16 on processors with AMX unless it is told the type."""
+        """Compute in the graph's data type: by default, OpenVINO computes float32 graphs in bfloat16 on processors with AMX."""
         exact = {device.type.upper(): {"INFERENCE_PRECISION_HINT": "f16" if artifact.dtype == "float16" else "f32"}}
         return {"load_config": json.dumps(exact), **options}

@@ -1,4 +1,4 @@
-"""OpenVINO through the conformance suite; skipped, with the reason, where Intel's package is not installed."""
+"""Conformance suite for the OpenVINO plugin backend; skipped with a reason if Intel's package is not installed."""
 
 from accel.testing.conformance import BackendConformance
 

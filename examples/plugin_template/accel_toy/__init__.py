@@ -1,4 +1,4 @@
-"""A toy backend: runs `torch.export` programs with PyTorch. Imports nothing but the interface modules."""
+"""Spec of a toy backend, which runs `torch.export` programs with PyTorch. It imports only the interface modules."""
 
 from accel.interfaces.specs import BackendSpec, Capability
 

@@ -1,4 +1,4 @@
-"""The backend behind the spec: an exporter, a session, a state."""
+"""Toy backend, the implementation named by the spec: an exporter, a session and a state."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ GRAPH = "model.pt2"
 
 
 class ToyBackend:
-    """Runs on the CPU, wherever PyTorch runs."""
+    """Runs `torch.export` programs on the CPU, on every machine with PyTorch."""
 
     def probe(self) -> Probe:
-        """Import the vendor's library here, look for devices, and say what is missing. Never raise."""
+        """Import the vendor's library here, look for devices, and report what is missing. Never raise."""
         return Probe(devices=(DeviceSpec("cpu", name="the host"),), versions={"torch": torch.__version__})
 
     def exporter(self) -> Exporter:
-        """A backend with its own format brings its own exporter."""
+        """Return an exporter: a backend with its own format needs one."""
         return ToyExporter()
 
     def optimizer(self) -> Optimizer | None:
-        """No optimizer."""
+        """Return no optimizer."""
         return None
 
     def quantizer(self) -> Quantizer | None:
-        """No quantizer."""
+        """Return no quantizer."""
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, ToySession]:
-        """Open every component. PyTorch gains nothing from fixed shapes: they are only checked."""
+        """Open every component. PyTorch does not gain from fixed shapes: they are only checked."""
         if request.options:
             raise ConfigError(f"The toy backend has no options, not {sorted(request.options)}.", fix="leave them out.")
         if request.session.compute_dtype not in (None, artifact.dtype):
@@ -53,7 +53,7 @@ class ToyBackend:
 
 
 class ToyExporter:
-    """Saves the traced program."""
+    """Exports a model as a `torch.export` program."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Capture with the core's sample, write the file, then the manifest."""
@@ -88,32 +88,32 @@ def _spec(name: str, tensor: torch.Tensor, axes: Mapping[int, str]) -> TensorSpe
 
 
 class History(State):
-    """The state: every token seen so far. A real backend keeps keys and values instead."""
+    """The session's state: all tokens so far. A real backend keeps keys and values instead."""
 
-    # Positions count columns: a row that joined others would move.
+    # Position ids count columns, so a row that joins other rows would get wrong position ids.
     joinable = False
     readable = False
 
     def growing_axis(self, name: str) -> int | None:
-        """Tokens are along the second axis of each input."""
+        """Return the second axis of each input, which counts tokens."""
         return 1
 
     def extended(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All tokens, these after the others. The state itself stays as it is until the step has run."""
+        """Return all tokens, with the new tokens at the end. The state does not change until the step has run."""
         if any(tensor.shape[0] != self.batch for tensor in feeds.values()):
             raise InputError(f"The state is for {self.batch} rows.")
-        held = self.tensors()
-        # The mask covers the whole sequence already.
+        earlier = self.tensors()
+        # The mask already covers the whole sequence.
         return {
-            name: torch.cat([held[name], tensor], dim=1) if name in held and name != "attention_mask" else tensor
+            name: torch.cat([earlier[name], tensor], dim=1) if name in earlier and name != "attention_mask" else tensor
             for name, tensor in feeds.items()
         }
 
 
 class ToySession(BaseSession[torch.nn.Module]):
-    """One program, opened. The base class checks a call; the contract is in `accel.interfaces.protocols.Session`."""
+    """An opened program. The base class checks the inputs of a call; the contract is in `accel.interfaces.protocols.Session`."""
 
-    # Every model may be asked in parts.
+    # A sequence can be passed to every model in several calls.
     stateful = True
     state_is_optional = True
 
@@ -127,7 +127,7 @@ class ToySession(BaseSession[torch.nn.Module]):
         super().__init__(module, component, device, dtype, shapes=shapes)
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
-        """The inputs, after the tokens that the state holds."""
+        """Prepend the tokens of the state to the inputs."""
         return super()._read(state.extended(feeds) if isinstance(state, History) else feeds)
 
     @torch.inference_mode()
@@ -135,12 +135,12 @@ class ToySession(BaseSession[torch.nn.Module]):
         self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
         """Run the program; the base class copies results into buffers."""
-        found = self.runtime(**tensors)
+        outputs = self.runtime(**tensors)
         if state is not None:
             state.store(tensors)
             state.advance(tensors["attention_mask"].shape[1] - state.length)
-        return {name: found[name] for name in names}
+        return {name: outputs[name] for name in names}
 
     def new_state(self, batch: int) -> History:
-        """An empty history."""
+        """Return an empty history."""
         return History(self, self._component, batch)

@@ -1,4 +1,4 @@
-"""The toy backend through the conformance suite: all that a plugin's own tests need."""
+"""Run the conformance suite on the toy backend: a plugin needs no other tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Extraction of spans for labels that are given at call time."""
+"""Spec of the task span extraction: find spans of a text for labels that are passed with each call."""
 
 from __future__ import annotations
 

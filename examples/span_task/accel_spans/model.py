@@ -1,4 +1,4 @@
-"""A span head over an encoder of transformers."""
+"""A span extraction head on a transformers encoder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import transformers
 
 
 class SpanExtractor(transformers.PreTrainedModel):
-    """Scores every token as the first and as the last one of a span, for every label.
+    """Score every token as the first and as the last token of a span, for every label.
 
-    Labels and text are one sequence, `[CLS] city, person [SEP] Wolfgang lives in Berlin [SEP]`. A label is compared with the tokens by
-    the hidden state of its own first token.
+    Labels and text are one sequence, `[CLS] city, person [SEP] Wolfgang lives in Berlin [SEP]`. The hidden state of a label's first
+    token is compared with the hidden states of the text's tokens.
 
-    The config is the encoder's own, with one more field: `span_size`, the size of what is compared.
+    The config is the encoder's config with one additional field, `span_size`, the size of the compared vectors.
     """
 
     config_class = transformers.PretrainedConfig
@@ -37,7 +37,7 @@ class SpanExtractor(transformers.PreTrainedModel):
         Args:
             input_ids: `(batch, sequence)`
             attention_mask: `(batch, sequence)`
-            label_positions: `(batch, labels)`: the place of each label's first token in the sequence.
+            label_positions: `(batch, labels)`: the index of each label's first token in the sequence.
         """
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         places = label_positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])

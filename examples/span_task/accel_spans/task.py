@@ -1,4 +1,4 @@
-"""What accel has to know about models that extract spans."""
+"""Span extraction: the task class, its pipeline, accuracy metric and serving operation."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ import torch
 import transformers
 
 from accel import ORTModel
-from accel.data.batches import Encoded, from_tokenizer
+from accel.data.encoded_rows import Encoded, from_tokenizer
 from accel.data.labels import texts
 from accel.data.rows import Rows
 from accel.deploying.triton.text_fronts import Tensor, TextFront
 from accel.interfaces.task import Sample, Task
-from accel.measuring.accuracy.metrics import Floats, Metric, Values, divide
+from accel.measuring.accuracy.metrics import Floats, Values, divide, metric_of_sums
 from accel.measuring.accuracy.predictors import Model, Predictor
 from accel.serving.operations import READS_TEXT, Operation
 
 from .model import SpanExtractor
 
 _LONGEST = 12
-"""Tokens of a span."""
+"""Largest number of tokens in a span."""
 
 
 class ORTModelForSpanExtraction(ORTModel):
-    """Spans of a text for labels: `start_logits` and `end_logits: (batch, labels, sequence)`."""
+    """Compute `start_logits` and `end_logits: (batch, labels, sequence)` of spans for labels."""
 
     task = "span-extraction"
 
 
 class SpanExtraction(Task):
-    """Extraction of spans for labels that are given at call time."""
+    """Extract spans for labels that are passed at call time."""
 
     model = ORTModelForSpanExtraction
 
     def load(self, folder: Path, **options: Any) -> torch.nn.Module:
-        """transformers has no class of this name."""
+        """Load the model, because transformers has no class for it."""
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         return SpanExtractor.from_pretrained(folder, config=config, **options)
 
     def sample(self, module: torch.nn.Module, folder: Path | None) -> Sample:
-        """Two rows of unequal length with four labels, whose places even the shortest text has."""
+        """Make two rows of different lengths with four labels, whose positions exist even in the shortest text."""
         ids = torch.randint(5, module.config.vocab_size, (2, 8))
         mask = torch.ones_like(ids)
         mask[1, 5:] = 0
@@ -55,7 +55,7 @@ class SpanExtraction(Task):
         return example, axes, ("token_type_ids",)
 
     def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        """Labels and texts as one sequence."""
+        """Encode labels and text of each row as one sequence."""
         asked = [
             ask(processor, labels, text, max_length)
             for labels, text in zip(rows.column("labels"), texts(rows, "text"), strict=True)
@@ -66,19 +66,19 @@ class SpanExtraction(Task):
         return AskedTexts(tokens=tokens, padding=padding, positions=positions)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        """Spans, measured by their F1."""
+        """Return the predictor of spans, which measures their F1."""
         return Spans
 
     def pipeline(self, name: str) -> type[transformers.Pipeline]:
-        """The pipeline `span-extraction`."""
+        """Return the pipeline `span-extraction`."""
         return SpanExtractionPipeline
 
     def operations(self) -> Sequence[Operation]:
-        """What a server and `accel batch` offer."""
+        """Return the operations of a server and of `accel batch`."""
         return (ExtractSpans(),)
 
     def fronts(self) -> Mapping[str, TextFront]:
-        """What serves the task as text in Triton."""
+        """Return the front models in Triton."""
         return {"span-extraction": FRONT}
 
 
@@ -86,7 +86,7 @@ class SpanExtraction(Task):
 
 
 def ask(tokenizer: Any, labels: Sequence[str], text: str, max_length: int | None = None) -> tuple[Any, list[int]]:
-    """Labels and a text as one sequence, and the place of each label's first token."""
+    """Encode labels and a text as one sequence; also return the index of each label's first token."""
     found = tokenizer(
         ", ".join(labels),
         text,
@@ -100,16 +100,16 @@ def ask(tokenizer: Any, labels: Sequence[str], text: str, max_length: int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTexts(Encoded):
-    """Rows of labels and texts.
+    """Encoded rows of labels and texts.
 
     Attributes:
-        positions: The places of each row's labels.
+        positions: Token index of each label, per row.
     """
 
     positions: Sequence[Sequence[int]]
 
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The inputs of some rows; labels that a row does not have are at its first token."""
+        """Return the inputs of some rows; missing labels of a row have the index of its first token."""
         labels = max(len(self.positions[i]) for i in rows)
         filled = [[*self.positions[i], *[0] * (labels - len(self.positions[i]))] for i in rows]
         return {**Encoded.batch(self, rows), "label_positions": torch.tensor(filled)}
@@ -121,15 +121,15 @@ class AskedTexts(Encoded):
 def found_spans(
     encoding: Any, labels: Sequence[str], starts: torch.Tensor, ends: torch.Tensor, text: str, threshold: float
 ) -> list[dict[str, Any]]:
-    """The spans whose score reaches the threshold, in the order of the text.
+    """Return the spans whose score reaches the threshold, in the order of the text.
 
     Args:
-        encoding: What `ask` returned.
-        labels: Of the row.
+        encoding: The encoding that `ask` returned.
+        labels: The labels of the row.
         starts: `start_logits: (labels, sequence)`
         ends: `end_logits: (labels, sequence)`
-        text: Of the row.
-        threshold: From 0 to 1: the probability of the first token times the one of the last.
+        text: The text of the row.
+        threshold: From 0 to 1: the probability of the first token times the probability of the last token.
     """
     first, last = starts.float().sigmoid(), ends.float().sigmoid()
     tokens = [i for i, sequence in enumerate(encoding.sequence_ids(0)) if sequence == 1]
@@ -157,7 +157,7 @@ class SpanExtractionPipeline(transformers.Pipeline):
         return {"labels": list(labels)} if labels else {}, {}, {} if threshold is None else {"threshold": threshold}
 
     def preprocess(self, text: str, labels: Sequence[str]) -> dict[str, Any]:
-        """Labels and a text as inputs."""
+        """Encode labels and a text as inputs of the model."""
         encoding, positions = ask(self.tokenizer, labels, text, self.tokenizer.model_max_length)
         inputs = {name: torch.tensor([encoding[name]]) for name in ("input_ids", "attention_mask")}
         return {**inputs, "label_positions": torch.tensor([positions]), "labels": labels, "text": text}
@@ -167,7 +167,7 @@ class SpanExtractionPipeline(transformers.Pipeline):
         return {**self.model(**inputs), "labels": labels, "text": text}
 
     def postprocess(self, outputs: dict[str, Any], threshold: float = 0.5) -> list[dict[str, Any]]:
-        """Outputs as spans."""
+        """Convert the model's outputs to spans."""
         encoding, _ = ask(self.tokenizer, outputs["labels"], outputs["text"], self.tokenizer.model_max_length)
         starts, ends = outputs["start_logits"][0], outputs["end_logits"][0]
         return found_spans(encoding, outputs["labels"], starts, ends, outputs["text"], threshold)
@@ -188,25 +188,17 @@ def _f1(sums: Floats) -> Floats:
     return divide(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
 
 
-def _span_f1(predictions: Values, references: Values) -> dict[str, float]:
-    return {"span_f1": float(_f1(_span_sums(predictions, references).sum(0)))}
-
-
 class Spans(Predictor):
-    """The spans of a row, `[label, start, end]` each: predictions are values of JSON, because searches keep them in files."""
+    """The spans of a row, each as `[label, start, end]`. Predictions are JSON values, because searches save them in files."""
 
     kind = "spans"
-
-    @classmethod
-    def metrics(cls, classes: int) -> Mapping[str, Metric]:
-        """Precision and recall of whole spans, together."""
-        return {"span_f1": Metric(name="span_f1", key="span_f1", compute=_span_f1, sums=_span_sums, finish=_f1)}
+    offline_metrics = (metric_of_sums("span_f1", _span_sums, {"span_f1": _f1}),)
 
     def _references(self) -> list[Any]:
         return [[[one["label"], one["start"], one["end"]] for one in row] for row in self.rows.column("spans")]
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """A list of spans for each row."""
+        """Return a list of spans for each row."""
         found: list[Any] = [None] * len(self.rows)
         labels, text = self.rows.column("labels"), texts(self.rows, "text")
         for part, _, output in self.batches(model, what):
@@ -221,14 +213,14 @@ class Spans(Predictor):
 
 
 class ExtractSpans(Operation):
-    """Spans of texts: `POST /spans`, and a column `spans` in `accel batch`."""
+    """Extract spans of texts: `POST /spans`, and a column `spans` in `accel batch`."""
 
     name = "span-extraction"
     reads = READS_TEXT
     needs = ("labels",)
 
     def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Arrow types of the answers."""
+        """Return the Arrow types of the answers."""
         import pyarrow as pa
 
         names = {
@@ -241,18 +233,18 @@ class ExtractSpans(Operation):
         return {"spans": pa.list_(pa.struct(names))}
 
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The columns of one answer."""
+        """Return the output columns for one result."""
         return {"spans": answer}
 
     def endpoint(self) -> Any:
-        """The path, its body and an example. HTTP's libraries are an extra of accel, so they are imported here."""
+        """Return the path, its body and an example. The HTTP libraries are an extra, so they are imported here."""
         from pydantic import Field
 
         from accel.serving.http.endpoints import Endpoint
         from accel.serving.http.text_bodies import Texts, pipeline_answer
 
         class SpansBody(Texts):
-            """What `/spans` takes."""
+            """Body of `/spans`."""
 
             labels: list[str] = Field(min_length=1)
             threshold: float = Field(default=0.5, ge=0, le=1)
@@ -265,7 +257,7 @@ class ExtractSpans(Operation):
 
 
 FRONT = TextFront(
-    module=str(Path(__file__).with_name("triton_spans")),
+    service=f"{Path(__file__).with_name('triton_spans')}:SpanFinder",
     inputs=(Tensor(name="TEXT", dtype="string"), Tensor(name="LABELS", dtype="string", dims=(-1,), ragged=True)),
     outputs=lambda _: (Tensor(name="SPANS", dtype="string"),),
     reads=lambda _: ("start_logits", "end_logits"),

@@ -1,4 +1,7 @@
-"""Spans inside Triton. The file is copied into the model repository: it imports its neighbours there, NumPy and tokenizers alone."""
+"""Span extraction inside Triton.
+
+This file is copied into the model repository. It imports only the other files there, NumPy and tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ from .tokens import Array, GraphRow, Refused, Tokens
 
 @dataclass(frozen=True)
 class _Asked:
-    """A text with its labels, as one encoding."""
+    """A text, its labels, and their common encoding."""
 
     text: str
     labels: Sequence[str]
     encoding: Any
 
 
-class Service:
-    """`TEXT` and `LABELS` to `SPANS`: a JSON list of what the pipeline returns.
+class SpanFinder:
+    """Convert `TEXT` and `LABELS` to `SPANS`, the pipeline's result as a JSON list.
 
     Args:
-        settings: `longest`: tokens of a span.
-        tokens: Reads the texts.
+        settings: `longest`: the largest number of tokens in a span.
+        tokens: The tokenizer of the texts.
     """
 
     options = ("threshold",)
@@ -36,7 +39,7 @@ class Service:
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Asked, list[GraphRow]]:
-        """One row for a text."""
+        """Encode a text and its labels as one row."""
         option(options, "threshold", 0.5, float)
         text, labels = texts["TEXT"][0], list(texts["LABELS"])
         if not labels:
@@ -44,7 +47,7 @@ class Service:
         (encoding, *_) = self._tokens.encode(", ".join(labels), text, cut="only_second")
         starts = itertools.accumulate((len(label) + len(", ") for label in labels[:-1]), initial=0)
         places = [encoding.char_to_token(start, 0) for start in starts]
-        # Each input has one number a token here; labels after the last one are scored, and their scores are not read.
+        # Every input has one number per token here. Indices after the last label are also scored, but their scores are ignored.
         row = self._tokens.row(encoding)
         padded = [*places, *[0] * (row.length - len(places))]
         return _Asked(text, labels, encoding), [GraphRow({**row.values, "label_positions": padded})]
@@ -52,7 +55,7 @@ class Service:
     def write(
         self, memory: _Asked, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The spans whose score reaches the threshold, in the order of the text."""
+        """Return the spans whose score reaches the threshold, in the order of the text."""
         threshold = option(options, "threshold", 0.5, float)
         first, last = sigmoid(outputs[0]["start_logits"]), sigmoid(outputs[0]["end_logits"])
         tokens = [i for i, sequence in enumerate(memory.encoding.sequence_ids) if sequence == 1]

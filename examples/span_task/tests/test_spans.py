@@ -1,4 +1,4 @@
-"""The task from export to server, compared with PyTorch."""
+"""Tests of the task from export to server; results are compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = ["i lost my card in london", "the bank in paris is open", "my new phone 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights."""
+    """Folder of a model with random weights."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=96, span_size=8,
@@ -52,7 +52,7 @@ def artifact(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> accel.Ar
 
 @pytest.fixture(scope="session")
 def rows(expected: Any) -> list[dict[str, Any]]:
-    """Rows whose spans are the PyTorch model's answers."""
+    """Rows whose reference spans are the PyTorch model's predictions."""
     answers = [expected(text, labels=LABELS) for text in TEXTS]
     assert any(answers)
     return [
@@ -63,7 +63,7 @@ def rows(expected: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def expected(original: Any, folder: Path) -> Any:
-    """The pipeline over the PyTorch model."""
+    """The pipeline with the PyTorch model."""
     return SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
 
 
@@ -150,7 +150,7 @@ def test_triton(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None
     from accel.deploying.triton import deploy
 
     made = deploy(artifact, tmp_path / "out", name="spans")
-    # The code that runs inside Triton, over a session of ours.
+    # Run the code that runs inside Triton with a session of accel.
     folder = made.path / "spans" / "1"
     package = types.ModuleType("front")
     package.__path__ = [str(folder)]

@@ -1,6 +1,7 @@
-"""What runs inside Triton: modules that are copied into a repository as they are, and settings beside them in `settings.json`.
+"""Code that runs inside Triton. `accel deploy triton` copies these modules into a repository, next to their settings in `settings.json`.
 
-They import each other by relative names alone, and besides the standard library NumPy, `tokenizers` and, where a graph runs in
-Python, `onnxruntime`. Python 3.10 is enough. `front`, `tokenizer_step`, `answer_step`, `graph` and `generator` become a
-`model.py`; each task that reads and answers text has a module with a class `Service`.
+The modules import each other with relative imports. Their only other imports are the standard library, NumPy, `tokenizers` and, if Python
+runs the graph, `onnxruntime`. They support Python 3.10. `text_model`, `ensemble_step`, `graph` and `generator` are copied as `model.py`.
+The other modules contain a class for one task, which converts texts to rows and outputs to results (`TextFront.service`), and code that
+these classes share.
 """

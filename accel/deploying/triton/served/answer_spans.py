@@ -1,4 +1,4 @@
-"""Answers to questions, as spans of a context."""
+"""Question answering: find the answers as spans of a context."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from .tokens import Array, GraphRow, Refused, Tokens
 
 @dataclass(frozen=True)
 class _Windows:
-    """A context, and the encoding of each of its windows with the question."""
+    """A context, and the encoding of each of its windows together with the question."""
 
     context: str
     encodings: Sequence[Any]
 
 
-class Service:
-    """`QUESTION` and `CONTEXT` to `ANSWER`, `SCORE`, `START` and `END`: `top_k` of each, characters of the context.
+class QuestionAnswerer:
+    """Answer questions from a context.
+
+    The inputs are `QUESTION` and `CONTEXT`. The outputs are `ANSWER`, `SCORE`, `START` and `END`, each with `top_k` values. `START` and
+    `END` are character positions in the context.
 
     Args:
-        settings: `longest`: tokens of a window at most, where the request does not say it; `no_answer`: the id of the token that
-            stands for no answer.
-        tokens: Reads the texts.
+        settings: `longest`: greatest number of tokens in a window, unless the request has `max_seq_len`; `no_answer`: id of the token
+            that means "no answer".
+        tokens: The tokenizer.
     """
 
     options = ("top_k", "max_answer_len", "max_seq_len", "doc_stride", "handle_impossible_answer", "align_to_words")
@@ -37,7 +40,7 @@ class Service:
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Windows, list[GraphRow]]:
-        """A row for each window of the context, which is the first text where rows are padded on the left."""
+        """Return one row for each window of the context. If rows are padded on the left, the context comes before the question."""
         question, context = texts["QUESTION"][0], texts["CONTEXT"][0]
         for name, text in (("question", question), ("context", context)):
             if not text.strip():
@@ -53,7 +56,7 @@ class Service:
     def write(
         self, memory: _Windows, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The best answers over all windows; the scores of equal answers are added up, as in the local pipeline."""
+        """Return the best answers of all windows. Scores of equal answers are added, as in transformers' pipeline."""
         count = option(options, "top_k", 1, int)
         longest = option(options, "max_answer_len", 15, int)
         whole_words = option(options, "align_to_words", True, bool)
@@ -78,17 +81,17 @@ class Service:
                 text = memory.context[begins:ends]
                 summed, *place = answers.get(text.lower(), (0.0, begins, ends, text))
                 answers[text.lower()] = (summed + float(scores[first, last]), *place)
-        found = list(answers.values())
+        ranked = list(answers.values())
         if option(options, "handle_impossible_answer", False, bool):
-            found.append((impossible, 0, 0, ""))
-        found = sorted(found, key=lambda one: -one[0])[:count]
-        if not found:
+            ranked.append((impossible, 0, 0, ""))
+        ranked = sorted(ranked, key=lambda one: -one[0])[:count]
+        if not ranked:
             raise Refused("the context holds no tokens")
-        score, start_of, end_of, answer = zip(*found, strict=True)
+        score, start_of, end_of, answer = zip(*ranked, strict=True)
         return {"ANSWER": list(answer), "SCORE": list(score), "START": list(start_of), "END": list(end_of)}
 
     def _probabilities(self, logits: Array, keep: Array) -> Array:
-        """Over the tokens of the context and the one that stands for no answer."""
+        """Return the probabilities of the tokens in `keep` (context tokens and the "no answer" token); other tokens get 0."""
         own = self._tokens.unpadded(logits.astype("float32"), len(keep))
         weights = np.exp(np.where(keep, own - own[keep].max(initial=-np.inf), -np.inf))
         result: Array = weights / max(float(weights.sum()), np.finfo(np.float32).tiny)
@@ -96,14 +99,17 @@ class Service:
 
 
 def _largest(scores: Array, count: int) -> Array:
-    """Indices of the largest scores, the largest first, into the flattened array."""
+    """Return the indices of the largest scores in the flattened array, the largest first."""
     flat = -scores.reshape(-1)
-    found = np.argpartition(flat, count)[:count] if count < flat.size else np.arange(flat.size)
-    return found[np.argsort(flat[found], kind="stable")]
+    largest = np.argpartition(flat, count)[:count] if count < flat.size else np.arange(flat.size)
+    return largest[np.argsort(flat[largest], kind="stable")]
 
 
 def _characters(encoding: Any, first: int, last: int, side: int, whole_words: bool) -> tuple[int, int]:
-    """The characters of a span of tokens, or of the words that they belong to, where the tokenizer has words."""
+    """Return the character positions (start, end) of a span of tokens.
+
+    With `whole_words`, the span is extended to whole words, if the tokenizer has words.
+    """
     if whole_words:
         begins, ends = (encoding.token_to_word(token) for token in (first, last))
         if begins is not None and ends is not None:

@@ -1,4 +1,4 @@
-"""How the rows of a batch are divided among calls of the graph, as their times have shown it to be worth."""
+"""Split the rows of a batch into calls of the graph, based on the measured durations of earlier calls."""
 
 from __future__ import annotations
 
@@ -12,48 +12,47 @@ _FORGET = 0.98
 
 
 class Calls:
-    """What a call costs: so many seconds, and so many for each token, its padding included.
+    """Measured cost of calls: the fixed cost of a call, and the cost of each token including padding.
 
-    Where a call costs much beside a token (a GPU, a small model), all rows go together; where tokens cost (a processor), rows of
-    like length do, as far as they save more padding than the calls cost. Learnt from the calls themselves; until there are enough
-    of them, all rows go together.
+    If a call costs much more than a token (a GPU or a small model), all rows run together. If tokens are expensive (a CPU), rows of similar
+    length run together, if this saves more padding than the additional calls cost. Until enough calls are measured, all rows run together.
     """
 
     def __init__(self) -> None:
         self._seen = 0
-        # Sums of 1, tokens, tokens squared, seconds, and tokens times seconds, the older the less.
+        # Weighted sums of 1, tokens, tokens squared, seconds, and tokens times seconds. Older calls have less weight.
         self._sums = np.zeros(5)
 
     @property
     def tokens(self) -> float:
-        """The tokens that cost as much as a call by itself; infinite where that is not known, or tokens cost nothing."""
+        """Fixed cost of a call, as the number of tokens that take the same time; infinite if it is unknown or if tokens cost nothing."""
         count, x, xx, y, xy = self._sums
         spread = count * xx - x * x
         if self._seen < _ENOUGH or spread <= 1e-9 * count * xx:
             return float("inf")
         token = (count * xy - x * y) / spread
         call = (y - token * x) / count
-        # Below zero there is noise alone.
+        # A negative fixed cost is measurement noise, so use 0.
         return max(call, 0.0) / token if token > 0 else float("inf")
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A call of that many tokens took that long."""
+        """Record the number of tokens and the duration in seconds of a call."""
         self._seen += 1
         if self._seen > _FIRST:
             new = np.array([1.0, tokens, tokens * tokens, seconds, tokens * seconds])
             self._sums = self._sums * _FORGET + new
 
     def divide(self, lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """Parts of rows that are sorted by length, each a call: where they begin and end.
+        """Split sorted rows into calls and return the index range (start, end) of the rows of each call.
 
         Args:
-            lengths: Tokens of each row, the shortest first.
-            most: Rows of a call at most.
+            lengths: Number of tokens of each row, the shortest first.
+            most: Greatest number of rows in a call.
         """
         call = self.tokens
         if call == float("inf"):
             return [(start, min(start + most, len(lengths))) for start in range(0, len(lengths), most)]
-        # The cheapest way to have the first rows answered, and where its last call begins.
+        # Dynamic programming. For the first `end` rows: the least cost, and the index of the first row of the last call.
         costs, begins = [0.0], [0]
         for end in range(1, len(lengths) + 1):
             options = [

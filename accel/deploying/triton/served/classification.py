@@ -1,4 +1,4 @@
-"""Labels of texts and of pairs of texts."""
+"""Classification of texts and of text pairs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 from .text_batches import option, sigmoid, softmax
 from .tokens import Array, GraphRow, Tokens
 
+_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "none": lambda logits: logits,
+}
 
-def _same(logits: Array) -> Array:
-    return logits
 
-
-_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {"softmax": softmax, "sigmoid": sigmoid, "none": _same}
-
-
-class Service:
-    """`TEXT`, `TEXT_PAIR` to `LABEL`, `SCORE` and `SCORES`.
+class TextClassifier:
+    """Classify texts: `TEXT` and `TEXT_PAIR` are the inputs, `LABEL`, `SCORE` and `SCORES` the outputs.
 
     Args:
-        settings: `labels` in the order of the outputs, and `function`: `softmax`, `sigmoid` or `none`.
-        tokens: Reads the texts.
+        settings: `labels` in the order of the logits, and `function`: `softmax`, `sigmoid` or `none`.
+        tokens: The tokenizer.
     """
 
     options = ("function_to_apply", "truncation")
@@ -32,13 +31,13 @@ class Service:
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[GraphRow]]:
-        """One row for a text or a pair."""
+        """Return one row for a text or a text pair."""
         pair = texts["TEXT_PAIR"][0] if "TEXT_PAIR" in texts else None
         cut = "longest_first" if option(options, "truncation", False, bool) else None
         return None, [self._tokens.row(self._tokens.encode(texts["TEXT"][0], pair, cut=cut)[0])]
 
     def write(self, memory: None, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]) -> dict[str, Any]:
-        """The likeliest label, its score and all scores."""
+        """Return the most likely label, its score, and the scores of all labels."""
         function = _FUNCTIONS[option(options, "function_to_apply", self._function, tuple(_FUNCTIONS))]
         scores = function(outputs[0]["logits"].astype("float32"))
         best = int(scores.argmax())

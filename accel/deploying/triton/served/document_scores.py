@@ -1,4 +1,4 @@
-"""Scores of documents for a query, by a cross-encoder."""
+"""Ranking of documents for a query with a cross-encoder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from .text_batches import sigmoid
 from .tokens import Array, GraphRow, Refused, Tokens
 
 
-class Service:
-    """`QUERY` and `DOCUMENTS` to `SCORES`, and `RANKING`: places of the documents, the best first.
+class DocumentRanker:
+    """Rank documents: `QUERY` and `DOCUMENTS` are the inputs, `SCORES` and `RANKING` the outputs.
+
+    `RANKING` contains the indices of the documents, the best first.
 
     Args:
-        settings: `function`: `sigmoid` or `none`; the `prompt` before each query; and whether texts are made `lower` case.
-        tokens: Reads the texts.
+        settings: `function`: `sigmoid` or `none`; `prompt`: text that is put before each query; `lower`: whether texts are lowercased.
+        tokens: The tokenizer.
     """
 
     options = ()
@@ -28,7 +30,7 @@ class Service:
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[None, list[GraphRow]]:
-        """A row for each document."""
+        """Return one row for each document."""
         documents = texts["DOCUMENTS"]
         if not documents:
             raise Refused("there are no documents")
@@ -39,7 +41,7 @@ class Service:
         return None, [self._tokens.row(encoding) for encoding in encodings]
 
     def write(self, memory: None, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Scores in the documents' order; the first of equals comes first."""
+        """Return the scores in the order of the documents, and their ranking. Documents with equal scores keep their order."""
         scores = np.asarray([one["logits"][0] for one in outputs], dtype="float32")
         scores = sigmoid(scores) if self._function == "sigmoid" else scores
         return {"SCORES": scores, "RANKING": np.argsort(-scores, kind="stable")}

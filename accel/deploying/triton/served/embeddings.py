@@ -1,4 +1,4 @@
-"""Embeddings of texts."""
+"""Text embeddings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from .text_batches import option
 from .tokens import Array, GraphRow, Tokens
 
 
-class Service:
-    """`TEXT` to `EMBEDDING`.
+class TextEmbedder:
+    """Compute embeddings: `TEXT` is the input, `EMBEDDING` the output.
 
     Args:
-        settings: `output`, which the graph has `pooled`, or the hidden states to pool by `modes` without the first `excluded` tokens,
-            and to `normalize`; the `prompt` before each text; whether texts are made `lower` case; and the `size` of an embedding.
-        tokens: Reads the texts.
+        settings: `output`: name of the graph's output; `pooled`: whether this output is a pooled vector already, if not it is pooled with
+            `modes`, without the first `excluded` tokens; `normalize`: whether vectors that are pooled here are scaled to length 1;
+            `prompt`: text that is put before each text; `lower`: whether texts are lowercased; `size`: size of an embedding.
+        tokens: The tokenizer.
     """
 
     options = ("normalize",)
@@ -28,7 +29,7 @@ class Service:
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[GraphRow, list[GraphRow]]:
-        """One row for a text."""
+        """Return one row for a text."""
         text = self._settings["prompt"] + texts["TEXT"][0]
         text = text.lower() if self._settings["lower"] else text
         row = self._tokens.row(self._tokens.encode(text, cut="longest_first")[0])
@@ -37,19 +38,19 @@ class Service:
     def write(
         self, memory: GraphRow, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Its embedding, of length 1 where that is asked for."""
-        found = outputs[0][self._output].astype("float32")
+        """Return the embedding of the text, scaled to length 1 if the request has the option `normalize`."""
+        vector = outputs[0][self._output].astype("float32")
         if not self._settings["pooled"]:
-            hidden = self._tokens.unpadded(found, memory.length)
-            found = pool(hidden, self._settings["modes"], self._settings["excluded"])
-            found = _normalized(found) if self._settings["normalize"] else found
-        found = found[: self._settings["size"]]
-        return {"EMBEDDING": _normalized(found) if option(options, "normalize", False, bool) else found}
+            hidden = self._tokens.unpadded(vector, memory.length)
+            vector = pool(hidden, self._settings["modes"], self._settings["excluded"])
+            vector = _normalized(vector) if self._settings["normalize"] else vector
+        vector = vector[: self._settings["size"]]
+        return {"EMBEDDING": _normalized(vector) if option(options, "normalize", False, bool) else vector}
 
 
 def pool(hidden: Array, modes: Sequence[str], excluded: int) -> Array:
-    """One vector of the hidden states of a text's own tokens, `(tokens, hidden)` float32, without the first ones."""
-    # A prompt that leaves no room for the text: there is nothing to pool.
+    """Pool the hidden states of a text, `(tokens, hidden)` float32, without the first `excluded` tokens."""
+    # If there are no other tokens (the prompt used the whole length), pool zeros.
     kept = hidden[excluded:] if excluded < len(hidden) else np.zeros_like(hidden[:1])
     weights = np.arange(excluded + 1, excluded + 1 + len(kept), dtype="float32")[:, None]
     pooled = {
@@ -64,5 +65,5 @@ def pool(hidden: Array, modes: Sequence[str], excluded: int) -> Array:
 
 
 def _normalized(vector: Array) -> Array:
-    found: Array = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    return found
+    unit: Array = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return unit

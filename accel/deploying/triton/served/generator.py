@@ -1,4 +1,4 @@
-"""A decoder in Triton: prompts in, pieces of text out as they are made. Requests join a running batch between two tokens."""
+"""Generate text in Triton: prompts in, pieces of text out. Requests join a running batch between two decoding steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .tokens import Array, NotFinite, Refused
 
 
 class TritonPythonModel:
-    """What Triton's Python backend runs."""
+    """A model for Triton's Python backend that generates text."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the graph beside this file and start the loop."""
+        """Open the graph in the folder of this file and start the generation loop."""
         folder = Path(__file__).parent
         settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         options = onnxruntime.SessionOptions()
@@ -42,7 +42,7 @@ class TritonPythonModel:
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests; they are answered by the loop."""
+        """Put requests into the queue; the generation loop answers them."""
         for request in requests:
             sender = request.get_response_sender()
             prompt = pb_utils.get_input_tensor_by_name(request, "PROMPT").as_numpy().ravel()[0]
@@ -60,7 +60,7 @@ class TritonPythonModel:
                 self._waiting.put(row)
 
     def finalize(self) -> None:
-        """Stop the loop."""
+        """Stop the generation loop."""
         self._waiting.put(None)
         self._thread.join(10)
 
@@ -70,18 +70,18 @@ class TritonPythonModel:
     def _loop(self) -> None:
         decoder = self._decoder
         while True:
-            # Wait while there are no rows; otherwise take the waiting ones, as far as there is room.
+            # If there are no rows, wait for one. If there are rows, add waiting rows up to the limit.
             while not decoder.rows or (len(decoder.rows) < self._most and not self._waiting.empty()):
                 row = self._waiting.get()
                 if row is None:
                     return
                 try:
                     decoder.add(row)
-                except Exception as error:  # noqa: BLE001  # the server goes on
+                except Exception as error:  # noqa: BLE001  # the server must continue
                     row.done(error)
             try:
                 decoder.step()
-            except Exception as error:  # noqa: BLE001  # the server goes on
+            except Exception as error:  # noqa: BLE001  # the server must continue
                 decoder.fail(error)
 
 

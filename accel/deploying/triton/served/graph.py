@@ -1,4 +1,4 @@
-"""An ONNX graph in Triton's Python backend, for servers without the ONNX Runtime backend: CPU alone."""
+"""Run an ONNX graph on the CPU with Triton's Python backend, for servers without the ONNX Runtime backend."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """What Triton's Python backend runs: requests of equal shapes as one call."""
+    """A model for Triton's Python backend; requests with equal shapes share one call of the graph."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the graph beside this file."""
+        """Open the graph in the folder of this file."""
         config = json.loads(args["model_config"])
         self._inputs = [one["name"] for one in config["input"]]
         self._outputs = [one["name"] for one in config["output"]]
         settings = json.loads((Path(__file__).parent / "settings.json").read_text(encoding="utf-8"))
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = settings["threads"]
-        # Idle threads that spin take the processors that other models need.
+        # Disable spinning: idle threads that spin occupy processors that other models need.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         graph = Path(__file__).parent / settings["graph"]
         self._session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """The graph's outputs for each request; those that Triton merged have equal shapes but for the batch."""
-        given = [
+        """Return the graph's outputs for each request.
+
+        Triton merges only requests whose shapes are equal in all axes other than the batch.
+        """
+        inputs = [
             {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._inputs}
             for request in requests
         ]
-        feeds = {name: np.concatenate([one[name] for one in given]) for name in self._inputs}
+        feeds = {name: np.concatenate([one[name] for one in inputs]) for name in self._inputs}
         returned = self._session.run(self._outputs, feeds)
-        ends = np.cumsum([len(one[self._inputs[0]]) for one in given])[:-1]
+        ends = np.cumsum([len(one[self._inputs[0]]) for one in inputs])[:-1]
         parts = zip(*(np.split(values, ends) for values in returned), strict=True)
         return [
             pb_utils.InferenceResponse(

@@ -1,4 +1,4 @@
-"""Tags of tokens, and the entities that they make up."""
+"""Token classification: label tokens and group them into entities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRATEGIES = ("none", "simple", "first", "average", "max")
 
 @dataclass(frozen=True)
 class _Text:
-    """A text and the encodings of its windows."""
+    """A text and the encodings of its windows, kept from reading the request until its result is computed."""
 
     text: str
     windows: Sequence[Any]
@@ -28,11 +28,11 @@ class _Token:
     """A token of the text.
 
     Attributes:
-        word: The tokenizer's own spelling, or for one that it does not know the text's.
-        scores: Of each label.
-        start, end: Its characters.
-        index: Its place among the tokens.
-        continues: Whether it goes on with the word before it.
+        word: The token as written in the tokenizer's vocabulary; for an unknown token, the characters of the text.
+        scores: Score of each label.
+        start, end: Character positions of the token in the text.
+        index: Index of the token in its window.
+        continues: Whether the token continues the previous word.
     """
 
     word: str
@@ -43,12 +43,12 @@ class _Token:
     continues: bool
 
 
-class Service:
-    """`TEXT` to `ENTITIES`: a JSON list of what transformers' pipeline returns.
+class TokenClassifier:
+    """Label tokens: `TEXT` is the input, and the output `ENTITIES` is the result of transformers' pipeline as a JSON list.
 
     Args:
-        settings: `labels` in the order of the outputs, and `unknown`: the id of the unknown token, or null.
-        tokens: Reads the texts.
+        settings: `labels` in the order of the logits, and `unknown`: id of the unknown token, or null.
+        tokens: The tokenizer.
     """
 
     options = ("aggregation_strategy", "ignore_labels", "stride")
@@ -57,11 +57,11 @@ class Service:
         self._labels: Sequence[str] = settings["labels"]
         self._unknown: int | None = settings["unknown"]
         self._tokens = tokens
-        # A tokenizer that marks the pieces of a word says where words end; for others spaces do.
+        # Whether the tokenizer marks tokens that continue a word. If not, words are separated at spaces.
         self._marks_pieces = bool(getattr(tokens.tokenizer.model, "continuing_subword_prefix", None))
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[_Text, list[GraphRow]]:
-        """One row for a text, or with a `stride` one for each window."""
+        """Return one row for a text or, with the option `stride`, one row for each window of the text."""
         strategy = option(options, "aggregation_strategy", "none", STRATEGIES)
         stride = option(options, "stride", None, int)
         if stride is not None and strategy == "none":
@@ -73,24 +73,24 @@ class Service:
     def write(
         self, memory: _Text, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Entities in the order of the text, without those of `ignore_labels`."""
+        """Return the entities in the order of the text, without the labels in the option `ignore_labels`."""
         strategy = option(options, "aggregation_strategy", "none", STRATEGIES)
         ignored = options.get("ignore_labels", "O")
         ignored = [label.strip() for label in ignored.split(",")] if isinstance(ignored, str) else ignored
-        found = []
+        entities_kept = []
         for encoding, output in zip(memory.windows, outputs, strict=True):
             logits = self._tokens.unpadded(output["logits"].astype("float32"), len(encoding.ids))
             entities = self._entities(self._read_tokens(memory.text, encoding, softmax(logits)), strategy)
-            found += [one for one in entities if one.get("entity", one.get("entity_group")) not in ignored]
+            entities_kept += [one for one in entities if one.get("entity", one.get("entity_group")) not in ignored]
         if len(memory.windows) > 1:
-            found = _without_overlaps(found)
+            entities_kept = _without_overlaps(entities_kept)
         try:
-            return {"ENTITIES": [json.dumps(found, ensure_ascii=False, allow_nan=False)]}
+            return {"ENTITIES": [json.dumps(entities_kept, ensure_ascii=False, allow_nan=False)]}
         except ValueError as error:
             raise NotFinite("a score is not finite: run the model in float32") from error
 
     def _read_tokens(self, text: str, encoding: Any, scores: Array) -> list[_Token]:
-        found = []
+        tokens = []
         for i, (start, end) in enumerate(encoding.offsets):
             if encoding.special_tokens_mask[i]:
                 continue
@@ -99,8 +99,8 @@ class Service:
             continues = len(word) != len(part) if self._marks_pieces else not apart
             if encoding.ids[i] == self._unknown:
                 word, continues = part, False
-            found.append(_Token(word, scores[i], start, end, i, continues))
-        return found
+            tokens.append(_Token(word, scores[i], start, end, i, continues))
+        return tokens
 
     def _entities(self, tokens: Sequence[_Token], strategy: str) -> list[dict[str, Any]]:
         if strategy in ("none", "simple"):
@@ -123,7 +123,7 @@ class Service:
         }
 
     def _word(self, tokens: Sequence[_Token], strategy: str) -> dict[str, Any]:
-        """The tokens of one word as one entity."""
+        """Return the tokens of one word as one entity."""
         if strategy == "first":
             scores = tokens[0].scores
         elif strategy == "max":
@@ -133,7 +133,7 @@ class Service:
         return {**self._entity(scores, tokens), "word": self._joined([token.word for token in tokens])}
 
     def _groups(self, entities: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Neighbours of one kind as one entity; a `B-` begins another one."""
+        """Join adjacent entities of the same type. A label with `B-` starts a new entity."""
         groups: list[list[Mapping[str, Any]]] = []
         for one in entities:
             begins, kind = _kind(one["entity"])
@@ -168,12 +168,12 @@ def _words(tokens: Sequence[_Token]) -> list[list[_Token]]:
 
 
 def _kind(label: str) -> tuple[bool, str]:
-    """Whether a label begins an entity, and of which kind that is."""
+    """Return whether a label starts an entity, and the type of the entity."""
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 
 def _without_overlaps(entities: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of entities that overlap, found in two windows, the longer one, or the likelier."""
+    """Remove overlapping entities of different windows: keep the longer one or, if they are equally long, the one with the higher score."""
     kept: list[dict[str, Any]] = []
     for one in sorted(entities, key=lambda entity: entity["start"]):
         if not kept or not kept[-1]["start"] <= one["start"] < kept[-1]["end"]:

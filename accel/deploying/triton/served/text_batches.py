@@ -1,4 +1,4 @@
-"""Answers many requests with few calls of a graph: their texts are one batch, padded together as far as that pays."""
+"""Process many requests with few calls of a graph: rows of similar length share a call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Call = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class Request:
-    """What a client sent.
+    """A request of a client.
 
     Attributes:
-        inputs: Arrays by name, each `(rows, ...)`; texts as bytes.
-        options: The request's parameters.
+        inputs: Input arrays by name, each `(rows, ...)`; texts are bytes.
+        options: Parameters of the request.
     """
 
     inputs: Mapping[str, Array]
@@ -33,43 +33,44 @@ class Request:
 
 @dataclass(frozen=True)
 class _Item:
-    """One row of a request: what its service remembers about it, and its rows for the graph."""
+    """One row of a request: the rows to run in the graph, and values that are needed later to compute the result."""
 
     memory: Any
     rows: Sequence[GraphRow]
 
 
 class TextBatches:
-    """The texts of requests as batches, and what a graph returned as answers.
+    """Convert the texts of requests to batches, and the outputs of the graph to results.
 
     Args:
-        folder: Holds `settings.json` and `tokenizer.json`.
+        folder: Folder that contains `settings.json` and `tokenizer.json`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.settings: Mapping[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         self.tokens = Tokens(folder, self.settings)
-        module = importlib.import_module(f".{self.settings['service']}", __package__)
-        self.service = module.Service(self.settings["options"], self.tokens)
+        module, _, name = self.settings["service"].partition(":")
+        service = getattr(importlib.import_module(f".{module}", __package__), name)
+        self.service = service(self.settings["options"], self.tokens)
         self._calls = Calls()
 
     def answer(self, requests: Sequence[Request], call: Call) -> list[dict[str, Array] | Refused]:
-        """Outputs by name for each request, or why there are none.
+        """Return output arrays by name for each request, or the reason why the request is refused.
 
         Args:
-            requests: What arrived together.
-            call: Runs the graph on one batch: tensors by name in, `(rows, ...)` by name out.
+            requests: Requests that arrived together.
+            call: Function that runs the graph on one batch: takes tensors by name and returns tensors `(rows, ...)` by name.
         """
-        found: list[list[_Item] | Refused] = []
+        read: list[list[_Item] | Refused] = []
         for request in requests:
             try:
-                found.append(self._read(request))
+                read.append(self._read(request))
             except Refused as reason:
-                found.append(reason)
-        rows = [row for items in found if not isinstance(items, Refused) for item in items for row in item.rows]
+                read.append(reason)
+        rows = [row for items in read if not isinstance(items, Refused) for item in items for row in item.rows]
         returned = iter(self._run(rows, call))
         answers: list[dict[str, Array] | Refused] = []
-        for request, items in zip(requests, found, strict=True):
+        for request, items in zip(requests, read, strict=True):
             if isinstance(items, Refused):
                 answers.append(items)
                 continue
@@ -81,10 +82,10 @@ class TextBatches:
         return answers
 
     def encode(self, request: Request) -> dict[str, Array]:
-        """The texts of one request as a batch of its own; for services with one row a text.
+        """Return the texts of one request as a padded batch. Each text must be one row of the graph.
 
         Raises:
-            Refused: They cannot be read.
+            Refused: The texts cannot be tokenized, or a text has several rows.
         """
         items = self._read(request)
         if any(len(item.rows) != 1 for item in items):
@@ -92,10 +93,10 @@ class TextBatches:
         return self.tokens.pad([row for item in items for row in item.rows])
 
     def finish(self, request: Request, outputs: Mapping[str, Array]) -> dict[str, Array]:
-        """The answer to one request from what the graph returned for `encode`.
+        """Compute the results of one request from the graph's outputs for the batch that `encode` returned.
 
         Raises:
-            Refused: It cannot be answered.
+            Refused: The request cannot be answered.
         """
         items = self._read(request)
         each = [{name: values[i] for name, values in outputs.items()} for i in range(len(items))]
@@ -120,7 +121,7 @@ class TextBatches:
                     raise NotFinite(f"the model computed NaN for text {number} (output {name}): run it in float32")
         each = [self.service.write(item.memory, outputs, options) for item, outputs in items]
         shapes = {name: {np.shape(one[name]) for one in each} for name in each[0]}
-        if any(len(found) > 1 for found in shapes.values()):
+        if any(len(sizes) > 1 for sizes in shapes.values()):
             raise Refused("the rows of one request have answers of several sizes: send them as several requests")
         answer = {name: _array([one[name] for one in each]) for name in each[0]}
         for name, values in answer.items():
@@ -130,7 +131,7 @@ class TextBatches:
         return answer
 
     def _nan(self, row: GraphRow, output: Mapping[str, Array]) -> str | None:
-        """The name of an output of a row that holds NaN outside of its padding."""
+        """Return the name of the first output of a row that contains NaN at a position that is not padding, or `None`."""
         for name, values in output.items():
             if values.dtype.kind == "f" and np.isnan(values).any():
                 own = self.tokens.unpadded(values, row.length) if values.ndim and len(values) > row.length else values
@@ -139,7 +140,7 @@ class TextBatches:
         return None
 
     def _run(self, rows: Sequence[GraphRow], call: Call) -> list[dict[str, Array]]:
-        """The graph's outputs, row by row; where there are several calls, rows of like length share one."""
+        """Run rows and return the graph's outputs for each row; rows of similar length share a call."""
         lengths = [row.length for row in rows]
         order = sorted(range(len(rows)), key=lengths.__getitem__)
         returned: list[dict[str, Array]] = [{} for _ in rows]
@@ -151,7 +152,7 @@ class TextBatches:
             for place, i in enumerate(order[start:end]):
                 returned[i] = {name: values[place] for name, values in outputs.items()}
             if end - start > 1 and any(self._nan(rows[i], returned[i]) is not None for i in order[start:end]):
-                # Scales of dynamic quantization are computed from all rows: NaN in one of them reaches the others.
+                # Dynamic quantization computes its scales from all rows, so NaN in one row affects the others: run each row alone.
                 for i in order[start:end]:
                     alone = call(self.tokens.pad([rows[i]]))
                     returned[i] = {name: values[0] for name, values in alone.items()}
@@ -159,16 +160,16 @@ class TextBatches:
 
 
 def option(options: Mapping[str, Any], name: str, default: Any, allowed: Sequence[Any] | type) -> Any:
-    """A request's parameter.
+    """Return a parameter of a request, or its default.
 
     Raises:
-        Refused: It is none of those allowed, or of another type.
+        Refused: The value is not allowed or has the wrong type.
     """
     value = options.get(name, default)
     if value is default:
         return value
     if isinstance(allowed, type):
-        # `True` is a number to Python.
+        # In Python, `bool` is a subclass of `int`, so check it separately.
         if not isinstance(value, allowed) or isinstance(value, bool) is not (allowed is bool):
             raise Refused(f"the parameter {name} is {value!r}, not of type {allowed.__name__}")
     elif value not in allowed:
@@ -186,24 +187,24 @@ def _text(value: Any) -> str:
 
 
 def _array(values: Sequence[Any]) -> Array:
-    """Values of the rows of a request as one array; texts as bytes, floats in 32 bits."""
-    found = np.asarray(values)
-    if found.dtype.kind in "US":
+    """Return the values of the rows of a request as one array. Texts become bytes; floats become float32 and integers int64."""
+    array = np.asarray(values)
+    if array.dtype.kind in "US":
         encoded = [text.encode("utf-8") for text in np.asarray(values, dtype=object).ravel()]
-        made: Array = np.empty(len(encoded), dtype=object)
-        made[:] = encoded
-        return made.reshape(found.shape)
-    return found.astype(np.float32 if found.dtype.kind == "f" else np.int64)
+        texts: Array = np.empty(len(encoded), dtype=object)
+        texts[:] = encoded
+        return texts.reshape(array.shape)
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
 def softmax(logits: Array) -> Array:
-    """Along the last axis, float32."""
+    """Return the softmax of float32 logits along the last axis."""
     raised: Array = np.exp(logits - logits.max(axis=-1, keepdims=True))
     result: Array = raised / raised.sum(axis=-1, keepdims=True)
     return result
 
 
 def sigmoid(logits: Array) -> Array:
-    """Value by value."""
+    """Return the sigmoid of each value."""
     result: Array = 1.0 / (1.0 + np.exp(-logits))
     return result

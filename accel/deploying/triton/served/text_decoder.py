@@ -1,7 +1,7 @@
-"""Generates text for many requests at once: rows join and leave a running batch between two tokens.
+"""Generate text for many requests at once: rows join and leave a running batch between two decoding steps.
 
-Rows of unequal length are padded on the left, and a mask hides the padding; each row has its own settings and its own random numbers. The
-next token and the stop texts are those of `accel.decoding`, without torch: tests/unit/test_next_token.py has cases for both.
+Rows are padded on the left and the attention mask excludes the padding. Each row has its own options and random numbers. Token selection
+and stop strings work as in `accel.decoding`, but without torch; tests/unit/test_next_token.py has test cases for both.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _OPTIONS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
 
 
 class AnswerText:
-    """The text of an answer in final pieces.
+    """The text of one generation, returned in final pieces.
 
     Args:
-        tokenizer: The model's.
-        byte_tokens: Tokens that stand for one byte each: what a run of them says is only known after its last one.
-        stop: The text ends before it.
+        tokenizer: Tokenizer of the model.
+        byte_tokens: Ids of the tokens that represent one byte each. The text of several such tokens is known only after the last one.
+        stop: Stop string; the text ends before it.
     """
 
     def __init__(self, tokenizer: Any, byte_tokens: Set[int], stop: str | None) -> None:
@@ -42,17 +42,17 @@ class AnswerText:
         self._sent = ""
 
     def piece(self, tokens: Sequence[int], *, ended: bool) -> tuple[str, bool]:
-        """The text that became final with the last of `tokens`, and whether the stop text came."""
+        """Return the text that became final with the last token, and whether the stop string was found."""
         text, stop = self._tokenizer.decode(tokens, skip_special_tokens=True), self._stop
         stopped = bool(stop) and stop in text
         if stop and stopped:
             text = text[: text.index(stop)]
         elif not ended:
             if text.endswith("\ufffd") or (tokens and tokens[-1] in self._bytes):
-                # The bytes of a character are incomplete.
+                # The last character may be incomplete, because some of its bytes may be missing.
                 return "", False
             if stop:
-                # The end of the text may be the beginning of the stop text.
+                # Hold back the end of the text, which may be the beginning of the stop string.
                 text = text[: max(len(self._sent), len(text) - len(stop) + 1)]
         sent, self._sent = self._sent, text if len(text) > len(self._sent) else self._sent
         return self._sent[len(sent) :], stopped
@@ -60,15 +60,15 @@ class AnswerText:
 
 @dataclass
 class TextRow:
-    """One request that is being answered.
+    """One row of the running batch: the state of one request.
 
     Attributes:
-        prompt: Its tokens.
-        options: How to continue it.
-        text: Its text so far.
-        send: Takes each piece of the answer.
-        done: Is called once at the end, with the error or `None`.
-        cancelled: Whether the caller has gone.
+        prompt: Token ids of the prompt.
+        options: Options of the generation.
+        text: The text generated so far.
+        send: Sends a piece of text to the client.
+        done: Called once at the end, with the error or `None`.
+        cancelled: Returns whether the client cancelled the request.
     """
 
     prompt: list[int]
@@ -84,13 +84,14 @@ class TextRow:
 
 
 class TextDecoder:
-    """A running batch.
+    """The running batch of a decoder.
 
     Args:
-        run: The graph: tensors by name in, tensors by name out.
-        tokenizer: Of the model.
-        settings: `caches` (by the past's name: its `present`, `dtype` and `shape` without rows, -1 for tokens), `takes`,
-            `end` (ids that end a text), `limit` (positions, or null), `defaults` of the options.
+        run: Function that runs the graph: takes and returns tensors by name.
+        tokenizer: Tokenizer of the model.
+        settings: `caches` (for each past input of the KV cache: its output `present`, its `dtype`, and its `shape` without the batch,
+            where -1 is the number of tokens), `takes` (other input names), `end` (ids of end tokens), `limit` (number of positions, or
+            null), and `defaults` of the options.
     """
 
     def __init__(self, run: Run, tokenizer: Any, settings: Mapping[str, Any]) -> None:
@@ -101,16 +102,16 @@ class TextDecoder:
         self._limit: int | None = settings["limit"]
         self._defaults: Mapping[str, Any] = settings["defaults"]
         names = (f"<0x{byte:02X}>" for byte in range(256))
-        self._bytes = frozenset(found for name in names if (found := tokenizer.token_to_id(name)) is not None)
+        self._bytes = frozenset(token for name in names if (token := tokenizer.token_to_id(name)) is not None)
         self.rows: list[TextRow] = []
         self._past: dict[str, Array] = {}
         self._mask: Array = np.zeros((0, 0), dtype="int64")
 
     def read(self, prompt: str, options: Mapping[str, Any], **calls: Any) -> TextRow:
-        """A request as a row; see `TextRow` for `calls`.
+        """Convert a request to a row; `calls` are the function attributes of `TextRow`.
 
         Raises:
-            Refused: It cannot be answered.
+            Refused: The request is invalid.
         """
         chosen = {**self._defaults, **_checked(options)}
         ids = self._tokenizer.encode(prompt).ids
@@ -125,7 +126,7 @@ class TextDecoder:
         return TextRow(list(ids), chosen, text, **calls)
 
     def add(self, row: TextRow) -> None:
-        """Read a row's prompt, make its first token and let it join the batch."""
+        """Read the prompt of a row, generate its first token and add the row to the batch."""
         length = len(row.prompt)
         past = {name: self._empty(cache) for name, cache in self._caches.items()}
         mask = np.ones((1, length), dtype="int64")
@@ -144,7 +145,7 @@ class TextDecoder:
         self.rows.append(row)
 
     def step(self) -> None:
-        """One more token for every row; those that are done leave."""
+        """Generate one token for each row, and remove the rows that have reached their end."""
         self._mask = np.concatenate([self._mask, np.ones((len(self.rows), 1), dtype="int64")], axis=1)
         ids = [[row.made[-1]] for row in self.rows]
         positions = [[len(row.prompt) + len(row.made) - 1] for row in self.rows]
@@ -153,14 +154,17 @@ class TextDecoder:
         self._keep([i for i, gone in enumerate(ended) if not gone])
 
     def fail(self, error: Exception) -> None:
-        """Give up on all rows."""
+        """End all rows with an error."""
         for row in self.rows:
             row.done(error)
         self._keep([])
 
     @staticmethod
     def _left(row: TextRow) -> bool:
-        """Whether whoever asked has gone. Never asked of a row that is done: Triton ends with a segmentation fault."""
+        """End a row whose request was cancelled, and return whether it was cancelled.
+
+        Do not call this for a complete row: Triton would crash with a segmentation fault.
+        """
         gone = row.cancelled()
         if gone:
             row.done(None)
@@ -170,7 +174,7 @@ class TextDecoder:
         if len(chosen) == len(self.rows):
             return
         self.rows = [self.rows[i] for i in chosen]
-        # What is padding in every row that is left is dropped.
+        # Remove the columns that are padding in all remaining rows.
         mask = self._mask[chosen]
         unused = int(mask.argmax(axis=1).min()) if self.rows else mask.shape[1]
         self._mask = mask[:, unused:]
@@ -179,24 +183,24 @@ class TextDecoder:
     def _call(
         self, ids: Any, mask: Array, positions: Any, past: Mapping[str, Array], kept: int
     ) -> tuple[Array, dict[str, Array]]:
-        """Logits of each row's last token, and what is kept."""
+        """Run the graph and return the logits of each row's last token, and the updated KV caches."""
         feeds = {
             "input_ids": np.array(ids, dtype="int64"),
             "attention_mask": mask,
             "position_ids": np.array([list(one) for one in positions], dtype="int64"),
             "logits_to_keep": np.array([kept], dtype="int64"),
         }
-        found = self._run({**{name: values for name, values in feeds.items() if name in self._takes}, **past})
-        present = {name: found[cache["present"]][:, :, : mask.shape[1]] for name, cache in self._caches.items()}
-        return found["logits"][:, -1].astype("float32"), present
+        outputs = self._run({**{name: values for name, values in feeds.items() if name in self._takes}, **past})
+        present = {name: outputs[cache["present"]][:, :, : mask.shape[1]] for name, cache in self._caches.items()}
+        return outputs["logits"][:, -1].astype("float32"), present
 
     def _empty(self, cache: Mapping[str, Any]) -> Array:
         return np.zeros([1, *(0 if size == -1 else size for size in cache["shape"])], dtype=cache["dtype"])
 
     def _take(self, row: TextRow, logits: Array) -> bool:
-        """Choose a row's next token and send what can be sent; whether the row is done."""
+        """Select the next token of a row and send final text; return whether the row is complete."""
         if not np.isfinite(logits.max()):
-            # The greatest of numbers that hold NaN is NaN.
+            # The maximum is NaN if any value is NaN.
             row.done(NotFinite("the model computed NaN or infinity for the next token: run it in float32"))
             return True
         chosen = choose(logits, row.prompt + row.made, row.options, row.random)
@@ -213,7 +217,7 @@ class TextDecoder:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    checked = {}
     for name, value in options.items():
         if name not in _OPTIONS:
             raise Refused(f"there is no parameter {name!r}, only {', '.join(_OPTIONS)}")
@@ -222,12 +226,12 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool) or not fits(value):
             raise Refused(f"the parameter {name} is {value!r}, not {words}")
-        found[name] = value
-    return found
+        checked[name] = value
+    return checked
 
 
 def choose(logits: Array, tokens: Sequence[int], options: Mapping[str, Any], random: np.random.Generator) -> int:
-    """The token after `tokens`: the likeliest or a drawn one, from logits `(vocabulary,)`."""
+    """Return the next token after `tokens`, from logits `(vocabulary,)`: the most likely token, or with `do_sample` a sampled token."""
     logits = penalized(logits, tokens, options.get("repetition_penalty", 1.0))
     if not options.get("do_sample"):
         return int(logits.argmax())
@@ -236,7 +240,7 @@ def choose(logits: Array, tokens: Sequence[int], options: Mapping[str, Any], ran
 
 
 def penalized(logits: Array, tokens: Sequence[int], penalty: float) -> Array:
-    """Logits `(vocabulary,)` with the repetition penalty of `tokens`."""
+    """Return logits `(vocabulary,)` after applying the repetition penalty for `tokens`."""
     if penalty == 1.0:
         return logits
     logits, seen = logits.copy(), np.unique(tokens)
@@ -245,19 +249,19 @@ def penalized(logits: Array, tokens: Sequence[int], penalty: float) -> Array:
 
 
 def likely_tokens(logits: Array, options: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Tokens that can be drawn, the likeliest first, and their probabilities."""
+    """Return the token ids that can be sampled, the most likely first, and their probabilities."""
     logits = logits / options.get("temperature", 1.0)
     order = np.argsort(-logits, kind="stable")
     order = order[: options.get("top_k") or len(order)]
     likely = np.exp(logits[order] - logits[order[0]])
     likely = likely / likely.sum()
-    # The first token whose sum reaches `top_p` still belongs to them.
+    # Include the token with which the cumulative probability reaches `top_p`.
     count = int(np.searchsorted(np.cumsum(likely), options.get("top_p", 1.0))) + 1
     likely = likely[:count] / likely[:count].sum()
     return order[:count], likely / likely.sum()
 
 
 def _widened(values: Array, width: int, axis: int) -> Array:
-    """Zeros before the values of an axis, up to a width."""
+    """Pad an axis with zeros at the front, up to the given width."""
     missing = width - values.shape[axis]
     return np.pad(values, [(missing if i == axis else 0, 0) for i in range(values.ndim)]) if missing else values

@@ -1,4 +1,7 @@
-"""The front of a model in Triton: texts in, answers out. Tokenizes all requests of a dynamic batch and calls the graph once."""
+"""The front model in Triton: texts in, results out.
+
+It tokenizes all requests of a dynamic batch and runs the graph on them together.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from .tokens import Array, NotFinite, Refused
 
 
 class TritonPythonModel:
-    """What Triton's Python backend runs."""
+    """A model for Triton's Python backend that takes texts and calls the graph's model."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Read the tokenizer and the settings beside this file."""
+        """Load the tokenizer and the settings from the folder of this file."""
         self._batches = TextBatches(Path(__file__).parent)
         self._graph: str = self._batches.settings["graph"]
         self._returned: Sequence[str] = self._batches.settings["outputs"]
@@ -25,7 +28,7 @@ class TritonPythonModel:
         self._inputs = [one["name"] for one in config["input"]]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answers to requests that arrived together, in their order."""
+        """Return the responses to requests that arrived together."""
         answers = self._batches.answer([read_request(one, self._inputs) for one in requests], self._call)
         return [respond(answer) for answer in answers]
 
@@ -42,14 +45,14 @@ class TritonPythonModel:
 
 
 def read_request(request: Any, names: Sequence[str]) -> Request:
-    """A request of Triton's, as far as it has these inputs."""
+    """Return the parameters of a request, and its inputs among `names`."""
     tensors = {name: pb_utils.get_input_tensor_by_name(request, name) for name in names}
-    given = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
-    return Request(given, json.loads(request.parameters() or "{}"))
+    inputs = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
+    return Request(inputs, json.loads(request.parameters() or "{}"))
 
 
 def respond(answer: Mapping[str, Array] | Refused) -> Any:
-    """An answer as a response of Triton's."""
+    """Convert the result of a request to Triton's response."""
     if isinstance(answer, Refused):
         code = pb_utils.TritonError.INTERNAL if isinstance(answer, NotFinite) else pb_utils.TritonError.INVALID_ARG
         return pb_utils.InferenceResponse([], pb_utils.TritonError(str(answer), code))

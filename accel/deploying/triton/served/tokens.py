@@ -1,4 +1,4 @@
-"""Texts to rows of token ids and to padded batches."""
+"""Convert texts to rows of token ids, and rows to padded batches."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from tokenizers import Tokenizer
 Array = np.ndarray[Any, Any]
 
 
-class Refused(Exception):  # noqa: N818  # not an error of the server: the request cannot be answered
-    """A request that cannot be answered, and why; the others of its batch are."""
+class Refused(Exception):  # noqa: N818  # the name has no suffix "Error": the request is invalid, the server works
+    """Raised if a request is invalid, with the reason. The other requests of its batch are still processed."""
 
 
 class NotFinite(Refused):
-    """A request for which the graph computed NaN or infinity: an error of the model, not of the request."""
+    """Raised if the graph computed NaN or infinity: an error of the model, not of the request."""
 
 
 @dataclass(frozen=True)
 class GraphRow:
-    """One row of a batch: ids, mask and so on by the graph's names, each a list of its own length."""
+    """One row of a batch: token ids, attention mask and other inputs of the graph by name, each a list without padding."""
 
     values: Mapping[str, Sequence[int]]
 
     @property
     def length(self) -> int:
-        """Its tokens."""
+        """Number of tokens in the row."""
         return len(self.values["input_ids"])
 
 
 class Tokens:
-    """A tokenizer as a model was exported with it.
+    """The tokenizer of a model.
 
     Args:
-        folder: Holds `tokenizer.json`.
-        settings: `inputs` (types by name), `padding` (a side, and values by name), `truncation_side`, `max_length`, `buckets`
-            and `required` (tokens that each row must hold, by input).
+        folder: Folder that contains `tokenizer.json`.
+        settings: `inputs` (data type by input name), `zeros` (inputs that are filled with 0), `padding` (the side, and the padding value
+            by input name), `truncation_side`, `max_length`, `buckets` (lengths to pad to) and `required` (by input name, a token that each
+            row must contain).
 
     Attributes:
         left: Whether rows are padded on the left.
@@ -68,52 +69,52 @@ class Tokens:
         max_length: int | None = None,
         stride: int = 0,
     ) -> list[Any]:
-        """The encoding of a text or of a pair, and those of its overflowing windows.
+        """Return the encoding of a text or a text pair, followed by the encodings of its overflowing windows.
 
         Args:
             text: The first text.
-            pair: The second.
-            cut: What a text that is too long loses: `longest_first`, `only_first` or `only_second`; `None` refuses it.
-            max_length: Tokens a row; the model's own limit when `None`.
-            stride: Tokens that windows share.
+            pair: The second text.
+            cut: Truncation strategy for texts that are too long: `longest_first`, `only_first` or `only_second`; `None` raises.
+            max_length: Greatest number of tokens in a row; `None` means the model's limit.
+            stride: Number of tokens that consecutive windows have in common.
 
         Raises:
-            Refused: It is too long and must not be cut, or cannot be.
+            Refused: The text is too long and is not truncated, or cannot be truncated.
         """
         limit = max_length if max_length is not None else self.max_length
-        wanted = None if cut is None or limit is None else (limit, stride, cut)
-        if wanted != self._cut:
+        truncation = None if cut is None or limit is None else (limit, stride, cut)
+        if truncation != self._cut:
             self._cut = None
-            if wanted is None:
+            if truncation is None:
                 self.tokenizer.no_truncation()
             else:
                 try:
                     self.tokenizer.enable_truncation(
-                        wanted[0], stride=stride, strategy=wanted[2], direction=self._cut_side
+                        truncation[0], stride=stride, strategy=truncation[2], direction=self._cut_side
                     )
                 except (KeyboardInterrupt, SystemExit):
                     raise
-                except BaseException as error:  # where a stride is too long, tokenizers' panic is no `Exception`
+                except BaseException as error:  # a too long stride causes a Rust panic, which is not an `Exception`
                     self.tokenizer.no_truncation()
                     raise Refused(
                         f"texts cannot be cut to {limit} tokens with a stride of {stride}: {error}"
                     ) from error
-            self._cut = wanted
+            self._cut = truncation
         try:
-            found = self.tokenizer.encode(text, pair)
+            encoding = self.tokenizer.encode(text, pair)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic where the first text leaves the second less room than the stride
+        except BaseException as error:  # a Rust panic if the first text leaves less room than the stride
             raise Refused(f"the text cannot be cut to {limit} tokens: {error}") from error
-        if limit is not None and len(found.ids) > limit:
-            raise Refused(f"the text has {len(found.ids)} tokens and the model reads {limit}")
-        return [found, *found.overflowing]
+        if limit is not None and len(encoding.ids) > limit:
+            raise Refused(f"the text has {len(encoding.ids)} tokens and the model reads {limit}")
+        return [encoding, *encoding.overflowing]
 
     def row(self, encoding: Any) -> GraphRow:
-        """What the graph reads of an encoding.
+        """Return the graph's inputs for an encoding.
 
         Raises:
-            Refused: It lacks a token that the graph reads its answer from.
+            Refused: The text lacks a token that the graph needs to compute its output.
         """
         known = {
             "input_ids": encoding.ids,
@@ -127,7 +128,7 @@ class Tokens:
         return GraphRow({name: [0] * length if name in self._zeros else known[name] for name in self._inputs})
 
     def pad(self, rows: Sequence[GraphRow]) -> dict[str, Array]:
-        """Rows as one batch, as long as the longest of them, or as the bucket that it fits in."""
+        """Return rows as one batch, padded to the longest row or to the smallest bucket that is long enough."""
         longest = max(row.length for row in rows)
         length = next((bucket for bucket in self._buckets if bucket >= longest), longest)
         batch = {}
@@ -138,7 +139,7 @@ class Tokens:
         return batch
 
     def unpadded(self, values: Array, length: int) -> Array:
-        """Of what a graph returned for one row, by token, the part for its own tokens."""
+        """Return the values at the positions of a row's tokens, without the padding."""
         part: Array = values[self._own(length, len(values))]
         return part
 

@@ -1,4 +1,4 @@
-"""Labels that the request brings, by a model of entailment."""
+"""Zero-shot classification: the labels are part of the request, and an entailment model scores them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .text_batches import option, softmax
 from .tokens import Array, GraphRow, Refused, Tokens
 
 
-class Service:
-    """`TEXT` and `CANDIDATE_LABELS` to `LABELS` and `SCORES`, the best first.
+class ZeroShotClassifier:
+    """Classify texts: `TEXT` and `CANDIDATE_LABELS` are the inputs, `LABELS` and `SCORES` the outputs, the best label first.
 
     Args:
-        settings: `entailment`: the place of that label.
-        tokens: Reads the texts.
+        settings: `entailment`: index of the label "entailment".
+        tokens: The tokenizer.
     """
 
     options = ("hypothesis_template", "multi_label")
@@ -26,7 +26,7 @@ class Service:
         self._tokens = tokens
 
     def read(self, texts: Mapping[str, Sequence[str]], options: Mapping[str, Any]) -> tuple[list[str], list[GraphRow]]:
-        """A row for each label: the text, and the hypothesis that it is about that."""
+        """Return one row for each label: the text together with the hypothesis that contains the label."""
         labels = list(texts["CANDIDATE_LABELS"])
         if not texts["TEXT"][0]:
             raise Refused("the text is empty")
@@ -46,7 +46,7 @@ class Service:
     def write(
         self, memory: list[str], outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Scores that sum to 1, or of each label by itself."""
+        """Return the labels and their scores. The scores sum to 1 or, with `multi_label`, are independent."""
         logits = np.stack([one["logits"] for one in outputs]).astype("float32")
         if len(memory) == 1 or options.get("multi_label"):
             contradiction = -1 if self._entailment == 0 else 0

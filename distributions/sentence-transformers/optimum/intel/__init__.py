@@ -1,4 +1,4 @@
-"""What sentence-transformers imports from `optimum.intel`, by accel."""
+"""The names that sentence-transformers imports from `optimum.intel`, implemented by accel."""
 
 from accel.compat.optimum.standing import stand_in_for
 

@@ -1,4 +1,4 @@
-"""What sentence-transformers imports from `optimum.onnxruntime.configuration`, by accel."""
+"""The names that sentence-transformers imports from `optimum.onnxruntime.configuration`, implemented by accel."""
 
 from accel.compat.optimum import (
     AutoOptimizationConfig,

@@ -1,4 +1,4 @@
-"""`optimum-cli accel ...`: the commands of `accel`, in Optimum's place for commands of others."""
+"""Registers the commands of `accel` with Optimum's command line: `optimum-cli accel ...`."""
 
 from accel.compat.optimum.commands import AccelCommand
 

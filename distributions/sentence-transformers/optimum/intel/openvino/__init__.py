@@ -1,4 +1,4 @@
-"""What sentence-transformers imports from `optimum.intel.openvino`, by accel."""
+"""The names that sentence-transformers imports from `optimum.intel.openvino`, implemented by accel."""
 
 from accel.compat.optimum import (
     OV_XML_FILE_NAME,

@@ -1,4 +1,4 @@
-"""What sentence-transformers imports from `optimum.intel.openvino.modeling`, by accel."""
+"""The names that sentence-transformers imports from `optimum.intel.openvino.modeling`, implemented by accel."""
 
 from accel.compat.optimum import OVModel
 

@@ -1,0 +1,159 @@
+"""Plan a stage: choose the backend that exports, optimizes, quantizes or prepares a model, or report why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BackendUnavailableError, PluginError, did_you_mean
+from ..interfaces.specs import WEIGHTS, BackendSpec, Capability, Reason, Stage
+from . import registry
+
+_WORKERS = {"export": "exporter", "optimize": "optimizer", "quantize": "quantizer", "prepare": "preparer"}
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The backend for a stage.
+
+    Attributes:
+        stage: The stage.
+        backend: The backend.
+        capability: The backend's declaration of the stage.
+    """
+
+    stage: Stage
+    backend: BackendSpec
+    capability: Capability
+
+    def worker(self) -> Any:
+        """Return the exporter, optimizer, quantizer or preparer of the backend. This imports the vendor's library.
+
+        Raises:
+            BackendUnavailableError: A package that the backend requires is not installed.
+            PluginError: The backend declares the stage but has no object for it.
+        """
+        name = _WORKERS[self.stage]
+        make = getattr(registry.load(self.backend), name, None)
+        worker = make() if make is not None else None
+        if worker is None:
+            raise PluginError(
+                f"The backend {self.backend.name!r} declares the stage {self.stage!r} and offers no {name}."
+            )
+        return worker
+
+
+def plan_stage(
+    stage: Stage,
+    format: str,
+    backend: str | None = None,
+    *,
+    scheme: str | None = None,
+    domains: Sequence[str] | None = None,
+    inventory: registry.Inventory | None = None,
+) -> StagePlan:
+    """Choose the backend for a stage: the named backend, or the backend that owns the format.
+
+    Args:
+        stage: The stage.
+        format: The format that the stage reads. For `export`, the format that the stage writes; a named backend that
+            does not write it writes its own format.
+        backend: Name of a backend.
+        scheme: The optimization level, quantization scheme or preparation scheme.
+        domains: Domains of the graph's operators; `None` if they are unknown.
+        inventory: The available backends; the installed backends when `None`.
+
+    Raises:
+        UnknownBackendError: There is no plugin with the name `backend`.
+        BackendUnavailableError: No backend supports the stage on this machine, or not for a graph with these operators.
+    """
+    if inventory is None and backend is None:
+        registry.tell_broken()
+    inventory = inventory or registry.inventory()
+    specs = inventory.specs if backend is None else (inventory.spec(backend),)
+    declared = {spec: [one for one in spec.capabilities if one.stage == stage] for spec in specs}
+    formats = sorted({_format(one) for able in declared.values() for one in able})
+    if stage == "export" and backend is not None and formats and format not in formats:
+        format = formats[0]
+
+    def fitting(capabilities: Iterable[Capability]) -> Capability | None:
+        reading = (one for one in capabilities if one.stage == stage and _format(one) == format)
+        return next((one for one in reading if scheme is None or scheme in one.schemes), None)
+
+    able = {spec: capability for spec, some in declared.items() if (capability := fitting(some)) is not None}
+    ready = [spec for spec in able if inventory.missing(spec) is None]
+    if ready:
+        # The backend that exports a format owns it. A backend that only rewrites the format for its own hardware must
+        # be named.
+        owner = max(
+            ready, key=lambda spec: (bool(spec.capability("export", produces=format)), spec.auto, spec.priority)
+        )
+        if reason := missing_domains(owner, able[owner], domains, inventory.specs):
+            raise BackendUnavailableError(
+                f"The backend {owner.name!r} cannot {stage} this graph: {reason.message}.", fix=f"{reason.remedy}."
+            )
+        return StagePlan(stage, owner, able[owner])
+    what = f"{'No backend can' if backend is None else f'Backend {backend!r} cannot'} {stage} {format}"
+    if able:
+        reasons = {spec.name: inventory.missing(spec) for spec in able}
+        raise BackendUnavailableError(
+            f"{what} here. {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}.",
+            fix=next(reason.remedy for reason in reasons.values() if reason is not None),
+        )
+    if stage != "export" and formats and format not in formats:
+        raise BackendUnavailableError(f"{what}.", fix=f"start from a model in the format {' or '.join(formats)}.")
+    others = [repr(spec.name) for spec in inventory.specs if stage == "prepare" and fitting(spec.capabilities)]
+    reading = (one for some in declared.values() for one in some if _format(one) == format)
+    offered = sorted({scheme for one in reading for scheme in one.schemes})
+    if others:
+        fix = f"use backend={' or '.join(others)}, or leave it out."
+    else:
+        fix = f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see what each backend does."
+    with_scheme = f" with scheme {scheme!r}.{did_you_mean(scheme, offered)}" if scheme else "."
+    raise BackendUnavailableError(f"{what}{with_scheme}", fix=fix)
+
+
+def _format(capability: Capability) -> str:
+    """Return the format that decides which backend runs a stage."""
+    if capability.stage == "prepare":
+        return WEIGHTS
+    return (capability.produces if capability.stage == "export" else capability.consumes) or ""
+
+
+def missing_domains(
+    spec: BackendSpec, capability: Capability, domains: Sequence[str] | None, specs: Iterable[BackendSpec]
+) -> Reason | None:
+    """Return the reason, with a remedy, why a backend cannot read a graph with operators of these domains; `None` if it
+    can.
+
+    Args:
+        spec: The backend.
+        capability: The capability that reads the graph.
+        domains: Domains of the graph's operators; `None` if they are unknown.
+        specs: All backends. The remedy names backends that support the operators.
+    """
+    missing = capability.foreign(domains)
+    if not missing:
+        return None
+    format = capability.consumes
+    remedies = []
+    if spec.capability("optimize", format, produces=format) is not None:
+        remedies.append(
+            f"make the graph without them: `accel optimize EXPORT OUT --backend {spec.name}`, from the artifact as it was "
+            "exported"
+        )
+    elif spec.capability("export") is not None:
+        remedies.append(f"export the model for it: `accel export MODEL OUT --backend {spec.name}`")
+    else:
+        remedies.append("take the artifact as it was exported, before it was optimized or quantized")
+    able = [
+        one.name
+        for one in specs
+        if (found := one.capability(capability.stage, format)) is not None and not found.foreign(domains)
+    ]
+    if able:
+        remedies.append(f"or use the backend {' or '.join(able)}")
+    return Reason(
+        "operators", f"it has no operators of {', '.join(missing)}, which this graph uses", ", ".join(remedies)
+    )
