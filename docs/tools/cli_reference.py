@@ -1,7 +1,7 @@
-"""Writes `docs/reference/cli.md` from the command line itself.
+"""Write `docs/reference/cli.md` from the command line itself.
 
 python docs/tools/cli_reference.py            # write
-python docs/tools/cli_reference.py --check    # exit 1 when the page differs from what the commands say
+python docs/tools/cli_reference.py --check    # exit 1 if the page differs from the commands
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ INTRODUCTION = """\
 <!-- Written by docs/tools/cli_reference.py; run it again after changing a command. -->
 
 Exit codes: 0 when the command did what it promised, 2 for an option that is wrong or a backend that does not exist,
-1 for everything else, 141 where whoever read the output has gone. With `--json`, stdout holds one JSON value and nothing else; an error is
-`{"error": ..., "type": ..., "fix": ...}`. Progress goes to stderr, and only on a terminal.
+1 for everything else, 141 if the reader of the output has closed it. With `--json`, stdout holds one JSON value and nothing
+else; an error is `{"error": ..., "type": ..., "fix": ...}`. Progress goes to stderr, and only on a terminal.
 """
 
 
 def commands() -> Iterator[tuple[str, Any, Any]]:
-    """Name, command and context of `accel` and everything below it that is not hidden, depth first."""
+    """Yield name, command and context of `accel` and of all its subcommands that are not hidden, depth first."""
 
     def walk(name: str, command: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
         context = command.context_class(
@@ -47,13 +47,13 @@ def commands() -> Iterator[tuple[str, Any, Any]]:
 
 
 def options(command: Any, context: Any) -> set[str]:
-    """Every flag of a command, `--help` included."""
+    """Return every flag of a command, including `--help`."""
     words = {word for parameter in command.get_params(context) for word in (*parameter.opts, *parameter.secondary_opts)}
     return {word for word in words if word.startswith("-")}
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     sections = [INTRODUCTION]
     for path, command, context in commands():
         level = "##" if path.count(" ") < 2 else "###"

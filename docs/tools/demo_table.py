@@ -1,10 +1,10 @@
-"""Puts the real output of `accel demo` into README.md and docs/index.md.
+"""Write the real output of `accel demo` into README.md and docs/index.md.
 
     python docs/tools/demo_table.py                 # run the demo, keep its report in benchmarks/demo.json, paste it
-    python docs/tools/demo_table.py --check         # exit 1 when a page does not hold what demo.json says
-    python docs/tools/demo_table.py --check --run   # run it again, too, and compare what does not depend on the machine's speed
+    python docs/tools/demo_table.py --check         # exit 1 if a page differs from demo.json
+    python docs/tools/demo_table.py --check --run   # also run the demo again, and compare the values that do not depend on speed
 
-The pages hold the table between two comments, `demo:begin` and `demo:end`; nothing between them is written by hand.
+The table is between two comments, `demo:begin` and `demo:end`; do not edit it by hand.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RECORD = ROOT / "benchmarks" / "demo.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 _BLOCK = re.compile(r"(?<=<!-- demo:begin -->\n).*?(?=<!-- demo:end -->)", re.DOTALL)
 _LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino")
-# Fields of a row that the machine's speed decides.
+# Fields of a row that depend on the machine's speed.
 _TIMES = ("median_ms", "p5_ms", "p95_ms", "speedup", "speedup_low", "speedup_high")
 
 
 def machine() -> str:
-    """The processor, how many of them, how busy they are, and the versions, in one line."""
+    """Return the processor, the number of processors, the load and the versions in one line."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -55,14 +55,14 @@ def machine() -> str:
 
 
 def run() -> dict[str, Any]:
-    """The demo's report as JSON, from the command that users run."""
+    """Run the command that users run, and return the demo's report."""
     done = subprocess.run([sys.executable, "-m", "accel", "demo", "--json"], capture_output=True, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 
 
 def block(record: dict[str, Any]) -> str:
-    """What a page holds between the comments."""
+    """Return the text between the comments of a page."""
     report = record["report"]
     rows = tuple(DemoRow(**row) for row in report["rows"])
     tuned = DemoSearch(**report["tuned"]) if report.get("tuned") else None
@@ -72,7 +72,7 @@ def block(record: dict[str, Any]) -> str:
 
 
 def problems(record: dict[str, Any]) -> list[str]:
-    """Pages whose text is not the record's."""
+    """List the pages whose text differs from the record."""
     wanted = block(record)
     found = []
     for page in PAGES:
@@ -87,7 +87,7 @@ def problems(record: dict[str, Any]) -> list[str]:
 
 
 def drift(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What the demo says now and did not say then, leaving out times and rows that only one of the two machines can have."""
+    """List differences from the recorded demo, except times and rows that only one of the two machines can have."""
 
     def lasting(report: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -109,7 +109,7 @@ def drift(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Run and paste, or check."""
+    """Run the demo and write the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--run", action="store_true", help="with --check: run the demo, too")

@@ -12,7 +12,7 @@ from typing import Any
 
 _FENCE = re.compile(r"^(```[a-z]+)[ \t]+[a-z].*$", re.MULTILINE)
 # Pages that come first in their folder, in the order a reader needs them; the rest follow by name.
-_FIRST = ("export.md", "pipelines.md", "embeddings.md", "optimize.md", "quantize.md", "evaluate.md", "cpu.md")
+_FIRST = ("cpu.md",)
 
 
 def expand(nav: list[Any], docs: Path) -> list[Any]:

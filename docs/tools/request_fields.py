@@ -1,9 +1,9 @@
-"""Puts the table of request fields into `docs/guides/serve.md`, from the bodies that the server parses.
+"""Write the table of request fields into `docs/guides/serve.md`, from the bodies that the server parses.
 
 python docs/tools/request_fields.py            # write
-python docs/tools/request_fields.py --check    # exit 1 when the page differs from what the server takes
+python docs/tools/request_fields.py --check    # exit 1 if the page differs from the server's fields
 
-The table is between two comments, `fields:begin` and `fields:end`; nothing between them is written by hand.
+The table is between two comments, `fields:begin` and `fields:end`; do not edit it by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATHS = (
     "/v2/embed",
     "/v2/rerank",
 )
-"""Endpoints that several APIs share."""
+"""Endpoints of several APIs."""
 _BLOCK = re.compile(r"(?<=<!-- fields:begin -->\n).*?(?=<!-- fields:end -->)", re.DOTALL)
 
 
@@ -37,9 +37,9 @@ def _named(names: list[str]) -> str:
 
 
 def render() -> str:
-    """The table."""
+    """Return the table."""
     bodies = {one.path: one.body for one in endpoints()}
-    lines = ["| path | followed | taken, without effect | refused |", "| --- | --- | --- | --- |"]
+    lines = ["| path | supported | accepted, no effect | rejected |", "| --- | --- | --- | --- |"]
     for path in PATHS:
         body = bodies[path]
         assert body is not None
@@ -52,12 +52,12 @@ def render() -> str:
 
 
 def page() -> str:
-    """The page with the table as it is now."""
+    """Return the page with the current table."""
     return _BLOCK.sub(lambda _: render(), PAGE.read_text(encoding="utf-8"))
 
 
 def main() -> None:
-    """Write or check the page."""
+    """Write the page, or compare it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
     if parser.parse_args().check:
