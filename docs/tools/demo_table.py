@@ -68,7 +68,7 @@ def block(record: dict[str, Any]) -> str:
     tuned = DemoSearch(**report["tuned"]) if report.get("tuned") else None
     table = render(DemoReport(**{**report, "rows": rows, "shape": tuple(report["shape"]), "tuned": tuned}))
     text = "\n".join(line.rstrip() for line in table.splitlines())
-    return f"\n```text\n$ accel demo\n{text}\n```\n\nMeasured on: {record['machine']}.\n\n"
+    return f"\n```text\n$ accel demo\n{text}\n```\n\nThe demo was measured on {record['machine']}.\n\n"
 
 
 def problems(record: dict[str, Any]) -> list[str]:
@@ -80,7 +80,7 @@ def problems(record: dict[str, Any]) -> list[str]:
         if match is None:
             found.append(f"{page.name} has no demo:begin and demo:end comments")
         elif match[0] != wanted:
-            found.append(f"{page.name} does not hold what {RECORD.name} says")
+            found.append(f"{page.name} differs from {RECORD.name}")
     if {field.name for field in fields(DemoRow)} != set(record["report"]["rows"][0]):
         found.append("the demo's rows have other fields now")
     return found
@@ -112,7 +112,7 @@ def main() -> int:
     """Run the demo and write the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("--run", action="store_true", help="with --check: run the demo, too")
+    parser.add_argument("--run", action="store_true", help="with --check: also run the demo")
     args = parser.parse_args()
     if not args.check:
         record = {"machine": machine(), "report": run()}

@@ -22,25 +22,40 @@ README = ROOT / "README.md"
 
 
 def read(name: str) -> dict[str, Any]:
-    """A benchmark's JSON."""
+    """Return the parsed JSON file of a benchmark."""
     document: dict[str, Any] = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
     return document
 
 
+# Descriptions of the rows in the table. Rows without an entry are shown with their name in the JSON file.
+_LABELS = {
+    "accel openvino int8": "accel, OpenVINO, int8",
+    "accel openvino int8, bfloat16 elsewhere": "accel, OpenVINO, int8, other operators in bfloat16",
+    "accel openvino int8, bfloat16 elsewhere, buckets": "accel, OpenVINO, int8, other operators in bfloat16, static shapes (buckets)",
+    "accel cpu int8": "accel, ONNX Runtime, int8",
+    "optimum-onnx int8": "optimum-onnx, int8",
+    "optimum-intel as loaded": "optimum-intel, default settings",
+}
+
+
 def classification() -> str:
-    """Compare DistilBERT with Optimum: milliseconds a call."""
+    """Return a table that compares the latency of one call of DistilBERT in accel, PyTorch and Optimum."""
     report = read("classification_peers.json")
     base = report["rows"]["PyTorch float32"]["median_ms"]
     lines = [
-        "| DistilBERT, one row of 128 tokens | ms, median | 5 % to 95 % | times PyTorch |",
+        "| one call of DistilBERT, 1 row of 128 tokens | median, ms | 5th to 95th percentile, ms | speed-up over PyTorch |",
         "| --- | ---: | ---: | ---: |",
     ]
     for name, row in report["rows"].items():
-        label = f"**{name}**" if name.startswith("accel") else name
+        label = _LABELS.get(name, name)
+        if name.startswith("accel"):
+            label = f"**{label}**"
         lines.append(
             f"| {label} | {row['median_ms']:.1f} | {row['p5_ms']:.1f} to {row['p95_ms']:.1f} | {base / row['median_ms']:.1f} |"
         )
-    return "\n".join(lines) + f"\n\n{report['processors']} processors; `make bench-peers` prints it.\n"
+    return "\n".join(lines) + (
+        f"\n\nMeasured on {report['processors']} processor cores. `make bench-peers` repeats the measurement.\n"
+    )
 
 
 TABLES = {"peers": classification}
@@ -59,7 +74,7 @@ def filled(text: str) -> str:
 def main() -> int:
     """Write the pages, or with --check report which pages are out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     check, stale = parser.parse_args().check, []
     for page in (README, PAGE):
         before = page.read_text(encoding="utf-8")
@@ -69,7 +84,9 @@ def main() -> int:
         elif not check:
             page.write_text(after, encoding="utf-8")
     if stale:
-        print(f"out of date: {', '.join(stale)}: python docs/tools/peers_table.py", file=sys.stderr)
+        print(
+            f"These pages are out of date: {', '.join(stale)}. Fix: python docs/tools/peers_table.py", file=sys.stderr
+        )
     return int(bool(stale))
 
 
