@@ -1,4 +1,6 @@
-"""Packages of compiled code: the backend contract, trust and target checks, and opening without compilation."""
+"""Tests of the `aotinductor` backend, which runs packages of compiled code: the backend contract, checks of trust and
+of the target machine, and opening without compilation.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ torch.save(model(input_ids=torch.arange(4, 13)[None], attention_mask=torch.ones(
 class TestAotInductor(BackendConformance):
     backend = "aotinductor"
 
-    def test_another_process_opens_it_without_a_compiler(
+    def test_package_opens_in_another_process_without_compiler(
         self, artifact: Artifact, original: Any, tmp_path: Path
     ) -> None:
         environment = {**os.environ, "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -61,10 +63,10 @@ class TestAotInductor(BackendConformance):
         torch.testing.assert_close(torch.load(tmp_path / "found.pt"), expected, atol=1e-5, rtol=0)
         assert not list((tmp_path / "cache").rglob("*.cpp")), "something was compiled"
 
-    def test_code_of_others_is_not_loaded_unless_it_is_trusted(
+    def test_package_of_another_user_requires_trust_remote_code(
         self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Simulate the process of another user, which has compiled nothing and has its own home folder.
+        # Simulate the process of another user, which has its own home folder and has compiled no package.
         monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "another-user"))
         monkeypatch.setattr(packages, "_COMPILED", set())
         load = accel.ORTModelForSequenceClassification.from_pretrained
@@ -74,7 +76,7 @@ class TestAotInductor(BackendConformance):
         with pytest.raises(ConfigError, match="native code that was not compiled here"):
             load(artifact.path)
 
-    def test_one_changed_byte_is_found_before_the_code_is_loaded(self, artifact: Artifact, tmp_path: Path) -> None:
+    def test_changed_byte_is_detected_before_code_is_loaded(self, artifact: Artifact, tmp_path: Path) -> None:
         accel.ORTModelForSequenceClassification.from_pretrained(artifact.path).save_pretrained(tmp_path / "copy")
         package = tmp_path / "copy" / "model.pt2"
         content = bytearray(package.read_bytes())
@@ -84,7 +86,7 @@ class TestAotInductor(BackendConformance):
             accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "copy", trust_remote_code=True)
 
     @pytest.mark.parametrize("first", ["/etc/hostname", "known"])
-    def test_a_second_record_of_the_package_does_not_make_it_ours(
+    def test_second_manifest_record_does_not_make_package_trusted(
         self, artifact: Artifact, tmp_path: Path, first: str
     ) -> None:
         folder = Path(shutil.copytree(artifact.path, tmp_path / "copy"))
@@ -100,7 +102,7 @@ class TestAotInductor(BackendConformance):
         with pytest.raises(AccelError, match=r"model\.pt2"):
             accel.ORTModelForSequenceClassification.from_pretrained(folder)
 
-    def test_what_is_loaded_is_what_was_checked(
+    def test_loaded_package_is_the_verified_copy(
         self,
         artifact: Artifact,
         implementation: Backend,
@@ -113,7 +115,8 @@ class TestAotInductor(BackendConformance):
         loaded: list[bytes] = []
 
         def load(package: Path) -> Any:
-            # The package file changes after its check and before it is loaded. The checked copy must be loaded.
+            # Change the package file after the integrity check and before loading. The session must load the verified
+            # copy.
             held.file().write_bytes(b"somebody else's")
             loaded.append(package.read_bytes())
 
@@ -124,7 +127,7 @@ class TestAotInductor(BackendConformance):
             implementation.open(held, OpenRequest(device=where))
         assert loaded == [ours]
 
-    def test_no_folder_for_temporary_files(
+    def test_missing_temporary_folder_raises(
         self, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "file").touch()
@@ -133,9 +136,7 @@ class TestAotInductor(BackendConformance):
             accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
         assert "TMPDIR" in str(found.value.fix)
 
-    def test_code_that_was_changed_in_place_is_found_whatever_its_time_says(
-        self, artifact: Artifact, tmp_path: Path
-    ) -> None:
+    def test_package_changed_in_place_is_detected_despite_equal_mtime(self, artifact: Artifact, tmp_path: Path) -> None:
         load = accel.ORTModelForSequenceClassification.from_pretrained
         folder = Path(shutil.copytree(artifact.path, tmp_path / "copy"))
         load(folder).close()
@@ -155,7 +156,7 @@ class TestAotInductor(BackendConformance):
         [{"torch": "2.0.0"}, {"device": "cuda"}, {"machine": "AVX512 AVX9000"}],
         ids=lambda one: next(iter(one)),
     )
-    def test_it_runs_where_it_was_compiled_for(
+    def test_package_for_another_target_is_refused(
         self, artifact: Artifact, implementation: Backend, where: DeviceSpec, other: dict[str, str]
     ) -> None:
         target = {**(artifact.manifest.target or {}), **other}
@@ -163,26 +164,26 @@ class TestAotInductor(BackendConformance):
         with pytest.raises(TargetMismatchError, match="was compiled for"):
             implementation.open(foreign, OpenRequest(device=where))
 
-    def test_what_it_computes_in_is_settled(
+    def test_other_compute_dtype_is_refused(
         self, artifact: Artifact, implementation: Backend, where: DeviceSpec
     ) -> None:
         with pytest.raises(ConfigError, match="was compiled to compute in float32"):
             implementation.open(artifact, OpenRequest(device=where, session=SessionOptions(compute_dtype="bfloat16")))
 
 
-def test_a_model_that_generates_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+def test_generation_is_refused_before_compilation(tmp_path: Path) -> None:
     with pytest.raises(AccelError, match="text-generation"):
         accel.export(save_generator(tmp_path / "model", "llama"), tmp_path / "out", backend="aotinductor")
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "cpp_compiler", lambda: None)
     with pytest.raises(BackendUnavailableError, match="g\\+\\+"):
         accel.export(tiny_model("bert"), tmp_path / "out", backend="aotinductor")
 
 
-def test_what_the_compiler_cannot_do_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_failure_raises_with_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no lowering for aten.something")
 

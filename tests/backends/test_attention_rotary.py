@@ -1,4 +1,6 @@
-"""Rotary positions inside attention: the same numbers as outside of it."""
+"""Tests of rotary embeddings that are fused into the attention operator: the results equal those of separate rotary
+operators.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
 }  # fmt: skip
-# Architecture, settings, and whether attention splits one projection itself.
+# Each entry has the model architecture, its config settings, and whether the fused graph splits the joint query, key
+# and value projection inside the attention operator.
 FAMILIES = {
     "biases": ("Qwen2", {}, True),
     "norms of queries and keys": ("Qwen3", {"head_dim": 16}, False),
@@ -55,9 +58,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifa
 
 
 class Form:
-    """The form of a decoder that takes lengths, in float32 on the CPU, and a cache of its own.
+    """Decoder graph that takes row lengths instead of a mask, in float32 on the CPU, with its own KV cache.
 
-    The CPU's kernel looks at positions behind a past only: prompts are of one row here, and count from zero.
+    The CPU kernel supports given position ids only if the cache already contains tokens. Prompts in these tests
+    therefore have one row, and their positions count from zero.
     """
 
     def __init__(self, artifact: Artifact, *, rotary_inside: bool = True) -> None:
@@ -100,7 +104,9 @@ def operators(form: Form) -> list[str]:
 
 
 def answers(form: Form) -> list[np.ndarray]:
-    """Logits of a prompt, of tokens behind it at places of the caller's own, and of a row's next ones."""
+    """Return the logits of a prompt, of a token after the prompt with chosen position ids, and of the next tokens of
+    three rows.
+    """
     draw = np.random.default_rng(3)
     form.start(1)
     found = [form.step(draw.integers(4, VOCABULARY, (1, 5)), [[0, 1, 2, 3, 4]], [5])]
@@ -113,21 +119,23 @@ def answers(form: Form) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "biases" else pytest.mark.thorough) for name in FAMILIES]
 )
-def test_the_same_inside_and_outside(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
+def test_fused_rotary_gives_equal_logits(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
     made = optimize(exported(family), tmp_path / "made", backend="cuda", level="O3")
     inside, outside = Form(made), Form(made, rotary_inside=False)
     assert (inside.rotary_inside, outside.rotary_inside) == (True, False)
     assert "RotaryEmbedding" not in operators(inside)
     assert operators(outside).count("RotaryEmbedding") == 2 * LAYERS
-    # Gate and up projection are split as before.
+    # In the gate and up projections of the MLP, the number of `Split` nodes does not change.
     assert operators(inside).count("Split") == (LAYERS if FAMILIES[family][2] else 2 * LAYERS)
     for one, other in zip(answers(inside), answers(outside), strict=True):
         assert np.abs(one - other).max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["biases", pytest.param("norms of queries and keys", marks=pytest.mark.thorough)])
-def test_tables_are_of_the_caches_type(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
-    """Angles stay in float32 until they are a table."""
+def test_rotary_tables_have_the_dtype_of_the_cache(
+    exported: Callable[[str], Artifact], tmp_path: Path, family: str
+) -> None:
+    """The sine and cosine tables have the cache's data type, but the angles are computed in float32."""
     made = optimize(exported(family), tmp_path / "halved", backend="cuda", level="O4")
     graph = Form(made).graph
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
@@ -141,7 +149,7 @@ def test_tables_are_of_the_caches_type(exported: Callable[[str], Artifact], tmp_
 def attention(
     size: int = 16, *, elsewhere: bool = False, positions: tuple[Any, ...] = ("batch", "sequence"), **attributes: float
 ) -> ir.Model:
-    """A layer's attention: two heads, one for keys and values."""
+    """Return a model with one attention layer that has two query heads and one head for keys and values."""
     sizes = ["batch", "sequence", 4 * size]
     cache = ["batch", 1, "capacity", size]
     given: dict[str, tuple[ir.DataType, list[Any]]] = {
@@ -177,12 +185,13 @@ def attention(
     return ir.Model(graph, ir_version=10)
 
 
-def test_what_does_not_fit_stays_outside() -> None:
+def test_unsupported_attention_keeps_rotary_outside() -> None:
     assert fuse_inner_rotary().apply(attention()) == 1
-    # A head's size that the operator does not turn, keys that something else reads, one position for all.
+    # The fusion must skip a head size that the operator does not support, keys that another node reads, and position
+    # ids that all rows share.
     assert fuse_inner_rotary().apply(attention(size=8)) == 0
     assert fuse_inner_rotary().apply(attention(elsewhere=True)) == 0
     assert fuse_inner_rotary().apply(attention(positions=(1,))) == 0
-    # What flash attention computes, which counts positions by itself.
+    # The fusion must also skip settings that select flash attention, because flash attention counts positions itself.
     assert fuse_inner_rotary().apply(attention(local_window_size=4)) == 0
     assert fuse_inner_rotary().apply(attention(softcap=5.0)) == 0

@@ -1,4 +1,4 @@
-"""Decoder graphs in the form that takes lengths, computed on the CPU."""
+"""Tests of decoder graphs that take row lengths instead of an attention mask, computed on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_form(artifact: Artifact) -> tuple[ort.InferenceSession, bool]:
 
 
 def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
-    """Logits of rows of `LENGTHS_OF_ROWS` tokens with padding behind them."""
+    """Return the logits of rows with `LENGTHS_OF_ROWS` tokens, which are padded on the right."""
     session, _ = open_form(artifact)
     batch, longest = ids.shape
     feeds = {
@@ -59,7 +59,7 @@ def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize(
     ("family", "windowed"), [("qwen3", False), ("gemma3", True), ("gpt2", False), ("mistral", True)]
 )
-def test_lengths_say_what_the_mask_said(generator: Artifacts, family: str, windowed: bool) -> None:
+def test_lengths_replace_the_mask(generator: Artifacts, family: str, windowed: bool) -> None:
     artifact, original = generator(family), tiny_generator(family)
     assert open_form(artifact)[1] is windowed
     ids = torch.randint(4, VOCABULARY, (3, max(LENGTHS_OF_ROWS)), generator=torch.Generator().manual_seed(3))
@@ -71,7 +71,7 @@ def test_lengths_say_what_the_mask_said(generator: Artifacts, family: str, windo
 
 
 @pytest.mark.thorough
-def test_windows_become_the_operators(generator: Artifacts) -> None:
+def test_sliding_windows_become_operator_attributes(generator: Artifacts) -> None:
     artifact = generator("gemma3")
     model = load_graph(artifact, artifact.component("model"))
     assert take_lengths(model, "gemma3")
@@ -81,7 +81,7 @@ def test_windows_become_the_operators(generator: Artifacts) -> None:
 
 
 @pytest.mark.thorough
-def test_other_biases_are_refused(generator: Artifacts) -> None:
+def test_other_attention_biases_are_refused(generator: Artifacts) -> None:
     artifact = generator("t5")
     with pytest.raises(SessionError, match="bias that is more than causal order") as caught:
         causal_form(artifact.path / artifact.component("decoder").file)
@@ -94,7 +94,7 @@ def changed(artifact: Artifact, change: Callable[[ir.Model], None]) -> ir.Model:
     return model
 
 
-def test_a_mask_that_is_not_causal_is_refused(generator: Artifacts) -> None:
+def test_noncausal_mask_is_refused(generator: Artifacts) -> None:
     def see_everything(model: ir.Model) -> None:
         for node in nodes(model, "LessOrEqual"):
             node.replace_input_with(0, node.inputs[1])
@@ -103,7 +103,7 @@ def test_a_mask_that_is_not_causal_is_refused(generator: Artifacts) -> None:
         take_lengths(changed(generator("llama"), see_everything), "changed")
 
 
-def test_a_shifted_causal_mask_is_refused(generator: Artifacts) -> None:
+def test_shifted_causal_mask_is_refused(generator: Artifacts) -> None:
     def see_the_next_token(model: ir.Model) -> None:
         for node in nodes(model, "LessOrEqual"):
             node.op_type = "Less"
@@ -112,7 +112,7 @@ def test_a_shifted_causal_mask_is_refused(generator: Artifacts) -> None:
         take_lengths(changed(generator("qwen3"), see_the_next_token), "changed")
 
 
-def test_a_mask_with_another_use_is_refused(generator: Artifacts) -> None:
+def test_mask_with_another_consumer_is_refused(generator: Artifacts) -> None:
     def add_the_mask(model: ir.Model) -> None:
         mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
         sized = ir.node("Cast", [mask], {"to": ir.DataType.FLOAT})
@@ -124,7 +124,7 @@ def test_a_mask_with_another_use_is_refused(generator: Artifacts) -> None:
         take_lengths(changed(generator("qwen3"), add_the_mask), "changed")
 
 
-# Optimized for CUDA
+# The tests below use decoders that are optimized for CUDA.
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def halved(generator: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Ar
     return optimize(generator("qwen3"), tmp_path_factory.mktemp("halved") / "qwen3", backend="cuda", level="O4")
 
 
-def test_a_float16_decoder_keeps_a_float16_cache(halved: Artifact) -> None:
+def test_float16_decoder_has_float16_cache(halved: Artifact) -> None:
     component = halved.component("model")
     cache = [spec for spec in (*component.inputs, *component.outputs) if spec.pair is not None]
     assert {spec.dtype for spec in cache} == {"float16"}
@@ -140,7 +140,7 @@ def test_a_float16_decoder_keeps_a_float16_cache(halved: Artifact) -> None:
     assert not open_form(halved)[1]
 
 
-def test_angles_stay_in_float32(halved: Artifact) -> None:
+def test_rotary_angles_stay_in_float32(halved: Artifact) -> None:
     model = load_graph(halved, halved.component("model"))
     trigonometric = list(nodes(model, "Sin", "Cos"))
     assert len(trigonometric) == 2
@@ -151,25 +151,29 @@ def test_angles_stay_in_float32(halved: Artifact) -> None:
     assert [value.dtype for value in frequencies] == [ir.DataType.FLOAT]
 
 
-def test_layers_of_decoders_are_fused(halved: Artifact) -> None:
+def test_decoder_layers_are_fused(halved: Artifact) -> None:
     fused = halved.manifest.steps[-1].report["fused"]
     assert (fused["rms-norm"], fused["skip-rms-norm"], fused["rotary"]) == (9, 4, 4)
     model = load_graph(halved, halved.component("model"))
     assert fused["merged-products"] == 2 * (3 + 2)
-    # What is left moves the tokens that are asked for to the front.
+    # The two remaining `Transpose` nodes select the tokens whose logits the caller requests.
     assert len(list(nodes(model, "Transpose"))) == 2
 
 
 @pytest.mark.thorough
 def test_gemma3_in_float16_opens_on_the_cpu(generator: Artifacts, tmp_path: Path) -> None:
-    """One of ONNX Runtime's optimizers crashed the process."""
+    """Opening the float16 graph on the CPU succeeds, although one of ONNX Runtime's own optimizers crashed the process
+    on Gemma 3.
+    """
     made = optimize(generator("gemma3"), tmp_path / "fp16", backend="cuda", level="O4")
     assert open_form(made)[1]
 
 
 @pytest.mark.thorough
-def test_late_positions_are_told_apart(generator: Artifacts, tmp_path: Path) -> None:
-    """float16 holds no odd position beyond 2048: angles computed in it would give neighbours the same place."""
+def test_late_positions_give_different_logits(generator: Artifacts, tmp_path: Path) -> None:
+    """The float16 decoder computes rotary angles in float32. Float16 cannot represent odd positions above 2048, so two
+    neighboring positions would have the same angle.
+    """
     made = optimize(generator("llama"), tmp_path / "fp16", backend="cuda", level="O4")
     backend = registry.load(registry.describe("cpu"))
     session = backend.open(made, OpenRequest(device=DeviceSpec("cpu")))["model"]

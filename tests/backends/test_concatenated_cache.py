@@ -1,4 +1,6 @@
-"""Decoder graphs with their attention spelled out, computed on the CPU."""
+"""Tests of decoder graphs whose attention is rewritten to basic ONNX operators and whose KV cache grows by
+concatenation, computed on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def decoder_of(artifact: Artifact) -> str:
 
 
 def both(artifact: Artifact) -> tuple[Session, Session]:
-    """Sessions of the decoder as it is, and of this form of it."""
+    """Return two sessions of the decoder: one with the original graph, and one whose attention is rewritten to basic
+    operators.
+    """
     component = artifact.component(decoder_of(artifact))
     path = artifact.path / component.file
     form = growing_form(path, component)
@@ -49,7 +53,7 @@ def both(artifact: Artifact) -> tuple[Session, Session]:
 
 
 def step(session: Session, state: Any, mask: torch.Tensor, new: int, artifact: Artifact) -> torch.Tensor:
-    """Logits of `new` tokens behind those that the state has."""
+    """Return the logits of `new` tokens that follow the tokens in the state's KV cache."""
     rows, total = mask.shape
     sizes = {"batch": rows, "sequence": new, "total": total, "kept": new, "encoder_sequence": 6}
     own = [spec for spec in session.inputs if spec.pair is None]
@@ -64,7 +68,9 @@ def step(session: Session, state: Any, mask: torch.Tensor, new: int, artifact: A
 
 
 def differences(artifact: Artifact) -> list[float]:
-    """Of a left-padded prompt, of a token behind it, and of several after rows were exchanged."""
+    """Return the largest differences between the two sessions for a left-padded prompt, for one token after the prompt,
+    and for several tokens after the rows were reordered.
+    """
     sessions = both(artifact)
     states = [session.new_state(3) for session in sessions]
     mask = torch.ones(3, 5).long()
@@ -97,7 +103,7 @@ def differences(artifact: Artifact) -> list[float]:
         pytest.param("whisper", marks=pytest.mark.thorough),
     ],
 )
-def test_spelled_out_attention_is_the_same(generator: Artifacts, family: str) -> None:
+def test_attention_in_basic_operators_gives_equal_logits(generator: Artifacts, family: str) -> None:
     assert max(differences(generator(family))) < 1e-3
 
 
@@ -107,7 +113,7 @@ def test_spelled_out_attention_is_the_same(generator: Artifacts, family: str) ->
     [CAPPED, WITH_SINKS],
     ids=["softcap", "sinks"],
 )
-def test_caps_and_sinks(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_softcaps_and_attention_sinks(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{architecture}Config")(**_SMALL, **settings)
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
@@ -126,7 +132,7 @@ def test_float16(generator: Artifacts, tmp_path: Path) -> None:
     assert max(differences(halved)) < 0.15
 
 
-def test_the_cache_grows(generator: Artifacts) -> None:
+def test_cache_grows_by_concatenation(generator: Artifacts) -> None:
     artifact = generator("qwen3")
     component = artifact.component("model")
     form = growing_form(artifact.path / component.file, component)
@@ -135,7 +141,7 @@ def test_the_cache_grows(generator: Artifacts) -> None:
     assert {spec.shape[2] for spec in form.component.outputs if spec.name in pairs} == {"total"}
 
 
-def test_what_cannot_be_said_is_refused(generator: Artifacts, tmp_path: Path) -> None:
+def test_unsupported_attention_is_refused(generator: Artifacts, tmp_path: Path) -> None:
     artifact = generator("qwen3")
     component = artifact.component("model")
     model = read_graph(artifact.path / component.file)

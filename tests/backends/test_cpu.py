@@ -1,4 +1,4 @@
-"""The CPU backend through the conformance suite."""
+"""Run the conformance suite on the CPU backend."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,8 @@ from accel.testing.conformance import BackendConformance
 class TestCpu(BackendConformance):
     backend = "cpu"
 
-    # Exports that other tests have, too; the suite makes its own for the plugin template and the provider example.
+    # These fixtures replace the suite's own exports with exports that other tests share. The suite creates its own
+    # exports when it tests the plugin template and the provider example.
     @pytest.fixture(scope="class")
     @classmethod
     def artifact(cls, tiny_artifact: Callable[..., Artifact]) -> Artifact:

@@ -36,14 +36,14 @@ class TestCuda(BackendConformance):
     device = str(GPU)
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
-        """Return a float32 decoder, whose attention is computed with basic operators."""
+        """Return a float32 decoder artifact. Its attention is computed with basic operators."""
         return export(save_generator(folder.parent / "llama", "llama"), folder)
 
 
 class TestCudaGraphs(TestCuda):
-    """Session tests with a float16 decoder, whose decoding step is one CUDA graph."""
+    """Conformance tests with a float16 decoder, whose decoding step runs as one CUDA graph."""
 
-    tolerance = 0.15  # for float16 logits of up to 70
+    tolerance = 0.15  # float16 rounding error for logits of up to 70
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
         made = super().stateful_artifact(folder.parent / "float32")
@@ -69,7 +69,9 @@ def open_on_gpu() -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
-    """Function that returns an artifact optimized for CUDA; each artifact is created once, at its first use."""
+    """Return a function that returns an artifact optimized for CUDA. The function creates each artifact at its first
+    use.
+    """
     root = tmp_path_factory.mktemp("fused")
     made: dict[tuple[str, str, str], Artifact] = {}
 
@@ -102,7 +104,9 @@ def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 
 
 def masks(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Iterate over copies of the inputs with every kind of padding; padding on the right comes first, last and in between."""
+    """Yield copies of the inputs with every kind of padding. Padding on the right is used for the first copy, the last
+    copy, and some copies between them.
+    """
     sequence = feeds["attention_mask"].shape[1]
     right = feeds["attention_mask"]
     hole = torch.ones_like(right)
@@ -118,7 +122,7 @@ def masks(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, to
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 @pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
 @pytest.mark.parametrize("graphs", [0, 4])
-def test_any_padding(
+def test_any_padding_gives_correct_results(
     fused: Callable[..., Artifact],
     tiny_artifact: Callable[..., Artifact],
     open_on_gpu: Open,
@@ -126,7 +130,9 @@ def test_any_padding(
     graphs: int,
     where: str,
 ) -> None:
-    """Results are correct even if the padding differs from the previous call, whose plan is tried first."""
+    """Results are correct even if the padding differs from the previous call. The session tries the execution plan of
+    the previous call first.
+    """
     session = open_on_gpu(fused("bert", task), cuda_graphs=graphs)
     for _ in range(2):
         for kind, feeds in masks(feeds_of(session_artifact := tiny_artifact("bert", task), 4, 24)):
@@ -147,7 +153,7 @@ def with_lengths(feeds: Mapping[str, torch.Tensor], fill: float, seed: int) -> d
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 @pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
 @pytest.mark.parametrize("graphs", [0, 4])
-def test_packed(
+def test_packed_execution_gives_correct_results(
     fused: Callable[..., Artifact],
     tiny_artifact: Callable[..., Artifact],
     open_on_gpu: Open,
@@ -155,7 +161,9 @@ def test_packed(
     graphs: int,
     where: str,
 ) -> None:
-    """Results are correct when the amount of padding changes between calls, with full batches and other masks in between."""
+    """Results of packed execution, which skips padding tokens, are correct when the amount of padding changes between
+    calls. Full batches and other masks are tested between these calls.
+    """
     original = tiny_artifact("bert", task)
     session: Any = open_on_gpu(fused("bert", task, "O4"), cuda_graphs=graphs)
     whole = feeds_of(original, 64, 64)
@@ -175,7 +183,7 @@ def test_packed(
         assert len({plan.rows for plan in plans if plan.form == "packed"}) >= 2
 
 
-def test_padded_places_of_a_packed_call_are_zero(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+def test_packed_execution_returns_zeros_for_padding(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
     artifact = fused("bert", "feature-extraction", "O4")
     session = open_on_gpu(artifact)
     feeds = with_lengths(feeds_of(artifact, 64, 64), 0.3, 0)
@@ -185,7 +193,7 @@ def test_padded_places_of_a_packed_call_are_zero(fused: Callable[..., Artifact],
     assert found[feeds["attention_mask"] == 1].any(-1).all()
 
 
-def test_packing_can_be_off(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+def test_packing_can_be_disabled(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
     artifact = fused("bert", "text-classification", "O4")
     session: Any = open_on_gpu(artifact, packing=False)
     for _ in range(3):
@@ -195,7 +203,7 @@ def test_packing_can_be_off(fused: Callable[..., Artifact], open_on_gpu: Open) -
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "mpnet", "vit"])
 @pytest.mark.parametrize(("level", "accepted"), [("O2", 1e-4), ("O4", 2e-2)])
-def test_optimized_models(
+def test_optimized_models_give_correct_results(
     fused: Callable[..., Artifact],
     tiny_artifact: Callable[..., Artifact],
     open_on_gpu: Open,
@@ -214,7 +222,9 @@ def test_optimized_models(
     assert session.graph_count == 1  # type: ignore[attr-defined]
 
 
-def test_bfloat16(tiny_artifact: Callable[..., Artifact], tmp_path: Path, open_on_gpu: Open) -> None:
+def test_bfloat16_gives_correct_results(
+    tiny_artifact: Callable[..., Artifact], tmp_path: Path, open_on_gpu: Open
+) -> None:
     original = tiny_artifact()
     artifact = optimize(original, tmp_path / "bf16", backend="cuda", level="O2", enable=("bfloat16",), atol=0.2)
     session = open_on_gpu(artifact)
@@ -225,7 +235,7 @@ def test_bfloat16(tiny_artifact: Callable[..., Artifact], tmp_path: Path, open_o
         assert difference(session.run(on_gpu(feeds)), on_cpu(original, feeds)) < 0.15
 
 
-def test_graphs_are_bounded(
+def test_number_of_cuda_graphs_is_limited(
     fused: Callable[..., Artifact], tiny_artifact: Callable[..., Artifact], open_on_gpu: Open
 ) -> None:
     original = tiny_artifact()
@@ -237,7 +247,7 @@ def test_graphs_are_bounded(
     assert session.graph_count == 2
 
 
-def test_graphs_can_be_off(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+def test_cuda_graphs_can_be_disabled(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
     session: Any = open_on_gpu(fused(), cuda_graphs=0)
     feeds = on_gpu(feeds_of(fused(), 2, 8))
     for _ in range(3):
@@ -245,7 +255,7 @@ def test_graphs_can_be_off(fused: Callable[..., Artifact], open_on_gpu: Open) ->
     assert session.graph_count == 0
 
 
-def test_unoptimized_graphs_replay_rightly(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
+def test_unoptimized_model_replays_correctly(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
     artifact = tiny_artifact("roberta")
     session = open_on_gpu(artifact)
     for seed in range(4):
@@ -254,8 +264,12 @@ def test_unoptimized_graphs_replay_rightly(tiny_artifact: Callable[..., Artifact
 
 
 @pytest.mark.parametrize("graphs", [0, 4])
-def test_ordered_on_the_callers_stream(fused: Callable[..., Artifact], open_on_gpu: Open, graphs: int) -> None:
-    """Calls wait for inputs that are still being computed on the caller's stream, and the caller's stream waits for results."""
+def test_calls_are_ordered_on_the_callers_stream(
+    fused: Callable[..., Artifact], open_on_gpu: Open, graphs: int
+) -> None:
+    """A call waits for inputs that the caller's CUDA stream is still computing, and the caller's stream waits for the
+    results of the call.
+    """
     artifact = fused()
     session = open_on_gpu(artifact, cuda_graphs=graphs)
     feeds = on_gpu(feeds_of(artifact, 4, 32))
@@ -276,7 +290,7 @@ def test_ordered_on_the_callers_stream(fused: Callable[..., Artifact], open_on_g
         assert (doubled - 2 * expected).abs().max() < 1e-4
 
 
-def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
+def test_call_copies_no_data_through_host_memory(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     artifact = fused()
@@ -291,12 +305,15 @@ def test_nothing_goes_through_the_host(fused: Callable[..., Artifact], open_on_g
             torch.cuda.synchronize(GPU)
         names = [event.name for event in profiled.events()]
         assert not [name for name in names if "HtoD" in name]
-        # One copy tells whether the ids are within bounds; with `check`, another copy has two numbers about the mask.
+        # The session copies one flag to host memory: whether all ids are within bounds. With `padding="check"`, it also
+        # copies two numbers about the mask.
         assert len([name for name in names if "DtoH" in name]) == flags
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_inference_mode_may_come_and_go(fused: Callable[..., Artifact], open_on_gpu: Open, within: bool) -> None:
+def test_inference_mode_may_change_between_calls(
+    fused: Callable[..., Artifact], open_on_gpu: Open, within: bool
+) -> None:
     with torch.inference_mode(within):
         session = open_on_gpu(fused())
     feeds = on_gpu(feeds_of(fused(), 2, 8))
@@ -305,7 +322,7 @@ def test_inference_mode_may_come_and_go(fused: Callable[..., Artifact], open_on_
     assert (session.run(feeds)["logits"] - expected).abs().max() < 1e-4
 
 
-def test_tf32_is_off_unless_asked(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
+def test_tf32_is_off_by_default(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
     artifact = tiny_artifact()
     assert open_on_gpu(artifact).compute_dtype == "float32"
     assert open_on_gpu(artifact, use_tf32=True).compute_dtype == "tf32"
@@ -319,8 +336,8 @@ def test_sessions_share_weights(fused: Callable[..., Artifact], open_on_gpu: Ope
     assert two.run(feeds)["logits"].shape[0] == 2
 
 
-def test_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
-    """A session opens up to four forms of its graph that share one copy of the weights on the GPU."""
+def test_graph_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
+    """Up to four forms of the graph in one session share one copy of the weights in GPU memory."""
     vocabulary, hidden = 2_000_000, 32
     model = tiny_model("bert", vocab_size=vocabulary)
     artifact = export(model, tmp_path / "onnx", task="text-classification")
@@ -335,7 +352,7 @@ def test_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
         assert difference(session.run(on_gpu(feeds)), answer) < 1e-4
     torch.cuda.synchronize(GPU)
     free_after, _ = torch.cuda.mem_get_info(GPU)
-    # The limit allows for the intermediate results of each form and for the memory of cuBLAS.
+    # The limit leaves memory for cuBLAS and for the intermediate results of each graph form.
     assert free_before - free_after < 0.75 * 4 * vocabulary * hidden
 
 
@@ -346,12 +363,12 @@ def test_memory_limit(fused: Callable[..., Artifact], open_on_gpu: Open) -> None
         open_on_gpu(artifact, gpu_mem_limit=1024).run(feeds)
 
 
-def test_compute_dtype_is_refused_with_a_remedy(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
+def test_compute_dtype_is_refused_with_fix(tiny_artifact: Callable[..., Artifact], open_on_gpu: Open) -> None:
     with pytest.raises(ConfigError, match="float16"):
         open_on_gpu(tiny_artifact(), SessionOptions(compute_dtype="float16"))
 
 
-def test_buckets(fused: Callable[..., Artifact], tiny_artifact: Callable[..., Artifact]) -> None:
+def test_buckets_give_correct_results(fused: Callable[..., Artifact], tiny_artifact: Callable[..., Artifact]) -> None:
     from accel import ORTModelForSequenceClassification
 
     artifact, original = fused(), tiny_artifact()
@@ -365,7 +382,7 @@ def test_buckets(fused: Callable[..., Artifact], tiny_artifact: Callable[..., Ar
         assert difference({"logits": found}, on_cpu(original, feeds)) < 1e-4
 
 
-def test_pytorch_in_a_cuda_graph_answers_as_pytorch_does(tiny_folder: Callable[..., Path]) -> None:
+def test_pytorch_in_cuda_graph_gives_correct_results(tiny_folder: Callable[..., Path]) -> None:
     from accel import benchmark
 
     found = benchmark(
@@ -384,8 +401,8 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("name", ["Albert", "MegatronBert", "Bert"])
-def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open) -> None:
-    """For every form and shape, the error is at most three times the error of eager float16 at that shape."""
+def test_every_graph_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open) -> None:
+    """For every graph form and input shape, the error is at most three times the error of eager PyTorch in float16."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
     config = getattr(transformers, f"{name}Config")(vocab_size=120, max_position_embeddings=512, **sizes)
     model = rescale(getattr(transformers, f"{name}ForSequenceClassification")(config)).eval()
@@ -400,7 +417,7 @@ def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open)
         right = (torch.arange(sequence) < lengths[:, None]).long()
         for kind, mask in {"right": right, "left": right.flip(1), "none": torch.ones_like(right)}.items():
             ours = theirs = 0.0
-            # Use at least sixteen rows: the error of the few logits of one row is mostly random.
+            # Compare at least sixteen rows, because the error of the few logits of a single row is mostly random.
             for seed in range(max(1, 16 // batch)):
                 feeds = on_gpu({**feeds_of(artifact, batch, sequence, seed), "attention_mask": mask})
                 with torch.inference_mode():
@@ -413,7 +430,7 @@ def test_every_form_at_every_shape(name: str, tmp_path: Path, open_on_gpu: Open)
     assert {verdict.form for verdict in session.check_forms() if verdict.passed} >= {"lengths", "full", "packed"}
 
 
-def test_a_wrong_form_is_found_before_its_first_answer(
+def test_wrong_graph_form_is_detected_before_its_first_result(
     fused: Callable[..., Artifact],
     tiny_artifact: Callable[..., Artifact],
     tmp_path: Path,
@@ -425,12 +442,12 @@ def test_a_wrong_form_is_found_before_its_first_answer(
     right = runtime.in_form
 
     def wrong(path: Path, form: Any) -> bytes:
-        # Simulate a wrong form: the attention mask is missing.
+        # Simulate a wrong graph form: replace the form with row lengths by the form that ignores the attention mask.
         return right(path, "full" if form == "lengths" else form)
 
     monkeypatch.setattr(runtime, "in_form", wrong)
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    # Use a new backend object, so that no runtime is shared with other tests.
+    # Create a new backend object, so that this test shares no runtime with other tests.
     backend = type(registry.load(registry.describe("cuda")))()
     artifact = fused("bert", "text-classification", "O4")
     session: Any = backend.open(artifact, OpenRequest(device=DEVICE, options={"packing": False}))["model"]
@@ -445,7 +462,7 @@ def test_a_wrong_form_is_found_before_its_first_answer(
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize("padding", ["check", "right"])
 @pytest.mark.parametrize("wrong", [-100, 10**6])
-def test_ids_on_the_gpu_that_the_model_does_not_have(
+def test_invalid_ids_on_gpu_raise(
     fused: Callable[..., Artifact], open_on_gpu: Open, wrong: int, padding: str, level: str
 ) -> None:
     artifact = fused(level=level)
@@ -455,7 +472,8 @@ def test_ids_on_the_gpu_that_the_model_does_not_have(
     with pytest.raises(InputError, match=f"holds {wrong}"):
         session.run(bad)
     expected = [{n: t.clone() for n, t in session.run(feeds).items()} for _ in range(3)][-1]
-    # The shape has a CUDA graph now. If the call does not wait for its mask, a later call reports the invalid ids.
+    # The session has captured a CUDA graph for this shape. With `padding="right"`, a call does not wait for the check
+    # of its ids, so a later call reports the invalid ids.
     with pytest.raises(InputError, match="This call, or an earlier one"):
         session.run(bad)
         assert padding == "right" or level == "O1"
@@ -464,7 +482,7 @@ def test_ids_on_the_gpu_that_the_model_does_not_have(
     assert difference(session.run(feeds), {name: tensor.cpu() for name, tensor in expected.items()}) == 0
 
 
-def test_wrong_ids_of_the_last_call_are_told_when_the_session_is_closed(
+def test_invalid_ids_of_last_call_are_logged_at_close(
     fused: Callable[..., Artifact], open_on_gpu: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = open_on_gpu(fused(), padding="right")

@@ -1,4 +1,4 @@
-"""Tests of text generation on a GPU: the same tokens as transformers, and a KV cache that stays in GPU memory."""
+"""Tests of text generation on a GPU: it chooses the same tokens as transformers, and the KV cache stays in GPU memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.devices import GPU
 pytestmark = pytest.mark.gpu
 
 Halved = Callable[[str], Artifact]
-# In mixtures of experts, rounding may send a token to another expert; the other families cannot use lengths instead of
-# a mask.
+# These families are not tested for equal tokens. In mixture-of-experts models, rounding may send a token to another
+# expert. The graphs of the other listed families cannot take row lengths instead of a mask.
 _OTHERS = ("mixtral", "deepseek-v3", *STATES, *RECOMPUTED)
 FAMILIES = [name for name, (task, _, _) in GENERATORS.items() if task == "text-generation" and name not in _OTHERS]
-# The tolerance for logits of up to 70, which float16 changes by a few hundredths.
+# Float16 rounding changes logits of up to 70 by a few hundredths, so this tolerance is larger.
 CLOSE = 0.15
 
 
@@ -44,13 +44,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Halved:
 
 @pytest.fixture(scope="module")
 def halved(exported: Halved, tmp_path_factory: pytest.TempPathFactory) -> Halved:
-    """Function that returns a float16 artifact of a family; `optimize` compares it with its parent on the GPU."""
+    """Return a function that returns a float16 artifact of a model family. `optimize` compares the artifact with its
+    float32 parent on the GPU.
+    """
     root = tmp_path_factory.mktemp("halved")
     made: dict[str, Artifact] = {}
 
     def get(family: str) -> Artifact:
         if family not in made:
-            # PyTorch's float16 also changes Phi-3's logits (up to 8) by 0.14.
+            # Eager PyTorch in float16 has a similar error: it changes Phi-3's logits (up to 8) by 0.14.
             atol = 0.15 if family == "phi3" else None
             made[family] = optimize(exported(family), root / family, backend="cuda", level="O4", atol=atol)
         return made[family]
@@ -63,7 +65,7 @@ def opened(artifact: Artifact, **options: object) -> Any:
 
 
 def rows_of(seed: int = 1) -> dict[str, torch.Tensor]:
-    """Return three rows with padding on the left."""
+    """Return inputs with three rows, two of which are padded on the left."""
     ids = torch.randint(4, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[0, :3], mask[2, :1] = 0, 0
@@ -76,7 +78,7 @@ def on_gpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def margin(original: Any, prompt: dict[str, torch.Tensor], tokens: torch.Tensor) -> float:
-    """Return the largest difference between the logit of PyTorch's best token and that of the chosen token."""
+    """Return the largest difference between the logit of PyTorch's best token and the logit of the generated token."""
     tokens = tokens.cpu()
     new = tokens.shape[1] - prompt["input_ids"].shape[1]
     mask = torch.cat([prompt["attention_mask"], torch.ones(len(tokens), new).long()], dim=1)
@@ -91,7 +93,7 @@ def margin(original: Any, prompt: dict[str, torch.Tensor], tokens: torch.Tensor)
 
 @pytest.mark.parametrize("graphs", [0, 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_token_is_pytorchs_choice(family: str, graphs: int, halved: Halved) -> None:
+def test_generated_tokens_are_pytorchs_best_tokens(family: str, graphs: int, halved: Halved) -> None:
     original, model = tiny_generator(family), opened(halved(family), cuda_graphs=graphs)
     rows = rows_of()
     seen: set[int] = set()
@@ -105,7 +107,7 @@ def test_every_token_is_pytorchs_choice(family: str, graphs: int, halved: Halved
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("choices", [{"num_beams": 3}, {"do_sample": True, "top_k": 20}])
-def test_a_cache_changes_nothing(family: str, choices: dict[str, Any], halved: Halved) -> None:
+def test_use_cache_does_not_change_tokens(family: str, choices: dict[str, Any], halved: Halved) -> None:
     model = opened(halved(family))
     for given in ({name: tensor[1:2] for name, tensor in rows_of().items()}, rows_of()):
         torch.manual_seed(5)
@@ -121,8 +123,8 @@ def logits_of(family: str, ids: torch.Tensor, mask: torch.Tensor | None = None) 
     return found
 
 
-def test_steps_behind_a_prompt(halved: Halved) -> None:
-    """Run a prompt and then single tokens, first without and then with a CUDA graph."""
+def test_decoding_steps_after_a_prompt(halved: Halved) -> None:
+    """Decode a prompt and then single tokens. The first steps run without a CUDA graph, and later steps run with one."""
     model = opened(halved("qwen3"))
     ids = torch.randint(4, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(2))
     whole = logits_of("qwen3", ids)
@@ -137,7 +139,7 @@ def test_steps_behind_a_prompt(halved: Halved) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_several_tokens_behind_a_past(family: str, halved: Halved) -> None:
+def test_several_tokens_after_cached_tokens(family: str, halved: Halved) -> None:
     model = opened(halved(family))
     ids = torch.randint(4, VOCABULARY, (3, 30), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
@@ -159,7 +161,7 @@ def test_several_tokens_behind_a_past(family: str, halved: Halved) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_conversation_equals_one_shot(rows: int, halved: Halved) -> None:
+def test_generation_in_two_calls_equals_one_call(rows: int, halved: Halved) -> None:
     model = opened(halved("qwen3"))
     ids = torch.randint(4, VOCABULARY, (rows, 12), generator=torch.Generator().manual_seed(2)).to(GPU)
     cache = model.new_cache()
@@ -170,7 +172,7 @@ def test_a_conversation_equals_one_shot(rows: int, halved: Halved) -> None:
     assert margin(tiny_generator("qwen3"), prompt, found) < CLOSE
 
 
-def test_a_cache_is_cloned_cropped_and_reordered(halved: Halved) -> None:
+def test_cache_is_cloned_cropped_and_reordered(halved: Halved) -> None:
     model = opened(halved("llama"))
     ids = torch.randint(4, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(4))
     whole = logits_of("llama", ids)
@@ -190,7 +192,7 @@ def test_a_cache_is_cloned_cropped_and_reordered(halved: Halved) -> None:
     assert (wide.cpu() - whole.flip(0)[:, 7:8].repeat_interleave(2, 0)).abs().max() < CLOSE
 
 
-def test_buffers_grow_and_are_used_again(tmp_path: Path) -> None:
+def test_cache_buffers_grow_and_are_reused(tmp_path: Path) -> None:
     folder = save_generator(tmp_path / "source", "llama", max_position_embeddings=1024)
     made = optimize(export(folder, tmp_path / "fp32"), tmp_path / "fp16", backend="cuda", level="O4")
     model = opened(made)
@@ -208,8 +210,10 @@ def test_buffers_grow_and_are_used_again(tmp_path: Path) -> None:
     assert two[0].state._slot is not two[1].state._slot
 
 
-def test_the_cache_stays_on_the_gpu(halved: Halved) -> None:
-    """A step copies only two booleans to CPU memory: the results of the checks of the mask and of the ids."""
+def test_cache_stays_on_the_gpu(halved: Halved) -> None:
+    """A decoding step copies only two booleans to host memory: the result of the mask check and the result of the id
+    check.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     model = opened(halved("llama"))
@@ -233,7 +237,7 @@ def test_the_cache_stays_on_the_gpu(halved: Halved) -> None:
     assert len([name for name in names if "DtoH" in name]) == 2
 
 
-def test_a_changed_mask_is_noticed(halved: Halved) -> None:
+def test_changed_mask_of_cached_tokens_raises(halved: Halved) -> None:
     model = opened(halved("llama"))
     ids = torch.tensor([[5, 6, 7, 8]]).to(GPU)
     ones = torch.ones(1, 8).long().to(GPU)
@@ -250,7 +254,7 @@ def test_a_changed_mask_is_noticed(halved: Halved) -> None:
             model(input_ids=ids[:, :2], attention_mask=wrong[:, :6], past_key_values=cache)
 
 
-def test_holes_and_windows(halved: Halved) -> None:
+def test_masks_with_holes_and_sliding_windows(halved: Halved) -> None:
     ids = torch.randint(4, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(6))
     mask = torch.ones_like(ids)
     mask[0, 4:6] = 0
@@ -264,7 +268,7 @@ def test_holes_and_windows(halved: Halved) -> None:
         opened(halved("gemma3"))(**given)
 
 
-def test_exported_in_float16(tmp_path: Path) -> None:
+def test_export_in_float16_generates(tmp_path: Path) -> None:
     folder = save_generator(tmp_path / "source", "llama")
     model = opened(export(folder, tmp_path / "fp16", dtype="float16"))
     for given in ({name: tensor[1:2] for name, tensor in rows_of().items()}, rows_of()):
@@ -272,8 +276,10 @@ def test_exported_in_float16(tmp_path: Path) -> None:
         assert margin(tiny_generator("llama"), given, found) < 2 * CLOSE
 
 
-def test_float32(exported: Halved) -> None:
-    """Float32 generation works although ONNX Runtime has no such attention kernel on GPUs: basic operators are used."""
+def test_float32_generates(exported: Halved) -> None:
+    """Generation in float32 works on a GPU. ONNX Runtime's fused attention kernel has no float32 version for GPUs, so
+    the graph uses basic operators.
+    """
     model = opened(exported("llama"))
     for given in ({name: tensor[1:2] for name, tensor in rows_of().items()}, rows_of()):
         found = model.generate(**on_gpu(given), max_new_tokens=12)
@@ -282,7 +288,7 @@ def test_float32(exported: Halved) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "marian"])
-def test_encoder_decoders(family: str, exported: Halved, halved: Halved) -> None:
+def test_encoder_decoders_generate(family: str, exported: Halved, halved: Halved) -> None:
     given = rows_of()
     given["attention_mask"], given["input_ids"] = given["attention_mask"].flip(1), given["input_ids"].flip(1)
     original = tiny_generator(family)
@@ -293,7 +299,8 @@ def test_encoder_decoders(family: str, exported: Halved, halved: Halved) -> None
         )
         assert found.is_cuda
         assert torch.equal(found.cpu(), expected)
-    if family == "t5":  # its sums are inaccurate in float16, so O4 raises for these weights
+    # T5 in float16 is inaccurate, so level O4 raises an error for the random weights of this test.
+    if family == "t5":
         return
     decoder = {"decoder_input_ids": torch.full((3, 4), 5)}
     with torch.inference_mode():
@@ -303,7 +310,7 @@ def test_encoder_decoders(family: str, exported: Halved, halved: Halved) -> None
     assert half.generate(**on_gpu(given), max_new_tokens=10).shape[0] == 3
 
 
-def test_a_token_on_the_gpu_that_the_model_does_not_have(halved: Halved) -> None:
+def test_invalid_token_on_gpu_raises(halved: Halved) -> None:
     model = opened(halved("llama"))
     prompt = on_gpu(rows_of())
     with pytest.raises(InputError, match="holds 100"):
@@ -323,8 +330,8 @@ def test_a_token_on_the_gpu_that_the_model_does_not_have(halved: Halved) -> None
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3"])
-def test_decoders_without_a_form_that_takes_lengths(family: str, halved: Halved) -> None:
-    """A decoder whose keys and values differ in size keeps its graph; its cache is in GPU memory."""
+def test_decoders_that_cannot_take_lengths(family: str, halved: Halved) -> None:
+    """A decoder whose keys and values differ in size keeps its attention mask, and its KV cache is in GPU memory."""
     original, model = tiny_generator(family), opened(halved(family))
     rows = rows_of()
     for given in (rows, on_gpu(rows)):
@@ -338,7 +345,7 @@ def test_decoders_without_a_form_that_takes_lengths(family: str, halved: Halved)
 
 
 @pytest.mark.parametrize(("family", "halves"), [("falcon-h1", True), ("lfm2", True), ("bamba", True), ("mamba", False)])
-def test_states_beside_keys_and_values(family: str, halves: bool, exported: Halved, halved: Halved) -> None:
+def test_recurrent_states_in_addition_to_kv_cache(family: str, halves: bool, exported: Halved, halved: Halved) -> None:
     given = rows_of()
     expected = tiny_generator(family).generate(**given, max_new_tokens=8)
     assert torch.equal(opened(exported(family)).generate(**on_gpu(given), max_new_tokens=8).cpu(), expected)

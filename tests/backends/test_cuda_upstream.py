@@ -1,4 +1,6 @@
-"""Tests of `accel_plugins.cuda.upstream` and `accel_plugins.pytorch.upstream`, which call private names of PyTorch, on a GPU."""
+"""Tests of `accel_plugins.cuda.upstream` and `accel_plugins.pytorch.upstream` on a GPU. These modules call private
+functions of PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from accel_plugins.pytorch import upstream as pytorch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 
-def test_the_current_device_and_stream_are_the_public_ones() -> None:
+def test_current_device_and_stream_equal_the_public_api() -> None:
     torch.zeros(1, device="cuda")
     assert cuda.current_device() == torch.cuda.current_device()
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -20,7 +22,7 @@ def test_the_current_device_and_stream_are_the_public_ones() -> None:
         assert pytorch.current_stream_number(cuda.current_device()) == expected
 
 
-def test_scratch_memory_of_products_is_released() -> None:
+def test_cublas_workspaces_are_released() -> None:
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

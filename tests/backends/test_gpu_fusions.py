@@ -1,4 +1,6 @@
-"""Tests of fusions for GPUs with ONNX Runtime's CPU provider, which has the same operators in float32."""
+"""Tests of graph fusions for GPUs. The tests use ONNX Runtime's CPU provider, which has the same fused operators in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ LAYERS = 2
 
 @pytest.fixture(scope="module")
 def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Fused:
-    """Function that returns an artifact optimized for CUDA; each artifact is created once, at its first use."""
+    """Return a function that returns an artifact optimized for CUDA. The function creates each artifact at its first
+    use.
+    """
     root = tmp_path_factory.mktemp("gpu-fused")
     made: dict[tuple[str, str, str], Artifact] = {}
 
@@ -51,8 +55,8 @@ def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempP
 
 
 def session_of(artifact: Artifact) -> Session:
-    # Input checks would reject a row without tokens, but fused operators must compute such a row like the original
-    # graph.
+    # Disable input checks, which would reject a row with only padding. Fused operators must compute such a row like the
+    # original graph.
     settings = RunSettings(backend="cpu", options=SessionOptions(check_inputs=False))
     return open_plan(make_plan(artifact, settings)).sessions["model"]
 
@@ -67,7 +71,9 @@ def feeds_of(artifact: Artifact, batch: int, sequence: int) -> dict[str, torch.T
 
 
 def padded(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Iterate over copies of the inputs with padding on the right, on the left, inside, everywhere and nowhere."""
+    """Yield copies of the inputs with padding on the right, on the left, in the middle of a row, in a whole row, and
+    without padding.
+    """
     if "attention_mask" not in feeds:
         yield "no mask", dict(feeds)
         return
@@ -84,7 +90,7 @@ def difference(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor])
     return max(float((one[name].float() - two[name].float()).abs().max()) for name in two)
 
 
-# Families without the mark `thorough` use exports that other tests create as well.
+# Families without the mark `thorough` use exports that other tests also use.
 FAMILIES = [
     pytest.param("albert", "text-classification", marks=pytest.mark.thorough),
     pytest.param("bert", "text-classification"),
@@ -110,17 +116,18 @@ def test_same_result_for_any_padding(
     before, after = session_of(original), session_of(made)
     for batch, sequence in [(1, 1), (2, 7), (3, 40)]:
         for kind, feeds in padded(feeds_of(original, batch, sequence)):
-            # The tolerance allows for sums in another order in float32.
+            # Fused operators add float32 numbers in a different order, so results differ slightly.
             assert difference(after.run(feeds), before.run(feeds)) < 2e-5, kind
 
 
-# Multiple choice is not fused: its batch axis is a product of two axes, whose sizes the matching cannot determine.
+# Multiple-choice models are not fused. Their batch axis is the product of two axes, and the pattern matching cannot
+# determine the sizes of the two axes.
 @pytest.mark.parametrize(("family", "task"), [one for one in FAMILIES if "multiple-choice" not in one.values])
 def test_every_attention_is_fused(fused: Fused, family: str, task: str) -> None:
     found = operators(fused(family, task))
     assert found["Attention"] == LAYERS
     assert found["Softmax"] == 0
-    # A pre-norm encoder has no residual sum before its first layer norm.
+    # A pre-norm encoder such as ViT has no residual sum before its first layer norm, so one node fewer is fused.
     assert found["SkipLayerNormalization"] >= 2 * LAYERS - (family == "vit")
     assert found["BiasGelu"] + found["Gelu"] + found["FastGelu"] + found["Tanh"] >= LAYERS
     if family != "vit":
@@ -129,8 +136,12 @@ def test_every_attention_is_fused(fused: Fused, family: str, task: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["deberta-v2", "modernbert"])
-def test_other_attention_is_left_right(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
-    """Attention that fused operators do not support is kept, or is fused with a bias; results stay correct."""
+def test_unsupported_attention_gives_correct_results(
+    fused: Fused, tiny_artifact: Callable[..., Artifact], family: str
+) -> None:
+    """Attention that the fused operators do not support is kept, or is fused with an attention bias. The results stay
+    correct.
+    """
     original = tiny_artifact(family)
     before, after = session_of(original), session_of(fused(family))
     for kind, feeds in padded(feeds_of(original, 3, 24)):
@@ -139,7 +150,7 @@ def test_other_attention_is_left_right(fused: Fused, tiny_artifact: Callable[...
 
 
 @pytest.mark.thorough
-def test_relative_positions_become_a_bias(fused: Fused) -> None:
+def test_relative_positions_become_attention_bias(fused: Fused) -> None:
     nodes = [n for n in load_graphs(fused("mpnet"))["model"].graph if n.op_type == "Attention"]
     assert all(node.inputs[5] is not None for node in nodes)
     assert mask_input(fused("mpnet").file()) == "attention_mask"
@@ -148,7 +159,7 @@ def test_relative_positions_become_a_bias(fused: Fused) -> None:
 @pytest.mark.parametrize(
     "family", ["bert", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("roberta", "mpnet"))]
 )
-def test_forms_agree_where_they_are_right(fused: Fused, family: str) -> None:
+def test_graph_forms_agree_on_supported_masks(fused: Fused, family: str) -> None:
     artifact = fused(family)
     path = artifact.file()
     sessions = {}
@@ -170,10 +181,10 @@ def test_forms_agree_where_they_are_right(fused: Fused, family: str) -> None:
 
 
 def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> bytes:
-    """Replace each `PackedAttention`, which has no CPU kernel, by equivalent operators.
+    """Return a model in which each `PackedAttention`, which has no CPU kernel, is replaced by equivalent operators.
 
-    These move packed rows back to their positions, run `Attention` with lengths, and pack the result again. Packed rows
-    after the last token become NaN, to check that they are never read.
+    The equivalent operators move packed rows back to their positions, run `Attention` with row lengths, and pack the
+    result again. Packed rows after the last token become NaN, so that the test detects any read of these rows.
     """
     model = ir.from_proto(onnx.load_from_string(serialized))
     graph = model.graph
@@ -196,8 +207,8 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
         x, weight, bias, _, starts = node.inputs
         assert starts is not None
         assert starts.name == STARTS
-        # Padding positions are read from arbitrary rows, and the CPU operator multiplies them by zero, so remove NaN
-        # first.
+        # The graph reads padding positions from arbitrary rows, and the CPU operator multiplies these rows by zero.
+        # Replace NaN first, because zero times NaN is NaN.
         gone = ir.node("IsNaN", [x])
         clean = ir.node("Where", [gone.outputs[0], zero.outputs[0], x])
         places = ir.node("Gather", [clean.outputs[0], positions])
@@ -223,13 +234,13 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
         pytest.param("distilbert", "token-classification", marks=pytest.mark.thorough),
         pytest.param("xlm-roberta", "fill-mask", marks=pytest.mark.thorough),
         pytest.param("electra", "question-answering", marks=pytest.mark.thorough),
-        # ALBERT has an activation in basic operators, and residuals around the norms.
+        # ALBERT computes its activation with basic operators, and adds residuals around the layer norms.
         ("albert", "text-classification"),
         pytest.param("megatron-bert", "text-classification", marks=pytest.mark.thorough),
         pytest.param("megatron-bert", "feature-extraction", marks=pytest.mark.thorough),
     ],
 )
-def test_packed_form(fused: Fused, family: str, task: str) -> None:
+def test_packed_form_gives_correct_results(fused: Fused, family: str, task: str) -> None:
     artifact = fused(family, task)
     path = artifact.file()
     options = ort.SessionOptions()
@@ -262,15 +273,17 @@ def test_packed_form(fused: Fused, family: str, task: str) -> None:
             assert np.abs(one - other).max() < 2e-5
 
 
-def test_packed_layers_are_packed_to_the_end(fused: Fused) -> None:
-    """In a classifier, the whole graph stays packed; only the first token is read at the end."""
+def test_packed_layers_stay_packed_to_the_output(fused: Fused) -> None:
+    """In a classifier, all layers compute packed tokens. Only the first token of each row is read at the end of the
+    graph.
+    """
     graph = ir.from_proto(onnx.load_from_string(in_form(fused("bert").file(), "packed"))).graph
     assert Counter(n.op_type for n in graph)["PackedAttention"] == LAYERS
     assert POSITIONS not in {value.name for value in graph.inputs}
     assert not any(n.op_type == "Attention" for n in graph)
 
 
-def test_which_graphs_pack(fused: Fused) -> None:
+def test_which_graphs_can_be_packed(fused: Fused) -> None:
     assert packs(fused("bert", "text-classification", "O4").file())
     assert not packs(fused("bert").file()), "the kernels for float32 are slow"
     assert not packs(fused("vit", "image-classification", "O4").file()), "it has no padding"
@@ -279,11 +292,11 @@ def test_which_graphs_pack(fused: Fused) -> None:
     assert not can_pack(model, mask), "its attention has a bias"
 
 
-def test_forms_need_fused_attention(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_graph_without_fused_attention_has_no_forms(tiny_artifact: Callable[..., Artifact]) -> None:
     assert mask_input(tiny_artifact("bert").file()) is None
 
 
-def test_only_the_token_that_is_read_is_computed(fused: Fused, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_only_the_pooled_token_is_computed_in_last_layer(fused: Fused, tiny_artifact: Callable[..., Artifact]) -> None:
     report = fused("bert").manifest.steps[-1].report["fused"]
     assert report["one-token"] > 0
     model = load_graphs(fused("bert"))["model"]
@@ -292,12 +305,12 @@ def test_only_the_token_that_is_read_is_computed(fused: Fused, tiny_artifact: Ca
     assert fused("bert", "feature-extraction").manifest.steps[-1].report["fused"]["one-token"] == 0
 
 
-def test_one_row_of_token_types_is_folded(fused: Fused) -> None:
+def test_token_types_with_one_row_are_folded(fused: Fused) -> None:
     assert fused("roberta").manifest.steps[-1].report["fused"]["single-rows"] == 1
     assert operators(fused("roberta"))["GatherElements"] == 0
 
 
-def test_tokens_are_counted_in_one_type(fused: Fused, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_padding_tokens_are_counted_in_one_dtype(fused: Fused, tiny_artifact: Callable[..., Artifact]) -> None:
     before, after = operators(tiny_artifact("roberta")), operators(fused("roberta", level="O1"))
     assert fused("roberta", level="O1").manifest.steps[-1].report["fused"]["token-positions"] == 1
     assert after["CumSum"] == before["CumSum"] == 1
@@ -307,7 +320,7 @@ def test_tokens_are_counted_in_one_type(fused: Fused, tiny_artifact: Callable[..
 
 @pytest.mark.thorough
 def test_attention_without_biases(tmp_path: Path) -> None:
-    """Attention without biases works, although ONNX Runtime's CPU kernel crashed without a bias."""
+    """Attention without biases is fused correctly. ONNX Runtime's CPU kernel crashed when the bias was missing."""
     model = tiny_model("bert", num_hidden_layers=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -329,8 +342,8 @@ def exported(prefix: str, path: Path, **settings: Any) -> Artifact:
 
 
 @pytest.mark.thorough
-def test_a_mask_subtracted_from_one(tmp_path: Path) -> None:
-    """The additive mask `(1 - mask) * number` of LayoutLM is fused as a padding mask, not as a bias with one query."""
+def test_mask_subtracted_from_one_is_fused(tmp_path: Path) -> None:
+    """LayoutLM's additive mask `(1 - mask) * number` is fused as a padding mask, and not as a general attention bias."""
     artifact = exported("LayoutLM", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
     made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
     assert operators(made)["Attention"] == LAYERS
@@ -338,15 +351,17 @@ def test_a_mask_subtracted_from_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_positions_that_are_alike_for_all_texts_and_do_not_count_from_zero(tmp_path: Path) -> None:
+def test_position_table_with_offset_is_fused(tmp_path: Path) -> None:
     artifact = exported("Nystromformer", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
     made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
     assert operators(made)["EmbedLayerNormalization"] == 1
 
 
 @pytest.mark.thorough
-def test_relative_positions_stay_wide(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """Relative positions stay in float32: a float16 logarithm gives wrong buckets, which change hidden states by 0.4."""
+def test_relative_positions_stay_in_float32(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """Relative positions are computed in float32 in a float16 graph. A float16 logarithm selects wrong position
+    buckets, which changed hidden states by 0.4.
+    """
     original = tiny_artifact("mpnet", "feature-extraction")
     made = optimize(original, tmp_path / "half", backend="cuda", level="O1", enable=("float16",))
     assert made.dtype == "float16"
@@ -354,8 +369,10 @@ def test_relative_positions_stay_wide(tiny_artifact: Callable[..., Artifact], tm
 
 
 @pytest.mark.thorough
-def test_a_half_graph_without_convolutions_opens_on_the_host(tmp_path: Path) -> None:
-    """XLNet in float16 opens on the CPU; ONNX Runtime's optimizer for the layout of convolutions crashed the process."""
+def test_float16_graph_without_convolutions_opens_on_cpu(tmp_path: Path) -> None:
+    """A float16 XLNet opens on the CPU. ONNX Runtime's layout optimizer for convolutions crashed the process on this
+    graph.
+    """
     torch.manual_seed(0)
     config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=48)
     model = transformers.XLNetForTokenClassification(config).eval()
@@ -364,15 +381,17 @@ def test_a_half_graph_without_convolutions_opens_on_the_host(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_sums_over_experts_stay_wide(tmp_path: Path) -> None:
-    """Sums over experts stay in float32: ONNX Runtime's CPU provider, which checks results, has no float16 kernel for them."""
+def test_sums_over_experts_stay_in_float32(tmp_path: Path) -> None:
+    """Sums over experts are computed in float32. ONNX Runtime's CPU provider, which checks the results of optimization,
+    has no float16 kernel for these sums.
+    """
     settings = {"num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "pad_token_id": 0}
     artifact = exported("Mixtral", tmp_path / "onnx", **settings)
     assert optimize(artifact, tmp_path / "half", backend="cuda", level="O4").dtype == "float16"
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "vit"])
-def test_float16(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
+def test_float16_gives_correct_results(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
     task = "image-classification" if family == "vit" else "text-classification"
     original, made = tiny_artifact(family, task), fused(family, task, "O4")
     assert made.dtype == "float16"
@@ -383,11 +402,12 @@ def test_float16(fused: Fused, tiny_artifact: Callable[..., Artifact], family: s
         assert difference(after.run(feeds), before.run(feeds)) < 2e-2, kind
 
 
-def test_bfloat16_by_name(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_bfloat16_can_be_enabled(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     from accel_plugins.ortkit.optimization.optimizer import OrtOptimizer
 
     config = OptimizeConfig(level="O2", enable=("bfloat16",))
-    # Call the optimizer directly: `optimize` compares results on the CPU provider, which has no bfloat16 operators.
+    # Call the optimizer class directly. The function `optimize` compares results on the CPU provider, which has no
+    # bfloat16 operators.
     made = OrtOptimizer("cuda", CUDA).optimize(tiny_artifact("bert"), config=config, out=tmp_path)
     assert made.dtype == "bfloat16"
     kinds = {v.dtype.name for v in load_graphs(made)["model"].graph.initializers.values() if v.dtype is not None}
@@ -402,7 +422,7 @@ def test_shared_layers_share_packed_weights(fused: Fused) -> None:
 
 
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", pytest.param("relu", marks=pytest.mark.thorough)])
-def test_other_activations(tmp_path: Path, activation: str) -> None:
+def test_other_activations_are_kept(tmp_path: Path, activation: str) -> None:
     original = export(tiny_model("bert", num_hidden_layers=1, hidden_act=activation), tmp_path / "a")
     made = optimize(original, tmp_path / "b", backend="cuda", level="O2")
     feeds = feeds_of(original, 2, 9)
@@ -411,14 +431,14 @@ def test_other_activations(tmp_path: Path, activation: str) -> None:
 
 
 @pytest.mark.parametrize("target", [CPU, CUDA, TENSORRT], ids=["cpu", "cuda", "tensorrt"])
-def test_every_fusion_has_a_summary_and_stands_once_for_a_target(target: Target) -> None:
+def test_every_fusion_has_summary_and_unique_name(target: Target) -> None:
     fusions = fusions_for(target)
     assert all(fusion.summary for fusion in fusions)
     assert len({fusion.name for fusion in fusions}) == len(fusions)
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_tokens_beside_a_value_of_unknown_size_are_all_computed(known: bool) -> None:
+def test_all_tokens_are_computed_if_a_size_is_unknown(known: bool) -> None:
     hidden, other = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in ("h", "o"))
     index = ir.Value(name="i", const_value=ir.tensor(0, ir.DataType.INT64), shape=ir.Shape([]))
     hidden.shape, other.shape = ir.Shape(["batch", "sequence", 4]), ir.Shape(["batch", "sequence", 4])

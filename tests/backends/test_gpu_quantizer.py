@@ -1,6 +1,6 @@
-"""Tests of Q/DQ pairs for GPUs with ONNX Runtime's CPU provider.
+"""Tests of Q/DQ pairs for GPUs. The tests use ONNX Runtime's CPU provider.
 
-The pairs are standard ONNX with the same result everywhere.
+Q/DQ pairs are standard ONNX operators, so every provider computes the same result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from accel_plugins.ortkit.graph.editing import load_graphs
 from accel_plugins.ortkit.quantization.gpu_quantizer import STEPS
 
 Feeds = Mapping[str, torch.Tensor]
-# Accepted relative errors for a tiny model with two layers of random weights; float8 has 3 bits of mantissa.
+# Largest accepted relative errors for a tiny model with two layers and random weights. Float8 errors are larger because
+# float8 has 3 bits of mantissa.
 ACCEPTED = {"static-int8": 0.06, "static-fp8": 0.25}
 
 
 def feeds_of(artifact: Artifact, seed: int) -> dict[str, torch.Tensor]:
-    # Use different sequence lengths, to check that the last axis of a softmax output is not treated as channels.
+    # Use a different sequence length for each seed, so that an error is detected if the last axis of a softmax output
+    # is treated as channels.
     sizes = {"batch": 4, "sequence": 20 + seed}
     return capture.feeds_for(artifact.components[0].inputs, sizes, seed=seed, folder=artifact.path)
 
@@ -63,7 +65,7 @@ def operators(artifact: Artifact) -> Counter[str]:
         ({"operators": ("MatMul", "Gemm", "Attention")}, 14, 4),
     ],
 )
-def test_variants(
+def test_every_scheme_has_small_error(
     tiny_artifact: Callable[..., Artifact],
     portable: Artifact,
     tmp_path: Path,
@@ -88,8 +90,10 @@ def test_variants(
     assert 1e-4 < error < ACCEPTED[scheme]
 
 
-def test_pairs_in_a_graph_fused_for_cuda(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """In a graph fused for CUDA, attention keeps its packed weights, and the products around it get Q/DQ pairs."""
+def test_pairs_in_graph_fused_for_cuda(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """In a graph fused for CUDA, attention keeps its packed float weights, and the matrix products before and after
+    attention get Q/DQ pairs.
+    """
     fused = optimize(tiny_artifact("bert"), tmp_path / "o2", backend="cuda", level="O2")
     calibration = [feeds_of(fused, seed) for seed in range(4)]
     made = quantize(fused, tmp_path / "q", backend="cuda", scheme="static-int8", calibration=calibration)
@@ -127,14 +131,14 @@ def test_pairs_are_symmetric_and_per_channel(portable: Artifact, tmp_path: Path,
     assert activations == operators(made)["QuantizeLinear"] == 10, "what layers share is rounded once"
 
 
-def test_float8_is_not_called_integer_arithmetic(portable: Artifact, tmp_path: Path) -> None:
+def test_float8_compute_dtype_is_not_int8(portable: Artifact, tmp_path: Path) -> None:
     feeds = [feeds_of(portable, 0)]
     made = {s: quantize(portable, tmp_path / s, backend="tensorrt", scheme=s, calibration=feeds) for s in STEPS}
     assert session_of(made["static-fp8"]).compute_dtype == "float32"
     assert session_of(made["static-int8"]).compute_dtype == "int8"
 
 
-def test_rounding() -> None:
+def test_rounding_to_int8_and_float8() -> None:
     int8, fp8 = STEPS["static-int8"], STEPS["static-fp8"]
     assert int8.rounded(np.array([-3.0, 0.0, 1.49, 900.0]), np.array(1.0)).tolist() == [-3, 0, 1, 127]
     assert fp8.rounded(np.array([-900.0, 0.0, 1.06, 500.0]), np.array(1.0)).astype(float).tolist() == [-448, 0, 1, 448]
@@ -151,16 +155,14 @@ def test_rounding() -> None:
         ({"operators": ("Conv",)}, "'Conv' cannot be quantized"),
     ],
 )
-def test_settings_that_it_does_not_have(
-    portable: Artifact, tmp_path: Path, settings: dict[str, Any], says: str
-) -> None:
+def test_unsupported_settings_raise(portable: Artifact, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     config = QuantizeConfig(**{"scheme": "static-int8", **settings})
     with pytest.raises(ConfigError) as raised:
         quantize(portable, tmp_path / "q", backend="tensorrt", config=config, calibration=[feeds_of(portable, 0)])
     assert says in str(raised.value)
 
 
-def test_data_is_required(portable: Artifact, tmp_path: Path) -> None:
+def test_missing_calibration_data_raises(portable: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="need calibration data"):
         quantize(portable, tmp_path / "q", backend="tensorrt", scheme="static-fp8")
 

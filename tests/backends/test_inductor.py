@@ -1,4 +1,6 @@
-"""Models accelerated in place: input sizes, checks, errors and `restore`, and real compilation of small models."""
+"""Tests of `accelerate`, which compiles a model in place: input sizes, checks, errors and `restore`, and real
+compilation of small models.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ class TestInductor(BackendConformance):
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., Any]]:
-    """Replace the compiler, which takes seconds per form, by a function that returns its argument. Return the list of
-    functions to compile.
+    """Replace the compiler, which takes seconds for each input shape, by a function that returns the uncompiled
+    function. Return the list of functions that the compiler received.
     """
     made: list[Callable[..., Any]] = []
 
@@ -71,12 +73,12 @@ def answer(model: Any, **call: Any) -> torch.Tensor:
         return model(**call).logits
 
 
-# Compilation
+# The tests below check compilation.
 
 
 class Pooling(torch.nn.Module):
-    """Small module that returns logits from the mean of the tokens that are not padding, and logs a warning as models
-    of transformers do.
+    """Small module that returns logits from the mean of the non-padding tokens, and logs a warning as transformers
+    models do.
 
     It compiles in seconds, and wrong handling of padding would change its output.
     """
@@ -102,11 +104,11 @@ def one_layer() -> torch.nn.Module:
 
 @compiler
 @pytest.mark.parametrize("make", [Pooling, pytest.param(one_layer, marks=pytest.mark.thorough)])
-def test_compiled_answers_are_those_of_the_model(
+def test_compiled_outputs_equal_the_model(
     make: Callable[[], torch.nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Compile once for all lengths up to 16: the compilation is logged, outputs match, and `restore` gives
-    bit-identical outputs.
+    """The model is compiled once for all lengths up to 16, the compilation is logged, and outputs match the original
+    model. After `restore`, outputs are bit-identical to the original outputs.
     """
     model: Any = make().eval()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -118,7 +120,7 @@ def test_compiled_answers_are_those_of_the_model(
     with caplog.at_level(logging.INFO, "accel_plugins"):
         assert accel.accelerate(model, keep_slower=True, lengths=(16,)) is model
         found = [logits(model, call) for call in calls]
-    # Compiled code adds numbers in another order, so float32 outputs differ slightly.
+    # Compiled code adds float32 numbers in a different order, so outputs differ slightly.
     assert all((one - other).abs().max() < 1e-5 for one, other in zip(found, expected, strict=True))
     assert f"compiling {type(model).__name__} for 1 row of 16 tokens" in caplog.text
     assert model.acceleration.compilations == 1
@@ -140,13 +142,14 @@ def logits(model: Any, call: dict[str, torch.Tensor]) -> torch.Tensor:
 @compiler
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_compiled_steps_write_what_generate_writes(family: str, tmp_path: Path) -> None:
+def test_compiled_generation_gives_equal_tokens(family: str, tmp_path: Path) -> None:
     auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(save_generator(tmp_path / family, family)).eval()
     call = prompt()
     expected = model.generate(**call)
     accel.accelerate(model, keep_slower=True)
-    # Generate twice: the second call has a new KV cache, and compiled code must not write to the first one.
+    # Generate twice. The second call has a new KV cache, and compiled code must not write to the KV cache of the first
+    # call.
     assert torch.equal(model.generate(**call), expected)
     assert torch.equal(model.generate(**call), expected)
     assert [report["state"] for report in model.acceleration.report()] == ["compiled"]
@@ -155,7 +158,7 @@ def test_compiled_steps_write_what_generate_writes(family: str, tmp_path: Path) 
 @compiler
 @pytest.mark.thorough
 @pytest.mark.parametrize(("settings", "accepted"), [({"dtype": "bfloat16"}, 5e-2), ({"quantization": "int8"}, 0.25)])
-def test_fewer_bits_compute_near_the_same(settings: dict[str, Any], accepted: float) -> None:
+def test_lower_precision_has_small_error(settings: dict[str, Any], accepted: float) -> None:
     if "quantization" in settings:
         pytest.importorskip("torchao", reason="int8 is torchao's")
     model = tiny_model("bert").eval()
@@ -180,7 +183,7 @@ assert model.acceleration.compilations == 1
 
 @compiler
 @pytest.mark.thorough
-def test_a_second_process_runs_the_kernels_that_the_first_compiled(tmp_path: Path) -> None:
+def test_second_process_reuses_compiled_kernels(tmp_path: Path) -> None:
     environment = {**os.environ, "ACCEL_HOME": str(tmp_path)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     kept = []
@@ -191,11 +194,11 @@ def test_a_second_process_runs_the_kernels_that_the_first_compiled(tmp_path: Pat
     assert kept[0] == kept[1]
 
 
-# Input sizes
+# The tests below check input sizes.
 
 
 @pytest.mark.thorough
-def test_fifty_shapes_make_few_forms(uncompiled: list[Any]) -> None:
+def test_fifty_shapes_need_few_compilations(uncompiled: list[Any]) -> None:
     model = tiny_model("bert").eval()
     generator = torch.Generator().manual_seed(0)
     calls = [
@@ -206,14 +209,12 @@ def test_fifty_shapes_make_few_forms(uncompiled: list[Any]) -> None:
     accel.accelerate(model, keep_slower=True)
     found = [answer(model, **call) for call in calls]
     assert all((one - other).abs().max() < 1e-5 for one, other in zip(found, expected, strict=True))
-    # Lengths 16, 24, 32, 48 and 64, each for one row and for two rows.
+    # The ten compilations are for lengths 16, 24, 32, 48 and 64, each with one row and with two rows.
     assert len(uncompiled) == model.acceleration.compilations == 10
     assert model.acceleration.engine.uncompiled_calls == 0
 
 
-def test_beyond_the_limit_it_is_told_and_larger_forms_are_used(
-    uncompiled: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_limit_of_graphs_warns_and_uses_larger_shapes(uncompiled: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("bert").eval()
     accel.accelerate(model, keep_slower=True, graphs=1)
     ids = torch.randint(4, 100, (1, 40))
@@ -225,7 +226,7 @@ def test_beyond_the_limit_it_is_told_and_larger_forms_are_used(
     assert model.acceleration.engine.uncompiled_calls == 2
 
 
-def test_answers_by_token_are_cut() -> None:
+def test_token_outputs_are_cut_to_the_input_length() -> None:
     model = tiny_model("bert", "token-classification").eval()
     call = inputs("where is my card", "lost", "i lost it please help me")
     expected = answer(model, **call)
@@ -237,7 +238,7 @@ def test_answers_by_token_are_cut() -> None:
     assert (found[real] - expected[real]).abs().max() < 1e-5
 
 
-def test_a_missing_mask_is_made_where_the_model_takes_one(uncompiled: list[Any]) -> None:
+def test_missing_mask_is_created_if_the_model_accepts_masks(uncompiled: list[Any]) -> None:
     model = tiny_model("bert").eval()
     ids = inputs()["input_ids"]
     expected = answer(model, input_ids=ids)
@@ -245,7 +246,7 @@ def test_a_missing_mask_is_made_where_the_model_takes_one(uncompiled: list[Any])
 
 
 class Averaging(torch.nn.Module):
-    """Module that averages all tokens and ignores the attention mask."""
+    """Module that returns the mean of all tokens, and ignores the attention mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +256,7 @@ class Averaging(torch.nn.Module):
         return {"mean": self.table(input_ids).mean(1)}
 
 
-def test_a_model_that_padding_changes_is_not_padded(uncompiled: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_model_affected_by_padding_is_not_padded(uncompiled: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     model = Averaging().eval()
     ids = torch.tensor([[5, 6, 7]])
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -267,11 +268,11 @@ def test_a_model_that_padding_changes_is_not_padded(uncompiled: list[Any], caplo
         assert torch.equal(model(**call)["mean"], expected)
 
 
-# Several threads
+# The tests below call the model from several threads.
 
 
 def at_once(count: int, call: Callable[[], Any]) -> list[Any]:
-    """Return the results of a call in `count` threads that start at the same time."""
+    """Call `call` in `count` threads that start at the same time, and return their results."""
     together = threading.Barrier(count)
 
     def begin(_: int) -> Any:
@@ -282,8 +283,10 @@ def at_once(count: int, call: Callable[[], Any]) -> list[Any]:
         return list(pool.map(begin, range(count)))
 
 
-def test_threads_that_find_padding_to_matter_all_get_answers(uncompiled: list[Any]) -> None:
-    """The first thread removes the compiled form while the other threads wait for it."""
+def test_threads_get_results_when_padding_is_disabled(uncompiled: list[Any]) -> None:
+    """The first thread detects that padding changes the output and removes the compiled code, while the other threads
+    wait for the compiled code. All threads get correct results.
+    """
     model = Averaging().eval()
     ids = torch.tensor([[5, 6, 7]])
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -292,7 +295,7 @@ def test_threads_that_find_padding_to_matter_all_get_answers(uncompiled: list[An
     assert all(torch.allclose(found["mean"], expected) for found in at_once(8, lambda: model(**call)))
 
 
-def test_threads_that_wait_for_code_that_is_slower_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_fall_back_to_eager_if_compiled_code_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_model, "compiled", slow)
     model = tiny_model("bert").eval()
     expected = answer(model, **inputs())
@@ -301,7 +304,7 @@ def test_threads_that_wait_for_code_that_is_slower_run_without_it(monkeypatch: p
     assert model.acceleration.report()[0]["state"] == "eager"
 
 
-def test_answers_are_cut_while_another_thread_checks_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_cut_while_another_thread_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     checking, finished = threading.Event(), threading.Event()
 
     def stand_in(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
@@ -330,13 +333,13 @@ def test_answers_are_cut_while_another_thread_checks_the_form(monkeypatch: pytes
 
 @pytest.fixture
 def traced(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the compiler by a tracer: graphs have the sizes of the first call and no guards, as in compiled code, but
-    PyTorch runs them.
+    """Replace the compiler by a tracer. As in compiled code, traced graphs have the input sizes of the first call and
+    no guards, but PyTorch runs the operators without compilation.
     """
 
     def graph(function: Callable[..., Any], **how: object) -> Any:
         options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        # The compiler keeps its results per code object, so each function gets its own code object.
+        # `torch.compile` stores its results for each code object, so each function needs its own code object.
         code = function.__func__ if hasattr(function, "__func__") else function
         own = types.FunctionType(
             code.__code__.replace(co_name=f"traced_{next(_COUNT)}"),
@@ -353,7 +356,7 @@ _COUNT = itertools.count()
 
 
 class TwoInputs(torch.nn.Module):
-    """Module with two inputs of independent lengths; the attention mask belongs to the first input."""
+    """Module with two inputs whose lengths are independent. The attention mask belongs to the first input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,9 +370,9 @@ class TwoInputs(torch.nn.Module):
         return {"logits": found, "rows": input_ids.shape[0], "columns": other.shape[1]}
 
 
-def test_calls_that_differ_are_told_apart(traced: None) -> None:
-    """Calls with accidentally equal lengths, the same tensor as two inputs, other strides, or numbers in the output
-    give correct outputs.
+def test_calls_with_different_structure_are_compiled_separately(traced: None) -> None:
+    """Outputs are correct if two inputs happen to have equal lengths, if one tensor is passed as two inputs, if strides
+    differ, or if the output contains Python numbers.
     """
     model: Any = TwoInputs().eval()
     wide = torch.randint(4, 100, (3, 40))
@@ -395,7 +398,7 @@ def test_calls_that_differ_are_told_apart(traced: None) -> None:
         assert (one["rows"], one["columns"]) == (other["rows"], other["columns"])
 
 
-def test_autocast_outside_changes_nothing(uncompiled: list[Any]) -> None:
+def test_outer_autocast_does_not_change_results(uncompiled: list[Any]) -> None:
     model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         first = answer(model, **inputs())
@@ -403,10 +406,10 @@ def test_autocast_outside_changes_nothing(uncompiled: list[Any]) -> None:
     assert torch.equal(answer(model, **inputs()), first)
 
 
-# Checks and errors
+# The tests below check verification and errors.
 
 
-def test_another_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_compiled_output_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
         def call(**given: Any) -> Any:
             found = function(**given)
@@ -432,7 +435,7 @@ def slow(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
     return call
 
 
-def test_what_is_slower_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_compiled_code_raises_with_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_model, "compiled", slow)
     model = tiny_model("bert").eval()
     with pytest.raises(
@@ -444,7 +447,7 @@ def test_what_is_slower_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch)
     assert model.acceleration.report()[0]["state"] == "compiled"
 
 
-def test_what_is_slower_later_runs_as_it_was_and_is_told(
+def test_slower_compiled_code_in_a_call_warns_and_runs_eager(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiled_model, "compiled", slow)
@@ -458,7 +461,7 @@ def test_what_is_slower_later_runs_as_it_was_and_is_told(
     assert model.acceleration.report()[0]["state"] == "eager"
 
 
-def test_what_the_compiler_does_not_take_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_error_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
         def call(**given: Any) -> Any:
             raise RuntimeError("graph break at print")
@@ -494,11 +497,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_is_another_is_refused(uncompiled: list[Any], change: str) -> None:
+def test_changed_model_raises(uncompiled: list[Any], change: str) -> None:
     how, told = CHANGES[change]
     model = accel.accelerate(one_layer().eval(), keep_slower=True)
     answer(model, **inputs())
-    # These changes do not affect the compiled code, so the accelerated model accepts them.
+    # The following changes do not affect the compiled code, so the accelerated model accepts them.
     model.config.id2label = {0: "no", 1: "yes"}
     model.register_forward_hook(lambda module, args, found: found)
     answer(model.to("cpu").requires_grad_(False), **inputs())
@@ -509,10 +512,10 @@ def test_a_model_that_is_another_is_refused(uncompiled: list[Any], change: str) 
         assert "forward" not in vars(model.restore())
 
 
-# PEFT reads a deprecated attribute of transformers.
+# PEFT reads a deprecated attribute of transformers, which warns.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("how", ["another adapter", "none"])
-def test_another_adapter_is_refused(uncompiled: list[Any], how: str) -> None:
+def test_other_adapter_raises(uncompiled: list[Any], how: str) -> None:
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     settings = {"r": 2, "target_modules": ["query"], "init_lora_weights": False}
     model = peft.get_peft_model(one_layer(), peft.LoraConfig(**settings))
@@ -529,7 +532,7 @@ def test_another_adapter_is_refused(uncompiled: list[Any], how: str) -> None:
             model(**inputs())
 
 
-def test_training_and_gradients_are_refused(uncompiled: list[Any]) -> None:
+def test_training_and_gradients_raise(uncompiled: list[Any]) -> None:
     model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
     with pytest.raises(PrepareError, match="in training mode"):
         model.train()(**inputs())
@@ -538,7 +541,7 @@ def test_training_and_gradients_are_refused(uncompiled: list[Any]) -> None:
     assert answer(model.restore(), **inputs()) is not None
 
 
-def test_a_call_that_the_model_refuses_leaves_nothing_behind(uncompiled: list[Any]) -> None:
+def test_failed_call_leaves_no_compiled_shape(uncompiled: list[Any]) -> None:
     model = accel.accelerate(tiny_model("bert").eval(), keep_slower=True)
     with pytest.raises(IndexError):
         model(input_ids=torch.tensor([[10**6]]))
@@ -554,7 +557,7 @@ class Nameless(torch.nn.Module):
         return self.layer(given[0])
 
 
-def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_invalid_arguments_raise(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny_model("bert")
     with pytest.raises(ConfigError, match="evaluation mode"):
         accel.accelerate(model.train())
@@ -592,10 +595,10 @@ def test_what_makes_no_sense_is_refused(uncompiled: list[Any], monkeypatch: pyte
     assert "cpu" not in {device.type for device in found.devices}
 
 
-# Together with pipelines, saving and generation
+# The tests below use accelerated models in pipelines, in generation and in saving.
 
 
-def test_pipelines_and_saving_take_it_as_it_is(uncompiled: list[Any], tmp_path: Path) -> None:
+def test_pipelines_and_saving_work(uncompiled: list[Any], tmp_path: Path) -> None:
     model = tiny_model("bert").eval()
     pipe = transformers.pipeline("text-classification", model=model, tokenizer=tiny_tokenizer())
     expected = pipe(["where is my card", "help"])
@@ -628,21 +631,21 @@ def llama(shared: Callable[..., Path]) -> Any:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generate_decodes_over_a_static_cache(uncompiled: list[Any], llama: Any, beams: int) -> None:
+def test_generate_uses_static_cache(uncompiled: list[Any], llama: Any, beams: int) -> None:
     longer = {**prompt(), "max_new_tokens": 20, "min_new_tokens": 20}
     expected = llama.generate(**prompt(), num_beams=beams)
     expected_longer = llama.generate(**longer, num_beams=beams)
     accel.accelerate(llama, keep_slower=True)
-    # Only the model's own settings may be saved: `accelerate` must not change its generation config.
+    # A saved model must contain only the user's settings, so `accelerate` must not change the generation config.
     assert llama.generation_config.cache_implementation is None
     assert torch.equal(llama.generate(**prompt(), num_beams=beams), expected)
-    # The cache length is rounded up, so this output length uses the same compiled code.
+    # The length of the static cache is rounded up, so this longer output uses the same compiled code.
     assert torch.equal(llama.generate(**longer, num_beams=beams), expected_longer)
     assert len(uncompiled) == 1
     assert torch.equal(llama.restore().generate(**prompt(), num_beams=beams), expected)
 
 
-def test_generate_runs_in_inference_mode_and_out_of_it(uncompiled: list[Any], llama: Any) -> None:
+def test_generate_runs_inside_and_outside_inference_mode(uncompiled: list[Any], llama: Any) -> None:
     beams = {**prompt(), "num_beams": 3}
     expected = [llama.generate(**call) for call in (prompt(), beams)]
     accel.accelerate(llama, keep_slower=True)
@@ -652,9 +655,9 @@ def test_generate_runs_in_inference_mode_and_out_of_it(uncompiled: list[Any], ll
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_drafts_need_no_static_cache(uncompiled: list[Any], llama: Any) -> None:
-    """Assisted generation works with and without acceleration: with an assistant model, as an assistant, and with
-    prompt lookup.
+def test_assisted_generation_needs_no_static_cache(uncompiled: list[Any], llama: Any) -> None:
+    """Assisted generation gives equal tokens when the main model and the assistant model are accelerated. Prompt lookup
+    is tested as a second kind of assisted generation.
     """
     call = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in prompt().items()}
     assistant = copy.deepcopy(llama)
@@ -665,13 +668,13 @@ def test_drafts_need_no_static_cache(uncompiled: list[Any], llama: Any) -> None:
         assert torch.equal(llama.generate(**call, **how), expected)
 
 
-def test_warming_up_a_generator_writes_a_few_tokens(uncompiled: list[Any], llama: Any) -> None:
+def test_warmup_of_generator_generates_tokens(uncompiled: list[Any], llama: Any) -> None:
     [report] = accel.accelerate(llama, keep_slower=True).warmup([(1, 8)])
     assert report["form"].startswith("one token behind StaticCache")
     assert report["ms"] > 0
 
 
-def test_it_runs_pytorch_artifacts(uncompiled: list[Any], tiny_folder: Callable[..., Path]) -> None:
+def test_backend_runs_pytorch_artifacts(uncompiled: list[Any], tiny_folder: Callable[..., Path]) -> None:
     settings = {"provider_options": {"keep_slower": True}}
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="inductor", **settings)
     assert (model.backend, model.compute_dtype) == ("inductor", "float32")
@@ -684,14 +687,14 @@ def test_it_runs_pytorch_artifacts(uncompiled: list[Any], tiny_folder: Callable[
         )
 
 
-def test_generating_tasks_are_refused_with_the_way_to_go(shared: Callable[..., Path]) -> None:
+def test_generation_on_cpu_is_refused_with_fix(shared: Callable[..., Path]) -> None:
     folder = shared("inductor-llama", lambda folder: save_generator(folder, "llama"))
     with pytest.raises(ConfigError, match="decoders on NVIDIA GPUs"):
         accel.ORTModelForCausalLM.from_pretrained(folder, backend="inductor")
     assert "accelerate" in registry.describe("inductor").capability("prepare").schemes
 
 
-def test_integers_are_refused_on_gpus() -> None:
+def test_int8_is_refused_on_gpus() -> None:
     pytest.importorskip("torchao", reason="int8 is torchao's")
     with pytest.raises(ConfigError, match="no fewer than 17 rows"):
         check_quantization("int8", torch.device("cuda"))

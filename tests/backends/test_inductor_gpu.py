@@ -1,4 +1,4 @@
-"""The backend `inductor` on a GPU: the backend contract, and decoders with compiled decoding steps."""
+"""Tests of the `inductor` backend on a GPU: the backend contract, and decoders with compiled decoding steps."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TestInductorOnGpu(BackendConformance):
 
 @pytest.fixture
 def opened(shared: Callable[..., Path]) -> Callable[[str], list[Any]]:
-    """Return a function that opens a small decoder on this GPU twice, with the backends `pytorch` and `inductor`, in
-    float32.
+    """Return a function that opens a small float32 decoder on the GPU with the backends `pytorch` and `inductor`, and
+    returns both models.
     """
 
     def get(family: str) -> list[Any]:
@@ -55,7 +55,7 @@ def opened(shared: Callable[..., Path]) -> Callable[[str], list[Any]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
-def test_compiled_steps_give_the_model_s_tokens(family: str, opened: Callable[[str], list[Any]]) -> None:
+def test_compiled_steps_give_the_models_tokens(family: str, opened: Callable[[str], list[Any]]) -> None:
     plain, stepping = opened(family)
     ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).to(GPU)
     mask = torch.ones_like(ids)
@@ -68,7 +68,7 @@ def test_compiled_steps_give_the_model_s_tokens(family: str, opened: Callable[[s
     assert sorted(session._steps) == [(2, 256), (6, 256)]
 
 
-def test_attention_that_the_steps_do_not_know(
+def test_unsupported_attention_falls_back_with_warning(
     opened: Callable[[str], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, stepping = opened("mistral")
@@ -106,9 +106,9 @@ def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> Non
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
-def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated calls replay their CUDA graph on their own values, in any autograd mode; calls of a new kind are planned
-    again.
+def test_repeated_calls_replay_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated call replays a CUDA graph with its own input values, in any autograd mode. A call with an additional
+    input is planned again.
     """
     model = tiny_model("bert").to(GPU)
     random = torch.Generator().manual_seed(0)
@@ -147,9 +147,9 @@ def test_calls_like_ones_before_are_answered_from_their_graphs(monkeypatch: pyte
     model.restore()
 
 
-def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
-    """A decoding step does not wait for the GPU, although positions and mask come from the CPU while the previous step
-    still runs.
+def test_decoding_step_does_not_synchronize(opened: Callable[[str], list[Any]]) -> None:
+    """A decoding step does not wait for the GPU. The next step copies its positions and its mask from the CPU while the
+    GPU still runs the previous step.
     """
     models = opened("llama")
     ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).to(GPU)
@@ -157,7 +157,7 @@ def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
     (cache, expected), (own, found) = ((model(ids).past_key_values, []) for model in models)
     plain, stepping = models
     expected += [plain(one, past_key_values=cache).logits for one in tokens]
-    # The first step compiles and captures a CUDA graph; later steps replay it.
+    # The first step compiles the code and captures a CUDA graph; later steps replay the CUDA graph.
     found += [stepping(one, past_key_values=own).logits for one in tokens[:2]]
     with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode("error")
@@ -175,11 +175,11 @@ def test_a_step_waits_for_nothing(opened: Callable[[str], list[Any]]) -> None:
     ("rows", "shared", "share", "capacity", "size", "width"),
     [(1, 2, 7, 256, 64, 64), (2, 1, 4, 300, 20, 24), (1, 2, 1, 1024, 128, 128), (3, 2, 2, 40, 80, 80), (2, 1, 1, 700, 256, 256)],
 )  # fmt: skip
-def test_attention_of_one_token(
+def test_attention_kernel_for_one_query_token(
     rows: int, shared: int, share: int, capacity: int, size: int, width: int, dtype: str
 ) -> None:
-    """The attention kernel is correct with padding and in a cache that is less than half full, so that whole blocks are
-    masked.
+    """The attention kernel for one new token is correct with padding, and in a cache that is less than half full. In
+    such a cache, whole blocks are masked.
     """
     from accel_plugins.pytorch.inductor.steps import _attend
 
@@ -201,9 +201,9 @@ def test_attention_of_one_token(
 @pytest.mark.parametrize(
     ("size", "rows", "tokens"), [(8, 1, 16), (20, 1, 17), (64, 3, 50), (128, 2, 129), (32, 1, 700)], ids=str
 )
-def test_attention_that_reads_the_mask(size: int, rows: int, tokens: int, dtype: str) -> None:
-    """Hidden states of all tokens are correct for padding on the right, on the left, with holes in the mask, and
-    without a mask.
+def test_attention_kernel_with_mask(size: int, rows: int, tokens: int, dtype: str) -> None:
+    """Hidden states of all tokens are correct for padding on the right, for padding on the left, for holes in the mask,
+    and without a mask.
     """
     model = tiny_model("bert", hidden_size=4 * size, num_attention_heads=4, max_position_embeddings=1024).bert
     model = model.to(GPU).to(getattr(torch, dtype))
@@ -225,7 +225,7 @@ def test_attention_that_reads_the_mask(size: int, rows: int, tokens: int, dtype:
         assert (one - truth).abs().max() <= 1.5 * (other - truth).abs().max() + 1e-3
 
 
-def test_what_was_computed_often_is_begun_before_the_mask_is_known() -> None:
+def test_repeated_computation_starts_before_mask_is_read() -> None:
     model = tiny_model("bert").to(GPU)
     ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).to(GPU)
     masks = [(torch.arange(32) < filled).long().expand(64, 32).to(GPU) for filled in (32, 20)]
@@ -242,7 +242,7 @@ def test_what_was_computed_often_is_begun_before_the_mask_is_known() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_float8_computes_near_the_same(dtype: str) -> None:
+def test_float8_has_small_error(dtype: str) -> None:
     if torch.cuda.get_device_capability(GPU) < (8, 9):
         pytest.skip("this GPU computes in no float8")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -260,7 +260,7 @@ def test_float8_computes_near_the_same(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("generates", [False, True], ids=["encoder", "decoder"])
-def test_a_model_that_is_dropped_leaves_the_gpu(generates: bool, tmp_path: Path) -> None:
+def test_deleted_model_releases_gpu_memory(generates: bool, tmp_path: Path) -> None:
     def resident() -> int:
         for _ in range(3):
             gc.collect()
@@ -284,5 +284,5 @@ def test_a_model_that_is_dropped_leaves_the_gpu(generates: bool, tmp_path: Path)
     table = words * model.config.hidden_size * 4
     assert resident() - before >= table
     del model
-    # PyTorch's workspaces for matrix products stay allocated.
+    # PyTorch keeps its workspaces for matrix products allocated, so some memory stays in use.
     assert resident() - before < table / 4

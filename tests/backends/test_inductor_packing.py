@@ -1,5 +1,5 @@
-"""Encoders without padding: outputs compared with the original model, with replacements for the attention functions of
-the GPU.
+"""Tests of encoders that skip padding tokens ("packing"). Outputs are compared with the original model; replacement
+functions take the place of the GPU's attention kernels.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def computed(call: dict[str, torch.Tensor], have: Sizes, want: Sizes) -> Tokens:
-    """Return the number of tokens that layers compute in a call."""
+    """Return the number of tokens that the encoder layers compute for the inputs `call`, or `None` if the call is not
+    packed.
+    """
     asked = asked_tokens(call, have, want)
     return None if asked is None else asked(False)
 
 
 def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
-    """Return inputs with rows padded on the right and on the left, a full row, and a row of one token."""
+    """Return inputs with rows that are padded on the right or on the left, a full row, and a row of one token."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 90, (BATCH, LENGTH), generator=generator)
     mask = torch.zeros_like(ids)
@@ -80,7 +82,7 @@ def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
     ],
     ids=["bert", "one-layer", "roberta", "distilbert", "electra"],
 )
-def test_real_tokens_are_what_they_were(model: Any, config: Any, spare: str) -> None:
+def test_packed_outputs_of_real_tokens_are_unchanged(model: Any, config: Any, spare: str) -> None:
     torch.manual_seed(0)
     made = model(config).eval()
     inputs = ragged(holes=True)
@@ -97,7 +99,7 @@ def test_real_tokens_are_what_they_were(model: Any, config: Any, spare: str) -> 
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no-mask"])
-def test_short_batches_are_computed_with_their_padding(given: bool) -> None:
+def test_short_batches_are_computed_with_padding(given: bool) -> None:
     torch.manual_seed(0)
     made = transformers.ElectraModel(transformers.ElectraConfig(**SMALL)).eval()
     inputs = ragged(holes=True)
@@ -118,7 +120,7 @@ def test_short_batches_are_computed_with_their_padding(given: bool) -> None:
     ],
     ids=["relative", "rotary", "disentangled", "own-mask", "shared-layers", "decoder"],
 )
-def test_models_whose_layers_are_given_more_are_not_packed(model: Any, config: Any) -> None:
+def test_models_with_other_layer_inputs_are_not_packed(model: Any, config: Any) -> None:
     assert not packable(model(config).eval(), torch.float16)
 
 
@@ -129,14 +131,14 @@ def test_float32_is_not_packed() -> None:
 @pytest.mark.parametrize(
     ("real", "tokens"), [(2048, 2048), (2049, 2304), (16, 256), (3841, 4096), (4095, 4096), (4096, "all")], ids=str
 )
-def test_how_many_tokens_are_computed(real: int, tokens: int | str) -> None:
+def test_number_of_computed_tokens(real: int, tokens: int | str) -> None:
     mask = torch.zeros(4096, dtype=torch.int64)
     mask[:real] = 1
     sizes = Sizes(16, 256)
     assert computed({"attention_mask": mask.view(256, 16).t()}, sizes, sizes) == tokens
 
 
-def test_rows_that_begin_with_padding_are_computed_with_it() -> None:
+def test_left_padded_rows_are_computed_with_padding() -> None:
     sizes = Sizes(16, 256)
     mask = torch.ones(16, 256, dtype=torch.int64)
     mask[3, :100] = 0
@@ -144,7 +146,7 @@ def test_rows_that_begin_with_padding_are_computed_with_it() -> None:
     assert computed({"attention_mask": mask.flip(1)}, sizes, sizes) == 4096
 
 
-def test_small_calls_are_not_looked_at() -> None:
+def test_small_calls_are_not_packed() -> None:
     sizes = Sizes(1, 128)
     assert computed({"attention_mask": torch.zeros(1, 128)}, sizes, sizes) is None
     assert computed({"input_ids": torch.zeros(1, 128)}, sizes, sizes) is None
@@ -155,11 +157,11 @@ def test_small_calls_are_not_looked_at() -> None:
 @pytest.mark.parametrize(
     ("have", "tokens"), [(Sizes(16, 256), "all"), (Sizes(16, 200), 3328), (Sizes(12, 256), "all")], ids=str
 )
-def test_calls_without_a_mask_are_full_but_for_what_is_padded_here(have: Sizes, tokens: int | str) -> None:
+def test_calls_without_mask_count_only_added_rows_as_padding(have: Sizes, tokens: int | str) -> None:
     assert computed({"input_ids": torch.zeros(have.batch, have.length)}, have, Sizes(16, 256)) == tokens
 
 
-def test_rows_that_fill_a_batch_count_as_full() -> None:
+def test_rows_added_to_fill_a_batch_are_counted() -> None:
     mask = torch.zeros(24, 128, dtype=torch.int64)
     mask[:, :10] = 1
     assert computed({"attention_mask": mask}, Sizes(24, 128), Sizes(32, 128)) == 1280
@@ -174,7 +176,7 @@ def test_rows_that_fill_a_batch_count_as_full() -> None:
     ],
     ids=["bert", "roberta", "distilbert"],
 )
-def test_full_batches_without_their_mask_are_what_they_were(model: Any) -> None:
+def test_full_batches_without_mask_are_unchanged(model: Any) -> None:
     model = model.eval()
     inputs = {name: one[:, :20] for name, one in ragged().items()}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -186,7 +188,7 @@ def test_full_batches_without_their_mask_are_what_they_were(model: Any) -> None:
 
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "short"])
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-def test_where_our_attention_differs_the_model_keeps_its_own(
+def test_wrong_attention_kernel_falls_back_to_the_models_attention(
     fault: str, packs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
@@ -209,7 +211,7 @@ def test_where_our_attention_differs_the_model_keeps_its_own(
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-def test_where_joined_products_differ_they_stay_apart(
+def test_wrong_joined_products_fall_back_to_separate_products(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compiled(function: Any, *, options: Any = None, **_: Any) -> Any:

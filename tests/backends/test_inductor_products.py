@@ -1,4 +1,6 @@
-"""Joined matrix products, activations inside products, and float8 products, compared with the original model."""
+"""Tests of joined matrix products, activations fused into products, and float8 products. All results are compared with
+the original model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ALL = [join_products, lambda graph: activate_in_products(graph, "cpu"), activate
 
 
 def functions(model: Any, inputs: dict[str, torch.Tensor], how: Any) -> tuple[list[Any], Any]:
-    """Return the functions that a compiled model calls after the graph passes `how`, and its output."""
+    """Apply the graph passes `how` to the compiled model. Return the functions that the compiled graph calls, and the
+    output of the model.
+    """
     called: list[Any] = []
 
     def backend(graph: GraphModule, _: Any) -> Any:
@@ -45,7 +49,7 @@ def texts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "family", ["bert", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("roberta", "distilbert", "vit"))]
 )
-def test_projections_of_one_input_are_one_product(family: str) -> None:
+def test_projections_with_same_input_are_joined(family: str) -> None:
     model = tiny_model(family, "image-classification" if family == "vit" else "text-classification")
     size = getattr(model.config, "image_size", 0)
     inputs = {"pixel_values": torch.rand(2, 3, size, size)} if family == "vit" else texts()
@@ -64,7 +68,7 @@ def test_projections_of_one_input_are_one_product(family: str) -> None:
 
 
 class Gated(nn.Module):
-    """Module with two linear layers on one input and a third layer on another input of the same size."""
+    """Module with two linear layers on the same input, and a third linear layer on another input of the same size."""
 
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
@@ -75,7 +79,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
-def test_products_of_other_inputs_stay_apart(bias: bool) -> None:
+def test_projections_with_other_inputs_stay_separate(bias: bool) -> None:
     model, inputs = Gated(bias=bias), {"x": torch.rand(2, 5, 8)}
     expected = model(**inputs).detach()
     join_projections(model)
@@ -84,7 +88,7 @@ def test_products_of_other_inputs_stay_apart(bias: bool) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_weights_that_others_hold_or_that_are_no_plain_ones_are_left() -> None:
+def test_shared_or_unusual_weights_are_unchanged() -> None:
     model = Gated()
     model.b.weight = nn.Parameter(torch.rand(8, 8))
     model.b.bias = nn.Parameter(torch.rand(8))
@@ -96,7 +100,7 @@ def test_weights_that_others_hold_or_that_are_no_plain_ones_are_left() -> None:
 
 
 class Block(nn.Module):
-    """Linear layer followed by a given function."""
+    """Module with one linear layer followed by the function `after`."""
 
     def __init__(self, after: Any, *, bias: bool = True) -> None:
         super().__init__()
@@ -116,7 +120,7 @@ def two_readers(x: torch.Tensor) -> torch.Tensor:
     [nn.functional.gelu, nn.GELU("tanh"), nn.functional.relu, torch.relu, nn.ReLU()],
     ids=["gelu", "tanh", "relu", "torch.relu", "ReLU"],
 )
-def test_activations_go_into_products(after: Any, shape: tuple[int, ...]) -> None:
+def test_activations_are_fused_into_products(after: Any, shape: tuple[int, ...]) -> None:
     model, inputs = Block(after).to(torch.bfloat16), {"x": torch.rand(shape, dtype=torch.bfloat16)}
     called, found = functions(model, inputs, [lambda graph: activate_in_products(graph, "cpu")])
     assert called.count(torch._addmm_activation) == 1
@@ -135,14 +139,14 @@ def test_activations_go_into_products(after: Any, shape: tuple[int, ...]) -> Non
     ],
     ids=["float32", "other-device", "no-bias", "two-readers", "silu"],
 )
-def test_other_activations_stay(model: nn.Module, dtype: torch.dtype, device: str) -> None:
+def test_unsupported_activations_are_not_fused(model: nn.Module, dtype: torch.dtype, device: str) -> None:
     inputs = {"x": torch.rand(2, 3, 8, dtype=dtype)}
     called, _ = functions(model.to(dtype), inputs, [lambda graph: activate_in_products(graph, device)])
     assert torch._addmm_activation not in called
     assert called.count(LINEAR) == 1
 
 
-def test_quantized_weights_keep_their_products() -> None:
+def test_products_of_quantized_weights_are_not_fused() -> None:
     quantization = pytest.importorskip("torchao.quantization", reason="int8 is torchao's")
     model, inputs = Block(nn.functional.gelu).to(torch.bfloat16), {"x": torch.rand(2, 3, 8, dtype=torch.bfloat16)}
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
@@ -152,17 +156,19 @@ def test_quantized_weights_keep_their_products() -> None:
     torch.testing.assert_close(found, model(**inputs).detach(), atol=1e-2, rtol=2e-2)
 
 
-def test_the_compilers_cache_knows_the_pass() -> None:
+def test_graph_pass_has_stable_uuid_for_the_compiler_cache() -> None:
     assert products.FewerProducts().uuid() == products.FewerProducts().uuid() is not None
 
 
 def rounded_product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    """Return the output of a float8 linear layer, computed in float32."""
+    """Return the output of a linear layer whose inputs and weights are rounded to float8; the sums are computed in
+    float32.
+    """
     (a, scale), (b, scales) = rows_in_float8(x), rows_in_float8(layer.weight.detach())
     return (a.float() * scale) @ (b.float() * scales).T + layer.bias.detach()
 
 
-def test_rows_keep_three_bits_of_their_largest_value() -> None:
+def test_float8_rows_keep_three_mantissa_bits() -> None:
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 50)[:, None]
     x[7] = 0
     values, scale = rows_in_float8(x)
@@ -174,7 +180,7 @@ def test_rows_keep_three_bits_of_their_largest_value() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 32), (3, 5, 32)], ids=str)
-def test_neighbours_compute_the_products_of_their_rounded_values(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_float8_layers_compute_products_of_rounded_values(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     parts = {"a": nn.Linear(32, 16), "b": nn.Linear(32, 48)}
     model = nn.ModuleDict(parts).to(dtype)
@@ -187,7 +193,7 @@ def test_neighbours_compute_the_products_of_their_rounded_values(shape: tuple[in
         torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype is torch.bfloat16 else 2e-3, rtol=1e-2)
 
 
-def test_layers_that_do_not_gain_or_cannot_are_left() -> None:
+def test_unsuitable_layers_stay_in_float() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -208,7 +214,7 @@ def test_layers_that_do_not_gain_or_cannot_are_left() -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
-def test_models_have_one_product_a_group_and_gelu_rounds_itself(family: str) -> None:
+def test_models_have_one_product_per_group_and_fused_gelu(family: str) -> None:
     sizes = {"bert": {"hidden_size": 32, "intermediate_size": 64}, "distilbert": {"dim": 32, "hidden_dim": 64}}
     model: Any = tiny_model(family, **sizes[family])
     with torch.no_grad():
@@ -217,7 +223,8 @@ def test_models_have_one_product_a_group_and_gelu_rounds_itself(family: str) -> 
         rounded = model(**texts())[0]
     called, found = functions(model, texts(), [join_products, activate_before_rounding])
     layers = model.config.num_hidden_layers
-    # In DistilBERT, the output layer of attention is a sibling module of query, key and value.
+    # In DistilBERT, the output layer of attention is in the same module as query, key and value, so it counts as a
+    # separate product.
     assert called.count(float8.LINEAR) == layers * (3 if family == "distilbert" else 2)
     assert called.count(float8.GELU_LINEAR) == layers
     assert nn.functional.gelu not in called
@@ -226,7 +233,9 @@ def test_models_have_one_product_a_group_and_gelu_rounds_itself(family: str) -> 
 
 
 class Rounded(nn.Module):
-    """Activation followed by a linear layer. With `twice`, the activation's output is read a second time."""
+    """Module with an activation followed by a linear layer. With `twice`, a second operation reads the activation's
+    output.
+    """
 
     def __init__(self, activation: Any, *, twice: bool = False) -> None:
         super().__init__()
@@ -242,7 +251,7 @@ class Rounded(nn.Module):
     [Rounded(nn.GELU("tanh")), Rounded(nn.ReLU()), Rounded(nn.GELU(), twice=True)],
     ids=["tanh", "relu", "two-readers"],
 )
-def test_other_activations_stay_before_rounding(block: nn.Module) -> None:
+def test_unsupported_activations_are_not_fused_with_rounding(block: nn.Module) -> None:
     assert round_layers(block) == 1
     called, _ = functions(block, {"x": torch.rand(2, 3, 32)}, [activate_before_rounding])
     assert float8.LINEAR in called
@@ -250,7 +259,7 @@ def test_other_activations_stay_before_rounding(block: nn.Module) -> None:
 
 
 class Changing(nn.Module):
-    """Module with linear layers and activations, and a function that changes their inputs in place between them."""
+    """Module with linear layers and activations. A given function changes the inputs in place between the layers."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -279,9 +288,9 @@ def _times(x: torch.Tensor) -> None:
     ],
     ids=["method", "item", "operator", "view", "out", "inplace", "function"],
 )  # fmt: skip
-def test_nothing_moves_across_a_change_in_place(change: Any, rounds: bool) -> None:
+def test_products_do_not_move_across_in_place_changes(change: Any, rounds: bool) -> None:
     torch.manual_seed(0)
-    # Activations are fused only into products of 16-bit types.
+    # Activations are fused only into products in float16 or bfloat16.
     dtype = torch.float32 if rounds else torch.bfloat16
     model = Changing(change).to(dtype)
     inputs = {"x": torch.randn(2, 3, 32, dtype=dtype)}
@@ -293,7 +302,7 @@ def test_nothing_moves_across_a_change_in_place(change: Any, rounds: bool) -> No
 
 
 class Named(nn.Module):
-    """Module that passes arguments of functions by keyword."""
+    """Module that passes function arguments by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +315,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("rounds", [False, True], ids=["joined", "float8"])
-def test_arguments_by_name_are_left(rounds: bool) -> None:
+def test_calls_with_keyword_arguments_are_unchanged(rounds: bool) -> None:
     torch.manual_seed(0)
     model, inputs = Named(), {"x": torch.randn(2, 3, 32)}
     round_layers(model) if rounds else join_projections(model)
@@ -316,7 +325,7 @@ def test_arguments_by_name_are_left(rounds: bool) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_models_that_read_weights_themselves_read_the_rounded_ones() -> None:
+def test_models_that_read_weights_directly_read_rounded_weights() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True).eval()
     x = torch.randn(2, 5, 64)

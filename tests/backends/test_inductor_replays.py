@@ -1,5 +1,5 @@
-"""Repeated calls, with replacements for CUDA graphs: which graph gives the output, and which starts before the mask is
-read.
+"""Tests of repeated calls, with replacement functions for CUDA graphs: which graph gives the output, and which graph
+starts before the mask is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from accel_plugins.pytorch.inductor.sizes import Sizes
 
 
 def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Asked]]:
-    """Return a `Repeated` with graphs for 256 tokens and for all tokens, and a function that creates its mask readers.
+    """Return a `Repeated` object with graphs for 256 tokens and for all tokens, and a function that creates mask
+    readers.
 
     Each graph appends its number of tokens to `done` when it runs. A mask reader appends "mask", or "mask, later" if a
     graph has already started.
@@ -37,7 +38,7 @@ def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Asked]]:
     return Repeated(Plan("", sizes, 0, sizes), {tokens: graph(tokens) for tokens in ("all", 256)}), asked
 
 
-def test_eight_times_the_same_is_begun_at_once() -> None:
+def test_graph_starts_early_after_eight_equal_calls() -> None:
     done: list[object] = []
     calls, asked = known(done)
     for _ in range(8):
@@ -48,7 +49,7 @@ def test_eight_times_the_same_is_begun_at_once() -> None:
     assert done == ["all", "mask, later"]
 
 
-def test_a_wrong_guess_is_computed_again_and_made_half_as_soon() -> None:
+def test_wrong_guess_is_recomputed_and_doubles_the_required_calls() -> None:
     done: list[object] = []
     calls, asked = known(done)
     for _ in range(8):
@@ -65,7 +66,7 @@ def test_a_wrong_guess_is_computed_again_and_made_half_as_soon() -> None:
     assert done == ["all", "mask, later"]
 
 
-def test_what_has_no_graph_has_no_answer() -> None:
+def test_token_count_without_graph_returns_none() -> None:
     done: list[object] = []
     calls, asked = known(done)
     for _ in range(10):

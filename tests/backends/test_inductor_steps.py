@@ -1,4 +1,4 @@
-"""Compiled decoding steps, tested on the CPU; the backend itself opens decoders only on GPUs."""
+"""Tests of compiled decoding steps on the CPU. The `inductor` backend itself opens decoders only on GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler 
 
 
 def _save(folder: Path, family: str) -> Path:
-    """Save a small generator, or a small Llama 4 whose chunked attention is only visible in its mask."""
+    """Save a small generative model. The family "llama4" has chunked attention, which is visible only in its mask."""
     if family != "llama4":
         return save_generator(folder, family)
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def _save(folder: Path, family: str) -> Path:
 def opened(
     shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> tuple[Any, Any]:
-    """Return a small decoder (Llama by default) without and with compiled steps."""
+    """Return the same small decoder (Llama by default) twice: without and with compiled decoding steps."""
     family = getattr(request, "param", "llama")
     folder = shared(f"inductor-{family}", lambda folder: _save(folder, family))
     plain = accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
@@ -54,7 +54,7 @@ def opened(
 
 
 @pytest.mark.thorough
-def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_steps_give_the_models_tokens(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
     plain, stepping = opened
     ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -66,14 +66,14 @@ def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog:
     assert sorted(session._steps) == [(2, 256), (6, 256)]
     assert not session._why_eager
 
-    # A third batch size exceeds the limit: the model runs without compiled code, and a warning is logged.
+    # The third batch size exceeds the limit. The model then runs without compiled code, and logs a warning.
     three = torch.cat([ids, ids[:1]])
     given = {"attention_mask": torch.ones_like(three), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     assert torch.equal(stepping.generate(three, **given), plain.generate(three, **given))
     assert "Steps are compiled for 2 sizes" in caplog.text
 
-    # Crop the cache, and add several tokens after a past. Both move the cache out of its slot; the next step moves it
-    # in again.
+    # Crop the cache, then add several tokens at once. Both operations move the cache out of the buffer of the compiled
+    # code, and the next step moves the cache into the buffer again.
     caches = [model(ids).past_key_values for model in opened]
     for cut in (None, -6):
         found = []
@@ -91,7 +91,7 @@ def test_compiled_steps_give_the_model_s_tokens(opened: tuple[Any, Any], caplog:
     [("mistral", "attention with sliding_window"), ("llama4", "layers with chunked_attention")],
     indirect=["opened"],
 )
-def test_windows_are_refused_before_anything_is_compiled(
+def test_sliding_windows_are_refused_before_compilation(
     opened: tuple[Any, Any], why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def not_to_be_called(*args: object) -> None:
@@ -107,7 +107,7 @@ def test_windows_are_refused_before_anything_is_compiled(
 
 
 @pytest.mark.thorough
-def test_steps_that_differ_run_as_the_model_is(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_steps_fall_back_to_the_model(opened: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
     plain, stepping = opened
     session = stepping.decoder_step.session
     right = session._step_code

@@ -1,4 +1,6 @@
-"""Intel Neural Compressor: the scales and integers that it computes are stored unchanged in models and graphs."""
+"""Tests of the `neural-compressor` backend: models and graphs contain exactly the scales and integers that Intel Neural
+Compressor computes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ BACKEND = "neural-compressor"
 
 @pytest.fixture(autouse=True)
 def _quiet_torchao(recwarn: pytest.WarningsRecorder) -> None:
-    """Ignore warnings that torchao raises at its import."""
+    """Ignore the warnings that importing torchao raises."""
 
 
 def rows(count: int = 6, *, types: bool = True) -> list[dict[str, torch.Tensor]]:
@@ -68,10 +70,10 @@ def layers_of(artifact: Artifact) -> dict[str, Any]:
     return dict(quantized_layers(load_source(resolved, accel.ExportConfig()).model))
 
 
-def test_static_scales_and_integers_are_its_own(
+def test_static_scales_and_integers_equal_neural_compressors(
     made: Callable[..., Artifact], tiny_folder: Callable[..., Path]
 ) -> None:
-    """The integer layers have the same integers as Neural Compressor's graph computes from their scales."""
+    """The integer layers contain the same integers as the graph that Neural Compressor computes from the same scales."""
     artifact = made("static-int8")
     layers = layers_of(artifact)
     assert set(artifact.manifest.steps[-1].report["layers"]) == set(layers)
@@ -83,11 +85,11 @@ def test_static_scales_and_integers_are_its_own(
             weight, layer.scale, layer.zero.long(), 0, -128, 127, torch.int8
         )
         assert torch.equal(layer.weight, expected)
-        # Symmetric 8-bit scale: the largest absolute weight divided by 127.5.
+        # The symmetric 8-bit scale is the largest absolute weight divided by 127.5.
         assert torch.allclose(layer.scale, weight.abs().amax(1) / 127.5, rtol=1e-5)
 
 
-def test_packed_weights_are_its_own_to_the_last_bit(
+def test_packed_weights_equal_neural_compressors(
     tiny_folder: Callable[..., Path], made: Callable[..., Artifact]
 ) -> None:
     from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear
@@ -102,8 +104,10 @@ def test_packed_weights_are_its_own_to_the_last_bit(
         assert torch.equal(layer.recover(), ours[name].dequantized())
 
 
-def test_layers_whose_weights_other_code_reads_stay_in_float(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """wav2vec2's x-vector head reads the weights of its linear layers directly, so these layers are not quantized."""
+def test_layers_whose_weights_are_read_directly_stay_in_float(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """The x-vector head of wav2vec2 reads the weights of its linear layers directly, so the quantizer keeps these
+    layers in floating point.
+    """
     folder = tiny_folder("wav2vec2", "audio-xvector")
     made = quantize(folder, tmp_path / "out", backend=BACKEND, scheme="weight-int8")
     assert made.manifest.quantization is not None
@@ -116,7 +120,7 @@ def test_layers_whose_weights_other_code_reads_stay_in_float(tiny_folder: Callab
     assert (found - expected).norm() <= 0.05 * expected.norm()
 
 
-def test_a_folder_of_transformers_is_quantized_as_it_is(made: Callable[..., Artifact]) -> None:
+def test_transformers_folder_is_quantized_directly(made: Callable[..., Artifact]) -> None:
     manifest = made("static-int8").manifest
     assert (manifest.format, manifest.steps[-1].backend) == ("torch", BACKEND)
     assert manifest.quantization is not None
@@ -140,14 +144,14 @@ def test_a_folder_of_transformers_is_quantized_as_it_is(made: Callable[..., Arti
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused(
+def test_unsupported_settings_are_refused(
     tiny_folder: Callable[..., Path], tmp_path: Path, settings: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
         quantize(tiny_folder(), tmp_path / "out", backend=BACKEND, **settings)
 
 
-def test_an_algorithm_for_texts_refuses_images(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_text_algorithm_refuses_images(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     images = [{"pixel_values": torch.rand(1, 3, 32, 32)}]
     with pytest.raises(QuantizeError, match="with ids of tokens, and this one takes pixel_values"):
         quantize(
@@ -156,7 +160,7 @@ def test_an_algorithm_for_texts_refuses_images(tiny_folder: Callable[..., Path],
         )  # fmt: skip
 
 
-def test_an_algorithm_without_its_package_is_refused(
+def test_algorithm_without_its_package_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -164,14 +168,14 @@ def test_an_algorithm_without_its_package_is_refused(
         check_algorithm(accel.QuantizeConfig(scheme="weight-int4", algorithm="autoround"), calibrated=True)
 
 
-def test_doctor_says_which_algorithms_are_missing() -> None:
+def test_doctor_lists_missing_algorithms() -> None:
     probe = registry.probe(registry.describe(BACKEND))
     assert probe.available
     assert {"hqq", "smooth_quant"} <= {reason.code for reason in probe.reasons}
     assert all(reason.remedy for reason in probe.reasons)
 
 
-def test_tune_exports_what_it_quantized() -> None:
+def test_tune_exports_quantized_models() -> None:
     space = Space(task="text-classification", device=None, backends=None, half_exports=False, calibrated=True)
     torch_export = next(recipe for recipe in space.exports() if recipe.format == "torch")
     offered = space.quantizations(torch_export, "float32")
@@ -183,7 +187,7 @@ def test_tune_exports_what_it_quantized() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])
-def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_path: Path) -> None:
+def test_generators_keep_packed_weights(family: str, algorithm: str, tmp_path: Path) -> None:
     folder = save_generator(tmp_path / family, family)
     batches = rows(types=False)
     artifact = quantize(
@@ -200,8 +204,8 @@ def test_generators_keep_their_packed_weights(family: str, algorithm: str, tmp_p
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["awq", "gptq"])
 def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) -> None:
-    """Text rows, as the command line passes them, are tokenized for calibration. In each batch some rows are padded and
-    others are not.
+    """The quantizer tokenizes text rows for calibration, as the command line passes them. In each batch, some rows are
+    padded and other rows are not.
     """
     folder = save_generator(tmp_path / "llama", "llama")
     texts = [{"text": text} for text in ("where is my card and my phone", "help", "i lost my phone and cannot pay")]
@@ -217,11 +221,13 @@ def test_generators_are_calibrated_with_texts(algorithm: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("gptq", marks=pytest.mark.thorough), "awq"])
-def test_each_row_has_its_own_mask_and_no_padding(algorithm: str, tmp_path: Path) -> None:
-    """Integers do not depend on how rows are batched: padded batches give the same result as single rows."""
+def test_calibration_result_is_independent_of_batching(algorithm: str, tmp_path: Path) -> None:
+    """The integers do not depend on the batches of the calibration rows: padded batches give the same integers as
+    single rows.
+    """
     spare = ("model.layers.1.mlp.up_proj",)
     folder = save_generator(tmp_path / "mistral", "mistral")
-    # Short and long rows alternate.
+    # Put short and long rows in alternating order.
     alone = [{name: tensor[i : i + 1] for name, tensor in long_rows()[n].items()} for i in (0, 1) for n in (0, 2, 1, 3)]
     settings: dict[str, Any] = {"backend": BACKEND, "scheme": "weight-int4", "algorithm": algorithm, "block_size": 16}
     found = [
@@ -236,8 +242,8 @@ def test_each_row_has_its_own_mask_and_no_padding(algorithm: str, tmp_path: Path
 
 
 def long_rows() -> list[dict[str, torch.Tensor]]:
-    """Return batches of different lengths. Some rows are longer than Mistral's sliding window of 16 tokens, so that
-    only they need a mask.
+    """Return batches of different sequence lengths. Some rows are longer than Mistral's sliding window of 16 tokens, so
+    only these rows need an attention mask.
     """
     generator = torch.Generator().manual_seed(0)
     made = [torch.randint(6, 100, (2, length), generator=generator) for length in (5, 9, 24, 40)]
@@ -245,7 +251,7 @@ def long_rows() -> list[dict[str, torch.Tensor]]:
 
 
 def padded_pairs(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """Combine each two consecutive rows into a batch; the shorter row is padded on the left."""
+    """Combine each two consecutive rows into one batch. The shorter row is padded on the left."""
     made = []
     for one, other in zip(rows[::2], rows[1::2], strict=True):
         width = max(one["input_ids"].shape[1], other["input_ids"].shape[1])
@@ -269,9 +275,7 @@ def padded_pairs(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Te
         ("llama", "teq", "no norm"),
     ],
 )
-def test_models_that_an_algorithm_would_run_in_another_way_are_refused(
-    family: str, algorithm: str, why: str, tmp_path: Path
-) -> None:
+def test_models_unsupported_by_an_algorithm_are_refused(family: str, algorithm: str, why: str, tmp_path: Path) -> None:
     folder = save_generator(tmp_path / family, family)
     with pytest.raises(QuantizeError, match=why):
         quantize(
@@ -280,9 +284,9 @@ def test_models_that_an_algorithm_would_run_in_another_way_are_refused(
         )  # fmt: skip
 
 
-def test_blocks_that_run_again_find_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AWQ runs each block many times. It must do so without a KV cache, or a block would attend to results of its
-    earlier runs.
+def test_repeated_blocks_use_no_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWQ runs each transformer block many times. The quantizer disables the KV cache, because a block would otherwise
+    attend to keys and values of its earlier runs.
     """
     block = transformers.models.llama.modeling_llama.LlamaDecoderLayer
     original, calls = block.forward, list[tuple[Any, Any]]()
@@ -300,16 +304,18 @@ def test_blocks_that_run_again_find_no_cache(tmp_path: Path, monkeypatch: pytest
     assert len(with_cache) == len(set(with_cache)) < len(calls) - 30
 
 
-def test_rounding_reads_no_weights_from_the_file(tmp_path: Path) -> None:
-    """Weight names in the file may differ from names in the model, as for GPT-NeoX's output layer."""
+def test_rounding_reads_weights_from_the_model(tmp_path: Path) -> None:
+    """Quantization works although weight names in the file differ from weight names in the model, as for the output
+    layer of GPT-NeoX.
+    """
     folder = save_generator(tmp_path / "gpt-neox", "gpt-neox")
     artifact = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", block_size=16)
     assert len(layers_of(artifact)) == 8
 
 
-def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
-    """GPT-2 shares one weight between embedding and output layer. The quantizer splits it, and the weight is shared
-    again afterwards.
+def test_tied_weights_are_tied_after_quantization(tmp_path: Path) -> None:
+    """GPT-2 shares one weight between the embedding and the output layer. The quantizer separates the two layers, and
+    shares the weight again in the saved model.
     """
     folder = save_generator(tmp_path / "gpt2", "gpt2")
     artifact = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int4", block_size=16)
@@ -320,8 +326,10 @@ def test_weights_that_were_one_are_one_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["weight-int8", "weight-int4"])
-def test_a_table_of_tokens_keeps_its_numbers(scheme: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """BERT's output head is quantized and shares its weight with the token embeddings, which must not change."""
+def test_token_embeddings_are_unchanged_by_quantized_output_head(
+    scheme: str, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """BERT's quantized output head shares its weight with the token embeddings. The token embeddings stay unchanged."""
     folder = tiny_folder("bert", "fill-mask")
     artifact = quantize(folder, tmp_path / "q", backend=BACKEND, scheme=scheme, block_size=16)
     model: Any = load_source(resolve(artifact.path, weights=True), accel.ExportConfig()).model
@@ -336,9 +344,9 @@ def test_a_table_of_tokens_keeps_its_numbers(scheme: str, tiny_folder: Callable[
 
 
 @pytest.mark.thorough
-def test_blocks_are_read_where_the_width_is_lost_on_the_way(tmp_path: Path) -> None:
-    """A BART model in blocks can be exported: OpenVINO's converter does not infer the last axis after the reshape in
-    BART's attention.
+def test_openvino_converts_blocks_after_unknown_reshape(tmp_path: Path) -> None:
+    """A BART model with weights quantized in blocks can be exported to OpenVINO. OpenVINO's converter cannot infer the
+    size of the last axis after the reshape in BART's attention.
     """
     folder = save_generator(tmp_path / "bart", "bart")
     made = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int8", block_size=16)
@@ -360,16 +368,16 @@ def test_blocks_are_read_where_the_width_is_lost_on_the_way(tmp_path: Path) -> N
     ],
     ids=["names", "lists"],
 )
-def test_calibration_data_that_is_none(
+def test_invalid_calibration_data_raises(
     batch: dict[str, Any], message: str, tiny_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(QuantizeError, match=message):
         quantize(tiny_folder(), tmp_path / "q", backend=BACKEND, scheme="static-int8", calibration=[batch])
 
 
-def test_it_computes_on_the_host_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neural Compressor computes on the CPU even if there is a GPU. With a GPU, GPTQ had its layers on the GPU and its
-    rows on the CPU.
+def test_neural_compressor_runs_on_cpu_despite_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neural Compressor computes on the CPU even if the machine has a GPU. With a GPU, GPTQ put its layers on the GPU
+    and its rows on the CPU, and failed.
     """
     library()
     from neural_compressor.torch.utils import auto_accelerator
@@ -386,7 +394,7 @@ def test_it_computes_on_the_host_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     auto_accelerator.auto_detect_accelerator.cache_clear()
 
 
-def test_a_later_batch_that_the_model_does_not_take_is_named(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_error_names_the_invalid_later_batch(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     right = {
         "input_ids": torch.ones((1, 4), dtype=torch.int64),
         "attention_mask": torch.ones((1, 4), dtype=torch.int64),

@@ -1,5 +1,5 @@
-"""The OpenVINO backend: conformance suite, equal outputs for every family, options, folders of other tools, cache,
-buckets.
+"""Tests of the OpenVINO backend: conformance suite, equal outputs for every family, options, folders of other tools,
+compiled-model cache, and buckets.
 """
 
 # ruff: noqa: E402
@@ -86,17 +86,15 @@ def logits(artifact: Artifact, feeds: Mapping[str, torch.Tensor], **how: Any) ->
     return found
 
 
-# Equal outputs
-
-
-# One model for each kind of position embedding and attention; other families differ only in their layers.
+# The tests below compare outputs with PyTorch. They use one model for each kind of position embedding and of attention,
+# because other families differ only in their layers.
 USUAL = ("bert", "vit")
 
 
 @pytest.mark.thorough
-def test_an_answer_taken_from_a_token_that_sees_none(tmp_path: Path) -> None:
-    """CLIP's end-of-text token and all tokens before it are masked. PyTorch's attention returns zeros there; OpenVINO's
-    would average.
+def test_outputs_of_fully_masked_tokens_equal_pytorch(tmp_path: Path) -> None:
+    """Outputs equal PyTorch's if the attention mask covers CLIP's end-of-text token and all tokens before it. PyTorch's
+    attention returns zeros for such tokens, but OpenVINO's attention would average all tokens.
     """
     config = transformers.CLIPTextConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=99,
@@ -118,7 +116,7 @@ def test_an_answer_taken_from_a_token_that_sees_none(tmp_path: Path) -> None:
     assert torch.allclose(found.pooler_output, expected.pooler_output, atol=1e-4)
 
 
-def test_axes_have_their_names(tiny_ir: Callable[..., Artifact]) -> None:
+def test_axes_have_names(tiny_ir: Callable[..., Artifact]) -> None:
     component = tiny_ir("bert", "feature-extraction").component()
     assert [spec.shape for spec in component.inputs] == [("batch", "sequence")] * 3
     assert component.outputs[0].shape == ("batch", "sequence", 32)
@@ -126,9 +124,9 @@ def test_axes_have_their_names(tiny_ir: Callable[..., Artifact]) -> None:
     assert component.inputs[1].role == "mask"
 
 
-def test_axes_of_a_model_with_few_positions() -> None:
-    """Sizes that are tried to identify axes stay within the model's positions (as in Wav2Vec2-Conformer); the graph
-    fails beyond them.
+def test_axes_of_model_with_few_positions() -> None:
+    """The exporter runs the graph with several input sizes to identify the axes of its outputs. These sizes stay within
+    the model's number of positions, because the graph fails beyond it (as in Wav2Vec2-Conformer).
     """
     given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32, name="x")
     given.output(0).set_names({"x"})
@@ -148,7 +146,7 @@ def test_fixed_axes_stay_fixed(tiny_ir: Callable[..., Artifact]) -> None:
 
 
 @pytest.mark.thorough
-def test_exports_on_the_fly(tiny_folder: Callable[..., Path]) -> None:
+def test_from_pretrained_exports_on_the_fly(tiny_folder: Callable[..., Path]) -> None:
     model = ORTModelForSequenceClassification.from_pretrained(tiny_folder("distilbert"), backend="openvino")
     assert (model.backend, model.artifact.format) == ("openvino", "openvino_ir")
 
@@ -159,11 +157,11 @@ def test_opset_is_refused(tiny_folder: Callable[..., Path], tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-# Data types
+# The tests below check data types.
 
 
 @pytest.mark.skipif("BF16" not in CAPABILITIES, reason="this CPU does not compute in bfloat16")
-def test_bfloat16_is_one_argument_away(tiny_ir: Callable[..., Artifact]) -> None:
+def test_compute_dtype_bfloat16_is_used(tiny_ir: Callable[..., Artifact]) -> None:
     artifact, feeds = tiny_ir(), text()
     exact = logits(artifact, feeds)
     model = ORTModelForSequenceClassification.from_pretrained(
@@ -171,14 +169,14 @@ def test_bfloat16_is_one_argument_away(tiny_ir: Callable[..., Artifact]) -> None
     )
     assert model.compute_dtype == "bfloat16"
     difference = float((model(**feeds).logits - exact).abs().max())
-    # bfloat16 has 8 bits of precision: expect differences of 1e-3 to 1e-1 on values of order 1. In float32 they would
-    # be below 1e-5.
+    # With bfloat16, which has 8 bits of precision, expect differences from 1e-3 to 1e-1 for logits of order 1. Float32
+    # would give differences below 1e-5.
     assert 1e-4 < difference < 0.2
 
 
 @pytest.mark.skipif("FP16" in CAPABILITIES, reason="this CPU computes in float16")
 @pytest.mark.thorough
-def test_float16_is_never_something_else(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_float16_export_does_not_compute_in_bfloat16(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     artifact = export(tiny_folder("bert"), tmp_path / "half", backend="openvino", dtype="float16")
     model = ORTModelForSequenceClassification.from_pretrained(artifact.path)
     assert model.compute_dtype == "float32", "OpenVINO takes bfloat16 when it is asked for float16"
@@ -186,14 +184,14 @@ def test_float16_is_never_something_else(tiny_folder: Callable[..., Path], tmp_p
         logits(artifact, text(), session_options=SessionOptions(compute_dtype="float16"))
 
 
-def test_doctor_tells_what_the_cpu_offers() -> None:
+def test_doctor_lists_data_types_of_the_cpu() -> None:
     cpu = registry.probe(registry.describe("openvino")).devices[0]
     assert cpu.type == "cpu"
     assert cpu.arch.split("+")[0] == "fp32"
     assert ("bf16" in cpu.arch) == ("BF16" in CAPABILITIES)
 
 
-# Options and devices
+# The tests below check options and devices.
 
 
 @pytest.mark.parametrize(
@@ -208,7 +206,7 @@ def test_doctor_tells_what_the_cpu_offers() -> None:
         ({"cache_dir": __file__}, "is a file"),
     ],
 )
-def test_wrong_options(options: dict[str, object], message: str, tiny_ir: Callable[..., Artifact]) -> None:
+def test_invalid_options_raise(options: dict[str, object], message: str, tiny_ir: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match=message):
         logits(tiny_ir(), text(), provider_options=options)
 
@@ -218,7 +216,7 @@ def test_wrong_options(options: dict[str, object], message: str, tiny_ir: Callab
     [{"graph_optimization": "basic"}, {"inter_op_threads": 2}, {"native": {"NO_SUCH_PROPERTY": 1}}],
     ids=lambda options: next(iter(options)),
 )
-def test_settings_that_openvino_lacks(options: dict[str, Any], tiny_ir: Callable[..., Artifact]) -> None:
+def test_settings_without_openvino_counterpart_raise(options: dict[str, Any], tiny_ir: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match="OpenVINO has no"):
         logits(tiny_ir(), text(), session_options=SessionOptions(**options))
 
@@ -235,9 +233,10 @@ def test_options_reach_the_runtime(tiny_ir: Callable[..., Artifact]) -> None:
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 2
 
 
-def test_kernels_that_are_kept(tiny_ir: Callable[..., Artifact]) -> None:
-    """The kernel cache is limited to 1,500 entries unless the option sets another number: OpenVINO's default of 5,000
-    can take gigabytes. Sessions do not report the number, so the properties are checked.
+def test_kernel_cache_capacity(tiny_ir: Callable[..., Artifact]) -> None:
+    """The kernel cache is limited to 1,500 entries unless an option sets another number. OpenVINO's default of 5,000
+    entries can need gigabytes of memory. The test checks the properties that are passed to OpenVINO, because
+    sessions do not report the limit.
     """
     options = SessionOptions()
     assert properties("CPU", {}, options, "float32")["CPU_RUNTIME_CACHE_CAPACITY"] == 1500
@@ -247,7 +246,7 @@ def test_kernels_that_are_kept(tiny_ir: Callable[..., Artifact]) -> None:
         logits(tiny_ir(), text(), provider_options={"runtime_cache_capacity": -1})
 
 
-def test_missing_device_of_the_plugin_itself(tiny_ir: Callable[..., Artifact]) -> None:
+def test_backend_raises_on_missing_device(tiny_ir: Callable[..., Artifact]) -> None:
     backend = registry.load(registry.describe("openvino"))
     with pytest.raises(BackendUnavailableError, match="it lists CPU"):
         backend.open(tiny_ir(), OpenRequest(device=DeviceSpec("npu", 7)))
@@ -261,20 +260,20 @@ def test_auto_device(tiny_ir: Callable[..., Artifact]) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 32}], ids=["defaults", "given"])
-def test_auto_has_the_settings_of_the_processor(given: dict[str, Any]) -> None:
+def test_auto_device_uses_cpu_settings(given: dict[str, Any]) -> None:
     made = properties("AUTO", given, SessionOptions(), "float32")["DEVICE_PROPERTIES"]["CPU"]
     own = properties("CPU", given, SessionOptions(), "float32")
     assert made == {name: own[name] for name in made}
     assert made["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == given.get("DYNAMIC_QUANTIZATION_GROUP_SIZE", 0)
 
 
-def test_auto_keeps_no_compiled_models(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_auto_device_refuses_cache_dir(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     options = {"cache_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match="cannot write down"):
         ORTModelForSequenceClassification.from_pretrained(tiny_ir().path, device="auto", provider_options=options)
 
 
-def test_profile(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_profile_is_written(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     opened = open_plan(make_plan(tiny_ir(), RunSettings(options=SessionOptions(profile=str(tmp_path)))))
     opened.sessions["model"].run(text())
     opened.sessions["model"].close()
@@ -282,13 +281,13 @@ def test_profile(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     assert max(node["us"] for node in nodes) > 0
 
 
-# Running
+# The tests below check inference calls.
 
 
-def test_a_call_that_failed_leaves_nothing_behind(
-    tiny_ir: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a failed call, all requests of the compiled model are replaced, even while other calls wait for them."""
+def test_session_works_after_failed_call(tiny_ir: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed call, the session replaces all inference requests of the compiled model, even while other calls
+    wait for a request.
+    """
     model = ORTModelForSequenceClassification.from_pretrained(tiny_ir().path, backend="openvino")
     expected = model(**text()).logits
     session = model._session
@@ -307,7 +306,7 @@ def test_a_call_that_failed_leaves_nothing_behind(
     assert torch.equal(model(**text()).logits, expected)
 
 
-def test_a_step_that_failed_leaves_the_state_as_it_was(
+def test_failed_step_leaves_state_unchanged(
     generator: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ORTModelForCausalLM(generator("llama", "openvino"))
@@ -326,11 +325,11 @@ def test_a_step_that_failed_leaves_the_state_as_it_was(
     assert (found - expected).abs().max() < TOLERANCE
 
 
-def test_a_step_that_failed_makes_the_decoder_anew_under_every_state(
+def test_states_survive_decoder_rebuild_after_failed_step(
     generator: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States that existed before a failed call keep their contents; they can be continued, joined and copied, and new
-    states can be created.
+    """A failed decoding step rebuilds the decoder. Earlier states keep their contents and can be continued, joined and
+    copied. New states can also be created.
     """
     model = ORTModelForCausalLM(generator("llama", "openvino"))
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -361,7 +360,7 @@ def test_a_step_that_failed_makes_the_decoder_anew_under_every_state(
     assert (found - expected[[0, 0, 1]]).abs().max() < TOLERANCE
 
 
-def test_a_state_of_a_closed_decoder_is_refused(generator: Callable[..., Artifact]) -> None:
+def test_state_of_closed_decoder_is_refused(generator: Callable[..., Artifact]) -> None:
     model = ORTModelForCausalLM(generator("llama", "openvino"))
     cache = model(input_ids=torch.tensor([[5, 6]])).past_key_values
     model.close()
@@ -369,11 +368,12 @@ def test_a_state_of_a_closed_decoder_is_refused(generator: Callable[..., Artifac
         model(input_ids=torch.tensor([[7]]), past_key_values=cache)
 
 
-def test_large_outputs_are_handed_out_and_stay(tiny_ir: Callable[..., Artifact]) -> None:
+def test_large_outputs_are_not_overwritten(tiny_ir: Callable[..., Artifact]) -> None:
     model = ORTModelForFeatureExtraction.from_pretrained(tiny_ir("bert", "feature-extraction").path)
     original = tiny_model("bert", "feature-extraction")
     for _ in range(2):
-        # 30 x 90 x 32 float32 values are 340 KB, above the limit for copying. A small call on the same request follows.
+        # The large output has 30 x 90 x 32 float32 values (340 KB), which is above the size that the session copies.
+        # The small call uses the same inference request after the large call.
         large, small = text(30, 90, seed=1), text(2, 5, seed=2)
         kept = model(**large).last_hidden_state
         copy = kept.clone()
@@ -386,19 +386,20 @@ def test_large_outputs_are_handed_out_and_stay(tiny_ir: Callable[..., Artifact])
             assert (model(**small).last_hidden_state - original(**small).last_hidden_state).abs().max() <= TOLERANCE
 
 
-def test_large_inputs_are_read_in_place(tiny_ir: Callable[..., Artifact]) -> None:
+def test_large_inputs_are_read_without_copy(tiny_ir: Callable[..., Artifact]) -> None:
     session = open_plan(make_plan(tiny_ir("vit", "image-classification"))).sessions["model"]
     original = tiny_model("vit", "image-classification")
     pixels = torch.randn(8, 3, 32, 32)
     first = session.run({"pixel_values": pixels})["logits"]
-    pixels.mul_(-1)  # Same memory, other values: the session must not reuse earlier values.
+    # Change the values in the same memory. The session must not reuse the earlier values.
+    pixels.mul_(-1)
     second = session.run({"pixel_values": pixels})["logits"]
     with torch.inference_mode():
         assert (second - original(pixel_values=pixels).logits).abs().max() <= TOLERANCE
         assert (first - original(pixel_values=-pixels).logits).abs().max() <= TOLERANCE
 
 
-def test_buffer_of_a_wrong_shape(tiny_ir: Callable[..., Artifact]) -> None:
+def test_output_buffer_with_wrong_shape_raises(tiny_ir: Callable[..., Artifact]) -> None:
     session = open_plan(make_plan(tiny_ir())).sessions["model"]
     with pytest.raises(AccelError, match="logits"):
         session.run(text(2, 4), out={"logits": torch.zeros(3, 3)})
@@ -421,24 +422,26 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.thorough
-def test_after_a_fork(tiny_ir: Callable[..., Artifact]) -> None:
-    # In a separate process: a process that has used the device AUTO cannot fork (docs/backends/openvino.md).
+def test_session_after_fork(tiny_ir: Callable[..., Artifact]) -> None:
+    # Run this test in a separate process, because a process that has used the device AUTO cannot fork
+    # (docs/backends/openvino.md).
     done = subprocess.run(
         [sys.executable, "-c", _FORK, str(tiny_ir().path)], timeout=300, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
 
 
-# Folders of other tools
+# The tests below open folders of other tools.
 
 
-def test_folder_of_optimum_intel(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_optimum_intel_folder(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     artifact = tiny_ir()
     folder = as_foreign(artifact.path, tmp_path / "foreign")
     model = ORTModelForSequenceClassification.from_pretrained(folder)
     assert model.backend == "openvino"
     adopted = model.artifact.component()
-    # The range of ids is read from the embedding tables, so a mask has no bounds.
+    # A foreign folder has no declared value ranges. The range of token ids is read from the embedding tables, so only
+    # the mask has no range.
     known = artifact.component().inputs
     assert adopted.inputs == tuple(replace(spec, bounds=None) if spec.role == "mask" else spec for spec in known)
     assert adopted.outputs == artifact.component().outputs
@@ -446,15 +449,13 @@ def test_folder_of_optimum_intel(tiny_ir: Callable[..., Artifact], tmp_path: Pat
     assert torch.equal(model(**text()).logits, logits(artifact, text()))
 
 
-def test_a_graph_of_ours_without_its_manifest_is_not_taken_for_a_foreign_one(
-    tiny_ir: Callable[..., Artifact], tmp_path: Path
-) -> None:
+def test_own_folder_without_manifest_is_refused(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_ir().path, tmp_path / "lost", ignore=shutil.ignore_patterns("accel.json"))
     with pytest.raises(IntegrityError, match=r"accel\.json is missing"):
         ORTModelForSequenceClassification.from_pretrained(folder)
 
 
-def test_graph_without_its_weights(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_graph_without_weights_raises(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     ours = shutil.copytree(tiny_ir().path, tmp_path / "ours", ignore=shutil.ignore_patterns("*.bin"))
     for folder in (ours, as_foreign(tiny_ir().path, tmp_path / "foreign", leave_out=["*.bin"])):
         with pytest.raises(IntegrityError, match=r"openvino_model\.bin.*missing|missing.*openvino_model\.bin") as error:
@@ -462,7 +463,7 @@ def test_graph_without_its_weights(tiny_ir: Callable[..., Artifact], tmp_path: P
         assert error.value.fix
 
 
-def test_truncated_foreign_graph(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_truncated_foreign_graph_raises(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     folder = as_foreign(tiny_ir().path, tmp_path / "cut")
     graph = folder / "openvino_model.xml"
     graph.write_bytes(graph.read_bytes()[:500])
@@ -470,7 +471,7 @@ def test_truncated_foreign_graph(tiny_ir: Callable[..., Artifact], tmp_path: Pat
         ORTModelForSequenceClassification.from_pretrained(folder)
 
 
-def test_foreign_graph_of_another_name(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_foreign_graph_with_other_file_name_is_listed(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     folder = as_foreign(tiny_ir().path, tmp_path / "named")
     for suffix in ("xml", "bin"):
         (folder / f"openvino_model.{suffix}").rename(folder / f"openvino_model_quantized.{suffix}")
@@ -498,16 +499,16 @@ def test_onnx_folders_without_a_manifest_run(tiny_artifact: Callable[..., Artifa
     assert (model(**text()).logits - logits(artifact, text())).abs().max() <= TOLERANCE
 
 
-def test_conversion_has_no_named_fusions(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_conversion_refuses_named_fusions(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="named fusions"):
         optimize(tiny_artifact("bert"), tmp_path / "ir", backend="openvino", disable=("attention",))
     assert not (tmp_path / "ir").exists()
 
 
-# Buckets and cache
+# The tests below check buckets and the cache.
 
 
-def test_bucket_beyond_the_positions(tiny_ir: Callable[..., Artifact]) -> None:
+def test_bucket_above_number_of_positions_raises(tiny_ir: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match="96 positions"):
         logits(tiny_ir(), text(), session_options=SessionOptions(buckets=(64, 128)))
 
@@ -536,15 +537,17 @@ def test_damaged_cache_is_rebuilt(
     assert len(caplog.records) == 1, "the rebuilt entry loads without a word"
 
 
-def test_cache_that_cannot_be_written(tiny_ir: Callable[..., Artifact]) -> None:
+def test_unwritable_cache_raises(tiny_ir: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         logits(tiny_ir(), text(), provider_options={"cache_dir": "/proc/accel"})
 
 
-def test_gpus_of_others_are_not_offered(
+def test_gpus_of_other_vendors_are_not_listed(
     monkeypatch: pytest.MonkeyPatch, tiny_artifact: Callable[..., Artifact]
 ) -> None:
-    """GPUs of other vendors are not listed. OpenVINO's plugin finds them through OpenCL, but its kernels fail there."""
+    """GPUs of other vendors are not listed as devices. OpenVINO's GPU plugin detects them through OpenCL, but its
+    kernels fail on them.
+    """
     from accel_plugins.openvino import runtime
 
     names = {"CPU": "A processor", "GPU.0": "NVIDIA H200 (dGPU)", "GPU.1": "Intel(R) Arc(TM) Graphics (dGPU)"}
@@ -561,13 +564,13 @@ def test_gpus_of_others_are_not_offered(
     with pytest.raises(BackendUnavailableError, match="no device gpu:0"):
         runtime.device_name(DeviceSpec("gpu", 0))
     monkeypatch.undo()
-    # If no device is left out, plain `AUTO` is used. A list of devices can be compiled as well.
+    # If no GPU must be excluded, the device is plain `AUTO`. A list of devices such as `AUTO:CPU` must also compile.
     assert runtime.core().compile_model(str(tiny_artifact("bert").path / "model.onnx"), "AUTO:CPU")
 
 
-def test_a_window_larger_than_any_image_pools_all_of_it(tmp_path: Path) -> None:
-    """EfficientNet with as many positions along a side as channels: the pooling window must not exceed the feature map
-    of a smaller image.
+def test_pooling_window_larger_than_image(tmp_path: Path) -> None:
+    """EfficientNet, whose pooling window is as large as its number of channels, gives correct outputs. The window must
+    not exceed the feature map of a smaller image.
     """
     torch.manual_seed(0)
     config = transformers.EfficientNetConfig(
@@ -590,9 +593,10 @@ def test_a_window_larger_than_any_image_pools_all_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["detr", "dpt", "glpn", "maskformer", "segformer", "yolos"])
-def test_images_on_a_graph_of_another_runtimes(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
-    """OpenVINO computes ONNX graphs like ONNX Runtime for several image sizes. In SegFormer and DETR it divided image
-    sizes wrongly; no other check compares such graphs.
+def test_onnx_image_models_match_onnx_runtime(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
+    """OpenVINO and ONNX Runtime compute equal outputs of an ONNX graph for several image sizes. For SegFormer and DETR,
+    OpenVINO divided image sizes wrongly. No other test compares ONNX graphs of image models between the two
+    runtimes.
     """
     artifact = tiny_artifact(family, PICTURES[family][0])
     component = artifact.component()

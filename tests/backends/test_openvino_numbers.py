@@ -1,5 +1,5 @@
-"""Cases that OpenVINO's converter translates differently from PyTorch: weights in 16 bits and negative quotients of
-integers.
+"""Tests of two operations that OpenVINO's converter translates differently from PyTorch: weights in 16 bits, and
+negative quotients of integers.
 """
 
 # ruff: noqa: E402
@@ -23,9 +23,9 @@ from accel_plugins.openvino.divisions import divide_down
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_weights_that_other_code_reads(dtype: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """X-vectors in 16 bits are correct. The model reads the weights of linear layers directly, and transformers'
-    exporter replaces these weights with zeros.
+def test_xvector_head_weights_in_16_bits(dtype: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """X-vectors are correct in 16 bits. The x-vector head reads the weights of linear layers directly, and
+    transformers' exporter replaces these weights with zeros.
     """
     folder = tiny_folder("wav2vec2", "audio-xvector")
     artifact = export(folder, tmp_path / "out", task="audio-xvector", backend="openvino", dtype=dtype)
@@ -38,7 +38,7 @@ def test_weights_that_other_code_reads(dtype: str, tiny_folder: Callable[..., Pa
 
 
 @pytest.mark.parametrize("type_", ["i32", "i64"])
-def test_whole_numbers_are_divided_down(type_: str) -> None:
+def test_integer_division_rounds_down(type_: str) -> None:
     number, divisor = (ops.parameter(ov.PartialShape([-1]), getattr(ov.Type, type_)) for _ in range(2))
     model = ov.Model([ops.floor(ops.divide(number, divisor))], [number, divisor], "quotients")
     divide_down(model)
@@ -47,7 +47,7 @@ def test_whole_numbers_are_divided_down(type_: str) -> None:
     assert np.array_equal(ov.compile_model(model, "CPU")([numbers, by])[0], numbers // by)
 
 
-def test_numbers_with_fractions_are_left_alone() -> None:
+def test_float_division_is_unchanged() -> None:
     number = ops.parameter(ov.PartialShape([-1]), ov.Type.f32)
     model = ov.Model([ops.floor(ops.divide(number, np.float32(8)))], [number], "quotients")
     before = [node.get_type_name() for node in model.get_ordered_ops()]

@@ -1,5 +1,5 @@
-"""Selection of the token that a head reads before the matrix products of the last layer: equal outputs with less
-arithmetic.
+"""Tests of a graph rewrite for classification heads that read one token: the rewrite selects the token before the
+matrix products of the last layer. Outputs are equal, with fewer operations.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def inputs_of(model: ov.Model, size: int) -> dict[str, Any]:
 
 
 def answers(model: ov.Model, feeds: dict[str, Any]) -> Any:
-    # Set float32: on processors with bfloat16, OpenVINO would compute in bfloat16.
+    # Request float32, because OpenVINO would compute in bfloat16 on processors that support it.
     return core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(feeds)[0]
 
 
 def rows_of_products(model: ov.Model) -> int:
-    """Return the number of matrix products whose input has three axes and one token."""
+    """Return the number of matrix products whose input has three axes and a token axis of size 1."""
     kinds = [node for node in model.get_ops() if node.get_type_name() == "MatMul"]
     shapes = [node.input_value(0).get_partial_shape() for node in kinds]
     return sum(len(shape) == 3 and shape[1] == 1 for shape in shapes)
@@ -64,7 +64,7 @@ def rows_of_products(model: ov.Model) -> int:
 
 @pytest.mark.parametrize("format", ["openvino", "onnx"])
 @pytest.mark.parametrize(("family", "task"), HEADS)
-def test_answers_stay(
+def test_early_token_selection_keeps_outputs(
     family: str, task: str, format: str, tiny_artifact: Callable[..., Artifact], shared: Callable[..., Path]
 ) -> None:
     if format == "onnx":
@@ -80,7 +80,7 @@ def test_answers_stay(
     model = read_model(artifact, component)
     feeds = inputs_of(model, getattr(tiny_model(family, task).config, "image_size", 0))
     assert rows_of_products(plain) == 0
-    # The matrix product after attention, and the two products of the feed-forward layers.
+    # The three products are the product after attention and the two products of the feed-forward layers.
     assert rows_of_products(model) == 3
     np.testing.assert_allclose(answers(model, feeds), answers(plain, feeds), atol=1e-6)
 
@@ -88,14 +88,14 @@ def test_answers_stay(
 @pytest.mark.parametrize(
     "task", ["feature-extraction", pytest.param("token-classification", marks=pytest.mark.thorough)]
 )
-def test_models_whose_tokens_are_all_read_stay(task: str, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_models_that_read_all_tokens_are_unchanged(task: str, tiny_artifact: Callable[..., Artifact]) -> None:
     artifact = tiny_artifact("bert", task)
     assert rows_of_products(read_model(artifact, artifact.components[0])) == 0
 
 
 def graph(build: Callable[[Any, Any], Any], *, tokens: int = -1, index: int = 0, more: bool = False) -> ov.Model:
-    """Return a graph that selects one token from `build(hidden, weight)` with hidden states `(rows, tokens, 4)`. With
-    `more`, all tokens are a second output.
+    """Return a graph that selects one token from the result of `build(hidden, weight)`, where `hidden` is `(rows,
+    tokens, 4)`. With `more`, the graph has all tokens as a second output.
     """
     hidden = operators.parameter([-1, tokens, 4], np.float32, name="hidden")
     weight = operators.constant(np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32))
@@ -130,25 +130,25 @@ KEPT = {
 
 @pytest.mark.parametrize("index", [0, 2, -1])
 @pytest.mark.parametrize("name", [*MOVED, *KEPT])
-def test_what_treats_tokens_alike_is_moved(name: str, index: int) -> None:
+def test_selection_moves_before_tokenwise_operations(name: str, index: int) -> None:
     build = {**MOVED, **KEPT}[name]
     plain, model = graph(build, index=index), graph(build, index=index)
     compute_pooled_token(model)
     moved = sum(node.get_type_name() == "Gather" for node in model.get_ops()) > 1
-    # In "norm-of-tokens", the selection moves between the norm and the product.
-    # In "mean", it moves because the mean of all tokens is the same for each token.
+    # The selection also moves in two of the other graphs. In "norm-of-tokens", it moves between the norm and the
+    # product. In "mean", it moves because every token has the same mean.
     assert moved == (name in MOVED or name in {"mean", "norm-of-tokens"})
     feeds = {"hidden": np.random.default_rng(1).standard_normal((2, 5, 4)).astype(np.float32)}
     np.testing.assert_allclose(answers(model, feeds), answers(plain, feeds), atol=1e-6)
 
 
-def test_what_another_output_needs_stays() -> None:
+def test_operations_read_by_another_output_are_unchanged() -> None:
     model = graph(product, more=True)
     compute_pooled_token(model)
     assert sum(node.get_type_name() == "Gather" for node in model.get_ops()) == 1
 
 
-def test_the_model_answers_as_pytorch(shared: Callable[..., Path]) -> None:
+def test_exported_model_equals_pytorch(shared: Callable[..., Path]) -> None:
     model = tiny_model("bert")
     path = shared(
         "one-token-bert", lambda folder: accel.export(model, folder, backend="openvino", task="text-classification")
@@ -160,7 +160,7 @@ def test_the_model_answers_as_pytorch(shared: Callable[..., Path]) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_fourier_transforms_from_onnx_are_refused(tmp_path: Path) -> None:
+def test_fourier_transforms_in_onnx_are_refused(tmp_path: Path) -> None:
     config = transformers.FNetConfig(vocab_size=90, hidden_size=32, num_hidden_layers=2, intermediate_size=48)
     model = transformers.FNetForSequenceClassification(config).eval()
     accel.export(model, tmp_path / "onnx", task="text-classification")

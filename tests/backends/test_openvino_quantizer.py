@@ -1,4 +1,4 @@
-"""Quantization for OpenVINO with NNCF."""
+"""Tests of quantization for OpenVINO with NNCF."""
 
 # ruff: noqa: E402
 
@@ -57,7 +57,7 @@ def count(artifact: Artifact, operator: str) -> int:
 
 
 def read_by(artifact: Artifact, operator: str) -> set[str]:
-    """Return the operator types of the first inputs of all nodes of type `operator`."""
+    """Return the operator types that compute the first input of the nodes of type `operator`."""
     nodes = ov.Core().read_model(str(artifact.file())).get_ops()
     return {n.input_value(0).get_node().get_type_name() for n in nodes if n.get_type_name() == operator}
 
@@ -70,18 +70,19 @@ def constants(artifact: Artifact) -> set[str]:
 def test_static_int8_computes_in_int8(static: Artifact, ir: Artifact) -> None:
     model = ORTModelForSequenceClassification.from_pretrained(static.path)
     assert (model.backend, model.compute_dtype) == ("openvino", "int8")
-    # Logits are of order 1. Without quantization, the difference would be below 1e-5.
+    # The logits are of order 1, and the difference shows that the model is quantized: it would be below 1e-5 in
+    # float32.
     assert 1e-4 < difference(static, ir) < 0.5
 
 
 @pytest.mark.parametrize(
     ("flags", "most"), [(("avx2",), 64), pytest.param(("avx2", "avx512_vnni"), 127, marks=pytest.mark.thorough)]
 )
-def test_weights_keep_7_bits_where_sums_of_products_have_16(
+def test_weights_have_7_bits_if_cpu_accumulates_in_16_bits(
     flags: tuple[str, ...], most: int, ir: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On processors that add int8 products in 16 bits, weights have 7 bits: with 8 bits OpenVINO's sums saturate
-    silently.
+    """On processors that add int8 products in 16 bits, the quantizer uses 7 bits for weights. With 8-bit weights,
+    OpenVINO's sums saturate without an error.
     """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
     made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows(4))
@@ -103,16 +104,17 @@ def test_weights_keep_7_bits_where_sums_of_products_have_16(
 @pytest.mark.parametrize(
     ("flags", "quantized"), [(("avx2",), 0), pytest.param(("avx2", "avx512_vnni"), 2, marks=pytest.mark.thorough)]
 )
-def test_products_of_activations_stay_in_float_where_their_sums_have_16_bits(
+def test_activation_products_stay_in_float_if_cpu_accumulates_in_16_bits(
     flags: tuple[str, ...],
     quantized: int,
     tiny_artifact: Callable[..., Artifact],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On processors that add int8 products in 16 bits, products of two activations are not quantized.
+    """On processors that add int8 products in 16 bits, the quantizer does not quantize products of two activations.
 
-    The graph from ONNX has two attention layers. On other processors, NNCF quantizes the first product of each.
+    The graph from ONNX has two attention layers. On other processors, NNCF quantizes the first of the two activation
+    products of each layer.
     """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
     made = quantize(tiny_artifact(), tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(4))
@@ -127,7 +129,7 @@ def test_products_of_activations_stay_in_float_where_their_sums_have_16_bits(
 
 
 @pytest.mark.parametrize("made_from", ["openvino_ir", pytest.param("onnx", marks=pytest.mark.thorough)])
-def test_what_was_quantized_for_another_processor_does_not_saturate(
+def test_model_quantized_for_another_cpu_does_not_saturate(
     made_from: str,
     ir: Artifact,
     tiny_artifact: Callable[..., Artifact],
@@ -135,9 +137,10 @@ def test_what_was_quantized_for_another_processor_does_not_saturate(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A graph that was quantized for a processor with VNNI is computed in floating point on a processor with only AVX2.
+    """A processor with only AVX2 computes a graph in floating point if the graph was quantized for a processor with
+    VNNI.
 
-    The error is 0.04. With int8 products it was 0.15 and 0.34 for the two graph formats.
+    The largest error is 0.04. With int8 products, it was 0.15 and 0.34 for the two graph formats.
     """
     artifact = ir if made_from == "openvino_ir" else tiny_artifact()
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2", "avx512_vnni"))
@@ -148,11 +151,11 @@ def test_what_was_quantized_for_another_processor_does_not_saturate(
     assert "was quantized for another processor" in caplog.text
 
 
-def test_what_was_quantized_for_this_processor_stays_in_8_bits(
+def test_model_quantized_for_this_cpu_stays_int8(
     ir: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A graph that was quantized for this processor stays in int8. Token embeddings use all 8 bits, but they are not
-    multiplied.
+    """A graph that was quantized for this processor stays in int8. The token embeddings use all 8 bits, but no product
+    reads the embedding table, so they cannot saturate a sum.
     """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2",))
     made = quantize(ir, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
@@ -171,8 +174,8 @@ def test_what_was_quantized_for_this_processor_stays_in_8_bits(
 
 
 @pytest.mark.parametrize("through_integers", [False, True])
-def test_what_scales_a_product_stays(through_integers: bool) -> None:
-    """A product that scales quantized keys is kept, as in attention of graphs from ONNX."""
+def test_scaling_product_is_kept(through_integers: bool) -> None:
+    """A product that scales quantized keys is kept. Attention in graphs from ONNX contains this product."""
 
     def rounded(value: ov.Output) -> ov.Node:
         if not through_integers:
@@ -207,7 +210,7 @@ def test_static_int8_manifest(static: Artifact, ir: Artifact) -> None:
     assert (static.path / "config.json").is_file()
 
 
-def test_static_int8_needs_calibration(ir: Artifact, tmp_path: Path) -> None:
+def test_static_int8_requires_calibration_data(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="calibration data"):
         quantize(ir, tmp_path / "out", scheme="static-int8")
     with pytest.raises(QuantizeError, match="empty"):
@@ -225,8 +228,8 @@ def test_calibration_rows_are_limited(ir: Artifact, tmp_path: Path) -> None:
 
 
 def test_exclude_keeps_layers_in_float(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
-    """The report names layers as `exclude` expects them; the search with an accuracy budget uses these names to keep
-    layers in floating point.
+    """The quantization report contains layer names in the form that `exclude` accepts. The search with an accuracy
+    budget uses these names to keep layers in floating point.
     """
     first, *others = static.manifest.steps[-1].report["layers"]
     made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), exclude=(first,))
@@ -236,15 +239,15 @@ def test_exclude_keeps_layers_in_float(ir: Artifact, static: Artifact, tmp_path:
     assert count(none, "FakeQuantize") < count(static, "FakeQuantize")
 
 
-def test_exclude_of_an_unknown_node(ir: Artifact, tmp_path: Path) -> None:
+def test_unknown_node_in_exclude_raises(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="no_such_node"):
         quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(4), exclude=("no_such_node",))
 
 
 @pytest.mark.thorough
 def test_grouped_convolutions_stay_in_float(tmp_path: Path) -> None:
-    """Grouped convolutions after a transpose stay in floating point: NNCF would measure their inputs along the wrong
-    axis.
+    """Grouped convolutions after a transpose stay in floating point, because NNCF would measure the ranges of their
+    inputs along the wrong axis.
     """
     sizes = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "embedding_size": 16}
     config = transformers.ConvBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, conv_kernel_size=3)
@@ -258,7 +261,7 @@ def test_grouped_convolutions_stay_in_float(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_convolutions_of_patches_stay_in_float(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_patch_convolutions_stay_in_float(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
     pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     images = [{"pixel_values": pixels}]
     ir = tiny_ir("vit", "image-classification")
@@ -271,7 +274,7 @@ def test_convolutions_of_patches_stay_in_float(tiny_ir: Callable[..., Artifact],
 
 
 @pytest.mark.thorough
-def test_operators_limit_what_is_quantized(ir: Artifact, tmp_path: Path) -> None:
+def test_operators_setting_limits_quantization(ir: Artifact, tmp_path: Path) -> None:
     assert count(
         quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(4), operators=("MatMul",)), "FakeQuantize"
     )
@@ -279,7 +282,7 @@ def test_operators_limit_what_is_quantized(ir: Artifact, tmp_path: Path) -> None
         quantize(ir, tmp_path / "none", scheme="static-int8", calibration=rows(4), operators=("Gather",))
 
 
-def test_an_operator_that_does_not_exist_is_refused(ir: Artifact, tmp_path: Path) -> None:
+def test_unknown_operator_raises(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MatMul"):
         quantize(ir, tmp_path / "wrong", scheme="static-int8", calibration=rows(4), operators=("MatMull",))
 
@@ -317,12 +320,14 @@ def test_settings_change_the_result(settings: dict[str, Any], ir: Artifact, stat
         ({"scheme": "weight-int4", "algorithm": "hqq"}, "HQQ"),
     ],
 )
-def test_settings_without_counterpart(settings: dict[str, Any], message: str, ir: Artifact, tmp_path: Path) -> None:
+def test_settings_without_counterpart_raise(
+    settings: dict[str, Any], message: str, ir: Artifact, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         quantize(ir, tmp_path / "out", **{"scheme": "static-int8", **settings}, calibration=rows(2))
 
 
-# Weight-only quantization
+# The tests below check weight-only quantization.
 
 
 def test_weight_int8(ir: Artifact, tmp_path: Path) -> None:
@@ -357,19 +362,23 @@ def test_weight_int4(settings: dict[str, Any], needs_data: bool, ir: Artifact, t
 
 
 @pytest.mark.parametrize("settings", [{"algorithm": "gptq"}, {"scale_estimation": True}])
-def test_weight_int4_that_needs_data(settings: dict[str, Any], ir: Artifact, tmp_path: Path) -> None:
+def test_weight_int4_requires_calibration_data_for_some_settings(
+    settings: dict[str, Any], ir: Artifact, tmp_path: Path
+) -> None:
     with pytest.raises(QuantizeError, match="needs calibration data"):
         quantize(ir, tmp_path / "out", scheme="weight-int4", **settings)
 
 
-def test_block_size_that_does_not_divide(ir: Artifact, tmp_path: Path) -> None:
+def test_block_size_that_does_not_divide_the_width_raises(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="block size") as error:
         quantize(ir, tmp_path / "out", scheme="weight-int4", block_size=64)
     assert "use block_size=32" in str(error.value.fix)
 
 
-def test_tables_that_are_no_weights_stay_as_they_are(tmp_path: Path) -> None:
-    """GPT-J's sine and cosine tables are not compressed; they have fewer channels than a block."""
+def test_tables_that_are_not_weights_are_not_compressed(tmp_path: Path) -> None:
+    """GPT-J's sine and cosine tables are not compressed. A row of these tables has fewer channels than a quantization
+    block.
+    """
     config = transformers.GPTJConfig(
         vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8, n_positions=48, bos_token_id=1, eos_token_id=2
     )
@@ -380,13 +389,13 @@ def test_tables_that_are_no_weights_stay_as_they_are(tmp_path: Path) -> None:
     assert [48, 8] in [list(op.shape) for op in floats]
 
 
-def test_nothing_is_left_to_compress(ir: Artifact, tmp_path: Path) -> None:
+def test_exclude_of_all_weights_raises(ir: Artifact, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match=r"exclude=.* leaves no weights") as error:
         quantize(ir, tmp_path / "out", scheme="weight-int8", exclude=("re:.*",))
     assert "constant" in str(error.value.fix)
 
 
-def test_nothing_to_compress(tmp_path: Path) -> None:
+def test_model_without_weights_raises(tmp_path: Path) -> None:
     class Doubler(torch.nn.Module):
         def forward(self, values: torch.Tensor) -> torch.Tensor:
             return torch.tanh(values) * 2

@@ -1,4 +1,6 @@
-"""Axes of size 1, where OpenVINO's compiler removes repeats and its int8 layers compute reductions wrongly."""
+"""Tests of axes of size 1. OpenVINO's compiler removes repeats along these axes, and its int8 layers compute reductions
+over these axes wrongly.
+"""
 
 # ruff: noqa: E402
 
@@ -29,8 +31,10 @@ from accel_plugins.openvino.unit_axes import drop_reductions, keep_repeats, tile
 
 
 @pytest.mark.thorough
-def test_repeats_along_an_axis_made_for_them(tmp_path: Path) -> None:
-    """YOSO repeats its mask for each head; OpenVINO's compiler would remove the repeats if sizes are dynamic."""
+def test_repeats_along_an_unsqueezed_axis(tmp_path: Path) -> None:
+    """YOSO's attention mask, which is repeated for each head, gives correct outputs. OpenVINO's compiler would remove
+    the repeats if the sizes are dynamic.
+    """
     config = transformers.YosoConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=99,
         max_position_embeddings=40, num_labels=3, initializer_range=0.3,
@@ -49,7 +53,7 @@ def test_repeats_along_an_axis_made_for_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("indices", [[0], [0, 0, 0], [-1, 0], [[0, 0], [0, 0]]], ids=str)
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_repeats_of_any_form(axis: int, indices: list[Any]) -> None:
+def test_gather_repeats_along_any_axis(axis: int, indices: list[Any]) -> None:
     given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32)
     taken = ops.gather(ops.unsqueeze(given, np.array([axis])), np.array(indices), np.array(axis))
     model = ov.Model([taken], [given], "repeats")
@@ -59,8 +63,8 @@ def test_repeats_of_any_form(axis: int, indices: list[Any]) -> None:
     assert np.array_equal(found, np.take(np.expand_dims(numbers, axis), indices, axis=axis))
 
 
-def test_what_repeats_nothing_stays_as_it_is() -> None:
-    """A Gather of a single index and a Gather from a table with one row are not changed."""
+def test_gather_without_repeats_is_unchanged() -> None:
+    """The rewrite does not change a Gather with a single index or a Gather from a table with one row."""
     given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.i64)
     one = ops.gather(ops.unsqueeze(given, np.array([1])), np.array(0), np.array(1))
     rows = ops.gather(np.ones((1, 5), np.float32), given, np.array(0))
@@ -76,8 +80,10 @@ def test_what_repeats_nothing_stays_as_it_is() -> None:
     [((3, 1, 1, 5), (1, 4, 8, 1)), ((3, 1, 7, 5), (1, 4, 2, 1)), ((3, 2, 5), (2, 3, 1)), ((3, 1, 5), (1, 4, 1))],
     ids=str,
 )
-def test_tiles_of_any_form(shape: tuple[int, ...], times: tuple[int, ...], known: bool) -> None:
-    """A Tile that repeats two axes (a mask for heads and queries) gives correct values; OpenVINO would mix up the rows."""
+def test_tile_repeats_of_any_shape(shape: tuple[int, ...], times: tuple[int, ...], known: bool) -> None:
+    """A Tile that repeats two axes gives correct values; a mask for heads and queries uses such a Tile. Without the
+    rewrite, OpenVINO would mix up the rows.
+    """
     given = ops.parameter(ov.PartialShape([size if size == 1 else -1 for size in shape]), ov.Type.f32)
     asked = ops.parameter(ov.PartialShape([len(times)]), ov.Type.i64)
     tiled = ops.tile(given, np.array(times) if known else asked)
@@ -90,7 +96,7 @@ def test_tiles_of_any_form(shape: tuple[int, ...], times: tuple[int, ...], known
 
 
 def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
-    """Repeats in ONNX graphs from other tools are kept."""
+    """Repeats in ONNX graphs from other tools are kept when OpenVINO runs the graph."""
     nodes = [
         helper.make_node("Unsqueeze", ["x", "axes"], ["made"]),
         helper.make_node("Gather", ["made", "indices"], ["y"], axis=1),
@@ -114,7 +120,7 @@ def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kind", ["reduce_mean", "reduce_sum", "reduce_max", "reduce_prod"])
-def test_what_reduces_one_entry_takes_its_axis_away(kind: str, keep: bool) -> None:
+def test_reduction_of_unit_axis_removes_the_axis(kind: str, keep: bool) -> None:
     given = ops.parameter(ov.PartialShape([-1, 4, 1]), ov.Type.f32)
     given.output(0).get_tensor().set_names({"given"})
     reduced = getattr(ops, kind)(given, np.array([-1]), keep)
@@ -133,9 +139,9 @@ def test_what_reduces_one_entry_takes_its_axis_away(kind: str, keep: bool) -> No
 
 
 @pytest.mark.thorough
-def test_rows_of_an_int8_batch_are_answered_as_alone(tmp_path: Path) -> None:
-    """A row of a batch gives the same output as the row alone. SwiftFormer pools over one position for an image of size
-    32; in batches, OpenVINO's int8 layers had errors of half the largest value.
+def test_int8_batch_rows_equal_single_rows(tmp_path: Path) -> None:
+    """In a batch, a row gives the same output as the row alone. SwiftFormer pools over one position for an image of
+    size 32; OpenVINO's int8 layers then had errors of half the largest value in batches.
     """
     config = transformers.SwiftFormerConfig(
         image_size=32, depths=[1, 1, 1, 1], embed_dims=[16, 24, 32, 80], num_labels=3, drop_path_rate=0.0

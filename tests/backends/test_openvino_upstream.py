@@ -1,4 +1,4 @@
-"""Calls of the private OpenVINO APIs in `accel_plugins.openvino.upstream` on the installed version."""
+"""Tests of `accel_plugins.openvino.upstream`, which calls private functions of OpenVINO, with the installed version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _sum() -> ov.Model:
     return ov.Model([total], [past, x], "sum")
 
 
-def test_a_request_runs_without_its_python_layer() -> None:
+def test_native_infer_runs_a_request() -> None:
     request = ov.Core().compile_model(_sum(), "CPU").create_infer_request()
     for run in (
         lambda: upstream.native_infer(request)({}, share_outputs=True, decode_strings=True),
@@ -32,7 +32,7 @@ def test_a_request_runs_without_its_python_layer() -> None:
         assert request.get_output_tensor(0).data.tolist() == [4, 7]
 
 
-def test_an_input_and_an_output_become_a_variable() -> None:
+def test_make_stateful_turns_input_and_output_into_a_variable() -> None:
     model = _sum()
     upstream.make_stateful(model, {"past": "present"})
     assert [port.any_name for port in model.inputs] == ["x"]
@@ -44,7 +44,7 @@ def test_an_input_and_an_output_become_a_variable() -> None:
     assert variable.state.data.tolist() == [2, 4]
 
 
-def test_nncf_has_the_parameters_by_their_names() -> None:
+def test_nncf_parameters_exist_by_name() -> None:
     pytest.importorskip("nncf")
     advanced, estimators = upstream.nncf_parameters()
     collector = estimators.StatisticsCollectorParameters(

@@ -1,4 +1,4 @@
-"""Tests of the ONNX optimizer: levels, single fusions, half precision."""
+"""Tests of the ONNX optimizer: levels, single fusions, and half precision."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ Get = Callable[..., Artifact]
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Llama-style classifier with RMSNorm, SiLU, rotary position embeddings, and two query heads for each key head."""
+    """Return an export of a Llama classifier: RMSNorm, SiLU, rotary position embeddings, and two query heads for each
+    key head.
+    """
     folder = tmp_path_factory.mktemp("llama")
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -62,7 +64,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture
 def artifact_of(tiny_artifact: Get, request: pytest.FixtureRequest) -> Get:
-    """Function that returns a tiny artifact by family name."""
+    """Return a function that returns a tiny artifact for a family name."""
 
     def get(name: str) -> Artifact:
         if name == "llama":
@@ -73,7 +75,7 @@ def artifact_of(tiny_artifact: Get, request: pytest.FixtureRequest) -> Get:
 
 
 def feeds_of(artifact: Artifact, batch: int = 3, sequence: int = 11) -> dict[str, torch.Tensor]:
-    """Return inputs with padding; if the model has a mask, one row is only padding."""
+    """Return inputs with padding. If the model has an attention mask, one row contains only padding."""
     generator = torch.Generator().manual_seed(5)
     feeds = {}
     for spec in artifact.component().inputs:
@@ -92,8 +94,8 @@ def feeds_of(artifact: Artifact, batch: int = 3, sequence: int = 11) -> dict[str
 
 
 def run(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
-    # Input checks would reject a row without tokens, but fused operators must compute such a row like the original
-    # graph.
+    # Disable input checks, which would reject a row with only padding. Fused operators must compute such a row like the
+    # original graph.
     session = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(check_inputs=False)))).sessions["model"]
     try:
         return session.run(feeds)["logits"]
@@ -109,7 +111,7 @@ def fused(artifact: Artifact) -> dict[str, int]:
     ("level", "limit"), [pytest.param("O1", 1e-4, marks=pytest.mark.thorough), ("O2", 1e-4), ("O3", 1e-2)]
 )
 @pytest.mark.parametrize("model", MODELS)
-def test_levels_compute_the_same(artifact_of: Get, tmp_path: Path, model: str, level: str, limit: float) -> None:
+def test_levels_keep_outputs(artifact_of: Get, tmp_path: Path, model: str, level: str, limit: float) -> None:
     parent = artifact_of(model)
     made = optimize(parent, tmp_path / "out", level=level)
     feeds = feeds_of(parent)
@@ -125,7 +127,7 @@ def test_levels_compute_the_same(artifact_of: Get, tmp_path: Path, model: str, l
         ("bert", {"attention": 2, "key-transpose": 2, "reshape": 8}),
         ("roberta", {"attention": 2, "key-transpose": 2, "single-rows": 1}),
         pytest.param("distilbert", {"attention": 2, "key-transpose": 2}, marks=pytest.mark.thorough),
-        # ViT has no padding: the mask and the zeroing of masked rows are removed in both layers.
+        # ViT has no padding. The fusion "certain-masks" removes the mask and the zeroing of masked rows in both layers.
         ("vit", {"attention": 2, "certain-masks": 4}),
         pytest.param("llama", {"rms-norm": 5, "rotary": 4}, marks=pytest.mark.thorough),
     ],
@@ -140,8 +142,10 @@ def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, ex
 
 
 @pytest.mark.parametrize(("family", "rank"), [("llama", 3), pytest.param("gpt-neox", 4, marks=pytest.mark.thorough)])
-def test_rotary_positions_that_differ_by_row(generator: Get, tmp_path: Path, family: str, rank: int) -> None:
-    """Rotary embeddings with different position ids in each row are fused; GPT-NeoX rotates only a part of each head."""
+def test_rotary_positions_that_differ_between_rows(generator: Get, tmp_path: Path, family: str, rank: int) -> None:
+    """The optimizer fuses rotary embeddings if each row has its own position ids. GPT-NeoX rotates only a part of each
+    head.
+    """
     parent = generator(family)
     made = optimize(parent, tmp_path / "o2", level="O2")
     assert fused(made)["rotary"] == 4
@@ -161,7 +165,7 @@ def test_rotary_positions_that_differ_by_row(generator: Get, tmp_path: Path, fam
     assert (found[0] - found[1]).abs().max() < 1e-4
 
 
-def test_single_switches(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_enable_and_disable_single_fusions(tiny_artifact: Get, tmp_path: Path) -> None:
     without = optimize(tiny_artifact("bert"), tmp_path / "without", level="O2", disable=("attention",))
     assert "attention" not in fused(without)
     added = optimize(tiny_artifact("bert"), tmp_path / "with", level="O1", enable=("fast-gelu",), atol=1e-2)
@@ -186,7 +190,7 @@ def test_levels_are_nested() -> None:
         ({"enable": ("bfloat16",)}, "no bfloat16 kernels"),
     ],
 )
-def test_wrong_switches_are_refused(
+def test_invalid_switches_are_refused(
     tiny_artifact: Get, tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -194,7 +198,7 @@ def test_wrong_switches_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_manifest_and_companions(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_manifest_and_other_files(tiny_artifact: Get, tmp_path: Path) -> None:
     parent = tiny_artifact("bert")
     made = Artifact.load(optimize(parent, tmp_path / "out").path)
     step = made.manifest.steps[-1]
@@ -208,7 +212,7 @@ def test_manifest_and_companions(tiny_artifact: Get, tmp_path: Path) -> None:
     assert {p.name for p in made.path.iterdir()} == {p.name for p in parent.path.iterdir()}
 
 
-def test_a_wrong_rewrite_writes_nothing(tiny_artifact: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rewrite_writes_no_artifact(tiny_artifact: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(model: ir.Model) -> int:
         norm = next(node for node in model.graph if node.op_type == "LayerNormalization")
         norm.attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
@@ -238,7 +242,7 @@ def _move_last_node_first(model: ir.Model) -> None:
     ("change", "said"),
     [(_rename_output, "changed inputs or outputs"), (_move_last_node_first, "read before it is made")],
 )
-def test_a_rewrite_checks_what_it_ensures(tiny_artifact: Get, change: Callable[[ir.Model], None], said: str) -> None:
+def test_rewrite_checks_its_postconditions(tiny_artifact: Get, change: Callable[[ir.Model], None], said: str) -> None:
     model = _graph(tiny_artifact("bert"))
     with pytest.raises(PostconditionError, match=said):
         Rewrite("broken", lambda model: change(model) or 1)(model)
@@ -246,7 +250,7 @@ def test_a_rewrite_checks_what_it_ensures(tiny_artifact: Get, change: Callable[[
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("target", [fusions.CPU, fusions.CUDA], ids=["cpu", "cuda"])
-def test_a_second_run_of_a_rewrite_finds_nothing(artifact_of: Get, model: str, target: fusions.Target) -> None:
+def test_second_run_of_a_rewrite_changes_nothing(artifact_of: Get, model: str, target: fusions.Target) -> None:
     graph = _graph(artifact_of(model))
     for fusion in fusions.chosen_fusions(OptimizeConfig(level="O3"), target):
         assert fusion.rewrite is not None
@@ -254,7 +258,7 @@ def test_a_second_run_of_a_rewrite_finds_nothing(artifact_of: Get, model: str, t
         assert fusion.rewrite().apply(graph) == 0, fusion.name
 
 
-def test_a_rewrite_requires_names(tiny_artifact: Get) -> None:
+def test_rewrite_requires_value_names(tiny_artifact: Get) -> None:
     model = _graph(tiny_artifact("bert"))
     model.graph.outputs[0].name = None
     with pytest.raises(PreconditionError, match="has no name"):
@@ -262,19 +266,19 @@ def test_a_rewrite_requires_names(tiny_artifact: Get) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_float16(artifact_of: Get, tmp_path: Path, model: str) -> None:
+def test_float16_optimization(artifact_of: Get, tmp_path: Path, model: str) -> None:
     parent = artifact_of(model)
     made = optimize(parent, tmp_path / "out", level="O4")
     assert made.dtype == "float16"
     assert made.component().outputs == parent.component().outputs
     feeds = feeds_of(parent)
     assert 0 < (run(made, feeds) - run(parent, feeds)).abs().max() <= 2e-2
-    # The file is much smaller, because it consists mostly of weights.
+    # The file consists mostly of weights, which need half the memory in float16.
     assert made.bytes < 0.75 * parent.bytes
     assert made.manifest.steps[-1].report["float16"]["converted"] > 30
 
 
-def test_float16_keeps_what_leaves_its_range(tmp_path: Path) -> None:
+def test_float16_keeps_large_values_in_float32(tmp_path: Path) -> None:
     weight = np.full((4, 4), 300.0, np.float32)
     model = ir.from_onnx_text("""
         <ir_version: 10, opset_import: ["" : 20]>
@@ -296,17 +300,18 @@ def test_float16_keeps_what_leaves_its_range(tmp_path: Path) -> None:
     save_graph(model, tmp_path / "half.onnx")
     session = ort.InferenceSession(str(tmp_path / "half.onnx"))
     found = session.run(None, {"x": np.ones((1, 4), np.float32)})[0]
-    # The square would overflow in float16, so the result shows that it was computed in float32.
+    # The square would overflow in float16, so a correct result shows that the optimizer kept it in float32.
     assert np.allclose(found, 1200, rtol=1e-2)
 
 
 @pytest.mark.parametrize(("steepness", "kept"), [(0.5, ["Slice", "Add", "Where", "Softmax"]), (0.01, [])])
-def test_float16_keeps_scores_that_large_distances_are_added_to(
+def test_float16_keeps_scores_with_large_distances_in_float32(
     tmp_path: Path, steepness: float, kept: list[str]
 ) -> None:
-    """Scores to which large distances are added stay in float32, as in MPT, which counts distances from the end of the text.
+    """Attention scores stay in float32 if large position distances are added to them, as in MPT, which counts distances
+    from the end of the text.
 
-    In float16, a score of 1 that is added to -128 is rounded to steps of 0.06.
+    In float16, adding -128 to a score of 1 rounds the score to multiples of 0.06.
     """
     length = 256
     model = ir.from_onnx_text("""
@@ -336,11 +341,11 @@ def test_float16_keeps_scores_that_large_distances_are_added_to(
     found, expected = (
         ort.InferenceSession(str(tmp_path / f"{name}.onnx")).run(None, feeds)[0] for name in ("half", "whole")
     )
-    # Tokens at the start of the text only attend to tokens far from the end, so all of their distances are large.
+    # Tokens at the start of the text attend only to tokens far from the end, so all distances in their rows are large.
     assert np.abs(found - expected).max() < 1e-3
 
 
-def test_float16_of_zeros_of_a_shape(tmp_path: Path) -> None:
+def test_float16_of_constant_of_shape(tmp_path: Path) -> None:
     model = ir.from_onnx_text("""
         <ir_version: 10, opset_import: ["" : 20]>
         graph (float[n] x, int64[1] size) => (float[m] y) {
@@ -358,7 +363,9 @@ def test_float16_of_zeros_of_a_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "tensorrt"])
 def test_calibration_data_decides_what_stays_float32(artifact_of: Get, tmp_path: Path, backend: str) -> None:
-    """Calibration data with large pixels keeps more operators in float32, because their products overflow in float16."""
+    """Calibration data with large pixel values keeps more operators in float32, because the products of these operators
+    would overflow in float16.
+    """
     large = [{"pixel_values": 1e6 * torch.randn(2, 3, 32, 32)}]
     reports = []
     for name, calibration in (("random", None), ("given", large)):
@@ -371,13 +378,15 @@ def test_calibration_data_decides_what_stays_float32(artifact_of: Get, tmp_path:
     assert reports[1]["calibration"] == {"source": "batches"}
 
 
-def test_calibration_data_that_nothing_reads_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_unused_calibration_data_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no use for calibration data"):
         optimize(tiny_artifact("bert"), tmp_path / "out", level="O2", calibration=[{"text": "lost card"}])
 
 
-def test_float16_decoders_watch_prompts(generator: Get, tmp_path: Path) -> None:
-    """Calibration data of a decoder is text; position ids and the cache are added. The cache becomes float16."""
+def test_float16_decoders_observe_prompts(generator: Get, tmp_path: Path) -> None:
+    """The calibration data of a decoder is text. The optimizer adds position ids and a KV cache to the text, and
+    converts the KV cache to float16.
+    """
     parent = generator("llama")
     for name, calibration in (("random", None), ("given", [{"text": "lost card"}, {"text": "a new pin please"}])):
         made = optimize(parent, tmp_path / name, level="O4", calibration=calibration)
@@ -392,7 +401,7 @@ def test_float16_of_a_quantized_artifact_is_refused(tiny_artifact: Get, tmp_path
         optimize(quantized, tmp_path / "out", level="O4")
 
 
-def test_shape_arithmetic_and_bounds() -> None:
+def test_shape_values_and_bounds() -> None:
     model = ir.from_onnx_text("""
         <ir_version: 10, opset_import: ["" : 20]>
         graph (float[n,4,m] x) => (int64[k] y, bool[1] c)

@@ -63,14 +63,16 @@ def logits(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def exact_session(path: Path) -> ort.InferenceSession:
-    """Return a session that multiplies 8-bit weights of full range exactly on every processor, as `CpuBackend.open` does."""
+    """Return a session that computes products with 8-bit weights exactly on every processor. `CpuBackend.open` sets the
+    same option.
+    """
     options = ort.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")
     return ort.InferenceSession(str(path), options)
 
 
 def fix_input(model: ir.Model, name: str, array: np.ndarray) -> None:
-    """Replace a graph input by a constant."""
+    """Replace the graph input `name` by a constant."""
     value = next(value for value in model.graph.inputs if value.name == name)
     value.replace_all_uses_with(add_initializer(model.graph, f"{name}_constant", array))
     model.graph.inputs.remove(value)
@@ -83,7 +85,7 @@ def make(parent: Artifact, out: Path, **settings: Any) -> Artifact:
 
 @pytest.fixture(scope="module")
 def optimized(tiny_artifact: Get, tmp_path_factory: pytest.TempPathFactory) -> Get:
-    """Function that returns the tiny BERT artifact at an optimization level."""
+    """Return a function that returns the tiny BERT artifact at a given optimization level."""
     folder = tmp_path_factory.mktemp("optimized")
     made: dict[str, Artifact] = {}
 
@@ -103,12 +105,12 @@ def optimized(tiny_artifact: Get, tmp_path_factory: pytest.TempPathFactory) -> G
     "level", ["plain", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("O1", "O2")), "O3"]
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_on_every_level(optimized: Get, tmp_path: Path, scheme: str, level: str) -> None:
+def test_every_scheme_at_every_level(optimized: Get, tmp_path: Path, scheme: str, level: str) -> None:
     parent = optimized(level)
     made = Artifact.load(make(parent, tmp_path / "out", **SCHEMES[scheme]).path)
     feeds = batches(1)[0]
     difference = (logits(made, feeds) - logits(parent, feeds)).abs().max()
-    # The tolerance fits 8-bit rounding and the logits of a tiny model, which are about 1.
+    # The tolerance allows for 8-bit rounding of the tiny model, whose logits are about 1.
     assert 0 < difference <= 0.1
     step, record = made.manifest.steps[-1], made.manifest.quantization
     assert (step.stage, step.parent) == ("quantize", parent.digest)
@@ -121,8 +123,10 @@ def test_every_scheme_on_every_level(optimized: Get, tmp_path: Path, scheme: str
         assert record.calibration == {"method": "minmax", "n": 16, "seed": 0}
 
 
-def test_integer_products_run_after_loading(tiny_artifact: Get, tmp_path: Path) -> None:
-    """After ONNX Runtime optimizes a quantized graph at load, no floating-point product with a constant is left."""
+def test_quantized_products_are_integer_after_loading(tiny_artifact: Get, tmp_path: Path) -> None:
+    """After ONNX Runtime optimizes a quantized graph at loading, no floating-point product with a constant weight is
+    left.
+    """
     for name, settings in SCHEMES.items():
         made = make(tiny_artifact("bert"), tmp_path / name, **settings)
         options = ort.SessionOptions()
@@ -140,7 +144,7 @@ def test_integer_products_run_after_loading(tiny_artifact: Get, tmp_path: Path) 
         assert sum(node.op_type in integer for node in graph) == 14, name
 
 
-def test_file_size(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_quantized_files_are_smaller(tiny_artifact: Get, tmp_path: Path) -> None:
     parent = tiny_artifact("bert")
     for scheme, limit in (("dynamic-int8", 0.3), ("weight-int4", 0.2)):
         made = quantize(parent, tmp_path / scheme, scheme=scheme)
@@ -156,7 +160,9 @@ def test_file_size(tiny_artifact: Get, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "symmetric"), [("rtn", None), ("rtn", True), ("hqq", None)])
-def test_four_bits(tiny_artifact: Get, tmp_path: Path, algorithm: str, symmetric: bool | None) -> None:
+def test_weight_int4_has_small_error(
+    tiny_artifact: Get, tmp_path: Path, algorithm: str, symmetric: bool | None
+) -> None:
     parent, feeds = tiny_artifact("bert"), batches(1)[0]
     settings = {"scheme": "weight-int4", "block_size": 16, "algorithm": algorithm, "symmetric": symmetric}
     made = make(parent, tmp_path / "out", **settings)
@@ -164,7 +170,7 @@ def test_four_bits(tiny_artifact: Get, tmp_path: Path, algorithm: str, symmetric
     assert made.manifest.steps[-1].report["bits"] == {"4": 14}
 
 
-def test_ratio_leaves_the_worst_layers_in_eight_bits(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_ratio_keeps_the_worst_layers_in_8_bits(tiny_artifact: Get, tmp_path: Path) -> None:
     parent, feeds = tiny_artifact("bert"), batches(1)[0]
     mixed = make(parent, tmp_path / "mixed", scheme="weight-int4", ratio=0.5)
     assert mixed.manifest.steps[-1].report["bits"] == {"4": 7, "8": 7}
@@ -173,11 +179,11 @@ def test_ratio_leaves_the_worst_layers_in_eight_bits(tiny_artifact: Get, tmp_pat
     assert (logits(mixed, feeds) - reference).norm() < (logits(four, feeds) - reference).norm()
 
 
-# Exclusion
+# The tests below check the `exclude` and `operators` settings.
 
 
 @pytest.mark.parametrize(("pattern", "count"), [(LAYER, 1), ("re:layer[.]1[.].*dense", 3), ("node_linear_12", 1)])
-def test_exclusion(tiny_artifact: Get, tmp_path: Path, pattern: str, count: int) -> None:
+def test_exclude_keeps_layers_in_float(tiny_artifact: Get, tmp_path: Path, pattern: str, count: int) -> None:
     made = quantize(tiny_artifact("bert"), tmp_path / "out", exclude=(pattern,))
     assert made.manifest.quantization is not None
     assert len(made.manifest.quantization.excluded) == count
@@ -186,12 +192,12 @@ def test_exclusion(tiny_artifact: Get, tmp_path: Path, pattern: str, count: int)
     assert left == made.manifest.steps[-1].report["excluded"]
 
 
-def test_operators(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_operators_setting_limits_quantization(tiny_artifact: Get, tmp_path: Path) -> None:
     made = quantize(tiny_artifact("bert"), tmp_path / "out", operators=("MatMul",))
     assert [layer.node.op_type for layer in find_layers(load_graph(made, made.component()))] == ["Gemm", "Gemm"]
 
 
-# Errors
+# The tests below check errors.
 
 
 @pytest.mark.parametrize(
@@ -213,14 +219,14 @@ def test_operators(tiny_artifact: Get, tmp_path: Path) -> None:
         ({"algorithm": "hqq"}, "has no use for algorithm='hqq'"),
     ],
 )
-def test_invalid_settings(tiny_artifact: Get, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise(tiny_artifact: Get, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", "[(]")):
         make(tiny_artifact("bert"), tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.thorough
-def test_exclude_may_name_a_layer_of_one_graph(generator: Get, tmp_path: Path) -> None:
+def test_exclude_accepts_a_layer_of_one_graph(generator: Get, tmp_path: Path) -> None:
     whole = generator("t5")
     names = {
         one.name: {layer.name for layer in find_layers(load_graph(whole, whole.component(one.name)))}
@@ -232,7 +238,7 @@ def test_exclude_may_name_a_layer_of_one_graph(generator: Get, tmp_path: Path) -
 
 
 @pytest.mark.thorough
-def test_a_table_of_embeddings_has_nothing_to_quantize(generator: Get, tmp_path: Path) -> None:
+def test_embedding_graph_is_not_quantized(generator: Get, tmp_path: Path) -> None:
     made = quantize(generator("llava"), tmp_path / "out", scheme="dynamic-int8")
     kept = {one.name: load_graph(made, one) for one in made.components}
     assert {name for name, graph in kept.items() if "MatMulInteger" in {node.op_type for node in graph.graph}} == {
@@ -242,12 +248,12 @@ def test_a_table_of_embeddings_has_nothing_to_quantize(generator: Get, tmp_path:
     assert [node.op_type for node in kept["embedding"].graph] == ["Gather"]
 
 
-def test_everything_excluded(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_exclude_of_all_layers_raises(tiny_artifact: Get, tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="exclude takes all 14"):
         quantize(tiny_artifact("bert"), tmp_path / "out", exclude=("re:.",))
 
 
-def test_twice(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_quantizing_twice_raises(tiny_artifact: Get, tmp_path: Path) -> None:
     made = quantize(tiny_artifact("bert"), tmp_path / "once")
     with pytest.raises(QuantizeError, match="quantized already"):
         quantize(made, tmp_path / "twice")
@@ -269,14 +275,16 @@ def test_half_precision_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
         ([{k: v[:, :, None] for k, v in batches(1)[0].items()}], "minmax", "does not run"),
     ],
 )
-def test_bad_calibration(tiny_artifact: Get, tmp_path: Path, data: Any, method: Any, message: str) -> None:
+def test_invalid_calibration_data_raises(
+    tiny_artifact: Get, tmp_path: Path, data: Any, method: Any, message: str
+) -> None:
     config = QuantizeConfig(scheme="static-int8", calibration=method)
     with pytest.raises(QuantizeError, match=message):
         quantize(tiny_artifact("bert"), tmp_path / "out", calibration=data, config=config)
     assert not (tmp_path / "out").exists()
 
 
-def test_non_finite_calibration(tiny_artifact: Get, tmp_path: Path) -> None:
+def test_non_finite_calibration_data_raises(tiny_artifact: Get, tmp_path: Path) -> None:
     parent = tiny_artifact("vit", "image-classification")
     pixels = torch.randn(2, 3, 32, 32)
     quantize(parent, tmp_path / "good", calibration=[{"pixel_values": pixels}], scheme="static-int8")
@@ -286,7 +294,7 @@ def test_non_finite_calibration(tiny_artifact: Get, tmp_path: Path) -> None:
             quantize(parent, tmp_path / "bad", calibration=[{"pixel_values": pixels}], scheme="static-int8")
 
 
-# Presets
+# The tests below check presets.
 
 
 @pytest.mark.parametrize(
@@ -302,13 +310,15 @@ def test_non_finite_calibration(tiny_artifact: Get, tmp_path: Path) -> None:
         ((), "avx2"),
     ],
 )
-def test_auto_preset(flags: tuple[str, ...], expected: str) -> None:
+def test_auto_preset_depends_on_cpu_flags(flags: tuple[str, ...], expected: str) -> None:
     preset, why = choose_preset("auto", flags)
     assert preset.name == expected
     assert all(flag in why for flag in preset.requires if flag in flags)
 
 
-def test_auto_says_why(tiny_artifact: Get, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_preset_is_logged_with_its_reason(
+    tiny_artifact: Get, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "accel_plugins.ortkit.quantization.quantizer"):
         made = quantize(tiny_artifact("bert"), tmp_path / "out")
     report = made.manifest.steps[-1].report
@@ -328,7 +338,7 @@ def test_auto_says_why(tiny_artifact: Get, tmp_path: Path, caplog: pytest.LogCap
         (("asimd",), "arm64", False),
     ],
 )
-def test_full_range_weights_do_not_saturate_on_older_processors(
+def test_full_range_weights_do_not_saturate_on_older_cpus(
     tiny_artifact: Get,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -346,7 +356,7 @@ def test_full_range_weights_do_not_saturate_on_older_processors(
     assert backend.with_exact_sums(own, made).native == own.native
 
 
-def test_a_preset_this_cpu_cannot_run_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_without_cpu_support_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(presets.logger, "warning", lambda text, *values: said.append(text % values))
     preset, _ = choose_preset("amx", ("avx2",))
@@ -356,7 +366,7 @@ def test_a_preset_this_cpu_cannot_run_warns(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_decide_types(tiny_artifact: Get, tmp_path: Path, name: str) -> None:
+def test_presets_select_weight_types(tiny_artifact: Get, tmp_path: Path, name: str) -> None:
     made = make(tiny_artifact("bert"), tmp_path / "out", scheme="static-int8", preset=name)
     graph = load_graph(made, made.component()).graph
     activations = {n.outputs[0].dtype for n in graph if n.op_type == "QuantizeLinear"}
@@ -369,12 +379,12 @@ def test_presets_decide_types(tiny_artifact: Get, tmp_path: Path, name: str) -> 
     assert largest == (63 if name in ("avx2", "avx512") else 127)
 
 
-# Rounding of weights
+# The tests below check the rounding of weights.
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_weight_rounding(per_channel: bool, symmetric: bool) -> None:
+def test_int8_weight_rounding(per_channel: bool, symmetric: bool) -> None:
     weight = np.random.default_rng(0).normal(0.3, 1, (40, 6)).astype(np.float32)
     weight[:, 2] *= 50
     made = quantize_int8(weight, per_channel=per_channel, symmetric=symmetric, reduce_range=False)
@@ -384,7 +394,7 @@ def test_weight_rounding(per_channel: bool, symmetric: bool) -> None:
     assert made.zero_point.any() != symmetric
 
 
-def test_half_quadratic_loses_less_of_most_values() -> None:
+def test_hqq_has_smaller_error_for_most_values() -> None:
     weight = np.random.default_rng(0).standard_t(2, (256, 16)).astype(np.float32)
 
     def loss(algorithm: Any) -> float:
@@ -396,7 +406,7 @@ def test_half_quadratic_loses_less_of_most_values() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("scheme", ["weight-int4", "weight-int8", "dynamic-int8"])
-def test_weights_that_are_no_numbers_are_refused(
+def test_non_finite_weights_are_refused(
     tiny_artifact: Get, tmp_path: Path, scheme: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = layers._matrix
@@ -417,9 +427,10 @@ def test_weights_that_are_no_numbers_are_refused(
 
 
 @pytest.mark.parametrize("block_size", [32, 128])
-def test_steps_around_zero_lose_no_more_than_zero_points(block_size: int) -> None:
+def test_symmetric_blocks_have_error_close_to_asymmetric_blocks(block_size: int) -> None:
     weight = np.random.default_rng(0).standard_normal((256, 300)).astype(np.float32)
-    # Test blocks of zeros, of numbers near the lower limit of float32, and of numbers whose squares underflow.
+    # The columns contain a block of zeros, numbers near the lower limit of float32, and numbers whose squares
+    # underflow.
     weight[:128, 0], weight[:, 1], weight[:, 2] = 0, weight[:, 1] * 1e-38, 1e-45
     for size in (1e-25, 1e25):
         found, plain = (
@@ -441,11 +452,11 @@ def test_steps_around_zero_lose_no_more_than_zero_points(block_size: int) -> Non
     assert lost < 1.05 * loss(symmetric=False)
 
 
-def test_pack() -> None:
+def test_pack_puts_two_4_bit_values_into_a_byte() -> None:
     assert pack(np.array([[1, 2, 3]], np.uint8), 4).tolist() == [[0x21, 0x03]]
 
 
-# Calibration
+# The tests below check calibration.
 
 
 def test_percentile_range_cuts_tails() -> None:
@@ -477,7 +488,7 @@ def _watch(artifact: Artifact, data: Any, samples: int = 10_000) -> Calibrator:
     return Calibrator(model, artifact.component(), names, data, samples)
 
 
-def test_methods_order_ranges(tiny_artifact: Get) -> None:
+def test_calibration_methods_give_ordered_ranges(tiny_artifact: Get) -> None:
     data = batches(6)
     widths = {}
     with _watch(tiny_artifact("bert"), data) as calibrator:
@@ -488,13 +499,13 @@ def test_methods_order_ranges(tiny_artifact: Get) -> None:
     assert widths["percentile"] < widths["moving_average"] < widths["minmax"]
 
 
-def test_samples_limit_rows(tiny_artifact: Get) -> None:
+def test_samples_setting_limits_rows(tiny_artifact: Get) -> None:
     with _watch(tiny_artifact("bert"), batches(4, rows=4), samples=6) as calibrator:
         calibrator.channel_ranges()
         assert calibrator.rows == 6
 
 
-def test_memory_does_not_grow_with_the_data(tiny_artifact: Get) -> None:
+def test_calibration_memory_is_constant(tiny_artifact: Get) -> None:
     class Lazy:
         def __init__(self, count: int) -> None:
             self.count = count
@@ -515,8 +526,10 @@ def test_memory_does_not_grow_with_the_data(tiny_artifact: Get) -> None:
     assert peak(30) < 1.1 * peak(3)
 
 
-def test_smoothing_tames_outlier_channels(tmp_path: Path) -> None:
-    """Smoothing restores the precision of activations in which one channel is 200 times larger than the others."""
+def test_smoothing_reduces_error_of_outlier_channels(tmp_path: Path) -> None:
+    """SmoothQuant smoothing keeps the error small if one activation channel is 200 times larger than the other
+    channels.
+    """
     generator = np.random.default_rng(0)
     weight = generator.normal(size=(16, 16)).astype(np.float32)
     weight[3] /= 200
@@ -552,8 +565,10 @@ def _one_product(weight: np.ndarray) -> ir.Model:
     return model
 
 
-def test_subgraphs(tmp_path: Path) -> None:
-    """A product in a branch of an `If` is quantized; its activation and its weight are values of the outer graph."""
+def test_products_in_subgraphs_are_quantized(tmp_path: Path) -> None:
+    """A matrix product in a branch of an `If` is quantized. Its activation and its weight are values of the outer
+    graph.
+    """
     text = """
         <ir_version: 10, opset_import: ["" : 20]>
         graph (float[n,16] x, float[16,16] w, bool c) => (float[n,16] y) {

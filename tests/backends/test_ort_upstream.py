@@ -1,4 +1,4 @@
-"""Tests of `accel_plugins.ortkit.upstream`, which calls private names of ONNX Runtime, with the installed version."""
+"""Tests of `accel_plugins.ortkit.upstream`, which calls private functions of ONNX Runtime, with the installed version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_plugins.ortkit import upstream
 
 @pytest.fixture(scope="module")
 def session() -> ort.InferenceSession:
-    """Session of a graph that doubles `x: (rows, 2) float32`."""
+    """Return a session whose graph doubles `x: (rows, 2) float32`."""
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["rows", 2]))
     node = ir.node("Add", [x, x])
     y = node.outputs[0]
@@ -22,13 +22,13 @@ def session() -> ort.InferenceSession:
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-def test_a_run_without_checks_answers_as_the_public_one(session: ort.InferenceSession) -> None:
+def test_native_run_equals_the_public_run(session: ort.InferenceSession) -> None:
     feeds = {"x": np.ones((3, 2), np.float32)}
     (private,), (public,) = upstream.native_run(session)(["y"], feeds, None), session.run(["y"], feeds)
     assert np.array_equal(private, public)
 
 
-def test_a_binding_reads_and_writes_the_memory_of_tensors(session: ort.InferenceSession) -> None:
+def test_binding_reads_and_writes_tensor_memory(session: ort.InferenceSession) -> None:
     binding, run = upstream.native_binding(session)
     x, y = torch.arange(4.0).reshape(2, 2), torch.empty(2, 2)
     binding.bind_ortvalue_input("x", upstream.native_value(x))
@@ -41,7 +41,7 @@ def test_a_binding_reads_and_writes_the_memory_of_tensors(session: ort.Inference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-def test_a_value_over_the_memory_of_a_tensor(dtype: torch.dtype) -> None:
+def test_native_value_shares_tensor_memory(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1], [1, 1]]).to(dtype)
     value = ort.OrtValue(upstream.native_value(tensor))
     assert value.data_ptr() == tensor.data_ptr()
@@ -50,12 +50,12 @@ def test_a_value_over_the_memory_of_a_tensor(dtype: torch.dtype) -> None:
     assert torch.equal(again, tensor)
 
 
-def test_the_errors_are_those_that_sessions_raise(session: ort.InferenceSession) -> None:
+def test_error_types_are_those_that_sessions_raise(session: ort.InferenceSession) -> None:
     with pytest.raises(upstream.INVALID_GRAPH_ERRORS):
         ort.InferenceSession(b"no graph", providers=["CPUExecutionProvider"])
     with pytest.raises(upstream.RUN_ERRORS):
         upstream.native_run(session)(["y"], {"x": np.ones((3, 5), np.float32)}, None)
 
 
-def test_a_build_for_the_cpu_has_no_cuda_version() -> None:
+def test_cpu_build_has_no_cuda_version() -> None:
     assert (upstream.cuda_of_build() is None) == ("CUDAExecutionProvider" not in ort.get_available_providers())

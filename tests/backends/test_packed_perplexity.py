@@ -1,4 +1,6 @@
-"""Four bits found with data lose less than four bits found without, of a model that has learned something."""
+"""Tests of 4-bit quantization with a small trained model: algorithms that use calibration data (GPTQ, AWQ) lose less
+accuracy than rounding without data.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ STEPS, ROWS = 400, 32
 
 @pytest.fixture(autouse=True)
 def _quiet_torchao(recwarn: pytest.WarningsRecorder) -> None:
-    """What it warns of when it is imported is not ours."""
+    """Ignore the warnings that importing torchao raises."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def batch_of(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(texts: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal model of two layers that has read the queries for about a minute."""
+    """Return the folder of a causal language model with two layers that was trained on the queries for about a minute."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=transformers.AutoTokenizer.from_pretrained(MODEL).vocab_size, hidden_size=128, intermediate_size=256,
@@ -65,7 +67,7 @@ def trained(texts: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory)
 
 
 def perplexity(model: accel.ORTModelForCausalLM, rows: list[torch.Tensor]) -> float:
-    """Of held-out texts, a row a call."""
+    """Return the perplexity of the model on held-out texts, with one text in each call."""
     total, count = 0.0, 0
     for row in rows:
         logits = model(input_ids=row[None]).logits[0, :-1].float()

@@ -1,7 +1,8 @@
-"""Tests of the base class of provider backends, of the assignment of nodes, and of providers in separate libraries.
+"""Tests of the base class of execution provider backends, of the assignment of graph nodes to providers, and of
+providers in separate libraries.
 
-ONNX Runtime's CPU wheel has two providers: the CPU provider, and Azure's, which loads everywhere and supports no node
-of the tested graphs.
+ONNX Runtime's CPU wheel has two providers: the CPU provider, and the Azure provider, which always loads and supports no
+node of the tested graphs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Azure(ProviderBackend):
 
 
 class FromLibrary(Azure):
-    """Backend that pretends that the CPU provider comes in a separate library."""
+    """Backend for tests that treats the CPU provider as a provider from a separate library."""
 
     provider = CPU
     path = Path("/nowhere/libprovider.so")
@@ -68,7 +69,7 @@ def open_with(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Any]:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]]:
-    """Install a fake library that ONNX Runtime accepts; return the list of calls that register it."""
+    """Make ONNX Runtime accept a fake provider library. Return the list of calls that register the library."""
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
     FromLibrary.path.write_bytes(b"")
@@ -77,11 +78,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, s
     return calls
 
 
-# Base class
+# The tests below check the base class.
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_weights_of_a_large_graph_are_not_copied_for_a_few_calls(
+def test_weights_are_not_prepacked_for_few_calls(
     few: bool, tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = tiny_artifact()
@@ -102,18 +103,18 @@ def test_weights_of_a_large_graph_are_not_copied_for_a_few_calls(
             options.get_session_config_entry(entry)
 
 
-def test_it_is_a_backend() -> None:
+def test_provider_backend_implements_the_protocol() -> None:
     assert isinstance(Azure(), Backend)
 
 
-def test_stages_are_those_that_the_spec_declares() -> None:
+def test_stages_are_declared_by_the_spec() -> None:
     assert (Azure().exporter(), Azure().optimizer(), Azure().quantizer()) == (None, None, None)
     assert CpuBackend().exporter() is not None
     assert CpuBackend().optimizer() is not None
     assert CpuBackend().quantizer() is not None
 
 
-def test_a_build_without_the_provider_is_a_reason_with_its_remedy() -> None:
+def test_missing_provider_is_reported_with_remedy() -> None:
     class Missing(Azure):
         provider = "NoSuchExecutionProvider"
 
@@ -123,7 +124,7 @@ def test_a_build_without_the_provider_is_a_reason_with_its_remedy() -> None:
     assert probe.versions == {"onnxruntime": ort.__version__}
 
 
-def test_a_probe_that_fails_is_a_reason() -> None:
+def test_failing_probe_is_reported_as_reason() -> None:
     class Failing(Azure):
         def devices(self) -> tuple[DeviceSpec, ...]:
             raise OSError("the driver says no")
@@ -133,7 +134,7 @@ def test_a_probe_that_fails_is_a_reason() -> None:
     assert reason.remedy == "pip install azure"
 
 
-def test_options_are_those_that_the_spec_lists(open_with: Callable[..., Any]) -> None:
+def test_options_not_in_the_spec_raise(open_with: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"has no option 'colour'\. Did you mean 'color'\?") as info:
         open_with(Azure(), {"colour": 1})
     assert "use one of color, size" in str(info.value)
@@ -141,7 +142,7 @@ def test_options_are_those_that_the_spec_lists(open_with: Callable[..., Any]) ->
         open_with(CpuBackend(), {"colour": 1})
 
 
-def test_compute_dtype_is_the_kernels(open_with: Callable[..., Any]) -> None:
+def test_compute_dtype_is_limited_to_the_kernels_type(open_with: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="ONNX Runtime's CPU kernels compute in float32, not in bfloat16"):
         open_with(CpuBackend(), compute_dtype="bfloat16")
     assert open_with(CpuBackend(), compute_dtype="float32").compute_dtype == "float32"
@@ -172,14 +173,16 @@ def test_options_reach_the_provider(monkeypatch: pytest.MonkeyPatch, open_with: 
         (ort_errors.EPFail("out of memory"), SessionError, f"{AZURE} cannot compile .*: out of memory"),
     ],
 )
-def test_what_the_provider_says_is_the_error(
+def test_provider_errors_are_raised(
     raised: Exception,
     expected: type[Exception],
     message: str,
     open_with: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An error of a provider is raised; ONNX Runtime's fallback, which prints it and tries the CPU, is disabled."""
+    """An error of the execution provider is raised. The backend disables ONNX Runtime's fallback, which would print the
+    error and use the CPU.
+    """
     told: list[object] = []
 
     def session(*_: Any, **settings: Any) -> Any:
@@ -192,10 +195,10 @@ def test_what_the_provider_says_is_the_error(
     assert told == [0]
 
 
-# Assignment of nodes
+# The tests below check the assignment of nodes to providers.
 
 
-def test_a_provider_that_takes_nothing_is_an_error(open_with: Callable[..., Any]) -> None:
+def test_provider_without_any_node_raises(open_with: Callable[..., Any]) -> None:
     assert AZURE in ort.get_available_providers(), "a wheel without it: use another provider here"
     with pytest.raises(
         BackendUnavailableError, match=f"{AZURE} took 0 of the .* CPUExecutionProvider would run"
@@ -204,7 +207,7 @@ def test_a_provider_that_takes_nothing_is_an_error(open_with: Callable[..., Any]
     assert "Fix: " in str(info.value)
 
 
-def test_the_cpu_is_asked_for_nothing(open_with: Callable[..., Any]) -> None:
+def test_cpu_session_has_no_assignment(open_with: Callable[..., Any]) -> None:
     session = open_with(CpuBackend())
     assert session.assignment is None
     assert session.left_to_cpu == 0
@@ -215,7 +218,7 @@ def assigned(**operators: dict[str, int]) -> Assignment:
     return Assignment("NpuExecutionProvider", {names[key]: counts for key, counts in operators.items()})
 
 
-def test_counts() -> None:
+def test_assignment_counts_nodes() -> None:
     found = assigned(npu={"MatMul": 3, "Add": 2}, cpu={"Shape": 4, "com.microsoft.MatMulNBits": 1}, cuda={"Gemm": 1})
     assert (found.nodes, found.taken, found.left_to_cpu) == (11, 5, 5)
     assert found.material_on_cpu == {"com.microsoft.MatMulNBits": 1}
@@ -233,12 +236,12 @@ def test_counts() -> None:
         ({}, False),
     ],
 )
-def test_what_counts_is_the_arithmetic(operators: dict[str, dict[str, int]], useless: bool) -> None:
+def test_only_arithmetic_operators_make_a_provider_useful(operators: dict[str, dict[str, int]], useless: bool) -> None:
     assert assigned(**operators).useless is useless
 
 
 class Recorded:
-    """A fake session that reports a given assignment of nodes to providers."""
+    """Fake session that reports a given assignment of nodes to providers."""
 
     def __init__(self, **operators: list[str]) -> None:
         self._operators = operators
@@ -257,7 +260,7 @@ class Recorded:
         ]
 
 
-def test_arithmetic_on_the_cpu_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_arithmetic_on_cpu_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
     assignment._warn.cache_clear()
     session = Recorded(npu=["MatMul", "Add"], cpu=["Conv", "Conv", "Shape"])
     with caplog.at_level(logging.INFO):
@@ -269,15 +272,15 @@ def test_arithmetic_on_the_cpu_is_warned_of_once(caplog: pytest.LogCaptureFixtur
     assert "took 2 of 5 nodes; 3 run on the CPU" in caplog.text
 
 
-def test_shapes_on_the_cpu_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_shape_operators_on_cpu_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     assignment.check_assignment(Recorded(npu=["MatMul"], cpu=["Shape"]), "NpuExecutionProvider", "model.onnx")
     assert not caplog.records
 
 
-# Providers in separate libraries
+# The tests below check providers in separate libraries.
 
 
-def test_a_missing_library_is_a_reason_and_an_error_with_a_remedy(open_with: Callable[..., Any]) -> None:
+def test_missing_library_is_reported_with_remedy(open_with: Callable[..., Any]) -> None:
     reason = FromLibrary().probe().reasons[0]
     assert "there is no library /nowhere/libprovider.so" in reason.message
     assert reason.remedy == "pip install azure"
@@ -286,7 +289,7 @@ def test_a_missing_library_is_a_reason_and_an_error_with_a_remedy(open_with: Cal
     assert info.value.fix == "pip install azure"
 
 
-def test_a_file_that_is_no_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_invalid_library_file_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
     FromLibrary.path.write_bytes(b"not a library")
     reason = FromLibrary().probe().reasons[0]
@@ -295,7 +298,7 @@ def test_a_file_that_is_no_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, 
     assert FromLibrary.install not in reason.remedy
 
 
-def test_a_package_that_is_missing_is_a_reason() -> None:
+def test_missing_package_is_reported() -> None:
     class Unfound(Azure):
         def library(self) -> Path:
             import no_such_provider_package
@@ -307,7 +310,7 @@ def test_a_package_that_is_missing_is_a_reason() -> None:
     assert reason.remedy == "pip install azure"
 
 
-def test_devices_are_the_librarys_and_it_is_loaded_once(
+def test_library_lists_devices_and_is_loaded_once(
     loaded: list[tuple[str, str]], open_with: Callable[..., Any], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     backend = FromLibrary()
@@ -320,7 +323,7 @@ def test_devices_are_the_librarys_and_it_is_loaded_once(
     assert loaded == [(CPU, str(FromLibrary.path))]
 
 
-def test_a_library_without_the_device(loaded: list[tuple[str, str]], tiny_artifact: Callable[..., Artifact]) -> None:
+def test_library_without_the_device(loaded: list[tuple[str, str]], tiny_artifact: Callable[..., Artifact]) -> None:
     class Npu(FromLibrary):
         spec = replace(SPEC, capabilities=(replace(SPEC.capabilities[0], devices=("npu",)),))
 
@@ -331,7 +334,7 @@ def test_a_library_without_the_device(loaded: list[tuple[str, str]], tiny_artifa
         Npu().open(tiny_artifact(), OpenRequest(device=DeviceSpec("npu")))
 
 
-def test_two_libraries_for_one_provider(
+def test_two_libraries_for_one_provider_are_reported(
     loaded: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     FromLibrary().probe()
@@ -342,15 +345,17 @@ def test_two_libraries_for_one_provider(
     assert len(loaded) == 1
 
 
-def test_own_options_object_does_not_go_with_a_library(
+def test_native_session_options_are_refused_with_a_library(
     loaded: list[tuple[str, str]], open_with: Callable[..., Any]
 ) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         open_with(FromLibrary(), native={"onnxruntime.SessionOptions": ort.SessionOptions()})
 
 
-def test_a_real_library(tmp_path: Path) -> None:
-    """Qualcomm's provider with its NPU simulator gives the same results as the CPU; skipped if it is not installed."""
+def test_qualcomm_library_gives_correct_results(tmp_path: Path) -> None:
+    """Qualcomm's provider with its NPU simulator gives the same results as the CPU. The test is skipped if the package
+    `onnxruntime_qnn` is not installed.
+    """
     package = pytest.importorskip("onnxruntime_qnn")
     import numpy as np
     import onnx
@@ -384,11 +389,11 @@ def test_a_real_library(tmp_path: Path) -> None:
     assert session.assignment is not None
     assert (session.assignment.taken, session.left_to_cpu) == (2, 0)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    # The tolerance allows for the simulator's single precision.
+    # The simulator computes in single precision, so results differ slightly.
     assert (session.run({"x": x})["y"] - torch.relu(x @ torch.from_numpy(weight))).abs().max() < 1e-4
 
 
-def test_a_wrong_name_lists_the_names_that_the_library_brought(
+def test_wrong_provider_name_lists_the_librarys_names(
     monkeypatch: pytest.MonkeyPatch, loaded: list[tuple[str, str]]
 ) -> None:
     before = [SimpleNamespace(ep_name=CPU)]

@@ -1,4 +1,6 @@
-"""The backend `pytorch`: the backend contract, generation with transformers' KV cache, data types, options."""
+"""Tests of the `pytorch` backend: the backend contract, generation with transformers' KV cache, data types, and
+options.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,12 @@ def inputs(rows: int = 2) -> dict[str, torch.Tensor]:
     return dict(tiny_tokenizer()(texts, padding=True, return_tensors="pt"))
 
 
-def test_it_is_not_chosen_for_a_folder_that_holds_a_graph(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_folder_with_a_graph_uses_another_backend(tiny_artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
     assert model.backend != "pytorch"
 
 
-def test_answers_may_be_written_to(tiny_folder: Callable[..., Path]) -> None:
+def test_outputs_are_writable(tiny_folder: Callable[..., Path]) -> None:
     logits = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")(
         **inputs()
     ).logits
@@ -58,8 +60,8 @@ def test_answers_may_be_written_to(tiny_folder: Callable[..., Path]) -> None:
     assert not logits[0].any()
 
 
-def test_two_tasks_of_one_folder_in_two_threads(tiny_folder: Callable[..., Path]) -> None:
-    """A model that one thread has loaded for `open` is not used by another thread."""
+def test_two_threads_open_two_tasks_of_one_folder(tiny_folder: Callable[..., Path]) -> None:
+    """A model that one thread has loaded for `open` is never used by another thread."""
     backend = PytorchBackend()
 
     def described(task: str) -> Artifact:
@@ -78,7 +80,7 @@ def test_two_tasks_of_one_folder_in_two_threads(tiny_folder: Callable[..., Path]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_keeps_the_declared_types(tiny_folder: Callable[..., Path], dtype: str) -> None:
+def test_half_precision_keeps_declared_output_types(tiny_folder: Callable[..., Path], dtype: str) -> None:
     exact = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
     model = accel.ORTModelForSequenceClassification.from_pretrained(
         tiny_folder(), backend="pytorch", session_options=SessionOptions(compute_dtype=dtype)
@@ -86,7 +88,7 @@ def test_half_precision_keeps_the_declared_types(tiny_folder: Callable[..., Path
     assert model.compute_dtype == dtype
     found, expected = model(**inputs()).logits, exact(**inputs()).logits
     assert found.dtype is torch.float32
-    # Logits are of order 1; bfloat16 has 8 bits of precision.
+    # Logits are of order 1, and bfloat16 has 8 bits of precision.
     assert 0 < (found - expected).abs().max() < 0.1
 
 
@@ -101,7 +103,7 @@ def test_saved_models_load_with_transformers_and_with_us(tiny_folder: Callable[.
     assert torch.equal(again(**inputs()).logits, expected)
 
 
-def test_exporters_read_torch_artifacts(tmp_path: Path) -> None:
+def test_exporters_accept_torch_artifacts(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "bert", num_hidden_layers=1)
     weights = accel.export(folder, tmp_path / "torch", format="torch")
     assert weights.manifest.steps[-1].validation["max_abs_difference"] == 0
@@ -122,7 +124,7 @@ def test_embeddings_are_pooled_as_in_an_export(tiny_folder: Callable[..., Path])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bart"])
-def test_generation_is_transformers_own(family: str, tmp_path: Path) -> None:
+def test_generation_equals_transformers(family: str, tmp_path: Path) -> None:
     folder = save_generator(tmp_path / family, family)
     task = resolve(folder).task
     weights = weights_of(resolve(folder))
@@ -142,7 +144,7 @@ def test_generation_is_transformers_own(family: str, tmp_path: Path) -> None:
         assert torch.equal(found, expected), how
 
 
-def test_candidates_are_judged_by_logits_that_are_written_to(tmp_path: Path) -> None:
+def test_prompt_lookup_with_writable_logits(tmp_path: Path) -> None:
     folder = save_generator(tmp_path / "llama", "llama")
     model = accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
     original = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -159,22 +161,22 @@ def test_candidates_are_judged_by_logits_that_are_written_to(tmp_path: Path) -> 
         ({"session_options": SessionOptions(graph_optimization="none")}, "SessionOptions.graph_optimization"),
     ],
 )
-def test_what_it_does_not_have_is_refused(tiny_folder: Callable[..., Path], options: dict, message: str) -> None:
+def test_unsupported_options_are_refused(tiny_folder: Callable[..., Path], options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch", **options)
 
 
-def test_positions_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_invalid_position_ids_raise(tmp_path: Path) -> None:
     model = accel.ORTModelForCausalLM(weights_of(resolve(save_generator(tmp_path / "gpt2", "gpt2"))))
     with pytest.raises(InputError, match="holds 500; the model has 0 to 191"):
         model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 500]]))
 
 
-def test_what_pytorch_raises_is_an_error_of_ours(
+def test_pytorch_errors_become_session_errors(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error inside the model becomes a SessionError. A KV cache that the first layers had already changed continues
-    as before the call.
+    """An error inside the model becomes a `SessionError`. If the first layers changed the KV cache before the error,
+    generation continues with the cache contents from before the call.
     """
     encoder = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
     monkeypatch.setattr(torch.nn.Linear, "forward", _broken)
@@ -200,12 +202,13 @@ def _broken(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_writes_to_no_memory_but_its_own_after_others_went() -> None:
-    """A CUDA graph does not share its cuBLAS workspace with other graphs. PyTorch keeps one workspace per stream, and
-    frees it with the first graph or when `torch.compile` records a graph.
+def test_cuda_graph_does_not_write_to_released_memory() -> None:
+    """Each CUDA graph has its own cuBLAS workspace. PyTorch keeps one workspace per stream, and frees it when the first
+    graph is released or when `torch.compile` records a graph.
     """
     device = GPU
-    # Products with few results and long sums: cuBLAS splits them and uses its workspace.
+    # These products have few results and long sums. cuBLAS splits such products and uses its workspace for partial
+    # sums.
     weights = [torch.randn(size, 32, dtype=torch.float16, device=device) for size in (8192, 16384, 65536)]
     inputs = {f"x{i}": torch.randn(8, len(w), dtype=torch.float16, device=device) for i, w in enumerate(weights)}
 
@@ -228,7 +231,7 @@ def test_a_graph_writes_to_no_memory_but_its_own_after_others_went() -> None:
 
 
 @pytest.mark.gpu
-def test_callers_on_streams_of_their_own_take_turns() -> None:
+def test_callers_on_different_streams_do_not_overlap() -> None:
     device = GPU
     weight = torch.randn(2048, 2048, device=device)
 

@@ -1,4 +1,4 @@
-"""Calls of the private PyTorch APIs in `accel_plugins.pytorch.upstream` on the installed version."""
+"""Tests of `accel_plugins.pytorch.upstream`, which calls private functions of PyTorch, with the installed version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_plugins.pytorch import upstream
 compiler = pytest.mark.skipif(upstream.cpp_compiler() is None, reason="no C++ compiler is installed")
 
 
-def test_nested_answers_are_lists_of_tensors() -> None:
+def test_tree_functions_flatten_nested_outputs() -> None:
     nested = {"a": torch.ones(2), "b": (torch.zeros(1), None)}
     leaves, spec = upstream.tree_flatten(nested)
     assert [leaf is None for leaf in leaves] == [False, False, True]
@@ -22,26 +22,26 @@ def test_nested_answers_are_lists_of_tensors() -> None:
     assert upstream.tree_map_only(torch.Tensor, len, nested) == {"a": 2, "b": (1, None)}
 
 
-def test_inputs_are_copied_together() -> None:
+def test_copy_all_copies_every_input() -> None:
     buffers = [torch.zeros(2), torch.zeros(3)]
     upstream.copy_all(buffers, [torch.ones(2), torch.full((3,), 2.0)])
     assert [buffer.tolist() for buffer in buffers] == [[1, 1], [2, 2, 2]]
 
 
-def test_a_product_applies_its_activation() -> None:
+def test_activated_product_applies_relu() -> None:
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     found = upstream.activated_product(bias, x, weight.t(), use_gelu=False)
     torch.testing.assert_close(found, torch.relu(x @ weight.t() + bias))
 
 
-def test_a_product_of_8_bit_floats_has_scales() -> None:
+def test_scaled_product_of_float8() -> None:
     x, weight = (torch.ones(16, 16).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones(())
     found = upstream.scaled_product(x, weight.t(), scale_a=one, scale_b=2 * one, out_dtype=torch.float32)
     assert torch.equal(found, torch.full((16, 16), 32.0))
 
 
-def test_steps_of_rounding_are_learned() -> None:
+def test_rounding_has_a_gradient_for_the_step() -> None:
     step = torch.tensor([0.5], requires_grad=True)
     x = torch.tensor([[0.6, -0.9]])
     found = upstream.rounded_by_tensor(x, step, torch.zeros(1), -128, 127, 1.0)
@@ -51,7 +51,7 @@ def test_steps_of_rounding_are_learned() -> None:
     assert step.grad is not None
 
 
-def test_marks_for_the_compiler_are_taken_off() -> None:
+def test_compiler_marks_are_removed() -> None:
     tensor = torch.ones(1)
     torch._dynamo.mark_static_address(tensor)
     upstream.keep_address(tensor)
@@ -59,7 +59,7 @@ def test_marks_for_the_compiler_are_taken_off() -> None:
     assert not upstream.is_traceable_wrapper_subclass(tensor)
 
 
-def test_the_folder_of_compiled_code_has_a_default() -> None:
+def test_compiled_code_has_a_default_folder() -> None:
     assert Path(upstream.default_code_folder()).is_absolute()
 
 
@@ -77,7 +77,7 @@ def test_code_is_compiled_with_settings_and_released() -> None:
 
 
 @compiler
-def test_a_package_tells_its_device_and_runs(tmp_path: Path) -> None:
+def test_package_reports_its_device_and_runs(tmp_path: Path) -> None:
     program = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
     with quiet():
         upstream.compile_package(program, tmp_path / "relu.pt2")

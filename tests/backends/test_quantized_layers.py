@@ -1,4 +1,4 @@
-"""Integer layers in PyTorch models: saving, export to ONNX and OpenVINO, and quantization-aware training."""
+"""Tests of PyTorch models with integer layers: saving, export to ONNX and OpenVINO, and quantization-aware training."""
 
 from __future__ import annotations
 
@@ -102,15 +102,13 @@ def exported(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_packing_is_undone(bits: int) -> None:
+def test_unpack_reverses_pack(bits: int) -> None:
     values = torch.randint(0, 2**bits, (3, 7), dtype=torch.uint8)
     assert torch.equal(unpack(pack(values, bits), bits, 7), values)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_saved_model_computes_the_same_and_holds_no_weights_in_float(
-    saved: Callable[[str], Artifact], scheme: str
-) -> None:
+def test_saved_model_gives_equal_outputs_without_float_weights(saved: Callable[[str], Artifact], scheme: str) -> None:
     from safetensors import safe_open
 
     artifact = saved(scheme)
@@ -125,17 +123,17 @@ def test_a_saved_model_computes_the_same_and_holds_no_weights_in_float(
     assert artifact.manifest.quantization == Quantization(scheme=scheme)
 
 
-def test_transformers_refuses_the_folder_instead_of_making_random_weights(saved: Callable[[str], Artifact]) -> None:
+def test_transformers_refuses_the_folder(saved: Callable[[str], Artifact]) -> None:
     with pytest.raises(OSError, match="no file named"):
         transformers.AutoModelForSequenceClassification.from_pretrained(saved("static-int8").path)
 
 
-def test_a_quantized_model_has_one_dtype(saved: Callable[[str], Artifact], tmp_path: Path) -> None:
+def test_dtype_of_a_quantized_model_cannot_change(saved: Callable[[str], Artifact], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="float32 around its integers"):
         accel.export(saved("static-int8").path, tmp_path / "half", dtype="float16")
 
 
-def test_files_that_do_not_fit_are_refused(saved: Callable[[str], Artifact], tmp_path: Path) -> None:
+def test_inconsistent_files_are_refused(saved: Callable[[str], Artifact], tmp_path: Path) -> None:
     import shutil
 
     broken = shutil.copytree(saved("weight-int4").path, tmp_path / "broken")
@@ -147,7 +145,7 @@ def test_files_that_do_not_fit_are_refused(saved: Callable[[str], Artifact], tmp
 
 
 @pytest.mark.parametrize("scheme", ["static-int8", pytest.param("weight-int4", marks=pytest.mark.thorough)])
-def test_onnx_holds_the_models_own_integers(
+def test_onnx_contains_the_models_integers(
     saved: Callable[[str], Artifact], exported: Callable[[str, str], Artifact], scheme: str
 ) -> None:
     artifact = exported(scheme, "onnx")
@@ -161,7 +159,7 @@ def test_onnx_holds_the_models_own_integers(
 
 
 def weights_of_graph(model: onnx_ir.Model) -> list[np.ndarray]:
-    """Return the dequantized weight matrices `(outer, inner)` of an ONNX graph."""
+    """Return the dequantized weight matrices, each `(outputs, inputs)`, of an ONNX graph."""
     found = []
     for node in model.graph:
         held = [value.const_value.numpy() if value and value.const_value else None for value in node.inputs]
@@ -178,26 +176,29 @@ def weights_of_graph(model: onnx_ir.Model) -> list[np.ndarray]:
 def test_static_graphs_have_integer_products_after_loading(exported: Callable[[str, str], Artifact]) -> None:
     graph = onnx_ir.load(exported("static-int8", "onnx").file()).graph
     kinds = [node.op_type for node in graph]
-    # There is one Q/DQ pair per activation, not per layer: query, key and value share a pair.
+    # Query, key and value read the same activation, so they share one Q/DQ pair.
     assert kinds.count("QuantizeLinear") < kinds.count("DequantizeLinear") / 2
     assert "accel_layers" not in {node.domain for node in graph}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.thorough
-def test_openvino_keeps_the_integers(exported: Callable[[str, str], Artifact], scheme: str) -> None:
+def test_openvino_contains_the_models_integers(exported: Callable[[str, str], Artifact], scheme: str) -> None:
     ov = pytest.importorskip("openvino")
     artifact = exported(scheme, "openvino_ir")
     nodes = ov.Core().read_model(str(artifact.file())).get_ops()
     kinds = [node.get_output_element_type(0).get_type_name() for node in nodes if node.get_type_name() == "Constant"]
     layers = len(quantized_layers(quantized(scheme)))
-    # Constants of integer weights; layers in blocks also have one for their zero points.
+    # Each layer has one constant for its integer weights. A layer that is quantized in blocks has a second constant for
+    # its zero points.
     assert kinds.count("i8" if scheme == "static-int8" else "u4") == layers * (1 if scheme == "static-int8" else 2)
     assert not [n for n in nodes if n.get_type_name() == "Constant" and _is_dense(n)]
 
 
 def _is_dense(node: Any) -> bool:
-    """Whether a constant is a floating-point weight matrix of a layer (embeddings have 96 rows or more)."""
+    """Return whether a constant is a floating-point weight matrix of a linear layer. Token embeddings have 96 rows or
+    more, so they are not counted.
+    """
     shape = list(node.get_output_shape(0))
     return (
         node.get_output_element_type(0).get_type_name() == "f32"
@@ -206,13 +207,13 @@ def _is_dense(node: Any) -> bool:
     )
 
 
-# Quantization-aware training
+# The tests below check quantization-aware training.
 
 
 @pytest.mark.parametrize(("apart", "level"), [(4.0, 4), (100.0, 0)])
-def test_inputs_scaled_far_apart_are_not_rounded(apart: float, level: int) -> None:
-    """Inputs with very different AWQ scales are not rounded to 8 bits. AWQ divides a nearly inactive unit by a tiny
-    number, and rounding would turn the other inputs of its block to zero.
+def test_inputs_with_very_different_scales_are_not_rounded(apart: float, level: int) -> None:
+    """Inputs with very different AWQ scales are not rounded to 8 bits. AWQ divides a nearly inactive input by a tiny
+    number, and rounding would set the other inputs of its block to zero.
     """
     held = blocks(torch.nn.Linear(32, 8, bias=False))
     x = onnx_ir.Value(name="x", shape=onnx_ir.Shape(["rows", 32]), type=onnx_ir.TensorType(onnx_ir.DataType.FLOAT))
@@ -240,7 +241,7 @@ def prepared(preset: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) -> None:
+def test_prepared_model_trains_and_matches_its_integers(preset: str) -> None:
     from accel.capture.quantized_linears import without_training
 
     model = prepared(preset).train()
@@ -260,14 +261,14 @@ def test_a_prepared_model_trains_and_computes_what_its_integers_do(preset: str) 
     assert quantized_layers(fixed).keys() >= {"classifier"}
     with torch.no_grad():
         for case in rows(4, seed=7):
-            # A value halfway between two integers may round to either one: PyTorch's operator multiplies by the inverse
-            # scale.
+            # A value halfway between two integers may be rounded to either integer, because PyTorch's operator
+            # multiplies by the inverse of the scale.
             assert (fixed(**case).logits - model(**case).logits).abs().max() < 0.02
     assert not quantized_layers(model), "the model that was given goes on training"
 
 
 @pytest.mark.thorough
-def test_an_exported_model_answers_like_the_trained_one(tmp_path: Path) -> None:
+def test_exported_model_equals_the_trained_model(tmp_path: Path) -> None:
     model = prepared("int8").eval()
     artifact = accel.export(model, tmp_path / "onnx")
     session = open_plan(make_plan(artifact)).sessions["model"]
@@ -278,7 +279,7 @@ def test_an_exported_model_answers_like_the_trained_one(tmp_path: Path) -> None:
         assert (session.run(case)["logits"] - model(**case).logits).abs().max() < 0.02
 
 
-def test_checkpoints_of_prepared_and_plain_models_load_into_each_other() -> None:
+def test_prepared_and_plain_checkpoints_load_into_each_other() -> None:
     model, plain = prepared("int8"), tiny_model("bert")
     assert not model.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
     left = tiny_model("bert").load_state_dict(model.state_dict(), strict=False)
@@ -288,7 +289,7 @@ def test_checkpoints_of_prepared_and_plain_models_load_into_each_other() -> None
     assert torch.equal(other(**rows(1)[0]).logits, model(**rows(1)[0]).logits)
 
 
-def test_the_teacher_counts_in_the_loss_and_is_not_saved() -> None:
+def test_teacher_changes_the_loss_and_is_not_saved() -> None:
     model, alone = prepared("int4", distillation=0.5), prepared("int4")
     batch = {**rows(1)[0], "labels": torch.tensor([0, 2])}
     assert model.state_dict().keys() == alone.state_dict().keys()
@@ -302,7 +303,7 @@ def test_the_teacher_counts_in_the_loss_and_is_not_saved() -> None:
     assert model(**batch).loss != alone(**batch).loss
 
 
-def test_what_cannot_be_prepared_is_refused_and_left_as_it_was() -> None:
+def test_invalid_models_are_refused_and_unchanged() -> None:
     model = tiny_model("bert")
     with pytest.raises(ConfigError, match="needs calibration data"):
         accel.prepare_qat(model)
@@ -331,7 +332,7 @@ def test_what_cannot_be_prepared_is_refused_and_left_as_it_was() -> None:
         accel.prepare_qat(marked, calibration=rows())
 
 
-def test_encoder_decoders_are_calibrated_with_their_labels() -> None:
+def test_encoder_decoders_are_calibrated_with_labels() -> None:
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(
@@ -343,8 +344,10 @@ def test_encoder_decoders_are_calibrated_with_their_labels() -> None:
     assert type(prepared.decoder.block[0].layer[2].DenseReluDense.wi) is not torch.nn.Linear
 
 
-def test_models_that_ask_for_the_type_of_weights_have_blocks(tmp_path: Path) -> None:
-    """T5 casts activations to the data type of the layer's weights, so block layers need a data type."""
+def test_block_layers_have_a_weight_dtype(tmp_path: Path) -> None:
+    """T5 converts activations to the data type of the layer's weights, so layers that are quantized in blocks must
+    report a data type.
+    """
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(
@@ -361,7 +364,7 @@ def test_models_that_ask_for_the_type_of_weights_have_blocks(tmp_path: Path) -> 
     assert torch.allclose(opened(**case, decoder_input_ids=before).logits, expected, atol=1e-4)
 
 
-def test_layers_of_another_kind_that_stay_in_float_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_layer_types_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(training.logger, "warning", lambda text, *values: told.append(text % values))
     settings = transformers.GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, pad_token_id=0)
@@ -372,13 +375,13 @@ def test_layers_of_another_kind_that_stay_in_float_are_told(monkeypatch: pytest.
         accel.prepare_qat(transformers.GPT2LMHeadModel(settings), calibration=rows())
 
 
-def test_a_checkpoint_in_training_is_not_taken_for_a_float_model(tmp_path: Path) -> None:
+def test_checkpoint_in_training_is_not_exported_as_float_model(tmp_path: Path) -> None:
     prepared("int8").save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(ExportError, match="in training for integers"):
         accel.export(tmp_path / "checkpoint", tmp_path / "onnx")
 
 
-def test_the_teacher_says_once_when_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_teacher_is_warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     model = prepared("int4", distillation=0.5).train()
     monkeypatch.setattr(distillation.logger, "warning", told.append)
@@ -388,8 +391,8 @@ def test_the_teacher_says_once_when_it_is_not_asked(monkeypatch: pytest.MonkeyPa
     assert "nothing is distilled" in told[0]
 
 
-def test_mixed_precision_around_forward_is_no_part_of_the_model(tmp_path: Path) -> None:
-    """Mixed precision that accelerate adds around `forward`, as Trainer with `bf16=True` does, is not exported."""
+def test_mixed_precision_around_forward_is_not_exported(tmp_path: Path) -> None:
+    """The mixed precision that accelerate adds around `forward` is not exported. Trainer adds it with `bf16=True`."""
     accelerate = pytest.importorskip("accelerate", reason="Trainer's mixed precision is accelerate's")
     model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(prepared("int8")).eval()
     assert "forward" in vars(model)
@@ -404,11 +407,11 @@ def test_mixed_precision_around_forward_is_no_part_of_the_model(tmp_path: Path) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", ["adapter", "rounding"])
-def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path) -> None:
+def test_adapters_stay_in_float_on_quantized_layers(first: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     settings = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"], init_lora_weights=False)
     with warnings.catch_warnings():
-        # PEFT reads a deprecated attribute of transformers.
+        # PEFT reads a deprecated attribute of transformers, which warns.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         if first == "adapter":
             model = accel.prepare_qat(peft.get_peft_model(tiny_model("bert"), settings), calibration=rows())
@@ -433,14 +436,16 @@ def test_adapters_stay_float_beside_layers_that_round(first: str, tmp_path: Path
 def _with_adapter(model: Any, **settings: Any) -> Any:
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     with warnings.catch_warnings():
-        # PEFT reads a deprecated attribute of transformers.
+        # PEFT reads a deprecated attribute of transformers, which warns.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], **settings))
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4"])
-def test_adapters_that_compute_with_the_weights_below_are_refused(preset: str, tmp_path: Path) -> None:
-    """DoRA divides by norms of the weights below it. With integer weights, the exported graph gave wrong results."""
+def test_adapters_that_read_base_weights_are_refused(preset: str, tmp_path: Path) -> None:
+    """DoRA divides by the norms of the base layer's weights. If the base layer has integer weights, the exported graph
+    gave wrong results, so the combination is refused.
+    """
     before = _with_adapter(tiny_model("bert"), use_dora=True)
     settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
     with pytest.raises(PrepareError, match="computes with the weights of the layer below"):
@@ -452,9 +457,7 @@ def test_adapters_that_compute_with_the_weights_below_are_refused(preset: str, t
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4"])
-def test_weights_that_a_merged_adapter_has_moved_out_of_their_steps_are_told(
-    preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merged_adapter_outside_of_scales_is_warned(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(quantized_module.logger, "warning", lambda text, *values: told.append(text % values))
     model = _with_adapter(prepared(preset), init_lora_weights=False)
@@ -472,10 +475,10 @@ def test_weights_that_a_merged_adapter_has_moved_out_of_their_steps_are_told(
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4-per-tensor", "int4"])
-def test_weight_decay_leaves_the_steps_where_they_began(preset: str) -> None:
-    """Weight decay, which pulls parameters to zero, does not change the quantization scales.
+def test_weight_decay_does_not_change_scales(preset: str) -> None:
+    """Weight decay, which moves parameters toward zero, does not change the quantization scales.
 
-    If the parameter were the logarithm of a scale below 1, decay would increase the scale.
+    If the parameter were the logarithm of a scale below 1, weight decay would increase the scale.
     """
     model = prepared(preset)
     before = _steps(model)
@@ -494,8 +497,10 @@ def _steps(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("preset", ["int4-per-tensor", "int4-int8"])
-def test_four_bits_begin_where_the_least_is_lost(preset: str) -> None:
-    """One very large weight does not make all other weights zero: the initial scale fits the other weights."""
+def test_int4_scale_minimizes_the_error(preset: str) -> None:
+    """One very large weight does not turn all other weights into zero, because the initial scale fits the other
+    weights.
+    """
     model = tiny_model("bert")
     layer = model.bert.encoder.layer[0].attention.self.query
     with torch.no_grad():
@@ -512,24 +517,24 @@ def test_four_bits_begin_where_the_least_is_lost(preset: str) -> None:
     assert by_largest > 5 * lost
 
 
-# The loss of the model, and layers under several names
+# The tests below check the loss of the model, and layers that have several names.
 
 
 def _gradient(model: Any, feeds: dict[str, torch.Tensor], parts: int, **more: Any) -> torch.Tensor:
-    """Return the gradient of a batch, summed over `parts` smaller batches as the Trainer does."""
+    """Return the gradient of a batch that is summed over `parts` smaller batches, as Trainer accumulates gradients."""
     model.zero_grad()
     rows = len(feeds["input_ids"]) // parts
     for i in range(parts):
         model(**{name: value[i * rows : (i + 1) * rows] for name, value in feeds.items()}, **more).loss.backward()
-    # Gradients of input scales are left out: their factor depends on the number of activations in a call.
+    # Skip the gradients of input scales, because their factor depends on the number of activations in a call.
     learned = (p.grad for name, p in sorted(model.named_parameters()) if not name.endswith("x_log_change"))
     return torch.cat([grad.flatten() for grad in learned if grad is not None])
 
 
 @pytest.mark.parametrize("ignored", [0, 3])
-def test_distillation_counts_like_the_loss_where_batches_are_accumulated(ignored: int) -> None:
-    """If a model divides its loss by the labels of all batches of a step, the distillation term is divided by the same
-    number.
+def test_distillation_loss_with_gradient_accumulation(ignored: int) -> None:
+    """With gradient accumulation, some models divide their loss by the number of labels of all batches in the training
+    step. The distillation loss is then divided by the same number.
     """
     model = tiny_generator("llama").train()
     ids = torch.randint(6, 90, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -543,8 +548,10 @@ def test_distillation_counts_like_the_loss_where_batches_are_accumulated(ignored
     torch.testing.assert_close(whole, _gradient(model, feeds, 1), atol=1e-5 * float(whole.abs().max()), rtol=1e-3)
 
 
-def test_distillation_stays_whole_where_the_loss_does() -> None:
-    """If a model ignores `num_items_in_batch`, as BERT's classifier does, the distillation term is not divided."""
+def test_distillation_loss_if_the_model_ignores_accumulation() -> None:
+    """If a model ignores `num_items_in_batch`, as BERT's classifier does, the distillation loss is not divided by this
+    number.
+    """
     model = tiny_model("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
     ids = torch.randint(6, 100, (8, 8), generator=torch.Generator().manual_seed(0))
     feeds = {"input_ids": ids, "labels": ids[:, 0] % 3}
@@ -553,8 +560,8 @@ def test_distillation_stays_whole_where_the_loss_does() -> None:
     assert torch.equal(found, _gradient(model, feeds, 1))
 
 
-def test_spans_and_numbers_are_distilled() -> None:
-    """Distillation works for start and end logits of spans, and for regression, which has no classes."""
+def test_distillation_of_spans_and_regression() -> None:
+    """Distillation works for the start and end logits of question answering, and for regression, which has no classes."""
     ids = torch.randint(6, 100, (4, 8), generator=torch.Generator().manual_seed(0))
     spans = tiny_model("bert", "question-answering")
     numbers = tiny_model("bert", num_labels=1)
@@ -573,7 +580,7 @@ def test_spans_and_numbers_are_distilled() -> None:
         assert any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
-def test_a_layer_under_two_names_stays_one(tmp_path: Path) -> None:
+def test_layer_with_two_names_is_shared(tmp_path: Path) -> None:
     model = tiny_model("bert")
     first, second = (one.attention.self for one in model.bert.encoder.layer)
     second.query = first.query
@@ -592,7 +599,7 @@ def test_a_layer_under_two_names_stays_one(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_parts_in_evaluation_mode_stay_in_it() -> None:
+def test_modules_in_evaluation_mode_stay_in_it() -> None:
     model = tiny_model("bert").train()
     model.bert.embeddings.eval()
     before = [one.training for one in model.modules()]

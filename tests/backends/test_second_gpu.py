@@ -1,5 +1,5 @@
-"""All GPU features on the second GPU while the first GPU is the current device: equal outputs, and the current device
-does not change.
+"""Tests of all GPU features on the second GPU while the first GPU is the current device. Outputs are equal, and the
+current device does not change.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ pytestmark = [
 ]
 
 GPUS = ("cuda:0", "cuda:1")
-# Two GPUs of the same model run the same kernels. Compiled code is tuned per GPU, so float16 sums may be in another
-# order.
+# Two GPUs of the same model run the same kernels, so their results are equal. The compiler tunes code for each GPU, so
+# float16 sums of compiled code may have a different order.
 EQUAL, TUNED = 1e-5, 1e-2
-# Another order of sums may round a value to the next float8 value, which is up to 1/16 away. Measured: 0.013 of the
-# largest logit.
+# A different order of addition may round a value to the next float8 value, which differs by up to 1/16. Measured on two
+# GPUs: 0.013 of the largest logit.
 FLOAT8 = 5e-2
 
 
@@ -61,7 +61,7 @@ def assert_equal(found: dict[str, torch.Tensor], tolerance: float) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"dtype": "float16"}, {"dtype": "float16", "quantization": "float8"}], ids=str
 )
-def test_an_accelerated_model(settings: dict[str, Any]) -> None:
+def test_accelerated_model(settings: dict[str, Any]) -> None:
     if "quantization" in settings and torch.cuda.get_device_capability(1) < (8, 9):
         pytest.skip("this GPU computes in no float8")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -71,15 +71,15 @@ def test_an_accelerated_model(settings: dict[str, Any]) -> None:
             model = tiny_model("bert", seed=1, **sizes).to(gpu)
             with torch.no_grad():
                 accel.accelerate(model, keep_slower=True, **settings)
-                # The third call replays the graph that the first call captured.
+                # The third call replays the CUDA graph that the first call captured.
                 found[gpu] = [model(**batch(64, 32, gpu, padded)).logits for _ in range(3)][-1]
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()
         assert_equal(found, FLOAT8 if "quantization" in settings else TUNED)
 
 
-def test_an_accelerated_generator(tmp_path: Path) -> None:
-    """An accelerated generator gives equal outputs on both GPUs; the compiler records its decoding steps as CUDA
+def test_accelerated_generator(tmp_path: Path) -> None:
+    """An accelerated generator gives equal outputs on both GPUs. The compiler records its decoding steps as CUDA
     graphs.
     """
     import transformers
@@ -101,8 +101,8 @@ def test_an_accelerated_generator(tmp_path: Path) -> None:
     [("pytorch", {}), ("pytorch", {"cuda_graph": True}), ("inductor", {"keep_slower": True}), ("cuda", {}), ("cuda", {"cuda_graphs": 0})],
     ids=str,
 )  # fmt: skip
-def test_a_session(backend: str, options: dict[str, Any], tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """The session is also called from a new thread, whose current device is the first GPU."""
+def test_session(backend: str, options: dict[str, Any], tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Test the session from the main thread and from a new thread, whose current device is the first GPU."""
     source: Path = tiny_folder("bert")
     if backend == "cuda":
         source = optimize(export(source, tmp_path / "onnx"), tmp_path / "o4", backend="cuda", level="O4").path
@@ -127,7 +127,7 @@ def test_a_session(backend: str, options: dict[str, Any], tiny_folder: Callable[
     assert_equal(threaded, TUNED)
 
 
-def test_a_session_that_is_dropped_leaves_the_current_device(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_deleted_session_keeps_the_current_device(tiny_artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(
         tiny_artifact().path, backend="cuda", device="cuda:1"
     )
@@ -136,7 +136,7 @@ def test_a_session_that_is_dropped_leaves_the_current_device(tiny_artifact: Call
     assert torch.zeros(1, device="cuda").device.index == 0
 
 
-def test_a_decoder_that_is_dropped_leaves_the_current_device(tmp_path: Path) -> None:
+def test_deleted_decoder_keeps_the_current_device(tmp_path: Path) -> None:
     source = export(save_generator(tmp_path / "llama", "llama"), tmp_path / "onnx")
     half = optimize(source, tmp_path / "o4", backend="cuda", level="O4").path
     model: Any = accel.ORTModelForCausalLM.from_pretrained(half, backend="cuda", device="cuda:1")
@@ -150,8 +150,8 @@ def test_a_decoder_that_is_dropped_leaves_the_current_device(tmp_path: Path) -> 
     ("backend", "dtype"), [("pytorch", ""), ("inductor", ""), ("cuda", "float16"), ("cuda", "")], ids=str
 )
 def test_generation(backend: str, dtype: str, tmp_path: Path) -> None:
-    """On the CUDA backend, a float16 decoder runs each step as one CUDA graph; a float32 decoder launches each kernel
-    separately.
+    """Generated tokens are equal on both GPUs. On the `cuda` backend, a float16 decoder runs each decoding step as one
+    CUDA graph, and a float32 decoder launches each kernel separately.
     """
     source: Any = save_generator(tmp_path / "llama", "llama")
     if backend == "cuda":
@@ -174,7 +174,7 @@ def test_generation(backend: str, dtype: str, tmp_path: Path) -> None:
         assert_equal(found, 0)
 
 
-def test_an_engine_s_answers(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_engine(tiny_artifact: Callable[..., Artifact]) -> None:
     texts = ["where is my card", "help", "the bank"]
     found = []
     for gpu in GPUS:
@@ -186,7 +186,7 @@ def test_an_engine_s_answers(tiny_artifact: Callable[..., Artifact]) -> None:
         assert abs(one["score"] - other["score"]) <= EQUAL
 
 
-def test_a_benchmark_waits_for_the_gpu_that_computes(tiny_folder: Callable[..., Path]) -> None:
+def test_benchmark_waits_for_the_second_gpu(tiny_folder: Callable[..., Path]) -> None:
     result = accel.benchmark(
         tiny_folder(), device="cuda:1", backends=["cuda"], batch=[2], sequence=[5], rounds=2, calls=3, warmup=2
     )
@@ -195,7 +195,7 @@ def test_a_benchmark_waits_for_the_gpu_that_computes(tiny_folder: Callable[..., 
     assert graph.max_abs_difference <= graph.tolerance
 
 
-def test_a_calibrated_model(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_calibrated_model(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     """A model with calibrated Q/DQ pairs gives equal outputs on both GPUs with the CUDA execution provider."""
     fused = optimize(tiny_artifact(), tmp_path / "o2", backend="cuda", level="O2")
     feeds = [{name: tensor.cpu() for name, tensor in batch(2, 8, "cpu", padded).items()} for padded in (False, True)]
@@ -209,7 +209,7 @@ def test_a_calibrated_model(tiny_artifact: Callable[..., Artifact], tmp_path: Pa
     assert_equal(found, EQUAL)
 
 
-def test_buckets_and_settings_of_threads(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_buckets_and_thread_settings(tiny_artifact: Callable[..., Artifact]) -> None:
     found = {}
     for gpu in GPUS:
         model = accel.ORTModelForSequenceClassification.from_pretrained(
@@ -220,8 +220,8 @@ def test_buckets_and_settings_of_threads(tiny_artifact: Callable[..., Artifact])
     assert_equal(found, EQUAL)
 
 
-def test_aotinductor_has_no_gpu() -> None:
-    """Packages of compiled code are for CPUs, so the backend offers no GPU."""
+def test_aotinductor_offers_no_gpu() -> None:
+    """Packages of the `aotinductor` backend run only on CPUs, so the backend lists no GPU."""
     from accel.backends import registry
 
     assert {device.type for device in registry.probe(registry.describe("aotinductor")).devices} == {"cpu"}

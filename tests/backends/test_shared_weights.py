@@ -1,4 +1,6 @@
-"""Weights that several layers use are stored once, whatever a stage makes of them."""
+"""Weights that several layers share are stored once in an artifact, after every stage (export, optimization and
+quantization).
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ GPU_SCHEMES: dict[str, dict[str, Any]] = {
     "static-int8 for GPUs": {"scheme": "static-int8", "backend": "tensorrt"},
     "static-fp8 for GPUs": {"scheme": "static-fp8", "backend": "tensorrt"},
 }
-# Smaller tensors are scales and biases, which lie in the graph.
+# Weights have at least this number of values. Smaller tensors are scales and biases, which are stored in the graph.
 LARGE = 256
 
 
 class Universal(torch.nn.Module):
-    """The same block, several times in a row (Dehghani et al., 2018, Universal Transformers)."""
+    """Model that applies the same block several times (Dehghani et al., 2018, Universal Transformers)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ def universal(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture
 def parent(tiny_artifact: Get, generator: Get, universal: Artifact) -> Get:
-    """Models by the kind of their shared weights."""
+    """Return a function that returns an artifact for each kind of shared weights."""
     made: dict[str, Callable[[], Artifact]] = {
         "layers (ALBERT)": lambda: tiny_artifact("albert"),
         "layers (Universal)": lambda: universal,
@@ -81,7 +83,9 @@ KINDS = (
 
 
 def stored(artifact: Artifact) -> list[str]:
-    """Contents of the large weights that an artifact's files hold, each as often as it is stored."""
+    """Return a hash of the contents of each large weight in an artifact's files. A weight that is stored twice has two
+    entries.
+    """
     contents: dict[tuple[str, int], str] = {}
     for component in artifact.components:
         model = onnx.load(artifact.path / component.file, load_external_data=False)
@@ -118,7 +122,7 @@ THOROUGH = ("static-int8 of integer operators", "weight-int8", "weight-int4 with
     "scheme",
     [pytest.param(name, marks=pytest.mark.thorough if name in THOROUGH else ()) for name in (*SCHEMES, *GPU_SCHEMES)],
 )
-def test_no_weight_is_stored_twice(kind: str, scheme: str, parent: Get, tmp_path: Path) -> None:
+def test_quantized_artifact_stores_each_weight_once(kind: str, scheme: str, parent: Get, tmp_path: Path) -> None:
     artifact, settings = parent(kind), {**SCHEMES, **GPU_SCHEMES}[scheme]
     data = calibration(artifact) if settings["scheme"].startswith("static") else None
     made = accel.quantize(artifact, tmp_path / "out", calibration=data, **settings)
@@ -128,31 +132,33 @@ def test_no_weight_is_stored_twice(kind: str, scheme: str, parent: Get, tmp_path
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["O2", pytest.param("O4", id="float16")])
-def test_no_weight_is_stored_twice_after_optimizing(kind: str, level: str, parent: Get, tmp_path: Path) -> None:
-    # T5 of random weights leaves float16's range; only what is stored is looked at here.
+def test_optimized_artifact_stores_each_weight_once(kind: str, level: str, parent: Get, tmp_path: Path) -> None:
+    # With random weights, T5 leaves the range of float16. The large `atol` accepts its outputs, because this test
+    # checks only the stored weights.
     contents = stored(optimize(parent(kind), tmp_path / "out", level=level, atol=1e3))
     assert sorted(contents) == sorted(set(contents))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_weight_is_stored_twice_after_exporting(kind: str, parent: Get) -> None:
+def test_exported_artifact_stores_each_weight_once(kind: str, parent: Get) -> None:
     contents = stored(parent(kind))
     assert sorted(contents) == sorted(set(contents))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_integers_of_shared_layers_are_a_quarter_of_the_floats(
+def test_integers_of_shared_layers_need_a_quarter_of_the_bytes(
     scheme: str, universal: Artifact, tmp_path: Path
 ) -> None:
     data = calibration(universal) if scheme.startswith("static") else None
     made = accel.quantize(universal, tmp_path / "out", calibration=data, **SCHEMES[scheme])
     weights = sum(path.stat().st_size for path in made.path.glob("*.data"))
-    # 16,384 weights in 8 bits; scales and biases of 192 channels; blocks of 4 bits have a scale for every 32.
+    # The file contains 16,384 weights of 8 bits each, and scales and biases of 192 channels. With 4-bit weights, each
+    # block of 32 weights has a scale.
     assert weights < 16_384 + 12_000
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_shared_weight_is_one_initializer(scheme: str, universal: Artifact, tmp_path: Path) -> None:
+def test_shared_weight_is_one_initializer(scheme: str, universal: Artifact, tmp_path: Path) -> None:
     data = calibration(universal) if scheme.startswith("static") else None
     made = quantize(universal, tmp_path / "out", calibration=data, **SCHEMES[scheme])
     graph = onnx.load(made.file(), load_external_data=False).graph
@@ -167,7 +173,7 @@ def test_openvino_stores_shared_weights_once(tiny_folder: Get, tmp_path: Path) -
     assert sizes[1] < 0.6 * sizes[0]
 
 
-def test_a_result_that_is_larger_than_its_input_says_so(
+def test_result_larger_than_its_input_is_warned(
     tiny_artifact: Get, universal: Artifact, caplog: pytest.LogCaptureFixture
 ) -> None:
     small, large = sorted((tiny_artifact("bert"), universal), key=lambda one: one.bytes)
@@ -175,7 +181,7 @@ def test_a_result_that_is_larger_than_its_input_says_so(
     assert f"{large.bytes:,} bytes, from {small.bytes:,}. keep the input." in caplog.text
 
 
-def test_a_result_that_is_smaller_says_nothing(
+def test_result_smaller_than_its_input_is_not_warned(
     universal: Artifact, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantize(universal, tmp_path / "out", scheme="dynamic-int8")

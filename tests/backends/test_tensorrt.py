@@ -1,4 +1,4 @@
-"""Tests of the `tensorrt` backend on a GPU; some of them need TensorRT, others only the GPU."""
+"""Tests of the `tensorrt` backend on a GPU. Some tests require TensorRT; other tests require only the GPU."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TestTensorrt(BackendConformance):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
-def test_device_session_over_the_cuda_provider(tiny_artifact: Callable[..., Artifact], task: str) -> None:
-    """Test the session class of the TensorRT provider with the CUDA provider, which works in the same way."""
+def test_device_session_with_the_cuda_provider(tiny_artifact: Callable[..., Artifact], task: str) -> None:
+    """Test the session class of the TensorRT provider with the CUDA provider, which uses the same interface."""
     from accel_plugins.ortkit.runtime.device_session import DeviceSession
     from accel_plugins.ortkit.runtime.nvidia import CUDA
     from accel_plugins.ortkit.runtime.session import open_runtime
