@@ -13,7 +13,7 @@ PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
 
 @pytest.fixture(scope="session")
 def folders(shared: Callable[..., Path]) -> Path:
-    """Return the folder with model folders that other tools wrote, unpacked."""
+    """Return the folder of the unpacked model folders that other tools wrote."""
 
     def unpack(out: Path) -> None:
         with tarfile.open(PACKED) as archive:

@@ -1,4 +1,6 @@
-"""PEFT adapters: an export computes what PEFT computes with the base model, also after the base model changes."""
+"""Tests of PEFT adapters: an exported adapter computes the same outputs as PEFT with the base model. The export follows
+later changes of the base model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from accel.testing.models import rescale, tiny_tokenizer
 
 peft = pytest.importorskip("peft", reason="adapters are PEFT's")
 
-# PEFT warns about tied embeddings, and transformers about an argument name that it will remove.
+# PEFT warns about tied embeddings, and transformers warns about an argument name that it will remove.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Model has `tie", "ignore:`is_gradient", "ignore:Setting `save", "ignore:Could not find"
 )
@@ -37,7 +39,7 @@ def save_base(folder: Path, seed: int = 0, *, tied: bool = False) -> Path:
 
 
 def save_adapter(folder: Path, base: str, targets: list[str], **settings: Any) -> Any:
-    """Save an adapter with large weights and without a base model in its folder. Return the adapted model."""
+    """Save an adapter with large weights to `folder`, without the base model. Return the adapted model."""
     hub = {name: settings.pop(name) for name in ("cache_dir",) if name in settings}
     model = transformers.LlamaForCausalLM.from_pretrained(base, revision=settings.get("revision"), **hub)
     adapted = peft.get_peft_model(
@@ -67,12 +69,12 @@ def loaded(folder: Path, hub: HubOptions | None = None) -> torch.nn.Module:
     "targets", [["q_proj", "embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="-".join
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_tables_that_a_model_shares(tied: bool, targets: list[str], tmp_path: Path) -> None:
+def test_adapters_on_tied_embeddings(tied: bool, targets: list[str], tmp_path: Path) -> None:
     adapted = save_adapter(tmp_path / "adapter", str(save_base(tmp_path / "base", tied=tied)), targets)
     torch.testing.assert_close(logits(loaded(tmp_path / "adapter")), logits(adapted), atol=1e-4, rtol=1e-4)
 
 
-def test_the_revision_that_an_adapter_names(tmp_path: Path) -> None:
+def test_base_revision_named_by_the_adapter_is_used(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--me--base"
     (repository / "refs").mkdir(parents=True)
     for name, commit, seed in (("main", "a" * 40, 0), ("v1", "b" * 40, 5)):
@@ -88,7 +90,9 @@ ADDED = ["newtoken", "othertoken"]
 
 
 def save_with_tokens(folder: Path, base: Path, *, tokens: int = 2, save: Any = "auto", **settings: Any) -> Any:
-    """Save an adapter and tokenizer of a model that was resized for more tokens. Return the adapted model."""
+    """Save an adapter and a tokenizer with added tokens, for a base model whose embeddings were resized. Return the
+    adapted model.
+    """
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(ADDED)
     model = transformers.LlamaForCausalLM.from_pretrained(base)
@@ -135,7 +139,8 @@ def test_an_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_
     found = loaded(tmp_path / "adapter")
     size = adapted.config.vocab_size
     if not tied and (settings.get("indices") or "embed_tokens" in settings.get("target_modules", ())):
-        # If only the input embeddings are adapted, PEFT saves no rows of the output embeddings.
+        # If only the input embeddings are adapted, PEFT does not save the output embeddings of the two added tokens, so
+        # these logits are not compared.
         size -= 2
     assert found.config.vocab_size == adapted.config.vocab_size
     expected = logits_of_added(adapted, adapted.config.vocab_size)[..., :size]
@@ -144,8 +149,10 @@ def test_an_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_
     )
 
 
-def test_tokens_without_embeddings_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A padding token exists only in the tokenizer: the model is not resized."""
+def test_added_tokens_without_saved_embeddings_are_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The padding token exists only in the tokenizer, because the model's embeddings were not resized. The export
+    warns, and the outputs are correct.
+    """
     base = save_base(tmp_path / "base")
     rows = transformers.AutoConfig.from_pretrained(base).vocab_size
     adapted = save_adapter(tmp_path / "adapter", str(base), ["q_proj"])
@@ -156,7 +163,7 @@ def test_tokens_without_embeddings_anywhere(tmp_path: Path, caplog: pytest.LogCa
     assert "neither the adapter nor its base model" in caplog.text
 
 
-def test_embeddings_that_were_not_saved_are_told(tmp_path: Path) -> None:
+def test_unsaved_embeddings_raise(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     save_with_tokens(tmp_path / "adapter", base, save=False, target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(ExportError, match="holds no embeddings of the others") as error:
@@ -164,7 +171,7 @@ def test_embeddings_that_were_not_saved_are_told(tmp_path: Path) -> None:
     assert "save_embedding_layers=True" in error.value.fix
 
 
-def test_an_adapter_of_another_model_is_told_as_one(tmp_path: Path) -> None:
+def test_adapter_of_another_base_model_raises(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     save_adapter(tmp_path / "adapter", str(base), ["q_proj"])
     other = transformers.LlamaConfig(**{**transformers.AutoConfig.from_pretrained(base).to_dict(), "hidden_size": 128})
@@ -188,7 +195,7 @@ def test_an_adapter_of_another_model_is_told_as_one(tmp_path: Path) -> None:
     ],
     ids=lambda settings: settings.peft_type.value,
 )
-def test_other_kinds_that_are_merged(settings: Any, tmp_path: Path) -> None:
+def test_other_mergeable_adapter_types(settings: Any, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
     adapted = peft.get_peft_model(model, settings)
     torch.manual_seed(1)
@@ -212,14 +219,14 @@ def test_other_kinds_that_are_merged(settings: Any, tmp_path: Path) -> None:
     ],
     ids=["prefix", "p-tuning", "alora"],
 )
-def test_other_kinds_that_cannot_be_merged(settings: Any, kind: str, tmp_path: Path) -> None:
+def test_adapter_types_that_cannot_be_merged_raise(settings: Any, kind: str, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
     peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ExportError, match=kind):
         loaded(tmp_path / "adapter")
 
 
-def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     peft.get_peft_model(model, prompts).save_pretrained(tmp_path / "adapter")
@@ -229,7 +236,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_adapter_is_opened_with_the_base_as_it_is_now(tmp_path: Path) -> None:
+def test_adapter_is_opened_with_the_current_base_model(tmp_path: Path) -> None:
     save_base(tmp_path / "base")
     adapted = save_adapter(tmp_path / "adapter", str(tmp_path / "base"), ["q_proj"])
     model = ORTModelForCausalLM.from_pretrained(tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""Architectures whose code needs special handling in a trace: each test covers one such mechanism."""
+"""Tests of model architectures that need special handling in a trace. Each test covers one cause of special handling."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ _LONGFORMER: dict[str, Any] = {
 
 
 def made(architecture: str, **settings: Any) -> Any:
-    """Create a model with the given settings whose logits are of order 1."""
+    """Return a model with the given settings and random weights, whose logits are of order 1."""
     cls = getattr(transformers, architecture)
     torch.manual_seed(0)
     return rescale(cls(cls.config_class(**settings))).eval()
 
 
 def worst(artifact: Any, original: Any, sizes: tuple[tuple[int, int], ...], ids: tuple[int, int] = (5, 100)) -> float:
-    """Return the largest difference of a classifier's logits from PyTorch's for the given batch sizes and lengths.
+    """Return the largest difference of a classifier's logits from PyTorch's, for the given pairs of batch size and
+    sequence length.
 
-    Every second row of the batch is padded.
+    Every second row of each batch is padded.
     """
     model = ORTModelForSequenceClassification(artifact)
     pad = getattr(original.config, "pad_token_id", None) or 0
@@ -72,7 +73,7 @@ def worst(artifact: Any, original: Any, sizes: tuple[tuple[int, int], ...], ids:
     return found
 
 
-# The order of float32 sums differs.
+# The exported graph may add float32 numbers in a different order, so results differ slightly.
 TOLERANCE = 1e-4
 
 
@@ -86,8 +87,8 @@ def assert_same_answers(artifact: Artifact, original: Any, sizes: tuple[tuple[in
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_images_of_any_size(backend: str, tmp_path: Path) -> None:
-    """Convolutional models accept any image size, so their graph must accept any size."""
+def test_convolutional_models_accept_any_image_size(backend: str, tmp_path: Path) -> None:
+    """Convolutional models accept any image size, so the exported graph must also accept any image size."""
     original = made(
         "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3
     )
@@ -97,8 +98,10 @@ def test_images_of_any_size(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_images_that_fill_no_whole_patches(tmp_path: Path) -> None:
-    """FocalNet pads images to whole patches at each stage. A graph traced with whole patches would crop the rest."""
+def test_images_with_incomplete_patches(tmp_path: Path) -> None:
+    """FocalNet pads images to whole patches at each stage. A graph that is traced with whole patches would crop the
+    incomplete patches.
+    """
     original = made(
         "FocalNetForImageClassification", image_size=64, embed_dim=16, hidden_sizes=[16, 32], depths=[1, 1],
         focal_levels=[2, 2], focal_windows=[3, 3], num_labels=3,
@@ -108,8 +111,10 @@ def test_images_that_fill_no_whole_patches(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_adapters_of_one_language(tmp_path: Path) -> None:
-    """A graph of X-MOD has only the default language's adapters. The PyTorch model keeps all adapters."""
+def test_xmod_graph_has_one_language_adapter(tmp_path: Path) -> None:
+    """The exported graph of X-MOD contains only the adapter of the default language. The PyTorch model keeps the
+    adapters of all languages.
+    """
     languages = ["de_DE", "en_XX", "fr_XX"]
     original = made(
         "XmodForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -131,8 +136,10 @@ _VISION = {
 
 
 @pytest.mark.thorough
-def test_tokens_around_an_image(tmp_path: Path) -> None:
-    """Ovis2's processor writes tokens around an image. They are in the visual embeddings, so token ids have no limit."""
+def test_image_indicator_tokens_of_ovis2(tmp_path: Path) -> None:
+    """Ovis2's processor puts indicator tokens before and after an image. Their embeddings are in the visual embedding
+    table, so the ids exceed the text vocabulary and the session must not check their range.
+    """
     original = made(
         "Ovis2ForConditionalGeneration", text_config={"model_type": "qwen2", **_TEXT}, hidden_size=32, vocab_size=96,
         vision_config={**_VISION, "vocab_size": 20, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
@@ -149,8 +156,10 @@ def test_tokens_around_an_image(tmp_path: Path) -> None:
     assert (model(**feeds).logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-def test_images_that_attend_in_both_directions_are_refused(tmp_path: Path) -> None:
-    """Gemma 3's processor returns token_type_ids for images, which attend in both directions."""
+def test_bidirectional_image_attention_is_refused(tmp_path: Path) -> None:
+    """The export of Gemma 3 raises an error: its processor returns `token_type_ids` for images, and image tokens attend
+    in both directions.
+    """
     original = made(
         "Gemma3ForConditionalGeneration", text_config={**_TEXT, "head_dim": 8}, vision_config=_VISION,
         image_token_id=90, image_token_index=90, mm_tokens_per_image=4, boi_token_index=91, eoi_token_index=92,
@@ -160,8 +169,10 @@ def test_images_that_attend_in_both_directions_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_images_of_one_size_where_the_trace_fixes_it(tmp_path: Path) -> None:
-    """The model accepts any image size, but its trace fixes the size of its sample."""
+def test_image_size_fixed_by_the_trace(tmp_path: Path) -> None:
+    """The model accepts any image size, but its trace fixes the size of the sample image, so the graph declares this
+    size.
+    """
 
     class Pooled(transformers.ResNetForImageClassification):  # type: ignore[misc]  # transformers is untyped here
         def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
@@ -174,7 +185,7 @@ def test_images_of_one_size_where_the_trace_fixes_it(tmp_path: Path) -> None:
     assert artifact.component().inputs[0].shape == ("batch", 3, 224, 224)
 
 
-def test_a_graph_of_one_image_size_is_validated_at_it(tmp_path: Path) -> None:
+def test_graph_with_fixed_image_size_is_validated(tmp_path: Path) -> None:
     made(
         "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3
     ).save_pretrained(tmp_path / "model")
@@ -184,20 +195,20 @@ def test_a_graph_of_one_image_size_is_validated_at_it(tmp_path: Path) -> None:
     assert validate(artifact).passed
 
 
-def test_positions_for_one_image_size(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_position_embeddings_fix_the_image_size(tiny_artifact: Callable[..., Artifact]) -> None:
     artifact = tiny_artifact("vit", "image-classification")
     assert artifact.component().inputs[0].shape == ("batch", 3, 32, 32)
 
 
 @pytest.mark.thorough
 def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
-    """Falcon computes positions in bfloat16, which ONNX Runtime's CPU provider cannot multiply."""
+    """Falcon computes ALiBi positions in bfloat16, although ONNX Runtime's CPU provider cannot multiply in bfloat16."""
     original = made(
         "FalconForCausalLM", vocab_size=120, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, alibi=True,
         new_decoder_architecture=False, multi_query=False, bias=True, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     artifact = export(original, tmp_path / "out", task="text-generation")
-    # Positions large enough that bfloat16 rounds their products.
+    # Use 600 tokens, because bfloat16 rounds the products of large positions.
     ids = torch.randint(5, 100, (1, 600), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = original(input_ids=ids).logits
@@ -209,7 +220,7 @@ def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path: Path) -> None:
-    """DeepSeek's latent attention has values of another size than keys. Its second layer has experts."""
+    """In DeepSeek's latent attention, values and keys have different sizes. The model's second layer has experts."""
     original = made(
         "DeepseekV3ForCausalLM", vocab_size=120, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
@@ -227,8 +238,12 @@ def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path:
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.parametrize("length", [2, 12, 40])
-def test_windows_of_long_texts(backend: str, length: int, shared: Callable[..., Path], tmp_path: Path) -> None:
-    """LED pads texts to whole windows. If the text fills them exactly, the padding is empty."""
+def test_padding_to_whole_attention_windows(
+    backend: str, length: int, shared: Callable[..., Path], tmp_path: Path
+) -> None:
+    """LED pads texts to a multiple of its attention window. If the text length is a multiple of the window, no padding
+    is added.
+    """
     original = made("LEDForConditionalGeneration", **_LED)
     folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
     ids = torch.randint(5, 100, (2, length), generator=torch.Generator().manual_seed(length))
@@ -241,8 +256,10 @@ def test_windows_of_long_texts(backend: str, length: int, shared: Callable[..., 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_with_tokens_that_see_all(backend: str, beams: int, shared: Callable[..., Path]) -> None:
-    """A 2 in LED's mask marks tokens with global attention. One text is padded on the right, and one on the left."""
+def test_generation_with_global_attention(backend: str, beams: int, shared: Callable[..., Path]) -> None:
+    """In LED's attention mask, a 2 marks tokens with global attention. One text of the batch is padded on the right,
+    and the other text on the left.
+    """
     original = made("LEDForConditionalGeneration", **_LED)
     folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
     ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
@@ -259,8 +276,10 @@ def test_generation_with_tokens_that_see_all(backend: str, beams: int, shared: C
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.thorough
-def test_tokens_that_see_all_by_the_mask(backend: str, tmp_path: Path) -> None:
-    """Longformer's classifier gives the first token global attention, and a 2 in the mask gives it to others. A 3 is rejected."""
+def test_global_attention_in_the_attention_mask(backend: str, tmp_path: Path) -> None:
+    """Longformer's classifier gives the first token global attention, and a 2 in the attention mask gives other tokens
+    global attention. A 3 in the mask is rejected.
+    """
     original = made("LongformerForSequenceClassification", **_LONGFORMER)
     artifact = export(original, tmp_path / "out", task="text-classification", backend=backend)
     assert worst(artifact, original, ((1, 1), (3, 3), (2, 8), (3, 30))) <= TOLERANCE
@@ -278,7 +297,7 @@ def test_tokens_that_see_all_by_the_mask(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
-def test_tokens_of_a_question_see_all(backend: str, tmp_path: Path) -> None:
+def test_question_tokens_have_global_attention(backend: str, tmp_path: Path) -> None:
     original = made("LongformerForQuestionAnswering", **_LONGFORMER)
     artifact = export(original, tmp_path / "out", task="question-answering", backend=backend)
     ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
@@ -294,7 +313,9 @@ def test_tokens_of_a_question_see_all(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
-    """LongT5 has a global token for each whole block of a text, so a short text has none."""
+    """LongT5 has one global token for each complete block of a text. A text that is shorter than a block has no global
+    token.
+    """
     original = made(
         "LongT5ForConditionalGeneration", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=1,
         num_heads=4, encoder_attention_type="transient-global", local_radius=7, global_block_size=4, pad_token_id=0,
@@ -319,7 +340,7 @@ def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.thorough
-def test_what_no_graph_holds_is_refused_with_the_reason(
+def test_unsupported_architectures_are_refused_with_a_reason(
     architecture: str, reason: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError, match=reason):
@@ -327,7 +348,7 @@ def test_what_no_graph_holds_is_refused_with_the_reason(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_branches_on_its_data_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_model_that_branches_on_values_is_refused(tmp_path: Path) -> None:
     class Branch(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if float(x.sum()) > 0 else x
@@ -338,8 +359,10 @@ def test_a_model_that_branches_on_its_data_is_refused_with_the_reason(tmp_path: 
 
 
 @pytest.mark.thorough
-def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
-    """BigBird uses full attention for short texts and sparse attention for long ones. The graph contains full attention only."""
+def test_sparse_attention_limits_the_text_length(tmp_path: Path) -> None:
+    """BigBird uses full attention for short texts and sparse attention for long texts. The exported graph contains only
+    full attention, so the session limits the text length.
+    """
     original = made(
         "BigBirdForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
         intermediate_size=48, max_position_embeddings=96, attention_type="block_sparse", block_size=4,
@@ -353,8 +376,10 @@ def test_sparse_attention_limits_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["T5", "UMT5"])
-def test_a_checkpoint_of_an_encoder_alone(family: str, tmp_path: Path) -> None:
-    """Checkpoints of sentence-t5 and GTR contain only an encoder. The auto class for features would also create a decoder."""
+def test_encoder_only_checkpoint_of_encoder_decoder(family: str, tmp_path: Path) -> None:
+    """Checkpoints of sentence-t5 and GTR contain only an encoder. `AutoModel` would also create a decoder with random
+    weights.
+    """
     original = made(
         f"{family}EncoderModel", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, pad_token_id=0
     )
@@ -370,7 +395,7 @@ def test_a_checkpoint_of_an_encoder_alone(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
+def test_perceiver_text_inputs(tmp_path: Path) -> None:
     original = made(
         "PerceiverForSequenceClassification", vocab_size=120, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
         num_self_attends_per_block=1, num_self_attention_heads=4, num_cross_attention_heads=4,
@@ -390,8 +415,10 @@ def test_perceiver_reads_what_its_head_reads(tmp_path: Path) -> None:
         ("ConvProcessing", 24),
     ],
 )
-def test_perceiver_reads_images_of_the_size_that_it_is_made_for(head: str, size: int, tmp_path: Path) -> None:
-    """The head with learned positions uses the config's image size. Other heads use the processor's resize size, not its crop size."""
+def test_perceiver_image_size_depends_on_the_head(head: str, size: int, tmp_path: Path) -> None:
+    """The Perceiver head with learned positions uses the image size in the config. The other heads use the processor's
+    resize size, and not its crop size.
+    """
     original = made(
         f"PerceiverForImageClassification{head}", image_size=32, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
         num_self_attends_per_block=1, num_self_attention_heads=4, num_cross_attention_heads=1, num_labels=3,
@@ -411,8 +438,8 @@ def test_perceiver_reads_images_of_the_size_that_it_is_made_for(head: str, size:
     assert found[0]["score"] == pytest.approx(expected[0]["score"], abs=TOLERANCE)
 
 
-def test_boxes_as_shares_of_the_page(tmp_path: Path) -> None:
-    """BROS's bounding boxes are numbers from 0 to 1, not indices of a table. It rejects texts without boxes."""
+def test_bounding_boxes_from_0_to_1(tmp_path: Path) -> None:
+    """BROS's bounding boxes are numbers from 0 to 1, and not indices of an embedding table. The model requires boxes."""
     original = made(
         "BrosForTokenClassification", vocab_size=120, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=48, max_position_embeddings=96, num_labels=3,
@@ -431,7 +458,7 @@ def test_boxes_as_shares_of_the_page(tmp_path: Path) -> None:
         model(input_ids=ids, bbox=boxes * 1000)
 
 
-def test_speech_that_only_transformers_reads(tmp_path: Path) -> None:
+def test_unsupported_speech_model_is_refused(tmp_path: Path) -> None:
     original = made(
         "Pop2PianoForConditionalGeneration", vocab_size=120, d_model=32, d_kv=8, d_ff=32, num_layers=1,
         num_decoder_layers=1, num_heads=4,
@@ -440,8 +467,10 @@ def test_speech_that_only_transformers_reads(tmp_path: Path) -> None:
         export(original, tmp_path / "out", task="automatic-speech-recognition")
 
 
-def test_masked_scores_are_no_measure() -> None:
-    """Splinter writes the dtype's smallest number at invalid answers. As the scale of the tolerance, it would accept any output."""
+def test_masked_scores_do_not_set_the_tolerance() -> None:
+    """Splinter writes the smallest number of the data type at masked positions. If the tolerance were relative to this
+    number, it would accept any output.
+    """
     lowest = torch.finfo(torch.float32).min
     expected = {"logits": torch.tensor([1.0, lowest])}
     assert max_difference({"logits": torch.tensor([1.5, lowest])}, expected) == (0.5, 1.0)

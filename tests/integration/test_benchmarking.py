@@ -1,4 +1,6 @@
-"""Benchmarks in separate processes: the results, and failures of single variants."""
+"""Tests of `benchmark`, which measures each model variant in a separate process: the results, and the failures of
+single variants.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
 @pytest.fixture(scope="module")
 def found(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]):
-    """Variants: PyTorch, a working artifact, an artifact of another model, and an artifact whose process crashes."""
+    """Return the benchmark of four variants: PyTorch, a correct artifact, an artifact of another model, and a variant
+    that cannot be loaded.
+    """
     artifact = tiny_artifact().path
     variants = [
         Variant(name="PyTorch eager float32", path=tiny_folder(), task="text-classification", backend="pytorch"),
@@ -38,7 +42,7 @@ def found(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifac
     return benchmark(variants, sequence=[5, 9], batch=[2], **FEW)
 
 
-def test_a_good_variant_is_measured(found) -> None:
+def test_correct_variant_is_measured(found) -> None:
     good = found["good"]
     assert good.error is None
     assert good.max_abs_difference < good.tolerance
@@ -55,7 +59,7 @@ def test_a_good_variant_is_measured(found) -> None:
     assert good.agreement == 1.0
 
 
-def test_a_result_is_pickled_and_copied(found) -> None:
+def test_benchmark_result_is_pickled_and_copied(found) -> None:
     for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
         assert str(other) == str(found)
 
@@ -68,14 +72,14 @@ def test_processes_share_the_rounds(tiny_artifact: Callable[..., Artifact]) -> N
         assert variant.cells[0].ratio is not None
 
 
-def test_generating_is_timed_to_the_first_and_to_the_last_token(generator: Callable[..., Artifact]) -> None:
+def test_generation_is_timed_to_first_and_last_token(generator: Callable[..., Artifact]) -> None:
     artifact = generator("gpt2")
     found = benchmark(artifact, sequence=[6], new_tokens=8, **{**FEW, "rounds": 1, "calls": 2})
     for variant in found.variants:
         first, last = variant.cells
         assert (first.workload, last.workload) == ("1x6+1", "1x6+8")
         assert first.tokens_per_s is None
-        # On a busy machine, the call for the first token may take longer than the calls for eight tokens.
+        # On a busy machine, generating one token may take longer than generating eight tokens.
         taken = last.latency.median - first.latency.median
         assert last.tokens_per_s == (pytest.approx(7000 / taken) if taken > 0 else None)
         assert ("tokens/s" in variant.lines()[1]) == (taken > 0)
@@ -84,24 +88,24 @@ def test_generating_is_timed_to_the_first_and_to_the_last_token(generator: Calla
         benchmark(artifact, new_tokens=1, **FEW)
 
 
-def test_a_wrong_variant_is_not_timed(found) -> None:
+def test_variant_with_wrong_outputs_is_not_timed(found) -> None:
     assert "outputs differ from the baseline's" in found["wrong"].error
     assert found["wrong"].cells == ()
 
 
-def test_a_failed_variant_leaves_the_others_alone(found) -> None:
+def test_failed_variant_does_not_stop_other_variants(found) -> None:
     assert found["absent"].error is not None
     assert len(found["PyTorch eager float32"].cells) == 2
 
 
-def test_lines_have_transformer_deploys_format(found) -> None:
+def test_result_lines_have_the_format_of_transformer_deploy(found) -> None:
     line = found["good"].lines()[0]
     assert line.startswith("[good] mean=")
     for word in ("sd=", "min=", "max=", "median=", "95p=", "99p="):
         assert word in line
 
 
-def test_the_page_needs_no_network(found) -> None:
+def test_html_page_loads_nothing_from_the_network(found) -> None:
     page = html_page(found.to_dict())
     assert "http" not in page
     assert "<script" not in page
@@ -134,7 +138,7 @@ def _die() -> None:
     os._exit(7)
 
 
-def test_a_process_that_dies_is_reported(tiny_artifact) -> None:
+def test_terminated_process_is_reported(tiny_artifact) -> None:
     from accel.errors import SessionError
     from accel.measuring.latency.worker import Worker
 
@@ -157,24 +161,24 @@ def test_a_process_that_dies_is_reported(tiny_artifact) -> None:
         ({"tokenize": True}, "needs texts"),
     ],
 )
-def test_settings_that_cannot_work(tiny_folder, settings, message) -> None:
+def test_invalid_settings_raise(tiny_folder, settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
         benchmark(tiny_folder(), **settings)
 
 
-def test_sequence_beyond_the_positions(tiny_artifact) -> None:
+def test_sequence_above_number_of_positions_raises(tiny_artifact) -> None:
     with pytest.raises(ConfigError, match="positions"):
         benchmark(tiny_artifact(), sequence=[100_000], **FEW)
 
 
-def test_a_cuda_graph_without_a_gpu_is_reported(tiny_artifact) -> None:
+def test_cuda_graph_without_gpu_is_reported(tiny_artifact) -> None:
     found = benchmark(tiny_artifact(), cuda_graph=["float32"], sequence=[5], **FEW)
     graph = found["PyTorch eager float32 in a CUDA graph"]
     assert "needs an NVIDIA GPU" in graph.error
     assert found.variants[0].cells
 
 
-def test_on_a_gpu_pytorch_is_also_measured_in_cuda_graphs(tiny_folder) -> None:
+def test_gpu_baselines_include_cuda_graphs(tiny_folder) -> None:
     model = resolve(tiny_folder())
 
     def captured(baselines: Baselines, device: str | None) -> list[str]:
@@ -189,7 +193,7 @@ def test_on_a_gpu_pytorch_is_also_measured_in_cuda_graphs(tiny_folder) -> None:
 
 
 @pytest.mark.thorough
-def test_a_script_needs_no_main_guard(tiny_artifact, tmp_path: Path) -> None:
+def test_script_needs_no_main_guard(tiny_artifact, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     how = "sequence=[5], rounds=1, calls=1, warmup=0, threads=1"
     script.write_text(f"import accel\nprint(len(accel.benchmark({str(tiny_artifact().path)!r}, {how}).variants))\n")
@@ -202,8 +206,10 @@ def _nothing() -> None: ...
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is forked")
-def test_helpers_start_after_a_fork() -> None:
-    """A forked child inherits copies of its parent's cleanup functions."""
+def test_helper_processes_start_in_a_forked_child() -> None:
+    """A forked child inherits the cleanup functions of its parent's helper processes. These functions must not fail in
+    the child.
+    """
     for _ in range(2):
         helper = Helper()
         assert helper.call(os.getpid) != os.getpid()

@@ -1,4 +1,6 @@
-"""KV caches (`past_key_values`) passed from and to transformers, and NumPy inputs, for generating models."""
+"""Tests of generating models with KV caches (`past_key_values`) that are passed to and from transformers, and with
+NumPy inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from accel.errors import InputError
 from accel.testing.generators import tiny_generator
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
-# The cache contains projections of float32 activations of order 1.
+# The KV cache contains projections of activations of order 1, computed in float32.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -28,7 +30,7 @@ def models(request: pytest.FixtureRequest, generator: Any) -> tuple[Any, Any]:
     return accel.ORTModelForCausalLM(artifact), original.eval()
 
 
-def test_the_cache_can_be_read(models: tuple[Any, Any]) -> None:
+def test_cache_layers_can_be_read(models: tuple[Any, Any]) -> None:
     model, original = models
     cache = model(input_ids=IDS).past_key_values
     with torch.no_grad():
@@ -40,7 +42,7 @@ def test_the_cache_can_be_read(models: tuple[Any, Any]) -> None:
         torch.testing.assert_close(layer.values, expected.values, **CLOSE)
 
 
-def test_reading_follows_the_order_of_rows(models: tuple[Any, Any]) -> None:
+def test_cache_layers_follow_the_order_of_rows(models: tuple[Any, Any]) -> None:
     model, _ = models
     cache = model(input_ids=IDS).past_key_values
     before = cache.layers[0].keys
@@ -48,7 +50,7 @@ def test_reading_follows_the_order_of_rows(models: tuple[Any, Any]) -> None:
     assert torch.equal(cache.layers[0].keys, before[[1, 0]])
 
 
-def test_a_cache_that_pytorch_filled_is_continued(models: tuple[Any, Any]) -> None:
+def test_cache_filled_by_pytorch_is_continued(models: tuple[Any, Any]) -> None:
     model, original = models
     cache, wanted = DynamicCache(), DynamicCache()
     with torch.no_grad():
@@ -57,13 +59,14 @@ def test_a_cache_that_pytorch_filled_is_continued(models: tuple[Any, Any]) -> No
         expected = original(input_ids=IDS[:, 3:], **{CACHE_NAME: wanted}).logits
     output = model(input_ids=IDS[:, 3:], past_key_values=cache)
     torch.testing.assert_close(output.logits, expected, **CLOSE)
-    # The cache is changed in place, as in transformers, so the user continues with the same object.
+    # As in transformers, the model changes the caller's cache object in place, and the caller continues with the same
+    # object.
     assert output.past_key_values is cache
     assert cache.get_seq_length() == 4
     torch.testing.assert_close(cache.layers[1].values, wanted.layers[1].values, **CLOSE)
 
 
-def test_generate_takes_a_dynamic_cache_and_fills_it(models: tuple[Any, Any]) -> None:
+def test_generate_accepts_and_fills_a_dynamic_cache(models: tuple[Any, Any]) -> None:
     model, original = models
     cache, wanted = DynamicCache(), DynamicCache()
     asked = {"max_new_tokens": 4, "do_sample": False}
@@ -74,7 +77,7 @@ def test_generate_takes_a_dynamic_cache_and_fills_it(models: tuple[Any, Any]) ->
     torch.testing.assert_close(cache.layers[0].keys, wanted.layers[0].keys, **CLOSE)
 
 
-def test_pytorch_continues_a_copy_of_ours(models: tuple[Any, Any]) -> None:
+def test_pytorch_continues_a_copy_of_the_cache(models: tuple[Any, Any]) -> None:
     model, original = models
     cache = model(input_ids=IDS[:, :3]).past_key_values.to_dynamic()
     with torch.no_grad():
@@ -85,8 +88,11 @@ def test_pytorch_continues_a_copy_of_ours(models: tuple[Any, Any]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("tokens", [5, 9])
-def test_a_window_that_is_not_full_yet_is_continued(generator: Any, tokens: int) -> None:
-    """PyTorch keeps the last seven tokens for a window of eight. A graph keeps all tokens and hides earlier ones by its mask."""
+def test_incomplete_sliding_window_is_continued(generator: Any, tokens: int) -> None:
+    """PyTorch keeps only the last seven tokens in the cache of a sliding window of eight. The exported graph keeps all
+    tokens, and its mask excludes the earlier tokens. Therefore the graph can continue PyTorch's cache only until the
+    window is full.
+    """
     model, original = accel.ORTModelForCausalLM(generator("gemma3")), tiny_generator("gemma3")
     ids = torch.arange(5, 16)[None]
     with torch.no_grad():
@@ -101,7 +107,7 @@ def test_a_window_that_is_not_full_yet_is_continued(generator: Any, tokens: int)
             model(input_ids=ids[:, tokens:], past_key_values=cache)
 
 
-def test_a_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
+def test_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
     model, _ = models
     cache = DynamicCache()
     cache.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), 0)
@@ -109,7 +115,7 @@ def test_a_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
         model(input_ids=IDS, past_key_values=cache)
 
 
-def test_an_encoder_s_answer_is_in_no_dynamic_cache(generator: Any) -> None:
+def test_dynamic_cache_without_encoder_output_is_refused(generator: Any) -> None:
     model = accel.ORTModelForSeq2SeqLM(generator("bart"))
     for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
         with pytest.raises(InputError, match=f"A {type(cache).__name__} holds nothing of the encoder"):
@@ -135,8 +141,10 @@ NAMES = ["past_key_values", "cache"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_names_are_taken(models: tuple[Any, Any], name: str) -> None:
-    """transformers 5.24 names the argument `cache`. Earlier versions name it `past_key_values`."""
+def test_both_cache_argument_names_are_accepted(models: tuple[Any, Any], name: str) -> None:
+    """transformers 5.24 names the argument `cache`, and earlier versions name it `past_key_values`. Models accept both
+    names.
+    """
     model, _ = models
     cache = model.new_cache()
     expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
@@ -149,7 +157,7 @@ def test_both_names_are_taken(models: tuple[Any, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_names_are_taken_with_an_encoder(generator: Any, name: str) -> None:
+def test_both_cache_argument_names_are_accepted_by_encoder_decoders(generator: Any, name: str) -> None:
     model = accel.ORTModelForSeq2SeqLM(generator("bart"))
     cache = model.new_cache()
     made = model.generate(IDS, max_new_tokens=3, do_sample=False, **{name: cache})
@@ -164,7 +172,7 @@ def test_both_names_are_taken_with_an_encoder(generator: Any, name: str) -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "bart"])
-def test_a_cache_by_both_names_at_once_is_refused(generator: Any, family: str) -> None:
+def test_both_cache_arguments_at_once_are_refused(generator: Any, family: str) -> None:
     model = accel.ORTModel.from_pretrained(generator(family).path)
     twice = {name: model.new_cache() for name in NAMES}
     with pytest.raises(InputError, match="given twice, as past_key_values and as cache"):
@@ -177,12 +185,13 @@ def test_a_cache_by_both_names_at_once_is_refused(generator: Any, family: str) -
 
 @pytest.mark.parametrize("family", ["llama", "bart", pytest.param("whisper", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", NAMES)
-def test_generating_says_nothing_of_old_names(
+def test_generate_logs_no_deprecated_names(
     generator: Any, family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`generate` logs no deprecation of old cache names.
+    """`generate` logs no deprecation warning about old cache names.
 
-    transformers logs it once in a process for outputs. For arguments it warns, and pytest turns that into an error.
+    transformers logs the warning for outputs only once in a process. For arguments it raises a Python warning, which
+    pytest turns into an error.
     """
     said: list[str] = []
     monkeypatch.setattr(logging.Logger, "warning_once", lambda _, text, *__: said.append(text))

@@ -1,4 +1,6 @@
-"""Fields of a checkpoint's generation_config.json: each is applied, has no effect, or is rejected. Empty inputs are rejected."""
+"""Tests of the fields in a checkpoint's generation_config.json: each field is applied, has no effect, or is rejected.
+Empty inputs are also rejected.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ NEW = 6
 BEAMS, DRAWN = {"num_beams": 3}, {"do_sample": True}
 TUPLE = {"return_dict_in_generate": True}
 
-# Fields with a value, and other fields that they need. The expected output is transformers' with the same generation config.
+# Each entry has a field, its value, and other fields that it requires. The expected output is transformers' output with
+# the same generation config.
 HONOURED: dict[str, dict[str, Any]] = {
     "max_length": {"max_length": 10},
     "max_new_tokens": {"max_new_tokens": 3},
@@ -75,7 +78,7 @@ HONOURED: dict[str, dict[str, Any]] = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
     "max_matching_ngram_size": {"max_matching_ngram_size": 2, "prompt_lookup_num_tokens": 2},
 }
-# Fields about caching or compilation in PyTorch, which do not change any token.
+# These fields are about caching or compilation in PyTorch, and do not change any token.
 HARMLESS: dict[str, Any] = {
     "cache_implementation": "static",
     "max_cache_len": 32,
@@ -86,12 +89,12 @@ HARMLESS: dict[str, Any] = {
     "transformers_version": "4.40.0",
     "is_assistant": False,
 }
-# Fields about the drafts of an assistant model. transformers reads them only from the assistant's config.
+# These fields are about the drafts of an assistant model. transformers reads them only from the assistant's own config.
 OF_ASSISTANTS = frozenset(
     ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
      "target_lookbehind", "assistant_ensemble_weight", "speculation_type")
 )  # fmt: skip
-# Fields that accel or transformers rejects, with the error message.
+# accel or transformers rejects these fields.
 REFUSED: dict[str, dict[str, Any]] = {
     "output_attentions": {"output_attentions": True, **TUPLE},
     "output_hidden_states": {"output_hidden_states": True, **TUPLE},
@@ -111,7 +114,7 @@ OTHER = {
 }
 
 
-def test_every_field_is_in_the_tables() -> None:
+def test_every_generation_field_is_in_the_tables() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     known = {*HONOURED, *HARMLESS, *OF_ASSISTANTS, *REFUSED, *OTHER}
     assert not fields - known, "say what becomes of these"
@@ -129,7 +132,9 @@ def original() -> Any:
 
 
 def answers(model: Any, checkpoint: dict[str, Any]) -> Any:
-    """Return the tokens and the other outputs of `generate` with a checkpoint's generation config."""
+    """Return the tokens and the other outputs of `generate` for a checkpoint whose generation config has the given
+    fields.
+    """
     usual = model.generation_config
     model.generation_config = GenerationConfig.from_dict(
         {"pad_token_id": 0, "max_new_tokens": NEW, **copy.deepcopy(checkpoint)}
@@ -148,7 +153,7 @@ def answers(model: Any, checkpoint: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("field", HONOURED)
 @pytest.mark.filterwarnings("ignore")
-def test_fields_are_honoured(field: str, opened: Any, original: Any) -> None:
+def test_supported_fields_are_applied(field: str, opened: Any, original: Any) -> None:
     expected, found = (answers(model, HONOURED[field]) for model in (original, opened))
     if isinstance(expected, torch.Tensor):
         assert torch.equal(found, expected)
@@ -160,28 +165,28 @@ def test_fields_are_honoured(field: str, opened: Any, original: Any) -> None:
 
 @pytest.mark.parametrize("field", HARMLESS)
 @pytest.mark.filterwarnings("ignore")
-def test_fields_that_no_token_depends_on(field: str, opened: Any) -> None:
+def test_fields_without_effect_do_not_change_tokens(field: str, opened: Any) -> None:
     assert torch.equal(answers(opened, {field: HARMLESS[field]}), answers(opened, {}))
 
 
 @pytest.mark.parametrize("field", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_fields_that_are_refused(field: str, opened: Any) -> None:
+def test_unsupported_fields_are_refused(field: str, opened: Any) -> None:
     with pytest.raises(Exception) as error:  # noqa: PT011  # transformers' own types
         answers(opened, REFUSED[field])
     assert not isinstance(error.value, AttributeError | KeyError | TypeError | IndexError), error.value
 
 
-# Cache implementations
+# The tests below check cache implementations and old config files.
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static", "sliding_window", "hybrid"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_may_say_where_pytorch_keeps_the_cache(kind: str, opened: Any) -> None:
+def test_cache_implementation_of_a_checkpoint_does_not_change_tokens(kind: str, opened: Any) -> None:
     assert torch.equal(answers(opened, {"cache_implementation": kind}), answers(opened, {}))
 
 
-def test_a_quantized_cache_of_a_checkpoint_is_said_to_be_kept_in_full(
+def test_quantized_cache_of_a_checkpoint_is_warned(
     shared: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     def save(folder: Path) -> None:
@@ -196,7 +201,9 @@ def test_a_quantized_cache_of_a_checkpoint_is_said_to_be_kept_in_full(
 
 
 def _settings_in_config(folder: Path, **settings: Any) -> Path:
-    """Write a folder as transformers before 4.26 did, with the settings of `generate` in config.json."""
+    """Remove generation_config.json and put the settings of `generate` into config.json, as transformers before 4.26
+    did. Return the folder.
+    """
     (folder / "generation_config.json").unlink(missing_ok=True)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
@@ -210,8 +217,10 @@ def _settings_in_config(folder: Path, **settings: Any) -> Path:
         ("llama", {"bad_words_ids": [[9]], "max_length": 12, "repetition_penalty": 2.0}),
     ],
 )
-def test_settings_of_generate_in_a_config(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """transformers 5 removes these settings from a config that it loads, and reads them from the file."""
+def test_generation_settings_in_config_json_are_read(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """transformers 5 removes generation settings from a config that it loads, so accel reads them from the file
+    config.json.
+    """
     folder = _settings_in_config(save_generator(tmp_path / "model", family), **settings)
     auto = transformers.AutoModelForSeq2SeqLM if family == "bart" else transformers.AutoModelForCausalLM
     ours: Any = accel.ORTModelForSeq2SeqLM if family == "bart" else accel.ORTModelForCausalLM
@@ -223,33 +232,35 @@ def test_settings_of_generate_in_a_config(family: str, settings: dict[str, Any],
     assert torch.equal(ours.from_pretrained(tmp_path / "saved").generate(**ROWS), expected)
 
 
-def test_settings_of_generate_in_the_config_of_a_decoder(tmp_path: Path) -> None:
+def test_generation_settings_in_the_decoder_config_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2", "num_beams": 3}})
     )
     assert open_generation_config(tmp_path, None).num_beams == 3
 
 
-def test_a_setting_of_another_kind_in_a_config_is_refused(tmp_path: Path) -> None:
+def test_generation_setting_of_wrong_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart", "no_repeat_ngram_size": "three"}))
     with pytest.raises(IntegrityError, match=r"config\.json says 'three' for no_repeat_ngram_size"):
         open_generation_config(tmp_path, None)
 
 
 @pytest.mark.parametrize("start", [None, torch.tensor([[2, 5, 6], [2, 7, 8]])], ids=["one token", "three tokens"])
-def test_prompts_of_an_encoder_decoder_are_read_whole(start: torch.Tensor | None, shared: Callable[..., Path]) -> None:
+def test_prefill_chunk_size_is_ignored_by_encoder_decoders(
+    start: torch.Tensor | None, shared: Callable[..., Path]
+) -> None:
     folder = shared("generator-t5", lambda folder: save_generator(folder, "t5"))
     model = accel.ORTModelForSeq2SeqLM.from_pretrained(folder, backend="pytorch")
     rows = {**ROWS, "decoder_input_ids": start, "max_new_tokens": 4}
     assert torch.equal(model.generate(**rows, prefill_chunk_size=2), model.generate(**rows))
 
 
-# Empty inputs
+# The tests below check empty inputs.
 
 
 @pytest.mark.parametrize("task", ["automatic-speech-recognition", "audio-classification"])
 @pytest.mark.parametrize("form", ["array", "dictionary", "list"])
-def test_a_sound_of_no_samples(task: str, form: str, tiny_folder: Callable[..., Path]) -> None:
+def test_audio_without_samples_is_refused(task: str, form: str, tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("wav2vec2", "ctc" if task == "automatic-speech-recognition" else task)
     empty = np.zeros(0, np.float32)
     forms = {"array": empty, "dictionary": {"raw": empty, "sampling_rate": 8000}, "list": [empty]}
@@ -260,8 +271,8 @@ def test_a_sound_of_no_samples(task: str, form: str, tiny_folder: Callable[..., 
         hear.model(torch.zeros((1, 0)))
 
 
-def test_silence_is_not_made_of_a_sound_of_no_samples(shared: Callable[..., Path]) -> None:
-    """Whisper's feature extractor would pad an empty audio to 30 seconds of silence."""
+def test_empty_audio_is_not_padded_to_silence(shared: Callable[..., Path]) -> None:
+    """An empty audio input is refused. Whisper's feature extractor would pad it to 30 seconds of silence."""
     folder = shared("generator-whisper", lambda folder: save_generator(folder, "whisper"))
     hear = accel.pipeline(
         "automatic-speech-recognition", folder, backend="pytorch", tokenizer=tiny_tokenizer(),
@@ -272,7 +283,7 @@ def test_silence_is_not_made_of_a_sound_of_no_samples(shared: Callable[..., Path
 
 
 @pytest.mark.parametrize("size", [(0, 5), (0, 0)])
-def test_an_image_of_no_pixels(size: tuple[int, int], tiny_folder: Callable[..., Path]) -> None:
+def test_image_without_pixels_is_refused(size: tuple[int, int], tiny_folder: Callable[..., Path]) -> None:
     look = accel.pipeline("image-classification", tiny_folder("vit", "image-classification"), backend="pytorch")
     with pytest.raises(InputError, match="pixels"):
         look(Image.new("RGB", size))

@@ -1,4 +1,4 @@
-"""The command line: its output, the output stream, and its exit codes."""
+"""Tests of the command line: its output, the stream of the output (stdout or stderr), and its exit codes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_help_has_an_example(command: str) -> None:
 @pytest.mark.parametrize(
     "words", ["loadtest http://127.0.0.1:8000 --rate 5", "sizing load.json --objective-ms 50", "sizing"]
 )
-def test_a_removed_command_says_what_replaces_it(words: str) -> None:
+def test_removed_command_names_its_replacement(words: str) -> None:
     result = run(*words.split(), "--json")
     assert result.exit_code == 2
     assert "docs/guides/load-test.md" in json.loads(result.stdout)["fix"]
@@ -56,7 +56,7 @@ def test_version() -> None:
 
 @pytest.fixture(scope="session")
 def small_folder(shared: Callable[..., Path]) -> Path:
-    """Return a transformers folder that is exported quickly."""
+    """Return the folder of a transformers model with one layer, which is exported quickly."""
     return shared("distilbert-of-one-layer", lambda folder: save_tiny(folder, "distilbert", n_layers=1))
 
 
@@ -74,7 +74,7 @@ def test_export_and_validate(small_folder: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout)["passed"] is False
 
 
-def test_settings_of_quantization(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_quantization_options(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     four = run("quantize", tiny_artifact().path, tmp_path / "four", "--scheme", "weight-int4", "--block-size", "16",
                "--algorithm", "hqq", "--asymmetric", "--json")  # fmt: skip
     assert four.exit_code == 0, four.output
@@ -127,9 +127,7 @@ def test_errors_go_to_stderr_with_a_fix_or_to_stdout_as_json(tmp_path: Path) -> 
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory", "--verbose"),
     ],
 )
-def test_errors_of_the_system_have_a_fix(
-    error: OSError, message: str, fix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_system_errors_have_a_fix(error: OSError, message: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended, command(as_json=False, verbose=False):
         raise error
     assert ended.value.exit_code == 1
@@ -147,7 +145,7 @@ def test_errors_of_the_system_have_a_fix(
         ("pass no_option=...", "pass no_option=..."),
     ],
 )
-def test_a_remedy_names_options_and_not_arguments(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fix_names_command_line_options(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), command(as_json=False, verbose=False):
         raise ConfigError("It cannot be.", fix=words)
     assert capsys.readouterr().err.splitlines()[1] == f"Fix: {shown}"
@@ -191,7 +189,7 @@ def test_doctor_lists_broken_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no  The task 'horoscope' cannot be loaded" in run("doctor").stdout
 
 
-def test_what_an_interrupted_clear_left_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_of_an_interrupted_cache_clear_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     begun = [tmp_path / ".accel-staging-0", tmp_path / "exports" / ".accel-staging-1"]
     for folder in begun:
@@ -230,7 +228,7 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_folder: Pa
 
 
 def test_demo_prints_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Test only the printed report. Another test runs the demo."""
+    """Check only the printed report, with a replacement for the demo. Another test runs the real demo."""
     asked: list[Path | None] = []
     report = walkthrough.DemoReport(
         rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0
@@ -252,7 +250,7 @@ def test_benchmark_prints_lines_and_writes_a_page(tiny_artifact: Callable[..., A
     assert "<svg" in page.read_text()
 
 
-def test_benchmark_of_one_failing_variant_exits_1(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_benchmark_with_a_failing_variant_exits_with_1(tiny_artifact: Callable[..., Artifact]) -> None:
     few = ("--rounds", 1, "--calls", 1, "--warmup", 0, "--threads", 1, "-s", 7)
     result = run("benchmark", tiny_artifact().path, "--atol", "1e-12", *few)
     assert result.exit_code == 1
@@ -260,7 +258,7 @@ def test_benchmark_of_one_failing_variant_exits_1(tiny_artifact: Callable[..., A
     assert "[PyTorch eager float32] mean=" in result.stdout
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_measuring(
+def test_unwritable_report_page_is_refused_before_measuring(
     tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     result = run("benchmark", tiny_artifact().path, "--report", tmp_path / "nowhere" / "page.html")
@@ -279,7 +277,7 @@ def test_convert_writes_artifacts_and_a_report(tiny_folder: Callable[..., Path],
     assert "mean=" in result.stdout
 
 
-def test_convert_refuses_what_it_does_not_know(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_convert_refuses_unknown_options(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     assert run("convert", tiny_folder(), tmp_path / "out", "--fp16").exit_code == 2
     result = run("convert", tiny_folder(), tmp_path / "out", "--quantize", "int3")
     assert result.exit_code == 2
@@ -289,14 +287,16 @@ def test_convert_refuses_what_it_does_not_know(tiny_folder: Callable[..., Path],
 
 
 @pytest.mark.parametrize("wrong", [("--temperature", 0), ("--top-p", 2), ("--top-k", -3), ("--num-beams", 0)])
-def test_sampling_that_cannot_be(wrong: tuple[str, object], tmp_path: Path) -> None:
+def test_invalid_sampling_options_are_refused(wrong: tuple[str, object], tmp_path: Path) -> None:
     result = run("generate", tmp_path, "--prompt", "x", "--sample", *wrong)
     assert result.exit_code == 2
     assert wrong[0] in result.output
 
 
 def _shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command line that contains `accel`. The exit code is that of `accel`."""
+    """Run a shell command line in which `accel` is this Python's `accel` command. The exit code of a pipe is the exit
+    code of `accel`.
+    """
     script = f'set -o pipefail; accel() {{ {shlex.quote(sys.executable)} -m accel "$@"; }}; {words}'
     return subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False,
@@ -318,7 +318,7 @@ def _shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_output_to_a_full_disk_is_one_error(words: str, unbuffered: str) -> None:
+def test_output_to_full_disk_gives_one_error(words: str, unbuffered: str) -> None:
     done = _shell(f"accel {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 1
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Error", "Fix"]
@@ -326,7 +326,7 @@ def test_output_to_a_full_disk_is_one_error(words: str, unbuffered: str) -> None
 
 
 @pytest.mark.parametrize("words", ["--version", pytest.param("doctor --json", marks=pytest.mark.thorough)])
-def test_output_that_is_closed_is_one_error(words: str) -> None:
+def test_closed_output_gives_one_error(words: str) -> None:
     done = _shell(f"accel {words} >&-")
     assert done.returncode == 1
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["Error", "Fix"]
@@ -334,14 +334,14 @@ def test_output_that_is_closed_is_one_error(words: str) -> None:
 
 @pytest.mark.parametrize("words", ["doctor --help", pytest.param("doctor --json", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.thorough)])
-def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words: str, unbuffered: str) -> None:
-    # The reader of the pipe ends before anything is written.
+def test_closed_pipe_ends_the_command_quietly(words: str, unbuffered: str) -> None:
+    # The reader of the pipe closes its end before the command writes any output.
     done = _shell(f"accel {words} | exec 0<&-", PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == PIPE_CLOSED
     assert done.stderr == ""
 
 
-def test_closed_standard_error_is_no_error() -> None:
+def test_closed_standard_error_is_accepted() -> None:
     done = _shell("accel --version 2>&-")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
@@ -349,7 +349,7 @@ def test_closed_standard_error_is_no_error() -> None:
 
 @pytest.mark.parametrize("options", [("--ssl-certfile",), ("--ssl-keyfile",), ("--ssl-certfile", "--ssl-keyfile")])
 @pytest.mark.parametrize("content", [None, "no certificate"])
-def test_certificates_that_cannot_be_used(
+def test_invalid_certificates_are_refused(
     options: tuple[str, ...], content: str | None, tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     file = tmp_path / "file.pem"

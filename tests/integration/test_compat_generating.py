@@ -1,4 +1,4 @@
-"""Attributes and calls of generating models that scripts written for Optimum use."""
+"""Tests of the attributes and calls of generating models that scripts written for Optimum use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bart(generator: Callable[..., Artifact]) -> Callable[..., Any]:
     return load
 
 
-def test_each_graph_of_a_model_with_an_encoder_is_read(bart: Callable[..., Any]) -> None:
+def test_encoder_decoder_model_exposes_each_graph(bart: Callable[..., Any]) -> None:
     model = bart()
     assert isinstance(model.encoder, optimum.ORTEncoder)
     assert isinstance(model.decoder, optimum.ORTDecoderForSeq2Seq)
@@ -47,16 +47,14 @@ def test_each_graph_of_a_model_with_an_encoder_is_read(bart: Callable[..., Any])
 
 
 @pytest.mark.parametrize("use_merged", [None, False, True])
-def test_a_decoder_alone_remembers_what_was_asked_for(
-    use_merged: bool | None, generator: Callable[..., Artifact]
-) -> None:
+def test_decoder_keeps_the_requested_use_merged(use_merged: bool | None, generator: Callable[..., Artifact]) -> None:
     model = optimum.ORTModelForCausalLM.from_pretrained(generator("gpt2").path, use_merged=use_merged)
     assert model.use_merged is (use_merged is True)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["image-to-text", "image-text-to-text"])
-def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Callable[..., Artifact]) -> None:
+def test_image_pipeline_opens_an_encoder_decoder(task: str, generator: Callable[..., Artifact]) -> None:
     path = generator("vit-gpt2").path
     read = optimum.pipeline(task, model=str(path), model_kwargs={"use_cache": True, "use_merged": True})
     assert isinstance(read.model, optimum.ORTModelForVision2Seq)
@@ -68,17 +66,21 @@ def test_a_pipeline_of_images_opens_an_encoder_decoder(task: str, generator: Cal
 
 
 @pytest.mark.thorough
-def test_a_pipeline_of_speech_opens_the_class_that_the_model_is_of(tiny_artifact: Callable[..., Artifact]) -> None:
-    """Both encoder-decoders and CTC models serve the speech recognition pipeline."""
+def test_speech_pipeline_opens_the_class_of_the_model(tiny_artifact: Callable[..., Artifact]) -> None:
+    """The speech recognition pipeline supports encoder-decoder models and CTC models, so it selects the class that fits
+    the model.
+    """
     path = tiny_artifact("wav2vec2", "ctc").path
     hear = optimum.pipeline("automatic-speech-recognition", model=str(path))
     assert isinstance(hear.model, optimum.ORTModelForCTC)
 
 
-def test_a_pipeline_passes_over_what_it_does_not_know_and_says_so(
+def test_pipeline_ignores_unknown_arguments_with_a_warning(
     tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Pipelines accept any argument. An unused sampling rate must not change the output for a text."""
+    """Like transformers' pipelines, this pipeline accepts any argument. An unused `sampling_rate` is logged and does
+    not change the output for a text.
+    """
     model = optimum.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
     with caplog.at_level("WARNING", logger="accel"):
         classify = optimum.pipeline("text-classification", model=model, sampling_rate=220)
@@ -86,7 +88,7 @@ def test_a_pipeline_passes_over_what_it_does_not_know_and_says_so(
     assert classify("my card") == optimum.pipeline("text-classification", model=model)("my card")
 
 
-def test_encoder_and_decoder_one_after_the_other_are_the_model(bart: Callable[..., Any]) -> None:
+def test_encoder_then_decoder_equals_the_model(bart: Callable[..., Any]) -> None:
     model = bart()
     hidden = model.encoder(input_ids=IDS).last_hidden_state
     found = model.decoder(START, hidden, torch.ones_like(IDS))
@@ -97,7 +99,7 @@ def test_encoder_and_decoder_one_after_the_other_are_the_model(bart: Callable[..
     ("use_cache", "use_merged", "second", "can"),
     [(True, None, True, True), (True, True, False, True), (False, False, False, False), (False, True, False, True)],
 )
-def test_decoders_are_said_to_be_as_they_were_asked_for(
+def test_decoder_attributes_follow_the_arguments(
     bart: Callable[..., Any], use_cache: bool, use_merged: bool | None, second: bool, can: bool
 ) -> None:
     model = bart(use_cache=use_cache, use_merged=use_merged)
@@ -107,9 +109,7 @@ def test_decoders_are_said_to_be_as_they_were_asked_for(
     assert model.config.use_cache is use_cache
 
 
-def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
-    bart: Callable[..., Any], generator: Callable[..., Artifact]
-) -> None:
+def test_encoder_keys_and_values_are_readable(bart: Callable[..., Any], generator: Callable[..., Artifact]) -> None:
     source = generator("bart").manifest.source.id  # type: ignore[union-attr]
     original = transformers.AutoModelForSeq2SeqLM.from_pretrained(source)
     with torch.inference_mode():
@@ -118,13 +118,14 @@ def test_the_keys_that_a_decoder_reads_of_the_encoder_are_read(
     for name in ("self_attention_cache", "cross_attention_cache"):
         pairs = zip(getattr(found, name).layers, getattr(wanted, name).layers, strict=True)
         for ours, theirs in pairs:
-            # Relative to the size of the values, which is large because T5 does not scale its scores. Summation order depends on the CPU.
+            # The tolerance is relative to the largest value, because T5 does not scale its attention scores and its
+            # values are large. The order of additions depends on the CPU.
             atol = 2e-5 * float(theirs.keys.abs().max())
             torch.testing.assert_close(ours.keys, theirs.keys, rtol=0.0, atol=atol)
             torch.testing.assert_close(ours.values, theirs.values, rtol=0.0, atol=atol)
 
 
-def test_settings_of_generate_change_nothing_in_one_call(bart: Callable[..., Any]) -> None:
+def test_generation_settings_are_ignored_in_a_forward_call(bart: Callable[..., Any]) -> None:
     model = bart()
     plain = model(input_ids=IDS, decoder_input_ids=START).logits
     assert torch.equal(model(input_ids=IDS, decoder_input_ids=START, num_beams=1, do_sample=True).logits, plain)
@@ -144,7 +145,7 @@ def test_settings_of_generate_change_nothing_in_one_call(bart: Callable[..., Any
         ),
     ],
 )
-def test_graphs_are_named_one_by_one(given: dict[str, str], one: str | None) -> None:
+def test_graph_file_names_of_all_parts_are_accepted(given: dict[str, str], one: str | None) -> None:
     assert file_name_of(given) == one
 
 
@@ -155,7 +156,7 @@ def test_graphs_of_different_variants_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folders that Optimum wrote, from tests/fixtures/foreign."""
+    """Return the folder of the model folders that Optimum wrote, unpacked from tests/fixtures/foreign."""
     out = tmp_path_factory.mktemp("foreign")
     with tarfile.open(Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz") as packed:
         members = [member for member in packed if member.name.startswith(("optimum/gpt2-pair", "optimum/t5-"))]
@@ -171,14 +172,14 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"file_name": "decoder_model.onnx"}, "decoder_model.onnx"),
     ],
 )
-def test_a_decoder_of_another_tool_is_at_its_own_path(foreign: Path, settings: dict[str, str], name: str) -> None:
+def test_path_of_a_foreign_decoder(foreign: Path, settings: dict[str, str], name: str) -> None:
     model = optimum.ORTModelForCausalLM.from_pretrained(foreign / "gpt2-pair", **settings)
     assert model.path == foreign / "gpt2-pair" / name
     assert model.model_save_dir == foreign / "gpt2-pair"
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_merged_decoder_of_another_tool_is_said_to_be_one(foreign: Path, tmp_path: Path, merged: bool) -> None:
+def test_foreign_merged_decoder_is_reported_as_merged(foreign: Path, tmp_path: Path, merged: bool) -> None:
     left_out = ("decoder_model.onnx", "decoder_with_past_model.onnx") if merged else ("decoder_model_merged.onnx",)
     shutil.copytree(foreign / "t5-past", tmp_path / "t5", ignore=shutil.ignore_patterns(*left_out))
     model = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
@@ -190,7 +191,7 @@ def test_a_merged_decoder_of_another_tool_is_said_to_be_one(foreign: Path, tmp_p
 
 
 @pytest.mark.parametrize("subfolder", ["onnx", "another"])
-def test_parts_of_another_tool_are_at_their_own_paths(foreign: Path, tmp_path: Path, subfolder: str) -> None:
+def test_paths_of_foreign_parts(foreign: Path, tmp_path: Path, subfolder: str) -> None:
     names = {
         "encoder_file_name": "encoder_model_quantized.onnx",
         "decoder_file_name": "decoder_model_quantized.onnx",
@@ -204,7 +205,7 @@ def test_parts_of_another_tool_are_at_their_own_paths(foreign: Path, tmp_path: P
     assert model.path == tmp_path / "t5" / subfolder / "encoder_model_quantized.onnx"
     assert model.model_save_dir == tmp_path / "t5" / subfolder
 
-    # A saved copy does not depend on the original files.
+    # A saved copy must not depend on the original files.
     model.save_pretrained(tmp_path / "saved")
     again = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
     assert {part.path.parent for part in again.parts} == {tmp_path / "saved"}

@@ -1,4 +1,4 @@
-"""Scripts written for Optimum, with only the import line changed."""
+"""Tests of scripts written for Optimum, in which only the import line is changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model(tiny_artifact: Callable[..., Artifact]) -> Any:
     return optimum.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
 
 
-def test_every_name_of_the_module_can_be_imported_and_is_in_the_guide() -> None:
+def test_every_exported_name_is_in_the_guide() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     for name in optimum.__all__:
         assert getattr(optimum, name) is not None
@@ -57,7 +57,7 @@ def test_every_name_of_the_module_can_be_imported_and_is_in_the_guide() -> None:
 
 
 @pytest.mark.parametrize("name", ["ORTStableDiffusionPipeline", "OVMixedQuantizationConfig", "OVSentenceTransformer"])
-def test_a_name_without_counterpart_says_why(name: str) -> None:
+def test_name_without_counterpart_raises_with_a_reason(name: str) -> None:
     with pytest.raises(ImportError, match="has no counterpart here"):
         getattr(importlib.import_module("accel.compat.optimum"), name)
     with pytest.raises(AttributeError):
@@ -65,7 +65,7 @@ def test_a_name_without_counterpart_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ORT", "OV"])
-def test_every_task_has_a_class_that_is_ours(kind: str) -> None:
+def test_every_task_has_a_compatible_class(kind: str) -> None:
     ours = [name for name in accel.__all__ if name.startswith("ORTModelFor")]
     assert len(ours) > 10
     base = getattr(optimum, f"{kind}Model")
@@ -77,7 +77,7 @@ def test_every_task_has_a_class_that_is_ours(kind: str) -> None:
     assert getattr(optimum, f"{kind}ModelForPix2Struct") is getattr(optimum, f"{kind}ModelForVision2Seq")
 
 
-def test_a_model_is_exported_saved_with_its_tokenizer_and_loaded(
+def test_model_is_exported_saved_with_tokenizer_and_loaded(
     folder: Path, inputs: Any, wanted: torch.Tensor, tmp_path: Path
 ) -> None:
     model = optimum.ORTModelForSequenceClassification.from_pretrained(
@@ -108,20 +108,20 @@ def test_use_cache_false_is_kept(generator: Any) -> None:
 def test_optimizer(model: Any, inputs: Any, wanted: torch.Tensor, level: str, tmp_path: Path) -> None:
     config = getattr(optimum.AutoOptimizationConfig, level)()
     folder = optimum.ORTOptimizer.from_pretrained(model).optimize(config, save_dir=tmp_path / "out")
-    # The graph is one file, as Optimum writes it, because scripts may copy only this file.
+    # Like Optimum, the optimizer writes the graph and its weights as one file, because scripts may copy only this file.
     assert {path.name for path in folder.glob("*.onnx*")} == {"model_optimized.onnx"}
     record = json.loads((folder / "ort_config.json").read_text())
     assert record["optimization"]["optimization_level"] == config.optimization_level
     assert optimum.ORTConfig.from_pretrained(folder).to_dict() == optimum.ORTConfig(optimization=config).to_dict()
     loaded = type(model).from_pretrained(folder, file_name="model_optimized.onnx")
     assert loaded.artifact.manifest.steps[-1].config["level"] == level
-    # O3 approximates GELU, so its tolerance is larger.
+    # Level O3 approximates GELU, so its tolerance is larger than the tolerance for O1.
     torch.testing.assert_close(loaded(**inputs).logits, wanted, rtol=0.0, atol=1e-5 if level == "O1" else 1e-2)
     differences = optimum.ORTOptimizer.get_operators_difference(model.path, loaded.path)
     assert sum(differences.values()) == optimum.ORTOptimizer.get_nodes_number_difference(model.path, loaded.path)
 
 
-def test_a_graph_copied_alone_loads(model: Any, inputs: Any, wanted: torch.Tensor, tmp_path: Path) -> None:
+def test_graph_file_copied_alone_loads(model: Any, inputs: Any, wanted: torch.Tensor, tmp_path: Path) -> None:
     made = optimum.ORTOptimizer.from_pretrained(model).optimize(
         optimum.AutoOptimizationConfig.O1(), tmp_path / "made", file_suffix=""
     )
@@ -132,19 +132,19 @@ def test_a_graph_copied_alone_loads(model: Any, inputs: Any, wanted: torch.Tenso
     torch.testing.assert_close(loaded(**inputs).logits, wanted, **CLOSE)
 
 
-def test_stages_write_beside_a_saved_model(model: Any, inputs: Any, wanted: torch.Tensor, tmp_path: Path) -> None:
+def test_quantizer_writes_next_to_a_saved_model(model: Any, inputs: Any, wanted: torch.Tensor, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "both")
     quantizer = optimum.ORTQuantizer.from_pretrained(tmp_path / "both", file_name="model.onnx")
     quantizer.quantize(optimum.AutoQuantizationConfig.avx512_vnni(is_static=False), save_dir=tmp_path / "both")
     torch.testing.assert_close(type(model).from_pretrained(tmp_path / "both")(**inputs).logits, wanted, **CLOSE)
     quantized = type(model).from_pretrained(tmp_path / "both", file_name="model_quantized.onnx")
     found = quantized(**inputs).logits
-    # Tolerance for 8-bit weights of a random model with logits of order 1.
+    # The tolerance allows for 8-bit weights of a random model whose logits are of order 1.
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.2)
     assert not torch.allclose(found, wanted, **CLOSE)
 
 
-def test_a_generator_is_quantized_beside_itself(generator: Any, tmp_path: Path) -> None:
+def test_generator_is_quantized_next_to_its_graph(generator: Any, tmp_path: Path) -> None:
     model = optimum.ORTModelForCausalLM.from_pretrained(generator("gpt2").path)
     config = optimum.AutoQuantizationConfig.avx2(is_static=False, per_channel=False)
     quantizer = optimum.ORTQuantizer.from_pretrained(model)
@@ -193,7 +193,7 @@ def test_static_quantization(model: Any, folder: Path, method: str, settings: di
     assert quantization.calibration["rows"] == 2
 
 
-def test_settings_become_ours() -> None:
+def test_optimum_configs_are_converted() -> None:
     config = optimum.OptimizationConfig(optimization_level=2, disable_attention_fusion=True).to_accel()
     assert config.level == "O2"
     assert config.disable == ("attention",)
@@ -222,7 +222,7 @@ def test_settings_become_ours() -> None:
         lambda: optimum.OVQuantizationConfig(dtype="f8e4m3"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(make: Callable[[], object]) -> None:
+def test_calls_without_counterpart_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert caught.value.fix
@@ -248,7 +248,7 @@ def test_openvino(tiny_ir: Callable[..., Artifact], inputs: Any, wanted: torch.T
     torch.testing.assert_close(again(**inputs).logits, found, **CLOSE)
     record = optimum.OVConfig.from_pretrained(tmp_path / "int8").quantization_config
     assert isinstance(record, optimum.OVQuantizationConfig)
-    # Rename the graph, because other libraries use other file names.
+    # Rename the graph files, because other libraries use other file names.
     for ending in ("xml", "bin"):
         (tmp_path / "int8" / f"openvino_model.{ending}").rename(tmp_path / "int8" / f"openvino_model_q.{ending}")
     (tmp_path / "int8" / "accel.json").unlink()
@@ -256,7 +256,7 @@ def test_openvino(tiny_ir: Callable[..., Artifact], inputs: Any, wanted: torch.T
     torch.testing.assert_close(named(**inputs).logits, found, **CLOSE)
 
 
-def test_openvino_weights_in_8_bits_on_the_way(tiny_ir: Callable[..., Artifact], inputs: Any) -> None:
+def test_openvino_load_in_8bit(tiny_ir: Callable[..., Artifact], inputs: Any) -> None:
     path = tiny_ir().path
     model = optimum.OVModelForSequenceClassification.from_pretrained(path, load_in_8bit=True)
     assert model.artifact.manifest.quantization.scheme == "weight-int8"
@@ -281,7 +281,7 @@ def test_images_are_not_padded(tiny_ir: Callable[..., Artifact]) -> None:
 
 
 @pytest.mark.thorough
-def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_feature_pipeline_accepts_a_custom_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder("bert", "feature-extraction")
     optimum.ORTModelForFeatureExtraction.from_pretrained(folder).save_pretrained(tmp_path)
     model = optimum.ORTModelForCustomTasks.from_pretrained(tmp_path)
@@ -291,7 +291,7 @@ def test_a_pipeline_of_features_takes_a_custom_model(tiny_folder: Callable[..., 
 
 
 @pytest.mark.parametrize("arrays", ["pt", "np"])
-def test_features_are_what_scripts_ask_for_and_what_pytorch_returns(
+def test_feature_outputs_equal_optimums_and_pytorchs(
     arrays: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     folder, path = tiny_folder("bert", "feature-extraction"), tiny_artifact("bert", "feature-extraction").path
@@ -299,7 +299,7 @@ def test_features_are_what_scripts_ask_for_and_what_pytorch_returns(
     found = optimum.ORTModelForFeatureExtraction.from_pretrained(path)(**tokenizer("lost", return_tensors=arrays))
     with torch.no_grad():
         wanted = transformers.AutoModel.from_pretrained(folder)(**tokenizer("lost", return_tensors="pt"))
-    # The outputs are Optimum's class, and PyTorch's class, which also has the pooled states.
+    # The output belongs to Optimum's output class and to PyTorch's output class, which also contains the pooled states.
     assert isinstance(found, transformers.modeling_outputs.BaseModelOutput)
     assert isinstance(found, transformers.modeling_outputs.BaseModelOutputWithPooling)
     assert list(found) == list(wanted)
@@ -310,7 +310,7 @@ def test_features_are_what_scripts_ask_for_and_what_pytorch_returns(
     assert list(again) == list(found)
 
 
-def test_standing_in_for_what_is_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_optimum_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from accel.compat.optimum import standing
 
     standing.stand_in_for("no-such-distribution")
@@ -321,7 +321,7 @@ def test_standing_in_for_what_is_installed_is_refused(monkeypatch: pytest.Monkey
     assert isinstance(caught.value, ImportError | AccelError)
 
 
-def test_level_zero_changes_nothing(model: Any, tmp_path: Path) -> None:
+def test_optimization_level_zero_changes_nothing(model: Any, tmp_path: Path) -> None:
     config = optimum.OptimizationConfig(optimization_level=0, enable_transformers_specific_optimizations=False)
     model.save_pretrained(tmp_path)
     optimizer = optimum.ORTOptimizer.from_pretrained(model)

@@ -1,4 +1,6 @@
-"""The loop for greedy and sampled decoding: the same tokens as transformers, without transformers' loop."""
+"""Tests of accel's own loop for greedy decoding and sampling: it generates the same tokens as transformers, without
+transformers' loop.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make transformers' own loop raise for models of accel."""
+    """Make transformers' own decoding loop raise an error for accel models, so that a test fails if the loop is used."""
     theirs = transformers.GenerationMixin._sample
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +58,7 @@ def model_of(artifact: Artifact) -> Any:
     ],
 )
 @pytest.mark.usefixtures("alone")
-def test_tokens_are_those_of_transformers(family: str, chosen: str, generator: Artifacts) -> None:
+def test_tokens_equal_transformers(family: str, chosen: str, generator: Artifacts) -> None:
     choices = ALIKE[chosen]
     if family != "llama" and "prefill_chunk_size" in choices:
         pytest.skip("transformers reads prompts in parts for decoders alone")
@@ -64,7 +66,7 @@ def test_tokens_are_those_of_transformers(family: str, chosen: str, generator: A
     for given in (ONE, ROWS, {"input_ids": ONE["input_ids"]}):
         torch.manual_seed(7)
         free = original.generate(**given, max_new_tokens=12, **choices)
-        # A token that some rows generate early, and others late or never.
+        # Choose an end token that some rows generate early, and other rows generate late or never.
         end = int(free[0, -6])
         for ends in (None, end, [end, int(free[-1, -3])]):
             torch.manual_seed(7)
@@ -76,12 +78,10 @@ def test_tokens_are_those_of_transformers(family: str, chosen: str, generator: A
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.usefixtures("alone")
-def test_tokens_behind_the_first_take_the_short_way(
-    backend: str, generator: Artifacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens after the first one use `Session.steps`, also when buffers grow or rows are padded or have ended.
+def test_later_tokens_use_prepared_steps(backend: str, generator: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens after the first token use `Session.steps`, also when buffers grow, rows are padded, or rows have ended.
 
-    The cache is correct for later calls.
+    The KV cache is correct for later calls.
     """
     if backend == "openvino":
         pytest.importorskip("openvino")
@@ -107,7 +107,7 @@ def test_tokens_behind_the_first_take_the_short_way(
     torch.testing.assert_close(after.logits[:, -1], expected[:, -1], atol=1e-4, rtol=1e-3)
 
 
-def test_padding_that_the_model_does_not_have_is_refused_at_each_step(generator: Artifacts) -> None:
+def test_invalid_pad_token_is_refused_at_each_step(generator: Artifacts) -> None:
     model = model_of(generator("llama"))
     free = model.generate(**ROWS, max_new_tokens=12, eos_token_id=None)
     end = next(int(token) for token in free[1, 6:] if (free[0, 4:] != token).any())
@@ -116,7 +116,7 @@ def test_padding_that_the_model_does_not_have_is_refused_at_each_step(generator:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_streamer_is_given_each_token_and_may_keep_it(generator: Artifacts) -> None:
+def test_streamer_receives_each_token_and_may_keep_it(generator: Artifacts) -> None:
     model, seen, ended = model_of(generator("llama")), [], []
 
     class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
@@ -126,7 +126,7 @@ def test_a_streamer_is_given_each_token_and_may_keep_it(generator: Artifacts) ->
         def end(self) -> None:
             ended.append(len(seen))
 
-    # More steps than are prepared at once.
+    # Generate more tokens than the session prepares at once.
     found = model.generate(**ONE, max_new_tokens=70, eos_token_id=None, streamer=Streamer())
     assert [value.shape for value in seen] == [(1, 4), *[(1,)] * 70]
     assert torch.cat([value.flatten() for value in seen]).tolist() == found[0].tolist()
@@ -135,12 +135,12 @@ def test_a_streamer_is_given_each_token_and_may_keep_it(generator: Artifacts) ->
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_streamer_may_write_to_what_it_is_given(do_sample: bool, generator: Artifacts) -> None:
+def test_streamer_may_change_its_tokens(do_sample: bool, generator: Artifacts) -> None:
     class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
         calls = 0
 
         def put(self, value: torch.Tensor) -> None:
-            # The first call passes the prompt.
+            # The first call of `put` passes the prompt.
             self.calls += 1
             if self.calls > 1:
                 value.fill_(6)
@@ -157,8 +157,10 @@ def test_a_streamer_may_write_to_what_it_is_given(do_sample: bool, generator: Ar
     assert found[0] == found[1]
 
 
-def test_no_mask_is_made_for_an_answer_that_may_have_any_length(generator: Artifacts) -> None:
-    """transformers' own loop runs, because the length of the output is unlimited."""
+def test_unlimited_output_length_allocates_no_mask(generator: Artifacts) -> None:
+    """Generation with an unlimited output length uses transformers' own loop, because accel's loop would allocate an
+    attention mask for the whole length.
+    """
     model = model_of(generator("llama"))
     expected = model.generate(**ONE, max_new_tokens=6, eos_token_id=None)
     end = int(expected[0, -1])
@@ -167,7 +169,7 @@ def test_no_mask_is_made_for_an_answer_that_may_have_any_length(generator: Artif
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_conversation_goes_on(generator: Artifacts) -> None:
+def test_conversation_continues_with_the_cache(generator: Artifacts) -> None:
     model, original = model_of(generator("llama")), tiny_generator("llama")
     cache = model.new_cache()
     ids = ONE["input_ids"]
@@ -192,7 +194,7 @@ class _After(transformers.StoppingCriteria):  # type: ignore[misc]  # transforme
     ],
     ids=["scores", "no cache", "criteria"],
 )
-def test_what_asks_for_more_goes_through_transformers(asked: dict[str, Any], generator: Artifacts) -> None:
+def test_other_generation_settings_use_transformers_loop(asked: dict[str, Any], generator: Artifacts) -> None:
     model, original = model_of(generator("llama")), tiny_generator("llama")
     found, expected = (one.generate(**ROWS, max_new_tokens=9, **asked) for one in (model, original))
     if isinstance(found, torch.Tensor):
@@ -203,7 +205,7 @@ def test_what_asks_for_more_goes_through_transformers(asked: dict[str, Any], gen
         torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_with_steps_of_its_own_is_asked_at_each(generator: Artifacts) -> None:
+def test_overridden_prepare_inputs_is_called_at_each_step(generator: Artifacts) -> None:
     calls = []
 
     class Own(accel.ORTModelForCausalLM):

@@ -1,4 +1,4 @@
-"""The demo runs from export to report on its real model."""
+"""Tests of the demo: it runs from export to report with its real model."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _OPENVINO = importlib.util.find_spec("openvino") is not None
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, folder: Path, texts: list[str], labels: list[str]) -> None:
-    """Make the demo evaluate and search on the given rows."""
+    """Make the demo use the given rows for evaluation and search."""
     few = folder / "few.csv"
     with few.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("text", "category"), *zip(texts, labels, strict=True)])
     monkeypatch.setattr(walkthrough, "TEST_SET", few)
 
 
-def test_the_demo_runs_on_a_small_model(
+def test_demo_runs_with_a_small_model(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the demo on a tiny model. The thorough tests use the shipped model and the search."""
+    """Run the demo with a tiny model. The tests marked `thorough` use the shipped model and the search."""
     monkeypatch.setenv("ACCEL_PLUGINS", "cpu")
     shorten(monkeypatch, tmp_path, demo.read_test_set()[0][:40], ["LABEL_0", "LABEL_1"] * 20)
     monkeypatch.setattr(walkthrough, "MODEL", tiny_folder())
@@ -61,7 +61,7 @@ def test_the_demo_runs_on_a_small_model(
 def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if backends != "all":
         monkeypatch.setenv("ACCEL_PLUGINS", backends)
-        # Use every fifth query and a search of seconds, so that the test is fast.
+        # Use every fifth query and a search of a few seconds, so that the test is fast.
         texts, labels = demo.read_test_set()
         shorten(monkeypatch, tmp_path, texts[::5], labels[::5])
         monkeypatch.setattr(walkthrough, "_SEARCH_S", 90.0)
@@ -91,14 +91,15 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
     for name, row in rows.items():
         if row.compute_dtype == "float32":
             assert row.accuracy == original.accuracy
-        # Measured accuracy: 92.63 % in float32, 92.56 % in int8. 0.3 points are nine of the 3,080 queries, or two of every fifth query.
+        # Measured accuracy: 92.63 % in float32 and 92.56 % in int8. The limit of 0.35 points is about ten of all 3,080
+        # queries, or two of the 616 queries of this test.
         assert row.accuracy >= original.accuracy - 0.0035, name
     for int8 in [name for name, dtype in wanted.items() if dtype == "int8"]:
         assert rows[int8].megabytes < 0.6 * rows[f"{int8.partition(',')[0]}, float32"].megabytes
     assert "int8" in walkthrough.render(report)
     assert report.tuned is not None
     assert report.tuned.drop <= report.tuned.max_drop
-    # The CPU backend and PyTorch together have nine candidates.
+    # The `cpu` backend and the `pytorch` backend together have nine candidates.
     assert report.tuned.candidates > (10 if backends == "all" else 5)
     assert report.tuned.winner in walkthrough.render(report)
     folders.append("demo-tuned")
@@ -106,7 +107,7 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
         Artifact.load(tmp_path / name)
 
 
-def test_missing_backends_are_reported_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_backends_are_reported_with_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = Reason("not-installed", "openvino is not installed", 'pip install "accel-transformers[openvino]"')
     monkeypatch.setattr(registry, "probe", lambda spec: Probe(reasons=(remedy,)))
     exporters, absent = walkthrough._exporters()
@@ -118,7 +119,7 @@ def test_missing_backends_are_reported_with_their_remedy(monkeypatch: pytest.Mon
     assert any("OpenVINO" in line and "pip install" in line for line in lines)
 
 
-def test_an_allow_list_limits_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_allow_list_limits_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_PLUGINS", "cpu")
     exporters, absent = walkthrough._exporters()
     assert [spec.name for spec in exporters] == ["cpu"]
@@ -134,6 +135,6 @@ def test_calibration_rows_are_not_test_rows() -> None:
 _IMPORT = "import accel.demo, sys; print([n for n in ('torch', 'transformers', 'openvino') if n in sys.modules])"
 
 
-def test_the_demos_paths_import_no_library() -> None:
+def test_paths_of_the_demo_import_no_library() -> None:
     done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

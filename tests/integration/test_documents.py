@@ -1,4 +1,4 @@
-"""Questions about documents and tables: pipeline outputs compared with PyTorch, accuracy and calibration."""
+"""Tests of questions about documents and tables: pipeline outputs compared with PyTorch, accuracy, and calibration."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def alike(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("backend", [pytest.param("cpu", marks=pytest.mark.thorough), *BACKENDS[1:]])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_documents_in_the_stock_pipeline(
+def test_document_questions_in_transformers_pipeline(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     folder = tiny_folder(family, DOCUMENTS)
     ours = opened(family, DOCUMENTS, backend, folder, tiny_artifact)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     reference = transformers.pipeline(DOCUMENTS, model=original(folder, DOCUMENTS), tokenizer=tokenizer)
-    # With the second options, the page is split into windows.
+    # The second set of options splits the page into windows.
     options: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_k": 2, "max_seq_len": 24, "doc_stride": 4})
     if family == "layoutlmv3":
-        # This tokenizer has one token for each letter.
+        # The tokenizer in this case has one token for each letter, so the windows are longer.
         options = ({"top_k": 3}, {"top_k": 2, "max_seq_len": 60, "doc_stride": 10})
     for stock in (
         transformers.pipeline(DOCUMENTS, model=ours, tokenizer=tokenizer),
@@ -74,7 +74,7 @@ def test_documents_in_the_stock_pipeline(
                 alike(stock(given, **option), expected)
 
 
-def test_an_image_is_passed_over_as_in_transformers(
+def test_unused_image_is_ignored_as_in_transformers(
     tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     folder = tiny_folder("layoutlm", DOCUMENTS)
@@ -86,10 +86,10 @@ def test_an_image_is_passed_over_as_in_transformers(
 
 
 @pytest.mark.parametrize("box", [[-1, 0, 10, 10], [0, 0, 10, 5000], [20, 0, 10, 10], [0, 30, 10, 10]])
-def test_boxes_that_pytorch_refuses(
+def test_invalid_boxes_are_refused(
     box: list[int], tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
-    """A runtime would look up some of these values from the end of the embedding table."""
+    """ONNX Runtime would read some invalid box values from the end of the embedding table, so accel checks the boxes."""
     folder = tiny_folder("layoutlm", DOCUMENTS)
     model = opened("layoutlm", DOCUMENTS, "cpu", folder, tiny_artifact)
     ids = torch.full((1, 3), 7)
@@ -102,8 +102,10 @@ def test_boxes_that_pytorch_refuses(
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.thorough
-def test_words_of_a_page_are_labeled_by_their_places(backend: str, tmp_path: Path) -> None:
-    """Heads other than question answering also read bounding boxes. Without boxes, they use zeros, and they reject the same boxes."""
+def test_token_classification_reads_bounding_boxes(backend: str, tmp_path: Path) -> None:
+    """LayoutLM heads for other tasks than question answering also read bounding boxes. If boxes are missing, the heads
+    use zeros. The heads reject the same invalid boxes.
+    """
     torch.manual_seed(0)
     config = transformers.LayoutLMConfig(
         vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=3,
@@ -128,7 +130,7 @@ def test_words_of_a_page_are_labeled_by_their_places(backend: str, tmp_path: Pat
 
 @pytest.mark.parametrize("place", [-1, 5000])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_places_that_are_in_no_table_are_refused_by_every_session(
+def test_every_session_refuses_invalid_boxes(
     backend: str, place: int, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     session = opened("layoutlm", DOCUMENTS, backend, tiny_folder("layoutlm", DOCUMENTS), tiny_artifact).sessions[
@@ -157,7 +159,9 @@ def rows_answered_by(folder: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def test_accuracy_of_documents(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
+def test_accuracy_of_document_questions(
+    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
     folder = tiny_folder("layoutlm", DOCUMENTS)
     rows = rows_answered_by(folder)
     artifact = tiny_artifact("layoutlm", DOCUMENTS)
@@ -174,14 +178,14 @@ def test_accuracy_of_documents(tiny_folder: Callable[..., Path], tiny_artifact: 
             accel.evaluate(artifact.path, [{**rows[1], **wrong}, rows[1]])
 
 
-def test_answers_that_are_nearly_right() -> None:
+def test_anls_of_nearly_correct_answers() -> None:
     metric = ANLS
     found = metric.compute(["London ", "londn", "paris", ""], [["london"], ["x", "London"], ["rome"], ["a"]])
     assert found["anls"] == pytest.approx((1 + 5 / 6) / 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_documents_calibrate(
+def test_document_models_are_calibrated(
     family: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     folder, artifact = tiny_folder(family, DOCUMENTS), tiny_artifact(family, DOCUMENTS)
@@ -209,7 +213,7 @@ def test_layoutlmv2_is_refused() -> None:
 @pytest.mark.parametrize(
     "backend", [*(pytest.param(backend, marks=pytest.mark.thorough) for backend in ("cpu", "openvino")), "pytorch"]
 )
-def test_tables_in_the_stock_pipeline(
+def test_table_questions_in_transformers_pipeline(
     backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     folder = tiny_folder(TAPAS, TABLES)
@@ -228,7 +232,7 @@ def test_tables_in_the_stock_pipeline(
     with torch.inference_mode():
         expected = theirs(**inputs)
     found = ours(**inputs)
-    # Logits of other columns are about -10,000.
+    # The model sets the logits of unselected columns to about -10,000, so these logits are not compared.
     chosen = inputs["attention_mask"].bool() & (expected.logits > -1000)
     assert chosen.any()
     assert (found.logits - expected.logits)[chosen].abs().max() <= TOLERANCE * 10

@@ -1,4 +1,6 @@
-"""Classifiers that read the last end token of a text: batches whose rows have different numbers of end tokens."""
+"""Tests of classifiers that read the last end token of a text, with batches whose rows have different numbers of end
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def build(family: str) -> Any:
 
 
 def a_batch(pad: int) -> dict[str, torch.Tensor]:
-    """Return rows with one, two, three and one end tokens, of different lengths."""
+    """Return four rows with one, two, three and one end tokens. The rows have different lengths."""
     ids = torch.tensor(
         [
             [7, 8, 9, 10, 11, 12, END],
@@ -69,31 +71,31 @@ def opened(model: Any, tmp_path: Path, backend: str) -> Any:
 
 
 def assert_rows_are_their_own(model: Any, found: Any) -> None:
-    """Check that the result for each row, alone and in a batch, equals PyTorch's result for the row alone."""
+    """Assert that the result for each row, alone and in a batch, equals PyTorch's result for the row alone."""
     batch = a_batch(model.config.pad_token_id)
     together = found(**batch).logits
     for i, mask in enumerate(batch["attention_mask"]):
         row = {name: tensor[i : i + 1, mask.bool()] for name, tensor in batch.items()}
         with torch.inference_mode():
             expected = model(**row).logits
-        # The order of float32 sums differs: 1e-6 for logits of order 1.
+        # The exported graph adds float32 numbers in a different order, which changes logits of order 1 by about 1e-6.
         torch.testing.assert_close(together[i : i + 1], expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(found(**row).logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
-def test_a_row_is_answered_from_its_own_last_end_token(backend: str, tmp_path: Path, bart: Path) -> None:
+def test_row_uses_its_own_last_end_token(backend: str, tmp_path: Path, bart: Path) -> None:
     model = build("Bart")
     if backend == "pytorch":
         found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
     else:
         found = opened(model, tmp_path, backend)
-        # The table has two additional rows, which no position uses.
+        # BART's position table has two rows more than the 64 positions, and no position uses these two rows.
         assert found.artifact.component().max_sizes == {"sequence": 64}
     assert_rows_are_their_own(model, found)
 
 
-def test_a_row_without_an_end_token_is_refused(tmp_path: Path, bart: Path) -> None:
+def test_row_without_end_token_is_refused(tmp_path: Path, bart: Path) -> None:
     batch = a_batch(pad=1)
     batch["input_ids"][3, 1] = 32
     for backend in ("cpu", "pytorch"):
@@ -103,7 +105,7 @@ def test_a_row_without_an_end_token_is_refused(tmp_path: Path, bart: Path) -> No
             found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
         with pytest.raises(InputError, match="Row 3 of 'input_ids' has no token 2"):
             found(**batch)
-        # An end token inside the padding is ignored.
+        # An end token inside the padding does not count.
         hidden = {**batch, "input_ids": batch["input_ids"].clone()}
         hidden["input_ids"][3, 6] = END
         with pytest.raises(InputError, match="Row 3 of 'input_ids' has no token 2"):
@@ -111,8 +113,10 @@ def test_a_row_without_an_end_token_is_refused(tmp_path: Path, bart: Path) -> No
         found(**{name: tensor[:3] for name, tensor in batch.items()})
 
 
-def test_the_separators_of_one_row_do_not_move_the_question_of_another(tmp_path: Path) -> None:
-    """Longformer's head takes every third separator of the batch as the end of a question."""
+def test_separators_of_one_row_do_not_affect_other_rows(tmp_path: Path) -> None:
+    """Longformer's question answering head treats every third separator of the whole batch as the end of a question.
+    The exported graph counts the separators of each row.
+    """
     config = transformers.LongformerConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=60, num_labels=2,
         max_position_embeddings=64, attention_window=4, pad_token_id=1, sep_token_id=END, type_vocab_size=1,
@@ -135,8 +139,10 @@ def test_the_separators_of_one_row_do_not_move_the_question_of_another(tmp_path:
         found(input_ids=torch.full((1, 12), 7), attention_mask=torch.ones((1, 12), dtype=torch.int64))
 
 
-def test_another_tool_s_graph_takes_rows_with_equal_numbers_of_end_tokens(tmp_path: Path) -> None:
-    """Graphs of other tools select end tokens over the whole batch. The test uses any graph, because the config gives the class."""
+def test_foreign_graph_requires_equal_numbers_of_end_tokens(tmp_path: Path) -> None:
+    """Graphs of other tools select end tokens over the whole batch, so rows need equal numbers of end tokens. The graph
+    in this test is arbitrary, because the session reads the model class from the config.
+    """
     onnx.save(graph("text-classification"), tmp_path / "model.onnx")
     config = {"architectures": ["BartForSequenceClassification"], "model_type": "bart", "is_encoder_decoder": True}
     labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
@@ -155,6 +161,6 @@ def test_another_tool_s_graph_takes_rows_with_equal_numbers_of_end_tokens(tmp_pa
 @pytest.mark.parametrize(
     "family", ["T5", *(pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES if name not in ("Bart", "T5"))]
 )  # fmt: skip
-def test_all_architectures_that_pool_so_answer_rows_by_themselves(family: str, tmp_path: Path) -> None:
+def test_all_end_token_architectures_compute_rows_separately(family: str, tmp_path: Path) -> None:
     model = build(family)
     assert_rows_are_their_own(model, opened(model, tmp_path, "cpu"))

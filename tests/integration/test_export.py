@@ -1,4 +1,4 @@
-"""Files that `export` writes, errors that it raises, and its cleanup."""
+"""Tests of the files that `export` writes, of the errors that it raises, and of its cleanup."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_transformers_reads_the_folder(tiny_artifact: Callable[..., Artifact]) -
     ids = torch.tensor([[5, 6, 7, 8]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     expected = accel.ORTModelForSequenceClassification(artifact)(**inputs).logits
-    # Not bit for bit, because accel's CPU sessions disable one of ONNX Runtime's fusions.
+    # The outputs are not bit-identical, because accel's CPU sessions disable one of ONNX Runtime's fusions.
     assert (exported(**inputs).logits - expected).abs().max() < 1e-5
 
 
-def test_roberta_positions_start_behind_the_padding(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_roberta_positions_start_after_the_padding_id(tiny_artifact: Callable[..., Artifact]) -> None:
     component = tiny_artifact("roberta").component()
     assert component.max_sizes == {"sequence": 94}
     assert component.unused_inputs == ("token_type_ids",)
@@ -84,8 +84,8 @@ _SMALL: dict[str, Any] = {
 
 
 @pytest.mark.thorough
-def test_a_decoder_that_classifies_keeps_its_epsilon_and_returns_no_cache(tmp_path: Path) -> None:
-    """The epsilon of 1e-8 is not rounded to 0, so padding, whose embeddings are zero, does not become NaN."""
+def test_decoder_classifier_keeps_epsilon_and_has_no_cache_outputs(tmp_path: Path) -> None:
+    """The norm's epsilon of 1e-8 is not rounded to 0. Otherwise padding, whose embeddings are zero, would become NaN."""
     config = transformers.HeliumConfig(**_SMALL, num_key_value_heads=2, intermediate_size=64, head_dim=16, num_labels=3)
     model = transformers.HeliumForSequenceClassification(config).eval()
     artifact = export(model, tmp_path / "helium", task="text-classification")
@@ -102,8 +102,10 @@ def test_a_decoder_that_classifies_keeps_its_epsilon_and_returns_no_cache(tmp_pa
 
 
 @pytest.mark.thorough
-def test_types_that_zeros_do_not_stand_for(tmp_path: Path) -> None:
-    """GPT-2 adds the embedding of token 0 for token type 0, but nothing if token types are missing (the usual case)."""
+def test_missing_token_types_are_not_zeros(tmp_path: Path) -> None:
+    """GPT-2 adds the embedding of token 0 if the token type is 0, but adds nothing if `token_type_ids` are missing. The
+    exported graph computes the result for missing token types, which is the usual case.
+    """
     config = transformers.GPT2Config(vocab_size=120, n_embd=32, n_layer=1, n_head=2, pad_token_id=0, num_labels=3)
     model = rescale(transformers.GPT2ForSequenceClassification(config)).eval()
     artifact = export(model, tmp_path / "gpt2", task="text-classification")
@@ -114,7 +116,7 @@ def test_types_that_zeros_do_not_stand_for(tmp_path: Path) -> None:
     assert (ORTModelForSequenceClassification(artifact)(ids).logits - expected).abs().max() < 1e-4
 
 
-def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_weights_raise(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "bert", "bert")
     weights = load_file(folder / "model.safetensors")
     save_file({n: t for n, t in weights.items() if "layer.1." not in n}, folder / "model.safetensors", {"format": "pt"})
@@ -123,27 +125,27 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_pooler_that_a_language_model_lacks_is_left_out(tmp_path: Path) -> None:
+def test_missing_pooler_is_left_out(tmp_path: Path) -> None:
     artifact = export(
         save_tiny(tmp_path / "roberta", "roberta", "fill-mask"), tmp_path / "out", task="feature-extraction"
     )
     assert [spec.name for spec in artifact.component().outputs] == ["last_hidden_state"]
 
 
-def test_graph_carries_no_stack_traces(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_graph_contains_no_stack_traces(tiny_artifact: Callable[..., Artifact]) -> None:
     text = tiny_artifact().file().read_bytes()
     assert b"site-packages" not in text
     assert b"stack_trace" not in text
 
 
-def test_weights_in_the_file(tmp_path: Path) -> None:
+def test_weights_inside_the_graph_file(tmp_path: Path) -> None:
     artifact = export(tiny_model("bert", num_hidden_layers=1), tmp_path / "out", external_data=False)
     assert [record.name for record in artifact.component().files] == ["model.onnx"]
     assert not (tmp_path / "out" / "model.onnx.data").exists()
     accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")
 
 
-def test_an_axis_fixed_by_the_trace_is_refused(tmp_path: Path) -> None:
+def test_axis_fixed_by_the_trace_is_refused(tmp_path: Path) -> None:
     class Fixed(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.reshape(2, -1) if x.shape[0] == 2 else x * 2
@@ -153,7 +155,7 @@ def test_an_axis_fixed_by_the_trace_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_two_axes_that_became_one_are_refused(tmp_path: Path) -> None:
+def test_two_axes_merged_by_the_trace_are_refused(tmp_path: Path) -> None:
     class Tied(torch.nn.Module):
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return a + b
@@ -164,8 +166,10 @@ def test_two_axes_that_became_one_are_refused(tmp_path: Path) -> None:
         export(Tied(), tmp_path / "out", task="custom", sample=sample, axes=axes)
 
 
-def test_a_wrong_graph_is_not_written(tmp_path: Path) -> None:
-    """For inputs longer than the sample, the model computes something that the trace did not follow."""
+def test_wrong_graph_is_not_written(tmp_path: Path) -> None:
+    """The model computes a different result for inputs longer than the sample. The trace does not contain this
+    difference, so validation must detect it.
+    """
 
     class LengthDependent(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +186,7 @@ def test_a_wrong_graph_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["[{", "{}", "3", "[3]", '[{"idx": 0}]', '[{"type": 3, "path": ""}]', "", "[" * 100_000]
 )
-def test_damaged_modules_of_sentence_transformers(text: str, tmp_path: Path) -> None:
+def test_damaged_sentence_transformers_modules_raise(text: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "st", "bert", "feature-extraction")
     (folder / "modules.json").write_text(text)
     with pytest.raises(IntegrityError, match=r"modules\.json") as error:
@@ -190,7 +194,7 @@ def test_damaged_modules_of_sentence_transformers(text: str, tmp_path: Path) -> 
     assert error.value.fix
 
 
-def test_texts_one_by_one_do_not_open_the_tokenizer_again(
+def test_encoding_single_texts_opens_the_tokenizer_once_per_thread(
     tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
@@ -207,11 +211,11 @@ def test_texts_one_by_one_do_not_open_the_tokenizer_again(
     with ThreadPoolExecutor(1) as other:
         for found, text in zip(alone, texts, strict=True):
             assert (other.submit(model.encode, text).result() == found).all()
-    # Opened once in each thread, because a tokenizer stores settings between calls.
+    # The model opens the tokenizer once in each thread, because a tokenizer stores settings between calls.
     assert len(opened) == len(set(opened)) == 2
 
 
-# Invalid inputs
+# The tests below check invalid inputs.
 
 
 def test_unknown_task(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -221,7 +225,7 @@ def test_unknown_task(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_task_that_does_not_fit(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_task_that_does_not_fit_the_model_raises(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="BertForSequenceClassification.*no head"):
         export(tiny_folder(), tmp_path / "out", task="question-answering")
     with pytest.raises(TaskError, match="cannot do image-classification"):
@@ -229,16 +233,18 @@ def test_task_that_does_not_fit(tiny_folder: Callable[..., Path], tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_that_a_task_does_not_declare(tmp_path: Path) -> None:
-    """The export fails, because no model class of the task could open the graph."""
+def test_outputs_not_declared_by_the_task_raise(tmp_path: Path) -> None:
+    """The export fails, because no model class of the task could open the exported graph."""
     with pytest.raises(TaskError, match="returns logits with 3 axes; a model for text-classification returns") as info:
         export(tiny_model("bert", "token-classification"), tmp_path / "out", task="text-classification")
     assert "TaskSpec.outputs" in info.value.fix
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_with_several_heads_is_judged_by_its_weights(tmp_path: Path) -> None:
-    """`BertForPreTraining` has a masked-language head and another head. transformers loads it, and also loads a renamed class."""
+def test_checkpoint_with_several_heads_supports_the_task_of_its_weights(tmp_path: Path) -> None:
+    """`BertForPreTraining` has a masked-language head and a second head. `from_pretrained` loads such a checkpoint as a
+    masked language model, even if the config names another class.
+    """
     config = tiny_config("bert")
     model = rescale(transformers.BertForPreTraining(config)).eval()
     model.save_pretrained(tmp_path / "model")
@@ -248,11 +254,11 @@ def test_a_checkpoint_with_several_heads_is_judged_by_its_weights(tmp_path: Path
         file = tmp_path / "model" / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [name]}))
         opened = accel.ORTModelForMaskedLM.from_pretrained(tmp_path / "model")
-        # The order of float32 sums differs.
+        # The exported graph may add float32 numbers in a different order, so results differ slightly.
         assert torch.allclose(opened(**words).logits, expected, atol=1e-5)
 
 
-def test_a_checkpoint_with_other_heads_than_the_asked_one(tmp_path: Path) -> None:
+def test_checkpoint_without_the_requested_head_raises(tmp_path: Path) -> None:
     config = tiny_config("electra")
     transformers.ElectraForPreTraining(config).save_pretrained(tmp_path / "model")
     with pytest.raises(ExportError, match="lacks . weights of a ElectraForMaskedLM"):
@@ -279,14 +285,14 @@ def test_missing_and_truncated_weights(tiny_folder: Callable[..., Path], tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_an_artifact_is_no_source(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_artifact_is_not_accepted_as_source(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="exported artifact already"):
         export(tiny_artifact().path, tmp_path / "out")
     with pytest.raises(ConfigError, match="not a model"):
         export(42, tmp_path / "out")  # type: ignore[arg-type]
 
 
-def test_output_folder_is_the_input_or_not_empty(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_output_folder_that_is_input_or_not_empty_raises(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(OutputFolderError, match="also the input"):
         export(tiny_folder(), tiny_folder())
     (tmp_path / "keep.txt").write_text("mine")
@@ -295,7 +301,7 @@ def test_output_folder_is_the_input_or_not_empty(tiny_folder: Callable[..., Path
     assert (tmp_path / "keep.txt").read_text() == "mine"
 
 
-def test_unknown_backend_and_setting(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_unknown_backend_and_settings_raise(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(UnknownBackendError, match="Did you mean"):
         export(tiny_folder(), tmp_path / "out", backend="cpuu")
     with pytest.raises(ConfigError, match="Did you mean 'opset'"):
@@ -306,16 +312,16 @@ def test_unknown_backend_and_setting(tiny_folder: Callable[..., Path], tmp_path:
         export(tiny_folder(), tmp_path / "out", pooling="mean")
 
 
-def test_custom_sample_needs_axes(tmp_path: Path) -> None:
+def test_custom_sample_requires_axes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="axes"):
         export(torch.nn.Linear(2, 2), tmp_path / "out", task="custom", sample={"input": torch.ones(2, 2)})
     with pytest.raises(ExportError, match="No inputs can be made"):
         export(torch.nn.Linear(2, 2), tmp_path / "out", task="custom")
 
 
-# Interruption
+# The tests below interrupt an export.
 
-# The smallest model with a weight file. The order in which files are written is the same for all models.
+# Export the smallest model with a weight file. The export writes files in the same order for all models.
 _EXPORT = """
 import sys, torch
 from accel.stages.export import export
@@ -326,8 +332,10 @@ export(torch.nn.Linear(64, 64), sys.argv[1], task="custom", sample=sample, axes=
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pattern", [".accel-staging-*", ".accel-staging-*/**/*.onnx*", "*/accel.json"])
-def test_kill_leaves_nothing_or_a_whole_folder(pattern: str, tmp_path: Path) -> None:
-    """Kill the export as soon as the temporary folder, the graph file or the manifest exists."""
+def test_killed_export_leaves_no_partial_folder(pattern: str, tmp_path: Path) -> None:
+    """Kill the export as soon as the temporary folder, the graph file or the manifest exists. Afterwards the output
+    folder is complete or missing.
+    """
     target = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", _EXPORT, str(target)], stdout=subprocess.PIPE)
     try:
@@ -340,7 +348,7 @@ def test_kill_leaves_nothing_or_a_whole_folder(pattern: str, tmp_path: Path) -> 
         process.communicate()
     if target.exists():
         assert Artifact.load(target).component().file == "model.onnx"
-    # The next export in the same folder cleans up and succeeds.
+    # The next export in the same parent folder removes the temporary files and succeeds.
     sample, axes = {"input": torch.ones(3, 64)}, {"input": {0: "batch"}}
     export(torch.nn.Linear(64, 64), tmp_path / "next", task="custom", sample=sample, axes=axes)
     assert not list(tmp_path.glob(".accel-staging-*"))
@@ -359,7 +367,7 @@ print(pipe("where is my card")[0]["label"])
 
 
 @pytest.mark.thorough
-def test_a_local_path_opens_no_socket(tmp_path: Path) -> None:
+def test_local_path_opens_no_socket(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "bert", num_hidden_layers=1)
     environment = {**os.environ, "ACCEL_HOME": str(tmp_path / "home")}
     environment.pop("HF_HUB_OFFLINE")
@@ -371,7 +379,7 @@ def test_a_local_path_opens_no_socket(tmp_path: Path) -> None:
     assert "LABEL" in done.stdout
 
 
-def test_a_model_in_memory_stays_as_it_is(tmp_path: Path) -> None:
+def test_model_in_memory_is_unchanged(tmp_path: Path) -> None:
     """The export does not change the model's weights, dtype or training mode."""
     model = tiny_model("bert").train()
     model.bert.pooler.eval()

@@ -1,4 +1,4 @@
-"""Memory that an export needs in addition to the weights."""
+"""Tests of the memory that an export needs in addition to the weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.memory_pages import TELLS, resident
 
 
 @pytest.mark.skipif(not TELLS, reason="the system does not tell which pages are resident")
-def test_a_graph_is_compared_without_the_model_s_weights_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch's outputs are computed before the session opens for a few calls. Pages mapped from a file are then released."""
+def test_validation_does_not_keep_model_weights_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export computes PyTorch's outputs before it opens the session for validation. Memory pages of weights that
+    are mapped from a file are released before the session opens.
+    """
     config = transformers.BertConfig(
         vocab_size=8000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
@@ -40,7 +40,7 @@ def test_a_graph_is_compared_without_the_model_s_weights_in_memory(
     assert resident(table) > 400
     export(model, tmp_path / "out")
     [(few, pages)] = asked
-    # Reads of neighboring parts of the file load up to 16 pages on either side.
+    # Reading neighboring parts of the file loads up to 16 pages on either side, so up to 32 pages are resident.
     assert few
     assert pages <= 32
 
@@ -73,10 +73,11 @@ print(weights, 1024 * int(next(line for line in lines if line.startswith("VmHWM"
         pytest.param(True, 1536, "vocab_size=500, num_hidden_layers=5", 1, 800 << 20, id="570 MB mapped from a file"),
     ],
 )
-def test_peak_of_memory(mapped: bool, size: int, rest: str, times: int, beside: int, tmp_path: Path) -> None:
-    """Peak memory of the export process.
+def test_peak_memory_of_export(mapped: bool, size: int, rest: str, times: int, beside: int, tmp_path: Path) -> None:
+    """Check the peak memory of the export process.
 
-    Weights mapped from a file count once. Weights in the model's own memory count twice, because the runtime also maps the graph's.
+    Weights mapped from a file count once. Weights in the model's own memory count twice, because ONNX Runtime also maps
+    the weights of the exported graph.
     """
     script = _PEAK.format(mapped=mapped, size=size, rest=rest)
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""Folders in layouts of other tools that are read in place, and errors for folders that cannot be read."""
+"""Tests of folders with the layouts of other tools, which are read without a copy, and of errors for folders that
+cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ INPUTS = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor
 
 @pytest.fixture
 def nested(tiny_artifact: Get, tmp_path: Path) -> Callable[[str], Path]:
-    """Return an artifact in a subfolder with its config in the parent folder, as sentence-transformers saves accel's models."""
+    """Return a function that puts an artifact into a subfolder and its config into the parent folder, as
+    sentence-transformers saves accel's models. The function returns the parent folder.
+    """
 
     def make(subfolder: str) -> Path:
         root = tmp_path / "saved"
@@ -38,7 +42,7 @@ def nested(tiny_artifact: Get, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("subfolder", ["onnx", "openvino"])
 @pytest.mark.parametrize("words", [{}, {"subfolder": True}, {"file_name": "model.onnx"}])
-def test_an_artifact_in_a_subfolder(
+def test_artifact_in_a_subfolder_loads(
     subfolder: str, words: dict[str, Any], nested: Callable[[str], Path], tiny_artifact: Get
 ) -> None:
     root = nested(subfolder)
@@ -51,13 +55,13 @@ def test_an_artifact_in_a_subfolder(
         assert torch.equal(model(**INPUTS).last_hidden_state, expected)
 
 
-def test_an_artifact_of_a_subfolder_is_saved_next_to_its_config(nested: Callable[[str], Path], tmp_path: Path) -> None:
+def test_artifact_in_a_subfolder_is_saved_with_its_config(nested: Callable[[str], Path], tmp_path: Path) -> None:
     with accel.ORTModelForFeatureExtraction.from_pretrained(nested("onnx")) as model:
         model.save_pretrained(tmp_path / "again")
     assert Artifact.load(tmp_path / "again").component().file == "model.onnx"
 
 
-def test_a_subfolder_that_was_changed_is_refused(nested: Callable[[str], Path]) -> None:
+def test_changed_artifact_in_a_subfolder_is_refused(nested: Callable[[str], Path]) -> None:
     root = nested("onnx")
     with (root / "onnx" / "model.onnx").open("ab") as file:
         file.write(b"more")
@@ -67,7 +71,7 @@ def test_a_subfolder_that_was_changed_is_refused(nested: Callable[[str], Path]) 
 
 @pytest.fixture
 def foreign_t5(shared: Callable[..., Path], tmp_path: Path) -> Path:
-    """Return a copy of a T5 folder from Optimum, which a test may change."""
+    """Return a copy of a T5 folder from Optimum. Tests may change the copy."""
     import tarfile
 
     packed = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
@@ -88,7 +92,7 @@ def foreign_t5(shared: Callable[..., Path], tmp_path: Path) -> Path:
         {"encoder_model": "encoder_q8", "decoder_model_merged": "decoder_q8"},
     ],
 )
-def test_names_of_an_encoder_and_a_decoder(names: dict[str, str], foreign_t5: Path) -> None:
+def test_file_names_of_encoder_and_decoder(names: dict[str, str], foreign_t5: Path) -> None:
     inputs = {**INPUTS, "max_new_tokens": 4, "do_sample": False}
     with accel.ORTModelForSeq2SeqLM.from_pretrained(foreign_t5) as model:
         expected = model.generate(**inputs)
@@ -98,7 +102,7 @@ def test_names_of_an_encoder_and_a_decoder(names: dict[str, str], foreign_t5: Pa
         assert torch.equal(model.generate(**inputs), expected)
 
 
-def test_a_missing_config_is_one_message(foreign_t5: Path, tmp_path: Path) -> None:
+def test_missing_config_gives_one_error_message(foreign_t5: Path, tmp_path: Path) -> None:
     (foreign_t5 / "config.json").unlink()
     messages = set()
     for act in (
@@ -114,13 +118,13 @@ def test_a_missing_config_is_one_message(foreign_t5: Path, tmp_path: Path) -> No
     assert "holds no config.json" in messages.pop()[0]
 
 
-def test_weights_without_a_config(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_weights_without_config_raise(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     shutil.copyfile(tiny_folder("bert") / "model.safetensors", tmp_path / "model.safetensors")
     with pytest.raises(ArtifactNotFoundError, match=r"holds no config\.json"):
         accel.ORTModel.from_pretrained(tmp_path)
 
 
-def test_a_missing_output_is_named(tiny_artifact: Get, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_missing_output_is_named(tiny_artifact: Get, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     import onnx
 
     shutil.copytree(tiny_artifact("bert", "question-answering").path, tmp_path / "folder")
@@ -133,9 +137,7 @@ def test_a_missing_output_is_named(tiny_artifact: Get, tiny_folder: Callable[...
         validate(tmp_path / "folder", against=tiny_folder("bert", "question-answering"))
 
 
-def test_an_output_of_another_shape_is_named(
-    tiny_artifact: Get, tiny_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_output_with_wrong_shape_is_named(tiny_artifact: Get, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     import transformers
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -146,7 +148,7 @@ def test_an_output_of_another_shape_is_named(
         validate(tiny_artifact("bert"), against=tmp_path / "other")
 
 
-def test_a_benchmark_of_calls_is_refused_for_models_that_generate(generator: Get) -> None:
+def test_benchmark_of_generating_model_requires_new_tokens(generator: Get) -> None:
     with pytest.raises(ConfigError, match="answer by generating") as error:
         accel.benchmark(generator("t5"))
     assert "new_tokens" in str(error.value.fix)

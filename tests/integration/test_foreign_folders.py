@@ -1,6 +1,6 @@
-"""Folders that other tools exported: they load, and outputs and generated tokens equal PyTorch's.
+"""Tests of folders that other tools exported: the folders load, and outputs and generated tokens equal PyTorch's.
 
-The folders contain tiny models, written by those tools (tests/fixtures/foreign).
+The folders contain tiny models that the other tools wrote (tests/fixtures/foreign).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from accel.stages.adoption import adopt
 from accel.stages.optimize import optimize
 from accel.testing.folders import as_foreign
 
-# Tolerance for float32 logits up to 5, computed by other kernels.
+# The tolerance is for float32 logits of up to 5, which different kernels compute.
 CLOSE = 1e-4
 TEXT, TEXT2TEXT = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 AUTO = {
@@ -101,7 +101,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def original(folders: Path) -> Callable[[str], Any]:
-    """Return a function that loads the PyTorch model from which a folder was exported."""
+    """Return a function that loads the PyTorch model from which a given folder was exported."""
     held: dict[str, Any] = {}
 
     def get(folder: str) -> Any:
@@ -115,7 +115,7 @@ def original(folders: Path) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def opened(folders: Path) -> Callable[..., Any]:
-    """Return a function that opens a folder with the model class of its task. Each folder is opened once."""
+    """Return a function that opens a folder with the model class of its task. The function opens each folder once."""
     held: dict[str, Any] = {}
 
     def get(folder: str, **words: Any) -> Any:
@@ -128,7 +128,9 @@ def opened(folders: Path) -> Callable[..., Any]:
 
 
 def inputs_of(folder: str) -> dict[str, torch.Tensor]:
-    """Return three prompts, padded on the left for decoders and on the right for encoders. Audio and images are not padded."""
+    """Return a batch of inputs: three prompts, which are padded on the left for decoders and on the right for
+    encoder-decoders, or unpadded audio or images.
+    """
     random = torch.Generator().manual_seed(3)
     name = Path(folder).name.split("-")[0]
     if name == "whisper":
@@ -146,7 +148,7 @@ def inputs_of(folder: str) -> dict[str, torch.Tensor]:
 
 
 def prompts_of(folder: str, model: Any) -> dict[str, torch.Tensor]:
-    """Return the inputs of a full call. The decoder of an encoder-decoder gets four tokens."""
+    """Return the inputs of a call that computes logits. For an encoder-decoder, the decoder input has four tokens."""
     inputs = inputs_of(folder)
     if model.config.is_encoder_decoder:
         return {**inputs, "decoder_input_ids": torch.tensor([[1, 5, 7, 9]]).repeat(len(next(iter(inputs.values()))), 1)}
@@ -156,9 +158,10 @@ def prompts_of(folder: str, model: Any) -> dict[str, torch.Tensor]:
 
 
 def on_its_own(graph: Path) -> Any:
-    """Open a file with ONNX Runtime directly.
+    """Open a graph file directly with ONNX Runtime, without accel.
 
-    On CPUs whose 8-bit kernels would saturate, 8-bit weights are multiplied exactly, as in accel's sessions.
+    The session option makes products with 8-bit weights exact, also on CPUs whose 8-bit kernels would saturate. accel's
+    sessions set the same option.
     """
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")
@@ -172,17 +175,19 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("folder", "words"), [*DECODERS, *ENCODER_DECODERS])
-def test_the_tokens_are_pytorchs(folder: str, words: dict[str, str], mode: str, opened: Any, original: Any) -> None:
+def test_generated_tokens_equal_pytorchs(
+    folder: str, words: dict[str, str], mode: str, opened: Any, original: Any
+) -> None:
     how = {**MODES[mode], "do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "eos_token_id": 2}
     if "whisper" in folder:
-        # This library's `generate` sets the argument itself.
+        # `generate` in transformers sets `min_new_tokens` of Whisper itself.
         how.pop("min_new_tokens")
     found = opened(folder, **words).generate(**inputs_of(folder), **how)
     assert torch.equal(found, original(folder).generate(**inputs_of(folder), **how))
 
 
 @pytest.mark.parametrize(("folder", "words"), DECODERS)
-def test_several_tokens_behind_a_past(folder: str, words: dict[str, str], opened: Any, original: Any) -> None:
+def test_several_tokens_after_cached_tokens(folder: str, words: dict[str, str], opened: Any, original: Any) -> None:
     model, ids = opened(folder, **words), inputs_of(folder)["input_ids"][:1]
     with torch.no_grad():
         expected = original(folder)(ids).logits
@@ -195,9 +200,10 @@ def test_several_tokens_behind_a_past(folder: str, words: dict[str, str], opened
 
 
 @pytest.mark.parametrize(("folder", "words"), ENCODER_DECODERS)
-def test_rows_of_a_cache_change_places(folder: str, words: dict[str, str], opened: Any, original: Any) -> None:
+def test_cache_rows_are_reordered(folder: str, words: dict[str, str], opened: Any, original: Any) -> None:
     model, prompts = opened(folder, **words), prompts_of(folder, opened(folder, **words))
-    # OpenVINO's encoder variables keep their number of rows.
+    # OpenVINO's variables for encoder keys and values keep their number of rows. OpenVINO folders are therefore tested
+    # with reversed rows, and other folders with repeated rows.
     tokens = prompts.pop("decoder_input_ids")
     order = torch.arange(len(tokens)).flip(0) if folder.startswith("intel") else torch.tensor([1, 0, 1])
     cache = model.new_cache()
@@ -212,7 +218,7 @@ def test_rows_of_a_cache_change_places(folder: str, words: dict[str, str], opene
     assert difference(found, expected[:, -1:]) < CLOSE
 
 
-def test_rows_of_an_encoder_in_ir_stay_as_many(opened: Any) -> None:
+def test_number_of_encoder_rows_in_openvino_ir_is_fixed(opened: Any) -> None:
     model = opened("intel/whisper-ir")
     features, tokens = inputs_of("intel/whisper-ir"), torch.tensor([[1, 5, 7]] * 2)
     expected = model(**features, decoder_input_ids=tokens).logits
@@ -226,7 +232,7 @@ def test_rows_of_an_encoder_in_ir_stay_as_many(opened: Any) -> None:
 
 @pytest.mark.parametrize("folder", ["optimum/bert-external", "optimum/bert-web", "intel/bert-ir"])
 @pytest.mark.parametrize("name", ["input_ids", "token_type_ids"])
-def test_ids_that_one_graph_has_no_row_for(folder: str, name: str, opened: Any) -> None:
+def test_ids_above_the_range_of_one_graph_are_refused(folder: str, name: str, opened: Any) -> None:
     inputs, model = inputs_of(folder), opened(folder)
     inputs = {"token_type_ids": torch.zeros_like(inputs["input_ids"]), **inputs}
     rows = model.config.vocab_size if name == "input_ids" else model.config.type_vocab_size
@@ -239,7 +245,7 @@ def test_ids_that_one_graph_has_no_row_for(folder: str, name: str, opened: Any) 
 
 
 @pytest.mark.parametrize("words", [{"variant": "quantized"}, {"file_name": "onnx/model_quantized.onnx"}])
-def test_a_variant_is_what_runs(words: dict[str, str], opened: Any, folders: Path) -> None:
+def test_variant_selects_the_graph_file(words: dict[str, str], opened: Any, folders: Path) -> None:
     inputs = inputs_of("optimum/bert-web")
     session = on_its_own(folders / "optimum/bert-web/onnx/model_quantized.onnx")
     given = {
@@ -252,7 +258,9 @@ def test_a_variant_is_what_runs(words: dict[str, str], opened: Any, folders: Pat
 
 
 def with_ending(path: Path, ending: str) -> Any:
-    """Convert a graph as the tools of transformers.js do for an ending of the file name."""
+    """Convert a graph to the data types that a file name ending such as `_q4f16` means, as the tools of transformers.js
+    do.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.matmul_bnb4_quantizer import MatMulBnb4Quantizer
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
@@ -271,7 +279,7 @@ def with_ending(path: Path, ending: str) -> Any:
         four = MatMulBnb4Quantizer(model, 1, 64)
         four.process()
         return four.model.model
-    # Keys and values also become float16. Logits stay float32, which callers read.
+    # Keys and values become float16. The logits stay float32, because callers read them.
     return (
         convert_float_to_float16(model, keep_io_types=["logits"])
         if ending.endswith("f16") or ending == "fp16"
@@ -280,8 +288,8 @@ def with_ending(path: Path, ending: str) -> Any:
 
 
 @pytest.mark.parametrize("ending", ["fp16", "q4", "q4f16", "bnb4", "int8", "uint8"])
-def test_decoders_in_every_ending(ending: str, folders: Path, tmp_path: Path) -> None:
-    """The outputs equal ONNX Runtime's outputs for the same file, with and without a cache."""
+def test_decoders_with_every_file_name_ending(ending: str, folders: Path, tmp_path: Path) -> None:
+    """The outputs equal ONNX Runtime's outputs for the same file, with and without a KV cache."""
     source = folders / "optimum/gpt2-past"
     for file in ("config.json", "generation_config.json"):
         shutil.copyfile(source / file, tmp_path / file)
@@ -308,7 +316,7 @@ def test_decoders_in_every_ending(ending: str, folders: Path, tmp_path: Path) ->
 @pytest.mark.skipif(
     adds_in_16_bits(cpu_flags()), reason="8-bit sums saturate here, in the merged graph other than in the plain one"
 )
-def test_a_variant_of_two_graphs(opened: Any, folders: Path) -> None:
+def test_variant_of_encoder_and_decoder(opened: Any, folders: Path) -> None:
     model = opened("optimum/t5-web", variant="quantized")
     same = opened("optimum/t5-web", subfolder="onnx", file_name="decoder_model_merged_quantized.onnx")
     assert model.artifact.component("encoder").files[0].sha256 == same.artifact.component("encoder").files[0].sha256
@@ -323,7 +331,7 @@ def test_a_variant_of_two_graphs(opened: Any, folders: Path) -> None:
     assert difference(model(**inputs).logits, torch.from_numpy(expected)) < CLOSE
 
 
-def test_weights_of_two_graphs_are_kept_once(opened: Any, folders: Path) -> None:
+def test_weights_of_two_decoder_graphs_are_stored_once(opened: Any, folders: Path) -> None:
     model = opened("optimum/gpt2-pair", **PAIR)
     kept = {
         path.name: path.stat().st_size for path in model.artifact.path.iterdir() if path.suffix in (".onnx", ".data")
@@ -332,8 +340,9 @@ def test_weights_of_two_graphs_are_kept_once(opened: Any, folders: Path) -> None
     assert kept["model.onnx.data"] < 1.5 * one
 
 
-def test_weights_beside_a_graph_keep_one_name(opened: Any, folders: Path) -> None:
-    # onnx rejects weight files with a hard link, so a link would break the user's own folder.
+def test_external_weights_are_copied_without_hard_link(opened: Any, folders: Path) -> None:
+    # onnx rejects weight files with more than one hard link. A hard link to the cached copy would therefore break the
+    # user's own folder.
     artifact = opened("genai/mistral-fp32").artifact
     source = folders / "genai/mistral-fp32"
     kept = next(artifact.path / one.name for one in artifact.component().files if one.name.endswith(".onnx.data"))
@@ -342,19 +351,19 @@ def test_weights_beside_a_graph_keep_one_name(opened: Any, folders: Path) -> Non
     onnx.load(artifact.path / artifact.component().file)
 
 
-def test_what_was_brought_to_one_form_is_found_again(opened: Any, folders: Path) -> None:
+def test_converted_folder_is_found_again(opened: Any, folders: Path) -> None:
     first = opened("optimum/gpt2-pair").artifact
     changed = first.path.stat().st_mtime_ns
     assert adopt(folders / "optimum/gpt2-pair", task="text-generation").path == first.path
     assert first.path.stat().st_mtime_ns == changed
 
 
-# Invalid folders
+# The tests below check invalid folders.
 
 
 @pytest.fixture
 def copied(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that copies a folder, which a test may damage."""
+    """Return a function that copies a folder. Tests may damage the copy."""
     return lambda folder: Path(shutil.copytree(folders / folder, tmp_path / "copy"))
 
 
@@ -370,7 +379,7 @@ def copied(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
         ("intel/t5-ir", "openvino_decoder_model.bin", IntegrityError),
     ],
 )
-def test_a_missing_file_is_named(folder: str, missing: str, kind: type[AccelError], copied: Any) -> None:
+def test_missing_file_is_named(folder: str, missing: str, kind: type[AccelError], copied: Any) -> None:
     path = copied(folder)
     for file in path.glob(missing):
         file.unlink()
@@ -404,7 +413,7 @@ def _beyond(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "word"), [(_outside, "outside of its folder"), (_no_number, "no place"), (_beyond, "truncated")]
 )
-def test_weights_that_lie_nowhere(change: Any, word: str, copied: Any) -> None:
+def test_missing_external_weights_raise(change: Any, word: str, copied: Any) -> None:
     path = copied("optimum/llama-external")
     edited(path / "model.onnx", change)
     with pytest.raises(IntegrityError, match=word):
@@ -413,7 +422,7 @@ def test_weights_that_lie_nowhere(change: Any, word: str, copied: Any) -> None:
 
 @pytest.fixture
 def foreign(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> Path:
-    """Return a folder with its config and a graph that contains its weights."""
+    """Return a foreign folder that contains a config and a graph with its weights."""
     return as_foreign(tiny_artifact().path, tmp_path / "folder" / "model")
 
 
@@ -463,7 +472,7 @@ PLACES = [_initializer, _sparse, _attribute, _inner_attribute, _function]
     "name", ["absent.data", "../secret.data", "linked.data", "pipe.data", "a\0b", "x" * 5000],
     ids=["absent", "above", "linked", "pipe", "no name", "long name"],
 )  # fmt: skip
-def test_all_weights_lie_in_the_folder(put: Any, name: str, foreign: Path) -> None:
+def test_weights_outside_of_the_folder_are_refused(put: Any, name: str, foreign: Path) -> None:
     (foreign.parent / "secret.data").write_bytes(b"1234")
     if name == "linked.data":
         (foreign / name).symlink_to(foreign.parent / "secret.data")
@@ -478,8 +487,8 @@ def test_all_weights_lie_in_the_folder(put: Any, name: str, foreign: Path) -> No
     assert not (foreign.parent / "out").exists()
 
 
-def test_weights_in_attributes_are_part_of_the_model(copied: Any) -> None:
-    """External weights in node attributes of functions are kept if the graph is rewritten."""
+def test_weights_in_node_attributes_are_kept(copied: Any) -> None:
+    """A rewritten graph keeps the external weights that are stored in node attributes of functions."""
     path = copied("optimum/gpt2-pair")
     (path / "one.data").write_bytes(np.float32(7).tobytes())
     for graph in path.glob("*.onnx"):
@@ -492,7 +501,7 @@ def test_weights_in_attributes_are_part_of_the_model(copied: Any) -> None:
     assert onnx.numpy_helper.to_array(function.node[0].attribute[0].t) == 7
 
 
-def test_weights_of_any_size_beside_a_graph_are_optimized_with_it(foreign: Path) -> None:
+def test_external_weights_of_any_size_are_optimized(foreign: Path) -> None:
     graph = foreign / "model.onnx"
     model = onnx.load(graph)
     for path in foreign.glob("*.data"):
@@ -506,7 +515,7 @@ def test_weights_of_any_size_beside_a_graph_are_optimized_with_it(foreign: Path)
 
 @pytest.mark.parametrize("tensor", [{"dims": [10**12]}, {"dims": [-1]}, {"data_type": 99}], ids=str)
 @pytest.mark.parametrize("external", [False, True])
-def test_tensors_that_cannot_be(tensor: dict[str, Any], external: bool, foreign: Path) -> None:
+def test_invalid_tensors_raise(tensor: dict[str, Any], external: bool, foreign: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         first = next(one for one in model.graph.initializer if one.dims)
         first.dims[0] = tensor.get("dims", first.dims)[0]
@@ -522,7 +531,7 @@ def test_tensors_that_cannot_be(tensor: dict[str, Any], external: bool, foreign:
 
 
 @pytest.mark.parametrize("values", ["input", "output"])
-def test_elements_of_no_type(values: str, foreign: Path) -> None:
+def test_unknown_element_types_raise(values: str, foreign: Path) -> None:
     edited(foreign / "model.onnx", lambda model: _retyped(getattr(model.graph, values)[0], 71))
     with pytest.raises(IntegrityError, match="elements of the type 71"):
         adopt(foreign)
@@ -534,7 +543,7 @@ def _retyped(value: onnx.ValueInfoProto, kind: int) -> None:
 
 @pytest.mark.parametrize("name", ["model.onnx", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_regular_file_is_not_read(name: str, make: Callable[[Path], None], foreign: Path) -> None:
+def test_special_files_are_not_read(name: str, make: Callable[[Path], None], foreign: Path) -> None:
     (foreign / name).unlink()
     make(foreign / name)
     started = time.monotonic()
@@ -547,7 +556,7 @@ def test_what_is_no_regular_file_is_not_read(name: str, make: Callable[[Path], N
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "config.json", "export.json", "genai_config.json"])
-def test_what_a_folder_says_of_itself_is_in_it(name: str, foreign: Path) -> None:
+def test_configs_outside_of_the_folder_are_refused(name: str, foreign: Path) -> None:
     other = foreign.parent / name
     (foreign / name).rename(other) if (foreign / name).exists() else other.write_text("{}")
     (foreign / name).symlink_to(other)
@@ -557,7 +566,7 @@ def test_what_a_folder_says_of_itself_is_in_it(name: str, foreign: Path) -> None
     assert error.value.fix
 
 
-def test_weights_of_ir_lie_in_the_folder(copied: Any) -> None:
+def test_openvino_weights_outside_of_the_folder_are_refused(copied: Any) -> None:
     path = copied("intel/gpt2-ir")
     weights = path / "openvino_model.bin"
     weights.rename(path.parent / "secret.bin")
@@ -567,7 +576,7 @@ def test_weights_of_ir_lie_in_the_folder(copied: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [b"input_ids", b"past_key_values.0.key", b"logits", b"MatMul", b"batch_size"])
-def test_names_that_are_no_text(name: bytes, copied: Any) -> None:
+def test_names_that_are_not_utf8_raise(name: bytes, copied: Any) -> None:
     graph = copied("optimum/gpt2-past") / "model.onnx"
     content = graph.read_bytes()
     assert name in content
@@ -576,7 +585,7 @@ def test_names_that_are_no_text(name: bytes, copied: Any) -> None:
         accel.ORTModelForCausalLM.from_pretrained(graph.parent)
 
 
-def test_a_dimension_is_a_name_and_nothing_else(copied: Any) -> None:
+def test_dimension_names_are_not_evaluated(copied: Any) -> None:
     path = copied("optimum/gpt2-past")
 
     def change(model: onnx.ModelProto) -> None:
@@ -599,14 +608,14 @@ def test_a_dimension_is_a_name_and_nothing_else(copied: Any) -> None:
         ("intel/gpt2-ir", {"vocab_size": 98}, "98"),
     ],
 )
-def test_a_config_of_another_model(folder: str, changes: dict[str, int], word: str, copied: Any) -> None:
+def test_config_of_another_model_raises(folder: str, changes: dict[str, int], word: str, copied: Any) -> None:
     path = copied(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
     with pytest.raises(IntegrityError, match=word):
         accel.ORTModel.from_pretrained(path.parent)
 
 
-def test_a_newer_format_is_refused(copied: Any) -> None:
+def test_newer_onnx_format_is_refused(copied: Any) -> None:
     path = copied("optimum/gpt2-past")
 
     def change(model: onnx.ModelProto) -> None:
@@ -617,7 +626,7 @@ def test_a_newer_format_is_refused(copied: Any) -> None:
         accel.ORTModelForCausalLM.from_pretrained(path)
 
 
-def test_a_step_alone_is_no_decoder(copied: Any) -> None:
+def test_decoder_with_past_alone_is_refused(copied: Any) -> None:
     path = copied("optimum/gpt2-pair")
     for name in ("decoder_model.onnx", "decoder_model_merged.onnx"):
         (path / name).unlink()
@@ -625,7 +634,7 @@ def test_a_step_alone_is_no_decoder(copied: Any) -> None:
         accel.ORTModelForCausalLM.from_pretrained(path)
 
 
-def test_an_export_without_its_encoder(folders: Path) -> None:
+def test_export_without_encoder_is_refused(folders: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="encoder"):
         accel.ORTModelForSeq2SeqLM.from_pretrained(folders / "exported/t5-single-onnx")
 

@@ -1,6 +1,8 @@
-"""Every stage on every folder from other tools: the result is correct, or the stage raises the error in the table.
+"""Tests of every stage on every folder that other tools wrote. The result of the stage is correct, or the stage raises
+the error in the table below.
 
-The folders are in tests/fixtures/foreign. Results are compared with the PyTorch model from which the folder was exported.
+The folders are in tests/fixtures/foreign. Results are compared with the PyTorch model from which the folder was
+exported.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from accel.errors import AccelError
 from accel.stages.resolution import artifact_of
 from accel.stages.validate import validate
 
-# Folders on which each stage runs in every test run. The other folders are further cases of the same layouts.
+# Each stage runs on these folders in every test run. The other folders are more examples of the same layouts, and run
+# only in thorough tests.
 QUICK = (
     "exported/bert-plain-onnx", "exported/llama-single-onnx", "genai/mistral-fp32", "intel/llama-stateless", "intel/t5-ir",
     "optimum/bart-past", "optimum/bert-web", "optimum/gpt2-nocache", "optimum/gpt2-pair", "optimum/t5-nocache", "optimum/trocr-past",
@@ -41,14 +44,15 @@ UNREADABLE = {
     "exported/llama-single-openvino": "makes one token a call",
     "exported/t5-single-onnx": "names no encoder's graph",
 }
-# OpenVINO IR decoders with the cache as inputs and outputs.
+# These OpenVINO IR decoders have their KV cache as inputs and outputs.
 OUTER_CACHES = ("llama-stateless",)
 ENCODER_DECODERS = ("t5", "bart", "marian", "whisper", "trocr")
 DECODERS = ("gpt2", "llama", "mistral", "bloom", "opt")
-# Decoders with their layers in the branches of an If node.
+# These decoders have their layers in the branches of an If node.
 BRANCHED = ("gpt2-pair", "gpt2-web", "bloom-pair", "llama-single-onnx", "llama-multi-onnx")
-# Tolerances for logits up to 8 of tiny random models. The logits of a wrong model differ by their whole size. With random weights,
-# 4-bit quantization is inaccurate, and three calibration rows give poor activation ranges.
+# The tolerances are for tiny random models with logits of up to 8. The logits of a wrong model would differ by their
+# whole size. With random weights, 4-bit quantization is inaccurate, and three calibration rows give poor activation
+# ranges.
 ATOL = {"dynamic-int8": 0.5, "weight-int8": 0.5, "static-int8": 2.5, "weight-int4": 3.0}
 HALF_ATOL = 0.05
 
@@ -62,7 +66,7 @@ def is_ir(folder: str) -> bool:
 
 
 def calibration(folder: str) -> list[dict[str, torch.Tensor]]:
-    """Return batches as a tokenizer or processor returns them."""
+    """Return calibration batches as a tokenizer or a feature extractor returns them."""
     random = torch.Generator().manual_seed(3)
     if kind_of(folder) == "whisper":
         return [{"input_features": torch.randn(2, 4, 3000, generator=random)}]
@@ -73,7 +77,7 @@ def calibration(folder: str) -> list[dict[str, torch.Tensor]]:
 
 
 def refusal(folder: str, stage: str) -> str | None:
-    """Return the error message with which a stage rejects a folder, or `None` if it accepts the folder."""
+    """Return the error message with which a stage rejects a folder, or `None` if the stage accepts the folder."""
     kind, name = kind_of(folder), Path(folder).name
     table: dict[str, list[tuple[bool, str]]] = {
         "optimize": [(is_ir(folder), "No backend can optimize openvino_ir")],
@@ -82,14 +86,13 @@ def refusal(folder: str, stage: str) -> str | None:
             (name in OUTER_CACHES, "keeps its KV cache outside of its graph"),
             (not is_ir(folder) and name in BRANCHED, "All layers are in the branches of an If"),
         ],
-        # Tiny models have fewer channels than a quantization block has weights.
         "weight-int8": [(name in OUTER_CACHES, "keeps its KV cache outside of its graph")],
         "weight-int4": [
             (name in OUTER_CACHES, "keeps its KV cache outside of its graph"),
             (is_ir(folder), "The block size does not divide the weights' channels"),
         ],
         "evaluate": [
-            # IR folders contain their tokenizers. The Optimum folders here do not.
+            # The IR folders contain their tokenizers, but the Optimum folders do not.
             (kind in ENCODER_DECODERS, r"accel cannot measure|has no [a-z ]+ that can be (loaded|opened)"),
         ],
         "deploy text": [
@@ -107,7 +110,7 @@ def refusal(folder: str, stage: str) -> str | None:
 
 
 class Expected:
-    """Check that a stage succeeds, or raises the error in the table with a `Fix:`."""
+    """Context manager that checks that a stage succeeds, or that it raises the error in the table with a `Fix:`."""
 
     def __init__(self, folder: str, stage: str) -> None:
         self._reason = refusal(folder, stage)
@@ -126,13 +129,15 @@ class Expected:
 
 @pytest.fixture
 def source(folders: Path) -> Callable[[str], Path]:
-    """Return a function that gives the folder of the PyTorch model from which a folder was exported."""
+    """Return a function that returns, for a folder, the folder of the PyTorch model from which it was exported."""
     return lambda folder: folders / "models" / kind_of(folder)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Return a tokenizer with one token for each word, for the tiny models' vocabulary of 99."""
+    """Return a tokenizer with one token for each word. Its vocabulary has 99 tokens, like the vocabulary of the tiny
+    models.
+    """
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(99)}, unk_token="w3"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(
@@ -143,7 +148,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def with_tokenizer(folders: Path, tokenizer: Any, tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that copies a folder and adds a tokenizer, which these exports do not have."""
+    """Return a function that copies a folder and adds a tokenizer, because the folders have no tokenizer."""
 
     def make(folder: str) -> Path:
         copy = Path(shutil.copytree(folders / folder, tmp_path / "folder"))
@@ -162,7 +167,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("folder", UNREADABLE)
-def test_folders_that_no_stage_reads(folder: str, folders: Path) -> None:
+def test_unreadable_folders_are_refused_by_every_stage(folder: str, folders: Path) -> None:
     with pytest.raises(AccelError, match=UNREADABLE[folder]) as error:
         artifact_of(folders / folder)
     assert error.value.fix
@@ -181,7 +186,7 @@ def test_optimize(folder: str, level: str, folders: Path, tmp_path: Path, source
     with Expected(folder, "optimize"):
         made = accel.optimize(folders / folder, tmp_path / "out", level=level)
         assert made.dtype == ("float16" if level == "O4" else "float32")
-        # O3 computes GELU with its tanh approximation.
+        # Level O3 approximates GELU with tanh, so it needs a larger tolerance.
         atol = {"O3": 1e-2, "O4": HALF_ATOL}.get(level)
         assert validate(Artifact.load(made.path), against=source(folder), atol=atol).passed
 
@@ -225,8 +230,10 @@ def test_deploy_triton(folder: str, layout: str, with_tokenizer: Any, tmp_path: 
         assert list(made.path.rglob("config.pbtxt"))
 
 
-def test_an_answer_of_whisper_with_states_of_other_names(folders: Path) -> None:
-    """transformers splits Whisper's cache by layers and rows if the caller requests detailed outputs."""
+def test_detailed_outputs_of_whisper_with_other_state_names(folders: Path) -> None:
+    """If the caller requests detailed outputs, transformers splits Whisper's cache into layers and rows. This also
+    works with the state names of this folder.
+    """
     model = accel.ORTModelForSpeechSeq2Seq.from_pretrained(folders / "intel" / "whisper-ir")
     sound = torch.randn(2, 4, 3000, generator=torch.Generator().manual_seed(0))
     plain = model.generate(sound, max_new_tokens=3)

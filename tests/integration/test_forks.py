@@ -1,4 +1,4 @@
-"""Models in processes that were forked from a process that had used the models."""
+"""Tests of models in forked processes, whose parent process has used the models before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.tensor([[5, 6, 7]])
 
 
 def in_child(answer: Callable[..., Any], *given: Any) -> Any:
-    """Return the result of a function in a forked child process."""
+    """Call a function in a forked child process, and return its result."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     child = context.Process(target=lambda: queue.put(answer(*given)))
@@ -31,7 +31,7 @@ def in_child(answer: Callable[..., Any], *given: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
-def test_a_child_opens_sessions_of_its_own(backend: str, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_child_process_opens_its_own_sessions(backend: str, tiny_artifact: Callable[..., Artifact]) -> None:
     def logits() -> Any:
         return model(input_ids=IDS).logits.numpy()
 
@@ -39,12 +39,13 @@ def test_a_child_opens_sessions_of_its_own(backend: str, tiny_artifact: Callable
         ORTModelForSequenceClassification(tiny_artifact(), backend=backend, session_options=OPTIONS) for _ in range(2)
     )
     expected = logits()
-    # The other session must be closed, because OpenVINO would expect its threads in the child.
+    # Close the second session before the fork. Otherwise OpenVINO would wait in the child for threads that exist only
+    # in the parent.
     other.close()
     assert abs(in_child(logits) - expected).max() < 1e-6
 
 
-def test_a_model_that_was_closed_stays_closed(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_closed_model_stays_closed_in_child(tiny_artifact: Callable[..., Artifact]) -> None:
     def answer() -> str:
         try:
             model(input_ids=IDS)
@@ -57,15 +58,17 @@ def test_a_model_that_was_closed_stays_closed(tiny_artifact: Callable[..., Artif
     assert in_child(answer) == "closed"
 
 
-def test_a_child_generates(generator: Callable[..., Artifact]) -> None:
+def test_child_process_generates(generator: Callable[..., Artifact]) -> None:
     model = ORTModelForCausalLM(generator("llama"), session_options=OPTIONS)
     expected = model.generate(IDS, max_new_tokens=4)
     found = in_child(lambda: model.generate(IDS, max_new_tokens=4).numpy())
     assert torch.equal(torch.from_numpy(found), expected)
 
 
-def test_a_child_multiplies_in_several_threads() -> None:
-    """If PyTorch uses GNU OpenMP, a child must not wait for its parent's threads."""
+def test_child_process_multiplies_in_several_threads() -> None:
+    """A forked child can compute matrix products in several threads. If PyTorch uses GNU OpenMP, the child must not
+    wait for threads of its parent.
+    """
     factor = torch.randn((600, 600), generator=torch.Generator().manual_seed(0))
 
     def product() -> Any:
@@ -80,7 +83,8 @@ def test_a_child_multiplies_in_several_threads() -> None:
         torch.set_num_threads(threads)
 
 
-# Sessions that only the garbage collector finds (early and late), a closed session, and a session that is alive at the end.
+# The script has two sessions that the garbage collector closes (before and after the fork), a closed session, and a
+# session that is still open at the end.
 _INHERITED = """
 import gc, os, sys
 from accel import ORTModelForSequenceClassification, SessionOptions
@@ -109,7 +113,7 @@ if sys.argv[2] == "cpu":  # whose exit handlers hang in a child, sessions or non
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("openvino", marks=pytest.mark.thorough)])
-def test_a_child_lets_go_of_what_it_inherited(backend: str, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_child_process_releases_inherited_sessions(backend: str, tiny_artifact: Callable[..., Artifact]) -> None:
     command = [sys.executable, "-c", _INHERITED, str(tiny_artifact().path), backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Overrides of `generate` in transformers' classes. Graphs run with accel's classes, so each override needs a decision."""
+"""Tests of the `generate` methods that model classes of transformers override. accel runs graphs with its own classes,
+so each override must be implemented or listed as unnecessary.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from accel.upstream.generate_hooks import GenerateHooks
 from tests.sweep.cases import pairs
 
 PREPARE = "prepare_inputs_for_generation"
-# Reasons why an override of an exported model has no effect here, or the place where accel implements it.
+# Each entry gives the reason why a model's override has no effect in accel, or the place where accel implements the
+# override.
 HONOURED: dict[str, dict[str, str]] = {
     PREPARE: {
         "BambaForCausalLM": "num_logits_to_keep of the config: how many logits are computed, of which the last one is read",
@@ -55,7 +58,8 @@ HONOURED: dict[str, dict[str, str]] = {
         "WhisperForConditionalGeneration": "`ORTModelForSpeechSeq2Seq` inherits from WhisperGenerationMixin",
     },
 }
-# Classes with overrides that cannot be exported (docs/models.md gives the reasons). Check the overrides when that changes.
+# These classes have overrides but cannot be exported (docs/models.md gives the reasons). If a class becomes exportable,
+# check its overrides.
 NOT_EXPORTED = frozenset(
     """
 Apertus1p5ForConditionalGeneration Blip2ForConditionalGeneration BlipForConditionalGeneration CanaryForConditionalGeneration
@@ -83,7 +87,7 @@ XLMWithLMHeadModel XLNetLMHeadModel ZambaForCausalLM
 
 
 def overrides_of(cls: type) -> set[str]:
-    """Return the members of GenerationMixin that a model's classes override."""
+    """Return the names of the `GenerationMixin` methods that a model class or its base classes override."""
     found = set()
     for name in vars(GenerationMixin):
         owner = next((base for base in cls.__mro__ if name in vars(base)), GenerationMixin)
@@ -92,7 +96,7 @@ def overrides_of(cls: type) -> set[str]:
     return found
 
 
-def test_each_override_of_generate_is_looked_at() -> None:
+def test_every_override_of_generate_is_listed() -> None:
     tasks = [spec.name for spec in all_tasks() if spec.generates]
     known = {name: set(classes) for name, classes in HONOURED.items()}
     unknown = [
@@ -116,7 +120,7 @@ CALLED = {
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_private_parts_of_generate_take_what_accel_passes(name: str) -> None:
+def test_private_generate_functions_accept_accels_arguments(name: str) -> None:
     parameters = inspect.signature(getattr(GenerationMixin, name)).parameters
     assert set(CALLED[name]) <= set(parameters)
     required = {one.name for one in parameters.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD}
@@ -124,26 +128,26 @@ def test_private_parts_of_generate_take_what_accel_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["_sample", "_prepare_cache_for_generation"])
-def test_hooks_of_generate_have_transformers_parameters(name: str) -> None:
+def test_generate_hooks_have_transformers_parameters(name: str) -> None:
     ours, theirs = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (GenerateHooks, GenerationMixin))
     assert ours == theirs
 
 
-def test_what_the_table_of_overrides_names_exists() -> None:
+def test_overrides_in_the_table_exist() -> None:
     for name, classes in HONOURED.items():
         for cls in classes:
-            # Older versions of transformers may not have the model.
+            # Older versions of transformers may not have the model class.
             assert not hasattr(transformers, cls) or name in overrides_of(getattr(transformers, cls)), (name, cls)
 
 
-def test_models_whose_angles_change_are_known_by_their_override() -> None:
+def test_models_with_changing_angles_are_listed() -> None:
     classes = {name for name, how in HONOURED[PREPARE].items() if "Phi-3" in how or name == "Phi3ForCausalLM"}
     kinds = {getattr(transformers, name).config_class.model_type for name in classes}
     assert kinds == {kind for kind in MODULES if family_of({"model_type": kind}).recomputes_long_texts}
 
 
 def padded_in_front() -> dict[str, torch.Tensor]:
-    """Return three audio inputs, with left-padded decoder prompts of different lengths."""
+    """Return three audio inputs, and decoder prompts of different lengths that are padded on the left."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(4, 90, (3, 6), generator=draw)
     mask = torch.ones_like(ids)
@@ -163,7 +167,7 @@ def whisper(generator: Callable[..., Artifact]) -> Any:
     ids=["greedy", "beams", "sampled", "without a cache"],
 )
 @pytest.mark.filterwarnings("ignore:.*max_length.*")
-def test_prompts_of_whispers_decoder_that_are_padded_in_front(whisper: Any, settings: dict[str, Any]) -> None:
+def test_left_padded_decoder_prompts_of_whisper(whisper: Any, settings: dict[str, Any]) -> None:
     rows, found = padded_in_front(), []
     for model in (tiny_generator("whisper"), whisper):
         torch.manual_seed(0)
@@ -171,7 +175,7 @@ def test_prompts_of_whispers_decoder_that_are_padded_in_front(whisper: Any, sett
     assert torch.equal(*found)
 
 
-def test_rows_of_whisper_alone_and_in_a_padded_batch(whisper: Any) -> None:
+def test_whisper_rows_alone_equal_rows_in_a_padded_batch(whisper: Any) -> None:
     rows = padded_in_front()
     together = whisper.generate(**rows, max_new_tokens=8)
     for i, length in enumerate(rows["decoder_attention_mask"].sum(dim=1).tolist()):
@@ -192,14 +196,14 @@ def translator(shared: Callable[..., Path]) -> Any:
 
 
 @pytest.mark.parametrize("language", ["fra", "__fra__"])
-def test_a_target_language_is_the_first_token(translator: Any, language: str) -> None:
+def test_target_language_is_the_first_decoder_token(translator: Any, language: str) -> None:
     ids = torch.tensor([[5, 6, 9], [9, 8, 7]])
     found = translator.generate(ids, tgt_lang=language, max_new_tokens=4)
     expected = translator.generate(ids, decoder_input_ids=torch.tensor([[8], [8]]), max_new_tokens=4)
     assert torch.equal(found, expected)
 
 
-def test_a_target_language_that_the_model_has_not(translator: Any) -> None:
+def test_unknown_target_language_is_refused(translator: Any) -> None:
     with pytest.raises(InputError, match="deu, fra"):
         translator.generate(torch.tensor([[5, 6]]), tgt_lang="eng")
     del translator.generation_config.text_decoder_lang_to_code_id

@@ -1,4 +1,6 @@
-"""Generating models: the same tokens as transformers, one cache, one copy of the weights."""
+"""Tests of generating models: tokens equal transformers' tokens, there is one KV cache, and the weights are stored
+once.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "beam": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20},
 }
-# Encoder-decoders with audio of any length.
+# These encoder-decoders accept audio of any length. Each entry has the input name and the shape of the tests' input.
 SOUNDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "moonshine": ("input_values", (3, 9011)),
     "speech-to-text": ("input_features", (3, 203, 20)),
@@ -45,13 +47,15 @@ SOUNDS: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 def inputs_of(family: str) -> dict[str, torch.Tensor]:
-    """Return three rows: images, audio, or texts of different lengths, padded as their pipelines pad them."""
+    """Return three rows of inputs: images, audio, or texts of different lengths. Padding is on the side that the
+    model's pipeline uses.
+    """
     task = GENERATORS[family][0]
     draw = torch.Generator().manual_seed(1)
     if family in SOUNDS:
         name, shape = SOUNDS[family]
         sounds, mask = torch.randn(shape, generator=draw), torch.ones(shape[:2], dtype=torch.int64)
-        # The lengths are not multiples of the encoder's strides.
+        # Use lengths that are not multiples of the encoder's strides.
         mask[0, shape[1] // 2 + 3 :], mask[2, -shape[1] // 5 :] = 0, 0
         sounds[mask == 0] = 0
         return {name: sounds, "attention_mask": mask}
@@ -78,7 +82,7 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
 
 
 def pictures() -> list[Image.Image]:
-    """Return three images of different shapes, which are split into different numbers of patches."""
+    """Return three images of different shapes. The image processor splits them into different numbers of patches."""
     draw = np.random.default_rng(0)
     shapes = ((30, 50, 3), (60, 20, 3), (40, 41, 3))
     return [Image.fromarray(draw.integers(0, 255, shape, dtype=np.uint8)) for shape in shapes]
@@ -93,13 +97,13 @@ def opened(artifact: Artifact) -> Any:
     return model_class(artifact.task)(artifact)
 
 
-# Tests that do not depend on graphs always run on PyTorch, because an export takes seconds.
+# Tests that do not depend on graphs run with the `pytorch` backend in every test run, because an export takes seconds.
 FOLDERS = ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)]
 
 
 @pytest.fixture
 def made(generator: Artifacts, shared: Callable[..., Path]) -> Callable[[str, str], Path]:
-    """Return a function that gives a family's folder in the format of a backend."""
+    """Return a function that returns a folder with the model of a family, in the format of a backend."""
 
     def get(family: str, backend: str) -> Path:
         if backend != "pytorch":
@@ -109,7 +113,8 @@ def made(generator: Artifacts, shared: Callable[..., Path]) -> Callable[[str, st
     return get
 
 
-# One family for each kind of attention, position and cache. The other families differ only in their layers.
+# The list has one family for each kind of attention, position encoding and cache. Other families differ only in their
+# layers.
 USUAL = ("gemma3", "gpt2", "qwen3", "bart", "whisper", "lfm2")
 FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in GENERATORS]
 
@@ -117,7 +122,8 @@ FAMILIES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorou
 HEARING = [pytest.param(name, marks=pytest.mark.thorough) for name in SOUNDS]
 
 
-# The tiny mT5 has large random weights: OpenVINO's rounding error is 1.4e-4 of its logits, and an export accepts only 1e-4.
+# The tiny mT5 is not tested on OpenVINO: it has large random weights, and OpenVINO's rounding error is 1.4e-4 of its
+# logits. An export accepts only 1e-4.
 ON_BACKENDS = [
     pytest.param(family, backend, marks=() if family in quick else pytest.mark.thorough)
     for backend, quick in (("cpu", USUAL), ("openvino", ("bart",)))
@@ -157,9 +163,11 @@ def test_tokens_equal_transformers(family: str, backend: str, generator: Artifac
     ],
 )
 def test_half_precision(family: str, format: str, dtype: str, shared: Callable[..., Path], tmp_path: Path) -> None:
-    """The dtype affects the audio input, and the constants that the model's code compares its values with."""
+    """A model in half precision also converts its audio input, and the constants with which the model's code compares
+    its values.
+    """
     folder = shared(f"generator-{family}", lambda folder: save_generator(folder, family))
-    # Large random weights increase rounding errors, so the usual tolerance of an export would be exceeded.
+    # The random weights are large and increase rounding errors, which would exceed the usual tolerance of an export.
     artifact = accel.export(
         folder, tmp_path / "half", task=GENERATORS[family][0], format=format, dtype=dtype, atol=100.0
     )
@@ -172,7 +180,7 @@ def test_half_precision(family: str, format: str, dtype: str, shared: Callable[.
 
 @pytest.mark.parametrize("family", HEARING)
 @pytest.mark.parametrize("choices", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=["greedy", "beam"])
-def test_sounds_are_heard_without_a_cache(family: str, choices: dict[str, Any], generator: Artifacts) -> None:
+def test_audio_models_generate_without_cache(family: str, choices: dict[str, Any], generator: Artifacts) -> None:
     original, model = tiny_generator(family), opened(generator(family))
     rows = inputs_of(family)
     expected = original.generate(**rows, max_new_tokens=12, **choices)
@@ -180,14 +188,15 @@ def test_sounds_are_heard_without_a_cache(family: str, choices: dict[str, Any], 
 
 
 @pytest.mark.parametrize("family", HEARING)
-def test_padding_of_sounds_reaches_the_decoder(family: str, generator: Artifacts) -> None:
+def test_audio_padding_reaches_the_decoder(family: str, generator: Artifacts) -> None:
     original, model = tiny_generator(family), opened(generator(family))
     rows = inputs_of(family)
     tokens = torch.tensor([[2, 5, 7]] * 3)
     expected = original(**rows, decoder_input_ids=tokens).logits
     found = model(**rows, decoder_input_ids=tokens)
     assert (found.logits - expected).abs().max() < 1e-3
-    # The results are the same with precomputed encoder outputs, which contain their mask, and in a step with a cache, which also does.
+    # The results are equal with precomputed encoder outputs and in a decoding step with a KV cache. The encoder outputs
+    # and the cache contain the mask.
     encoded = model.get_encoder()(**rows)
     again = model(encoder_outputs=encoded, attention_mask=rows["attention_mask"], decoder_input_ids=tokens[:, :2])
     step = model(decoder_input_ids=tokens[:, 2:], past_key_values=again.past_key_values)
@@ -199,7 +208,7 @@ def test_padding_of_sounds_reaches_the_decoder(family: str, generator: Artifacts
 
 
 @pytest.mark.parametrize("family", HEARING)
-def test_sounds_without_a_mask_are_whole(family: str, generator: Artifacts) -> None:
+def test_audio_without_mask_is_not_padded(family: str, generator: Artifacts) -> None:
     name, _ = SOUNDS[family]
     sounds = inputs_of(family)[name]
     expected = tiny_generator(family).generate(sounds, max_new_tokens=12)
@@ -209,9 +218,10 @@ def test_sounds_without_a_mask_are_whole(family: str, generator: Artifacts) -> N
 
 
 @pytest.mark.thorough
-def test_sounds_end_where_the_positions_do(generator: Artifacts) -> None:
+def test_audio_length_is_limited_by_positions(generator: Artifacts) -> None:
     artifact = generator("speech-to-text")
-    # One position for four frames. The padding position uses one of 102 rows.
+    # The encoder has one position for each four frames: 101 positions, because the padding position uses one of the 102
+    # rows of the table.
     assert artifact.component("encoder").max_sizes == {"frames": 404}
     model = opened(artifact)
     longest = torch.randn((1, 404, 20), generator=torch.Generator().manual_seed(3))
@@ -222,7 +232,7 @@ def test_sounds_end_where_the_positions_do(generator: Artifacts) -> None:
 
 
 @pytest.mark.thorough
-def test_a_pipeline_hears_with_moonshine(generator: Artifacts) -> None:
+def test_speech_pipeline_with_moonshine(generator: Artifacts) -> None:
     artifact = generator("moonshine")
     hear = accel.pipeline("automatic-speech-recognition", model=str(artifact.path))
     stock = transformers.pipeline(
@@ -249,7 +259,7 @@ def test_forward_returns_a_cache_that_continues(generator: Artifacts) -> None:
     assert (last - whole[:, -1:]).abs().max() <= 1e-4
 
 
-def test_everything_generate_offers(generator: Artifacts) -> None:
+def test_generation_modes_equal_transformers(generator: Artifacts) -> None:
     model, original = opened(generator("llama")), tiny_generator("llama")
     rows = inputs_of("llama")
     one = {key: value[1:2] for key, value in rows.items()}
@@ -277,13 +287,14 @@ def test_weights_are_stored_once(generator: Artifacts) -> None:
         artifact = generator(family)
         weights = sum(parameter.numel() * 4 for parameter in tiny_generator(family).parameters())
         data = artifact.path / "model.onnx.data"
-        # The tracer stores a second, transposed copy of small embedding tables for the last layer. Large tables are stored once (a
-        # 0.5-billion-parameter Qwen: 1.00 times its weights). Constants of the graphs also take space.
+        # The tracer stores a second, transposed copy of small embedding tables for the output layer. Large tables are
+        # stored once (measured: a Qwen model with 0.5 billion parameters needs 1.00 times its weights). The graph's
+        # constants also need space.
         table = VOCABULARY * 64 * 4
         assert data.stat().st_size <= 1.05 * weights + table + 4096, family
 
 
-def test_a_last_layer_of_shared_weights_is_quantized(generator: Artifacts, tmp_path: Path) -> None:
+def test_tied_output_layer_is_quantized(generator: Artifacts, tmp_path: Path) -> None:
     artifact = generator("qwen3")
     assert tiny_generator("qwen3").config.tie_word_embeddings
     small = quantize(artifact, tmp_path / "small", scheme="weight-int8", block_size=32)
@@ -297,10 +308,8 @@ def test_a_last_layer_of_shared_weights_is_quantized(generator: Artifacts, tmp_p
 
 
 @pytest.mark.parametrize("backend", FOLDERS)
-def test_a_pipeline_reads_images_with_an_encoder_decoder(
-    backend: str, made: Callable[[str, str], Path], tmp_path: Path
-) -> None:
-    """The pipeline works as in transformers 4, under both of its names in transformers."""
+def test_image_pipeline_with_encoder_decoder(backend: str, made: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """The pipeline works as in transformers 4, with both of the task names that transformers 4 accepts for it."""
     folder = made("vit-gpt2", backend)
     model = accel.ORTModel.from_pretrained(folder, backend=backend)
     draw = np.random.default_rng(0)
@@ -335,8 +344,8 @@ def test_a_pipeline_reads_images_with_an_encoder_decoder(
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.thorough
-def test_patches_are_padding_where_the_mask_says_it(masked: bool, generator: Artifacts) -> None:
-    """Without a mask, Pix2Struct's encoder ignores padding patches, but its decoder does not."""
+def test_padding_patches_depend_on_the_mask(masked: bool, generator: Artifacts) -> None:
+    """Without an attention mask, Pix2Struct's encoder ignores padding patches, but its decoder attends to them."""
     original, model = tiny_generator("pix2struct"), opened(generator("pix2struct"))
     given = inputs_of("pix2struct")
     assert len(set(given["attention_mask"].sum(1).tolist())) > 1
@@ -352,8 +361,10 @@ def test_patches_are_padding_where_the_mask_says_it(masked: bool, generator: Art
 
 @pytest.mark.parametrize("backend", FOLDERS)
 @pytest.mark.parametrize("place", [64.0, -1.0, float("nan")])
-def test_patches_in_no_row_of_the_model(place: float, backend: str, made: Callable[[str, str], Path]) -> None:
-    """Rows outside of the model's range are rejected, because runtimes handle them differently."""
+def test_patch_positions_out_of_range_are_refused(place: float, backend: str, made: Callable[[str, str], Path]) -> None:
+    """Row numbers of patches outside of the model's range are rejected, because runtimes handle invalid numbers in
+    different ways.
+    """
     model, given = accel.ORTModel.from_pretrained(made("pix2struct", backend), backend=backend), inputs_of("pix2struct")
     given["flattened_patches"][1, 2, 0] = place
     with pytest.raises(InputError, match="the model has 0 to 63"):
@@ -361,8 +372,10 @@ def test_patches_in_no_row_of_the_model(place: float, backend: str, made: Callab
 
 
 @pytest.mark.thorough
-def test_as_many_patches_as_the_processor_makes_are_measured(generator: Artifacts) -> None:
-    """The default number of patches is the processor's, because benchmarks on two patches would be useless."""
+def test_default_number_of_patches_is_the_processors(generator: Artifacts) -> None:
+    """The generated inputs have as many patches as the image processor makes. A benchmark with two patches would be
+    useless.
+    """
     artifact = generator("pix2struct")
     made = feeds_for(artifact.component("encoder").inputs, {"batch": 2}, seed=0, folder=artifact.path)
     assert made["flattened_patches"].shape == (2, 20, 2 + 3 * PATCH**2)
@@ -373,7 +386,7 @@ def test_as_many_patches_as_the_processor_makes_are_measured(generator: Artifact
 
 
 @pytest.mark.parametrize("backend", FOLDERS)
-def test_a_pipeline_reads_patches(backend: str, made: Callable[[str, str], Path]) -> None:
+def test_image_pipeline_with_patches(backend: str, made: Callable[[str, str], Path]) -> None:
     tokens = tiny_generator("pix2struct").generate(**inputs_of("pix2struct"), max_new_tokens=6)
     expected = [[{"generated_text": text}] for text in tiny_tokenizer().batch_decode(tokens, skip_special_tokens=True)]
     read = accel.pipeline(model=str(made("pix2struct", backend)), backend=backend)
@@ -382,10 +395,12 @@ def test_a_pipeline_reads_patches(backend: str, made: Callable[[str, str], Path]
 
 
 @pytest.mark.parametrize("backend", FOLDERS)
-def test_a_question_is_written_above_an_image(
+def test_question_is_drawn_above_the_image(
     backend: str, made: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The image processor draws the question above the image, with a font from the Hub."""
+    """Visual question answering with Pix2Struct: the image processor draws the question above the image, with a font
+    from the Hub.
+    """
     from transformers.models.pix2struct import image_processing_pil_pix2struct as processing
 
     headers = {"how many?": Image.new("RGB", (50, 20), "red"), "what?": Image.new("RGB", (50, 20), "blue")}
@@ -403,8 +418,10 @@ def test_a_question_is_written_above_an_image(
         read(pictures()[0])
 
 
-def test_token_types_that_say_nothing(generator: Artifacts) -> None:
-    """BERT's tokenizer returns token types, and the BERT encoder of an `EncoderDecoderModel` accepts them."""
+def test_zero_token_types_are_ignored(generator: Artifacts) -> None:
+    """Token types of zeros are accepted and ignored. BERT's tokenizer returns token types for every
+    `EncoderDecoderModel` with a BERT encoder.
+    """
     model = opened(generator("bart"))
     ids = torch.tensor([[5, 6, 7, 8]])
     types = torch.zeros_like(ids)
@@ -416,14 +433,14 @@ def test_token_types_that_say_nothing(generator: Artifacts) -> None:
 
 
 def test_computed_positions_have_no_limit(generator: Artifacts) -> None:
-    """Models that compute positions accept texts beyond `max_position_embeddings`, as in transformers."""
+    """Models that compute their positions accept texts longer than `max_position_embeddings`, as in transformers."""
     ids = torch.randint(4, VOCABULARY, (1, 210), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         expected = tiny_generator("llama")(input_ids=ids).logits
     assert (opened(generator("llama"))(input_ids=ids).logits - expected).abs().max() < 1e-3
 
 
-def test_wrong_input_is_explained(generator: Artifacts) -> None:
+def test_invalid_inputs_are_explained(generator: Artifacts) -> None:
     model: ORTModelForCausalLM = opened(generator("llama"))
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(InputError, match="192 positions"):
@@ -454,8 +471,8 @@ def test_wrong_input_is_explained(generator: Artifacts) -> None:
         pytest.param("openvino", "gpt2", 191, marks=pytest.mark.thorough),
     ],
 )
-def test_positions_that_the_model_does_not_have(family: str, most: int, backend: str, generator: Artifacts) -> None:
-    """GPT-2 looks positions up in a table. Llama computes any position from 0."""
+def test_invalid_positions_are_refused(family: str, most: int, backend: str, generator: Artifacts) -> None:
+    """GPT-2 reads position embeddings from a table, so its range is limited. Llama computes any position from 0."""
     artifact = generator(family, backend)
     spec = next(spec for spec in artifact.component().inputs if spec.name == "position_ids")
     assert spec.bounds == (0, most)
@@ -468,8 +485,8 @@ def test_positions_that_the_model_does_not_have(family: str, most: int, backend:
     assert torch.equal(model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2]])).logits, expected)
 
 
-def test_positions_of_an_earlier_artifact_are_not_looked_at(generator: Artifacts) -> None:
-    """The manifest of an earlier version has no bounds for positions."""
+def test_positions_of_older_artifacts_are_not_checked(generator: Artifacts) -> None:
+    """The manifest of an older version contains no range for position ids, so the session does not check them."""
     artifact = generator("llama")
     component = artifact.component()
     inputs = tuple(replace(spec, bounds=None) for spec in component.inputs)
@@ -477,12 +494,12 @@ def test_positions_of_an_earlier_artifact_are_not_looked_at(generator: Artifacts
     read = Manifest.from_dict(json.loads(json.dumps(earlier.to_dict())), Path("accel.json"))
     ids = torch.tensor([[5, 6, 7]])
     found = opened(Artifact(artifact.path, read))(input_ids=ids, position_ids=torch.tensor([[-1, 0, 1]]))
-    # Rotary angles depend only on distances, so shifted positions give the same logits.
+    # Rotary attention depends only on distances between positions, so shifted positions give the same logits.
     assert (found.logits - opened(artifact)(input_ids=ids).logits).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
-def test_logits_that_cannot_be_kept(backend: str, generator: Artifacts) -> None:
+def test_invalid_logits_to_keep_is_refused(backend: str, generator: Artifacts) -> None:
     model, ids = opened(generator("llama", backend)), torch.tensor([[5, 6, 7]])
     every = model(input_ids=ids).logits
     wrong = (-1, True, "1", 1.0, None, [1], torch.tensor(1), torch.tensor([3]), torch.tensor([-4]), torch.tensor([1.0]))
@@ -500,7 +517,7 @@ def test_logits_that_cannot_be_kept(backend: str, generator: Artifacts) -> None:
     ("family", "name"),
     [("whisper", "input_features"), pytest.param("vit-gpt2", "pixel_values", marks=pytest.mark.thorough)],
 )
-def test_sounds_and_images_that_are_none(family: str, name: str, generator: Artifacts) -> None:
+def test_invalid_audio_and_images_are_refused(family: str, name: str, generator: Artifacts) -> None:
     model, right = opened(generator(family)), inputs_of(family)[name]
     for value in (right.tolist(), right.long(), right[:0], right.to("meta"), "sound"):
         with pytest.raises(InputError, match=name) as error:
@@ -519,7 +536,7 @@ def test_sounds_and_images_that_are_none(family: str, name: str, generator: Arti
             model.generate(right, return_timestamps=True, return_token_timestamps=True)
 
 
-def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> None:
+def test_encoder_outputs_with_and_without_mask(generator: Artifacts) -> None:
     """Without a mask, the decoder attends to all positions of the encoder, as in transformers."""
     original, model = tiny_generator("bart"), opened(generator("bart"))
     rows = inputs_of("bart")
@@ -536,7 +553,7 @@ def test_encoder_outputs_with_and_without_their_mask(generator: Artifacts) -> No
     assert torch.equal(model.generate(ids, max_new_tokens=6), expected_tokens)
 
 
-def test_token_types_are_dropped_only_where_the_model_has_none(generator: Artifacts) -> None:
+def test_token_types_are_ignored_only_if_the_model_has_none(generator: Artifacts) -> None:
     ids = torch.tensor([[5, 6, 7]])
     types = torch.tensor([[0, 1, 1]])
     llama = opened(generator("llama"))
@@ -545,7 +562,7 @@ def test_token_types_are_dropped_only_where_the_model_has_none(generator: Artifa
         opened(generator("gpt2"))(ids, token_type_ids=types)
 
 
-def test_labels_give_the_loss_that_transformers_computes(generator: Artifacts) -> None:
+def test_labels_give_transformers_loss(generator: Artifacts) -> None:
     original, model = tiny_generator("llama"), opened(generator("llama"))
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
@@ -561,11 +578,11 @@ def test_labels_give_the_loss_that_transformers_computes(generator: Artifacts) -
 
 
 @pytest.mark.parametrize(("config", "shifts"), [("GPT2Config", True), ("XLNetConfig", False), ("BartConfig", False)])
-def test_losses_of_another_kind_are_not_computed(config: str, shifts: bool) -> None:
+def test_only_next_token_losses_are_computed(config: str, shifts: bool) -> None:
     assert computes_next_tokens_loss(getattr(transformers, config)()) == shifts
 
 
-def test_perplexity_is_that_of_transformers(generator: Artifacts, tmp_path: Path) -> None:
+def test_perplexity_equals_transformers(generator: Artifacts, tmp_path: Path) -> None:
     artifact, original, tokenizer = generator("llama"), tiny_generator("llama"), tiny_tokenizer()
     lines = [" ".join(WORDS[i : i + n]) for i, n in ((0, 5), (3, 30), (20, 12), (7, 1))]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
@@ -592,7 +609,7 @@ def test_perplexity_is_that_of_transformers(generator: Artifacts, tmp_path: Path
 
 
 @pytest.mark.thorough
-def test_decoders_are_quantized_inside_a_budget_of_perplexity(generator: Artifacts, tmp_path: Path) -> None:
+def test_decoders_are_quantized_within_a_perplexity_budget(generator: Artifacts, tmp_path: Path) -> None:
     lines = [{"text": " ".join(WORDS[i : i + 9])} for i in range(0, 60, 3)]
     made = quantize(generator("gpt2"), tmp_path / "out", data=lines, max_drop=20.0)
     report = made.manifest.steps[-1]
@@ -603,7 +620,7 @@ def test_decoders_are_quantized_inside_a_budget_of_perplexity(generator: Artifac
     assert sum(trial["chosen"] for trial in table) == 1
 
 
-def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
+def test_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
     model: ORTModelForCausalLM = opened(generator("llama"))
     ids = torch.randint(4, VOCABULARY, (2, 9))
     cache = model(input_ids=ids[:, :6]).past_key_values
@@ -624,7 +641,7 @@ def test_a_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
     [{"position_ids": (1, 3)}, {"position_ids": (2, 1)}, {"attention_mask": (1, 3)}, {"attention_mask": (2, 2)}],
     ids=str,
 )
-def test_inputs_that_do_not_agree_are_refused(generator: Artifacts, wrong: dict[str, tuple[int, int]]) -> None:
+def test_inconsistent_input_shapes_are_refused(generator: Artifacts, wrong: dict[str, tuple[int, int]]) -> None:
     model = opened(generator("gpt2"))
     given = {"input_ids": torch.full((2, 3), 5), "attention_mask": torch.ones(2, 3).long()}
     right = model(**given).logits
@@ -683,7 +700,7 @@ def test_generate_on_the_command_line(generator: Artifacts) -> None:
     assert "--sample" in refused.stderr
 
 
-def test_a_changed_generation_config_travels(generator: Artifacts, tmp_path: Path) -> None:
+def test_changed_generation_config_is_pickled_and_saved(generator: Artifacts, tmp_path: Path) -> None:
     model = ORTModelForCausalLM.from_pretrained(generator("llama").path)
     model.generation_config.max_new_tokens = 3
     assert pickle.loads(pickle.dumps(model)).generation_config.max_new_tokens == 3
@@ -696,7 +713,7 @@ def test_a_changed_generation_config_travels(generator: Artifacts, tmp_path: Pat
     [[[5, 6]], torch.tensor([5, 6]), torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3, dtype=torch.int64), torch.ones(1, 2),
      torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2, dtype=torch.bool), "words", 5],
 )  # fmt: skip
-def test_prompts_that_are_none(prompt: Any, generator: Callable[..., Artifact]) -> None:
+def test_invalid_prompts_are_refused(prompt: Any, generator: Callable[..., Artifact]) -> None:
     for family in ("llama", "t5"):
         model: Any = accel.ORTModel.from_pretrained(generator(family))
         for call in (lambda model=model: model.generate(prompt), lambda model=model: model.generate(input_ids=prompt)):

@@ -1,4 +1,6 @@
-"""Unusable cache folders: features that need one raise one clear error, and others work without it."""
+"""Tests with cache folders that cannot be used. Features that need a cache folder raise one clear error; other features
+work without it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def below_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # Tests may run as root, who can read every folder.
+    # Simulate missing permissions, because tests may run as root, and root can read every folder.
     home, access = tmp_path / "home", os.access
     home.mkdir()
     monkeypatch.setenv("ACCEL_HOME", str(home))
@@ -66,7 +68,7 @@ HOMES = [a_file, below_a_file, unreadable, no_home]
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_the_folder_for_caches_names_its_setting(
+def test_unusable_cache_folder_names_its_setting(
     home: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     home(monkeypatch, tmp_path)
@@ -79,7 +81,7 @@ def test_the_folder_for_caches_names_its_setting(
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_what_needs_it_is_one_error(
+def test_features_that_need_the_cache_raise_one_error(
     home: Callable[..., None],
     tiny_folder: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -104,7 +106,7 @@ def test_what_needs_it_is_one_error(
 @pytest.mark.parametrize(
     "backend", ["cpu", "openvino", "pytorch", pytest.param("inductor", marks=pytest.mark.thorough)]
 )
-def test_what_does_not_need_it_opens_on_every_backend(
+def test_models_open_without_a_cache_folder(
     backend: str,
     home: Callable[..., None],
     tiny_folder: Callable[..., Path],
@@ -118,9 +120,7 @@ def test_what_does_not_need_it_opens_on_every_backend(
         assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3)
 
 
-def test_a_search_that_cannot_keep_what_it_measured_names_the_setting(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_search_that_cannot_store_results_names_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     (tmp_path / "tune").write_text("")
     with pytest.raises(OutputFolderError, match="cannot be kept") as caught:
@@ -128,7 +128,7 @@ def test_a_search_that_cannot_keep_what_it_measured_names_the_setting(
     assert "ACCEL_HOME" in str(caught.value.fix)
 
 
-def test_a_search_in_a_read_only_home_names_the_setting(
+def test_search_with_read_only_home_names_the_setting(
     tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source = tiny_folder()
@@ -138,7 +138,7 @@ def test_a_search_in_a_read_only_home_names_the_setting(
     assert "ACCEL_HOME" in str(caught.value.fix)
 
 
-def test_removing_says_what_cannot_be_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_removal_failure_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     discard(tmp_path / "file" / "nothing")
     (tmp_path / "folder").mkdir()
@@ -151,7 +151,7 @@ def test_removing_says_what_cannot_be_removed(monkeypatch: pytest.MonkeyPatch, t
         discard(tmp_path / "folder")
 
 
-def test_a_full_disk_keeps_no_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_full_disk_stores_no_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from accel_plugins.pytorch.inductor import compilation
 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -162,7 +162,7 @@ def test_a_full_disk_keeps_no_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_compiled_code_is_not_kept_and_that_is_said_once(
+def test_unstored_compiled_code_is_logged_once(
     home: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -182,13 +182,15 @@ def test_compiled_code_is_not_kept_and_that_is_said_once(
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_package_that_cannot_be_noted_is_still_made(
+def test_package_is_built_although_it_cannot_be_recorded(
     home: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The package opens in the process that made it, which remembers it. In another process, the user has to trust its code."""
+    """The package opens in the process that built it, which keeps a record in memory. In another process, the user has
+    to pass `trust_remote_code=True`.
+    """
     from accel_plugins.pytorch.aotinductor import packages
 
     home(monkeypatch, tmp_path)
@@ -209,7 +211,7 @@ def test_a_package_that_cannot_be_noted_is_still_made(
         pass
 
 
-def test_openvino_refuses_a_cache_folder_before_it_compiles(
+def test_openvino_checks_the_cache_folder_before_compiling(
     tiny_ir: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from accel_plugins.openvino import backend

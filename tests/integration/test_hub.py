@@ -1,4 +1,6 @@
-"""The Hub: only needed files are downloaded, and an unreachable Hub raises one error within seconds."""
+"""Tests of the Hub with a local server: only the needed files are downloaded, and an unreachable Hub raises one error
+within seconds.
+"""
 
 from __future__ import annotations
 
@@ -128,26 +130,20 @@ CHECKPOINT = (
         ),
     ],
 )  # fmt: skip
-def test_only_what_is_opened_is_downloaded(
-    files: tuple[str, ...], asked: Any, expected: set[str], hub: FakeHub
-) -> None:
+def test_only_needed_files_are_downloaded(files: tuple[str, ...], asked: Any, expected: set[str], hub: FakeHub) -> None:
     assert fetch(hub, files, **asked) == expected
 
 
 @pytest.mark.parametrize(
     ("asked", "near"), [({"variant": "q5"}, "q4"), ({"file_name": "onnx/model_q5.onnx"}, "model_q4.onnx")]
 )
-def test_a_graph_that_there_is_not_is_not_looked_for_by_downloading(
-    asked: dict[str, str], near: str, hub: FakeHub
-) -> None:
+def test_missing_graph_downloads_nothing(asked: dict[str, str], near: str, hub: FakeHub) -> None:
     with pytest.raises(ArtifactNotFoundError, match=near):
         fetch(hub, DECODER, **asked)
     assert not hub.fetched
 
 
-def test_an_artifact_of_ours_is_downloaded_by_its_manifest(
-    hub: FakeHub, tiny_artifact: Callable[..., Artifact]
-) -> None:
+def test_accel_artifact_is_downloaded_by_its_manifest(hub: FakeHub, tiny_artifact: Callable[..., Artifact]) -> None:
     folder = tiny_artifact().path
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     hub.repositories[NAME] = {
@@ -163,7 +159,7 @@ def test_an_artifact_of_ours_is_downloaded_by_its_manifest(
     assert set(hub.fetched) == set(files)
 
 
-def test_what_was_downloaded_in_part_opens_without_the_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_download_opens_offline(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     before = fetch(hub, EMBEDDER)
@@ -190,9 +186,7 @@ def test_what_was_downloaded_in_part_opens_without_the_network(hub: FakeHub, mon
         ((503, ""), "answered 503", "HF_HUB_OFFLINE=1"),
     ],
 )
-def test_what_the_hub_refuses_is_told_within_seconds(
-    answer: tuple[int, str], said: str, fix: str, hub: FakeHub
-) -> None:
+def test_hub_errors_are_reported_within_seconds(answer: tuple[int, str], said: str, fix: str, hub: FakeHub) -> None:
     hub.refuses = answer
     started = time.monotonic()
     with pytest.raises(ArtifactNotFoundError, match=said) as caught:
@@ -208,7 +202,7 @@ def closed_port() -> str:
 
 
 @pytest.mark.parametrize("how", ["refuses", "hangs", "no-name", "proxy"])
-def test_a_hub_that_cannot_be_reached(how: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreachable_hub_raises(how: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub.hangs = how == "hangs"
     if how in ("refuses", "no-name"):
         use(closed_port() if how == "refuses" else "http://hub.invalid", str(tmp_path / "cache"), monkeypatch)
@@ -228,7 +222,7 @@ def test_a_hub_that_cannot_be_reached(how: str, hub: FakeHub, monkeypatch: pytes
         close_session()
 
 
-def test_what_is_in_the_cache_does_for_a_hub_that_is_down(
+def test_cached_files_are_used_if_the_hub_is_down(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fetch(hub, EMBEDDER)
@@ -238,7 +232,7 @@ def test_what_is_in_the_cache_does_for_a_hub_that_is_down(
     assert "taken from the cache" in caplog.text
 
 
-def test_a_typing_error_is_told_with_what_is_near(hub: FakeHub, tmp_path: Path) -> None:
+def test_misspelled_model_id_gets_a_suggestion(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "minilm-int8").mkdir()
     with pytest.raises(ArtifactNotFoundError, match="Did you mean 'minilm-int8'"):
         accel.pipeline("text-classification", model="minilm-int9")
@@ -247,7 +241,7 @@ def test_a_typing_error_is_told_with_what_is_near(hub: FakeHub, tmp_path: Path) 
         accel.pipeline("text-classification", model="org/modle")
 
 
-def test_a_disk_that_is_full(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def full(*args: Any, **kwargs: Any) -> str:
@@ -262,7 +256,7 @@ def test_a_disk_that_is_full(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("how", ["refuses", "hangs", 401, 403])
 @pytest.mark.parametrize("request_of", ["an upload", "a data set"])
-def test_other_requests_that_fail(
+def test_other_failing_requests_raise(
     request_of: str, how: str | int, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_artifact: Any
 ) -> None:
     model = accel.ORTModelForSequenceClassification(tiny_artifact())

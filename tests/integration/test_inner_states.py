@@ -1,4 +1,4 @@
-"""Hidden states and attentions in the graph on request: returned as tuples, as in transformers."""
+"""Tests of hidden states and attentions as graph outputs, on request. Models return them as tuples, like transformers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def compare(model: accel.ORTModel, folder: Path, auto: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "pytorch", pytest.param("openvino", marks=pytest.mark.thorough)])
-def test_tuples(backend: str, tiny_folder: Callable[..., Path]) -> None:
+def test_hidden_states_and_attentions_are_tuples(backend: str, tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("bert", "text-classification")
     model = accel.ORTModelForSequenceClassification.from_pretrained(folder, backend=backend, **BOTH)
     compare(model, folder, "AutoModelForSequenceClassification")
 
 
 @pytest.mark.thorough
-def test_beside_embeddings_and_behind_fusions(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_inner_states_with_embeddings_and_fusions(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder("bert", "feature-extraction")
     made = accel.export(folder, tmp_path / "one", task="sentence-similarity", **BOTH)
     plain = accel.ORTModelForFeatureExtraction(made)
@@ -50,13 +50,15 @@ def plain_inputs(folder: Path) -> dict[str, torch.Tensor]:
     return dict(transformers.AutoTokenizer.from_pretrained(folder)(TEXTS, padding=True, return_tensors="pt"))
 
 
-def test_not_without_having_been_asked(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Path]) -> None:
+def test_inner_states_that_were_not_exported_are_refused(
+    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Path]
+) -> None:
     model = accel.ORTModelForSequenceClassification(tiny_artifact())
     with pytest.raises(InputError, match="export it with output_attentions=True"):
         model(**plain_inputs(tiny_folder()), output_attentions=True)
 
 
-def test_generating_models_refuse(shared: Callable[..., Path], tmp_path: Path) -> None:
+def test_generating_models_refuse_inner_states(shared: Callable[..., Path], tmp_path: Path) -> None:
     from accel.testing.generators import save_generator
 
     folder = shared("generator-llama", lambda out: save_generator(out, "llama"))

@@ -1,4 +1,4 @@
-"""`from_pretrained`, `save_pretrained`, and the errors that they raise."""
+"""Tests of `from_pretrained` and `save_pretrained`, and of the errors that they raise."""
 
 from __future__ import annotations
 
@@ -54,18 +54,20 @@ def artifact(tiny_artifact: Callable[..., Artifact]) -> Artifact:
 
 @pytest.fixture
 def copy(artifact: Artifact, tmp_path: Path) -> Path:
-    """Return a copy of an artifact, which a test may damage."""
+    """Return a copy of an artifact. Tests may damage the copy."""
     return Path(shutil.copytree(artifact.path, tmp_path / "copy"))
 
 
 @pytest.fixture
 def small_folder(shared: Callable[..., Path]) -> Path:
-    """Return a transformers folder that is exported quickly, for tests of the code around an export."""
+    """Return a transformers folder that is exported quickly, for tests of the code that starts an export."""
     return shared("distilbert-of-one-layer", lambda folder: save_tiny(folder, "distilbert", n_layers=1))
 
 
 def plain_onnx(artifact: Artifact, folder: Path, name: str = "model.onnx") -> Path:
-    """Write the graph to a folder without accel's manifest, in the layout of Optimum and transformers.js."""
+    """Write the graph to `folder` without accel's manifest, in the layout of Optimum and transformers.js. Return the
+    folder.
+    """
     target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(artifact.file(), target)
@@ -100,7 +102,9 @@ def test_plain_onnx_folders(name: str, artifact: Artifact, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("file_name", [None, "model.onnx"])
-def test_a_subfolder_reads_the_config_in_the_root(file_name: str | None, artifact: Artifact, tmp_path: Path) -> None:
+def test_subfolder_uses_the_config_in_the_root_folder(
+    file_name: str | None, artifact: Artifact, tmp_path: Path
+) -> None:
     folder = plain_onnx(artifact, tmp_path, "onnx/model.onnx")
     model = Classifier.from_pretrained(folder, subfolder="onnx", file_name=file_name)
     assert model.config.to_dict() == Classifier.from_pretrained(folder).config.to_dict()
@@ -108,7 +112,7 @@ def test_a_subfolder_reads_the_config_in_the_root(file_name: str | None, artifac
     assert torch.allclose(model(**INPUTS).logits, Classifier(artifact)(**INPUTS).logits)
 
 
-def test_no_config_is_never_made_up(artifact: Artifact, tmp_path: Path) -> None:
+def test_missing_config_raises(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
     config = transformers.AutoConfig.from_pretrained(folder)
     (folder / "config.json").unlink()
@@ -117,8 +121,10 @@ def test_no_config_is_never_made_up(artifact: Artifact, tmp_path: Path) -> None:
     assert Classifier.from_pretrained(folder, config=config).config is config
 
 
-def test_files_of_other_libraries_beside_a_custom_graph(artifact: Artifact, tmp_path: Path) -> None:
-    """The folder has a config.json with an unknown model type, and an export.json of another library."""
+def test_custom_graph_next_to_files_of_other_libraries(artifact: Artifact, tmp_path: Path) -> None:
+    """A custom graph opens from a folder whose config.json has an unknown model type and whose export.json was written
+    by another library.
+    """
     folder = plain_onnx(artifact, tmp_path / "folder")
     inputs = {"input_ids": torch.tensor([[2, 8, 9, 3]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
     expected = accel.ORTModelForSequenceClassification.from_pretrained(folder)(**inputs).logits
@@ -132,8 +138,10 @@ def test_files_of_other_libraries_beside_a_custom_graph(artifact: Artifact, tmp_
     assert "task='custom'" in str(error.value.fix)
 
 
-def test_a_config_without_a_padding_token(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """The config has `"pad_token_id": null`, although the family's positions start after the padding token's id (1 in its checkpoints)."""
+def test_config_without_padding_token(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """The config has `"pad_token_id": null`. RoBERTa's positions start after the padding token's id, which is 1 in all
+    RoBERTa checkpoints.
+    """
     folder = plain_onnx(tiny_artifact("roberta"), tmp_path / "folder")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "pad_token_id": None}))
@@ -141,7 +149,7 @@ def test_a_config_without_a_padding_token(tiny_artifact: Callable[..., Artifact]
     assert opened.artifact.component().max_sizes == {"sequence": settings["max_position_embeddings"] - 2}
 
 
-def test_a_variant_of_weights_is_none_of_graphs(tmp_path: Path) -> None:
+def test_weight_variant_is_not_a_graph_variant(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "distilbert", n_layers=1)
     (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
     with pytest.raises(ArtifactNotFoundError, match="no graph whose name says its variant") as error:
@@ -149,7 +157,7 @@ def test_a_variant_of_weights_is_none_of_graphs(tmp_path: Path) -> None:
     assert "leave variant=... out" in str(error.value.fix)
 
 
-def test_stages_take_a_graph_without_a_config_as_the_message_says(artifact: Artifact, tmp_path: Path) -> None:
+def test_stages_accept_a_graph_without_config(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path / "folder")
     (folder / "config.json").unlink()
     with pytest.raises(ArtifactNotFoundError, match="holds no config.json") as error:
@@ -159,7 +167,7 @@ def test_stages_take_a_graph_without_a_config_as_the_message_says(artifact: Arti
     assert accel.optimize(opened.artifact, tmp_path / "out", level="O1").task == "custom"
 
 
-def test_a_plain_folder_and_the_wrong_class(artifact: Artifact, tmp_path: Path) -> None:
+def test_plain_folder_with_wrong_class_raises(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
     with pytest.raises(TaskError, match="logits with 2 axes; a model for token-classification returns logits with 3"):
         accel.ORTModelForTokenClassification.from_pretrained(folder)
@@ -171,7 +179,7 @@ def test_a_plain_folder_and_the_wrong_class(artifact: Artifact, tmp_path: Path) 
         accel.ORTModelForFeatureExtraction.from_pretrained(folder)
 
 
-def test_a_config_that_names_other_labels_is_not_the_models(artifact: Artifact, tmp_path: Path) -> None:
+def test_config_with_wrong_number_of_labels_raises(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["id2label"] = {"0": "yes", "1": "no"}
@@ -180,7 +188,7 @@ def test_a_config_that_names_other_labels_is_not_the_models(artifact: Artifact, 
         Classifier.from_pretrained(folder)
 
 
-def test_a_backend_that_does_not_export_says_why_it_cannot_run(tiny_folder: Callable[..., Path]) -> None:
+def test_unavailable_backend_gives_its_reasons(tiny_folder: Callable[..., Path]) -> None:
     reasons = registry.probe(registry.describe("cuda")).reasons
     if not reasons:
         pytest.skip("CUDA can be used here")
@@ -189,7 +197,7 @@ def test_a_backend_that_does_not_export_says_why_it_cannot_run(tiny_folder: Call
     assert all(reason.message in str(caught.value) for reason in reasons)
 
 
-def test_file_name_chooses_among_graphs(artifact: Artifact, tmp_path: Path) -> None:
+def test_file_name_selects_a_graph(artifact: Artifact, tmp_path: Path) -> None:
     plain_onnx(artifact, tmp_path, "a.onnx")
     shutil.copyfile(tmp_path / "a.onnx", tmp_path / "b.onnx")
     with pytest.raises(ArtifactNotFoundError, match=r"not clear: a\.onnx, b\.onnx"):
@@ -213,8 +221,10 @@ def test_save_and_load_without_the_source(copy: Path, tmp_path: Path) -> None:
         loaded.save_pretrained(tmp_path / "saved")
 
 
-def test_saved_beside_a_tokenizer_that_is_there(artifact: Artifact, tmp_path: Path) -> None:
-    """The tokenizer and the model are saved in either order. The user's files are not changed, or nothing is written."""
+def test_saving_next_to_a_tokenizer(artifact: Artifact, tmp_path: Path) -> None:
+    """The tokenizer and the model can be saved to one folder in any order. If a file would overwrite the user's file,
+    nothing is written.
+    """
     model = Classifier(artifact)
     folder = tmp_path / "both"
     tokenizer = transformers.AutoTokenizer.from_pretrained(artifact.path)
@@ -247,10 +257,12 @@ def test_saved_beside_a_tokenizer_that_is_there(artifact: Artifact, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both"]
 
 
-def test_a_checkpoint_is_not_hidden_behind_an_artifact(
+def test_artifact_is_not_saved_next_to_a_checkpoint(
     artifact: Artifact, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An artifact is not written next to a checkpoint: after further training, the old graphs would hide the new weights."""
+    """An artifact is not saved next to a checkpoint. After further training, `from_pretrained` would open the old graph
+    instead of the new weights.
+    """
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     for overwrite in (False, True):
         with pytest.raises(OutputFolderError, match=r"holds a checkpoint \(model\.safetensors\)"):
@@ -262,12 +274,12 @@ def test_a_checkpoint_is_not_hidden_behind_an_artifact(
     assert "they may be of other weights. export=True takes the checkpoint" in caplog.text
 
 
-def test_a_format_that_the_named_backend_does_not_run(copy: Path) -> None:
+def test_backend_that_cannot_run_the_format_raises(copy: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=r"Fix: name a backend that runs onnx \(.*cpu.*export=True"):
         Classifier.from_pretrained(copy, backend="pytorch")
 
 
-def test_a_save_that_is_interrupted_leaves_nothing_that_opens(
+def test_interrupted_save_leaves_no_loadable_folder(
     artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.md").write_text("mine")
@@ -292,7 +304,9 @@ def test_a_save_that_is_interrupted_leaves_nothing_that_opens(
 
 
 def test_push_to_hub(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upload to a fake Hub client. The upload is a complete artifact with a model card."""
+    """Upload a model to a fake Hub client. The upload is a complete artifact with a model card, and contains no local
+    paths.
+    """
     uploaded: dict[str, Any] = {}
 
     class Api:
@@ -322,10 +336,10 @@ def test_push_to_hub(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not [name for name, text in uploaded["texts"].items() if str(source.parent) in text]
 
 
-# Inputs that a call accepts
+# The tests below check the inputs that a call accepts.
 
 
-def test_defaults_are_transformers(artifact: Artifact) -> None:
+def test_default_inputs_equal_transformers(artifact: Artifact) -> None:
     model = Classifier(artifact)
     full = torch.tensor([[2, 5, 6, 3]])
     expected = model(full, torch.ones_like(full), torch.zeros_like(full)).logits
@@ -333,7 +347,7 @@ def test_defaults_are_transformers(artifact: Artifact) -> None:
     assert torch.equal(model(full, return_dict=False)[0], expected)
 
 
-def test_inputs_that_the_graph_does_not_take(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_unknown_inputs_are_refused(tiny_artifact: Callable[..., Artifact]) -> None:
     model = Classifier(tiny_artifact())
     for extra in ({"positions": torch.zeros(2)}, {"inputs_embeds": torch.zeros(2, 5, 32)}, {"output_attentions": True}):
         with pytest.raises(InputError, match=next(iter(extra))):
@@ -343,13 +357,13 @@ def test_inputs_that_the_graph_does_not_take(tiny_artifact: Callable[..., Artifa
         model(attention_mask=INPUTS["attention_mask"])
     roberta = Classifier(tiny_artifact("roberta"))
     plain = roberta(input_ids=IDS + 1)
-    # RoBERTa has one token type, and some tokenizers return token types.
+    # RoBERTa has one token type, so zeros change nothing. Some tokenizers return token types.
     assert torch.equal(roberta(input_ids=IDS + 1, token_type_ids=torch.zeros_like(IDS)).logits, plain.logits)
     with pytest.raises(InputError, match="has one type of tokens"):
         roberta(input_ids=IDS + 1, token_type_ids=torch.ones_like(IDS))
 
 
-def test_longer_than_the_positions(artifact: Artifact) -> None:
+def test_input_longer_than_the_positions_raises(artifact: Artifact) -> None:
     with pytest.raises(InputError, match="97 tokens; the model has 96 positions"):
         Classifier(artifact)(input_ids=torch.full((1, 97), 5))
 
@@ -364,7 +378,7 @@ def test_session_options_reach_onnx_runtime(artifact: Artifact) -> None:
     assert used.get_session_config_entry("session.disable_prepacking") == "1"
 
 
-def test_buckets(artifact: Artifact) -> None:
+def test_buckets_give_equal_outputs(artifact: Artifact) -> None:
     plain = Classifier(artifact)
     model = Classifier(artifact, session_options=SessionOptions(buckets=(4, 8)))
     for length in (1, 4, 5, 8, 11):
@@ -377,8 +391,10 @@ def test_buckets(artifact: Artifact) -> None:
         Classifier(artifact, session_options=SessionOptions(buckets=(128,)))
 
 
-def test_lengths_in_steps(artifact: Artifact) -> None:
-    """Padded lengths never exceed the model's 96 positions, and output buffers of the caller are supported."""
+def test_pad_to_multiple_of_gives_equal_outputs(artifact: Artifact) -> None:
+    """A padded length never exceeds the model's 96 positions. The caller's output buffers receive the outputs without
+    padding.
+    """
     plain = Classifier(artifact)
     model = Classifier(artifact, session_options=SessionOptions(pad_to_multiple_of=7))
     lengths: list[int] = []
@@ -399,7 +415,7 @@ def test_lengths_in_steps(artifact: Artifact) -> None:
     assert lengths[-1] == INPUTS["input_ids"].shape[1]
 
 
-def test_what_a_backend_prefers(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preferred_padding_of_a_backend(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     options = SessionOptions(pad_to_multiple_of=None)
     assert Classifier(artifact, session_options=options).session_options.pad_to_multiple_of == 1
     spec = registry.describe("cpu")
@@ -412,7 +428,7 @@ def test_what_a_backend_prefers(artifact: Artifact, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.thorough
-def test_buckets_where_padding_changes_the_answer(artifact: Artifact, tmp_path: Path) -> None:
+def test_buckets_are_refused_if_padding_changes_outputs(artifact: Artifact, tmp_path: Path) -> None:
     assert artifact.manifest.steps[0].validation["padding_difference"] == 0
     config = transformers.NystromformerConfig(
         vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
@@ -436,7 +452,7 @@ def test_buckets_cut_token_outputs(tiny_artifact: Callable[..., Artifact]) -> No
     assert torch.equal(model(**INPUTS).logits, logits)
 
 
-def test_close(artifact: Artifact) -> None:
+def test_closed_model_raises(artifact: Artifact) -> None:
     with Classifier(artifact) as model:
         assert model(**INPUTS).logits.shape[0] == 2
     with pytest.raises(SessionClosedError):
@@ -444,10 +460,10 @@ def test_close(artifact: Artifact) -> None:
     model.close()
 
 
-# Invalid inputs
+# The tests below check invalid inputs.
 
 
-def test_backend_is_checked_before_anything_is_exported(tiny_folder: Callable[..., Path]) -> None:
+def test_backend_is_checked_before_the_export(tiny_folder: Callable[..., Path]) -> None:
     before = set((accel_home() / "exports").glob("*"))
     with pytest.raises(UnknownBackendError, match="Did you mean 'cpu'"):
         Classifier.from_pretrained(tiny_folder("electra"), backend="cpuu")
@@ -458,13 +474,13 @@ def test_backend_is_checked_before_anything_is_exported(tiny_folder: Callable[..
     assert set((accel_home() / "exports").glob("*")) == before
 
 
-def test_no_graph_and_export_false(tiny_folder: Callable[..., Path]) -> None:
+def test_folder_without_graph_and_export_false_raises(tiny_folder: Callable[..., Path]) -> None:
     with pytest.raises(ArtifactNotFoundError, match="export=False") as info:
         Classifier.from_pretrained(tiny_folder(), export=False)
     assert "accel export" in str(info.value)
 
 
-def test_export_settings_for_an_exported_folder(artifact: Artifact) -> None:
+def test_export_settings_for_an_artifact_raise(artifact: Artifact) -> None:
     with pytest.raises(ConfigError, match="cannot change"):
         Classifier.from_pretrained(artifact.path, dtype="float16")
 
@@ -482,12 +498,12 @@ def test_export_settings_for_an_exported_folder(artifact: Artifact) -> None:
         ({"device": "gpu 1"}, "not a device"),
     ],
 )
-def test_options_that_do_not_exist(options: dict[str, Any], message: str, artifact: Artifact) -> None:
+def test_unknown_options_raise(options: dict[str, Any], message: str, artifact: Artifact) -> None:
     with pytest.raises(ConfigError, match=message):
         Classifier.from_pretrained(artifact.path, **options)
 
 
-def test_damaged_graphs(copy: Path, artifact: Artifact, tmp_path: Path) -> None:
+def test_damaged_graphs_raise(copy: Path, artifact: Artifact, tmp_path: Path) -> None:
     graph = copy / "model.onnx"
     graph.write_bytes(graph.read_bytes()[:-100])
     with pytest.raises(IntegrityError, match=r"model\.onnx has"):
@@ -502,7 +518,7 @@ def test_damaged_graphs(copy: Path, artifact: Artifact, tmp_path: Path) -> None:
         Classifier.from_pretrained(plain)
 
 
-def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_paths_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArtifactNotFoundError, match="no folder"):
         Classifier.from_pretrained(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
@@ -514,7 +530,9 @@ def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def _in_hub_cache(folder: Path, cache: Path) -> Path:
-    """Create a Hub cache with a snapshot of `org/name`, whose files are links to blobs."""
+    """Create a Hub cache with a snapshot of the repository `org/name`, whose files are links to blobs. Return the
+    snapshot's folder.
+    """
     repo = cache / "models--org--name"
     snapshot = repo / "snapshots" / ("0" * 40)
     (repo / "blobs").mkdir(parents=True)
@@ -530,12 +548,15 @@ def _in_hub_cache(folder: Path, cache: Path) -> Path:
 
 
 def test_hub_cache_layout(artifact: Artifact, tmp_path: Path) -> None:
-    """The folder is a Hub cache: the model id, the snapshot of links and its commit are read from the path."""
+    """A model in a Hub cache opens by its id. The snapshot contains symbolic links to blobs, and accel reads the commit
+    from the snapshot's path.
+    """
     snapshot = _in_hub_cache(artifact.path, tmp_path)
     model = Classifier.from_pretrained("org/name", cache_dir=tmp_path, local_files_only=True)
     expected = Classifier(artifact)(**INPUTS).logits
     assert torch.allclose(model(**INPUTS).logits, expected)
-    # onnx_ir and OpenVINO reject weights behind a symbolic link to a path outside the folder.
+    # onnx_ir and OpenVINO reject weights behind a symbolic link to a path outside of the folder, so accel must resolve
+    # these links.
     optimized = accel.optimize(snapshot, tmp_path / "optimized", level="O2")
     assert torch.allclose(Classifier.from_pretrained(optimized.path)(**INPUTS).logits, expected, atol=1e-5)
     assert accel.quantize(snapshot, tmp_path / "int8", scheme="dynamic-int8").manifest.quantization is not None
@@ -545,7 +566,9 @@ def test_hub_cache_layout(artifact: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_generators_in_the_hub_cache(family: str, generator: Callable[..., Artifact], tmp_path: Path) -> None:
-    """Graphs that are changed in memory refer to weight files. ONNX Runtime rejects links to files outside the folder."""
+    """Graphs that accel changes in memory still refer to weight files. ONNX Runtime rejects weight files that are links
+    to files outside of the folder.
+    """
     artifact = generator(family)
     kind: Any = accel.ORTModelForCausalLM if family == "llama" else accel.ORTModelForSeq2SeqLM
     rows = {"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}
@@ -556,7 +579,7 @@ def test_generators_in_the_hub_cache(family: str, generator: Callable[..., Artif
 
 
 @pytest.mark.thorough
-def test_a_damaged_cached_export_is_made_again(
+def test_damaged_cached_export_is_exported_again(
     small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
@@ -569,10 +592,10 @@ def test_a_damaged_cached_export_is_made_again(
 
 
 @pytest.mark.thorough
-def test_an_export_that_is_removed_while_it_is_opened(
-    small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Another process may delete an export that is being opened (`accel cache clear`). Errors of existing exports are not hidden."""
+def test_export_removed_while_it_is_opened(small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another process may delete a cached export that is being opened (`accel cache clear`). Then the model is exported
+    again. Errors of existing exports are raised.
+    """
     from accel.models import base
 
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
@@ -599,8 +622,10 @@ def test_an_export_that_is_removed_while_it_is_opened(
 
 
 @pytest.mark.thorough
-def test_two_exports_of_one_model_at_once(small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The slower process finds the other process's folder and uses it."""
+def test_two_simultaneous_exports_of_one_model(
+    small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two processes export the same model. The slower process detects the folder of the faster process and uses it."""
     from accel.stages import export as exporting
 
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
@@ -616,20 +641,20 @@ def test_two_exports_of_one_model_at_once(small_folder: Path, monkeypatch: pytes
     assert model.artifact.path.parent == tmp_path / "exports"
 
 
-def test_other_ways_to_name_things(artifact: Artifact, small_folder: Path) -> None:
+def test_other_accepted_argument_types(artifact: Artifact, small_folder: Path) -> None:
     assert Classifier.from_pretrained(artifact).artifact == artifact
     assert str(Classifier.from_pretrained(artifact, device=-1).device) == "cpu"
     half = Classifier.from_pretrained(small_folder, dtype=torch.float16)
     assert half.dtype == torch.float16
     with pytest.raises(ConfigError, match="takes an Artifact"):
         Classifier(str(artifact.path))  # type: ignore[arg-type]
-    # Depending on the installed plugins, no backend runs bfloat16, or the exporter does not support it.
+    # The error depends on the installed plugins: either no backend runs bfloat16, or the exporter does not support it.
     with pytest.raises((BackendUnavailableError, ConfigError), match="bfloat16"):
         Classifier.from_pretrained(small_folder, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("task", ["text-classification", "token-classification", "question-answering", "fill-mask"])
-def test_labels_give_the_loss_that_transformers_computes(
+def test_labels_give_transformers_loss(
     task: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     folder, artifact = tiny_folder("bert", task), tiny_artifact("bert", task)
@@ -658,8 +683,10 @@ def test_labels_give_the_loss_that_transformers_computes(
         (None, 3, torch.tensor([[1], [2]], dtype=torch.int16), torch.tensor([3, 1], dtype=torch.int16)),
     ],
 )
-def test_labels_of_other_problems(problem: str | None, classes: int, labels: torch.Tensor, wrong: torch.Tensor) -> None:
-    """The loss equals transformers' for valid labels, and invalid labels raise."""
+def test_loss_of_every_problem_type(
+    problem: str | None, classes: int, labels: torch.Tensor, wrong: torch.Tensor
+) -> None:
+    """The loss equals transformers' loss for valid labels, and invalid labels raise an error."""
     config = transformers.BertConfig(num_labels=classes, problem_type=problem)
     logits = torch.randn((2, classes), generator=torch.Generator().manual_seed(0))
     exact = labels.long() if labels.dtype is torch.int16 else labels
@@ -670,8 +697,8 @@ def test_labels_of_other_problems(problem: str | None, classes: int, labels: tor
         loss_of("ForSequenceClassification", {"logits": logits}, {"labels": wrong}, config)
 
 
-def test_the_loss_of_a_part_of_what_was_computed() -> None:
-    """Logits that were cut from a padded bucket are not contiguous in memory."""
+def test_loss_of_sliced_logits() -> None:
+    """Logits that were cut from a padded bucket are not contiguous in memory. Their loss is correct."""
     config = transformers.BertConfig(num_labels=3)
     logits, labels = torch.randn((2, 8, 3))[:, :5], torch.randint(0, 3, (2, 8))[:, :5]
     for kind in ("ForMaskedLM", "ForTokenClassification"):
@@ -682,7 +709,7 @@ def test_the_loss_of_a_part_of_what_was_computed() -> None:
         assert torch.equal(cut, whole)
 
 
-def test_arguments_of_transformers_that_ask_for_nothing_else(artifact: Artifact) -> None:
+def test_ignored_transformers_arguments_are_accepted(artifact: Artifact) -> None:
     for words in (
         {"device_map": "auto"}, {"device_map": {"": "cpu"}}, {"dtype": "auto"}, {"torch_dtype": "auto"}, {"attn_implementation": "sdpa"},
     ):  # fmt: skip
@@ -699,7 +726,7 @@ def test_arguments_of_transformers_that_ask_for_nothing_else(artifact: Artifact)
         accel.pipeline("text-classification", Classifier(artifact), dtype="float16")
 
 
-def test_trainer_is_told_what_works_instead(artifact: Artifact) -> None:
+def test_trainer_raises_with_an_alternative(artifact: Artifact) -> None:
     with pytest.raises(InputError, match=r"accel\.evaluate"):
         transformers.Trainer(model=Classifier(artifact))
 
@@ -709,7 +736,7 @@ def test_trainer_is_told_what_works_instead(artifact: Artifact) -> None:
     [torch.tensor([99, 0]), torch.tensor([-5, 0]), torch.tensor([0]), torch.tensor([[0, 1], [1, 0]]), torch.tensor([0.5, 0.1]), ["a", "b"],
      {"a": 1}],
 )  # fmt: skip
-def test_labels_that_do_not_fit(labels: Any, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_invalid_labels_are_refused(labels: Any, tiny_artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact())
     ids = torch.tensor([[5, 6, 7], [7, 6, 5]])
     with pytest.raises(InputError, match="^labels (is|has|holds)") as error:

@@ -1,4 +1,4 @@
-"""SAM: the pipeline's masks compared with PyTorch's, and calls of the model with points."""
+"""Tests of SAM: the masks of the pipeline are compared with PyTorch's, and the model is called with points."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ FAMILIES = ["sam", pytest.param("sam-hq", marks=pytest.mark.thorough)]
 
 
 class WithoutTorchvision(transformers.SamImageProcessorPil):  # type: ignore[misc]
-    """The PIL image processor without its last step, which needs torchvision and removes overlapping masks."""
+    """The PIL image processor of SAM without its last step, which removes overlapping masks and requires torchvision."""
 
     def filter_masks(self, masks: Any, scores: Any, size: Any, box: Any, *options: Any) -> Any:
-        # The base class would convert a list of tensors to a tensor, which torch cannot do. So the sides become floats.
+        # The base class would convert a list of tensors to a tensor, which PyTorch cannot do. Convert the box sides to
+        # floats first.
         return super().filter_masks(masks, scores, size, [float(side) for side in box], *options)
 
     def post_process_for_mask_generation(
@@ -52,12 +53,13 @@ def opened(family: str, backend: str, folder: Path, tiny_artifact: Callable[...,
 
 @pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stock_pipeline(
+def test_transformers_pipeline(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     folder = tiny_folder(family, TASK)
     ours, processor = opened(family, backend, folder, tiny_artifact), processor_of(folder)
-    # Random models give low scores, so thresholds are low. 40 points fill one batch of 25 and a part of another.
+    # The thresholds are low because random models give low scores. The 40 points fill one batch of 25 points and a part
+    # of a second batch.
     options = {
         "points_per_batch": 25, "pred_iou_thresh": -100.0, "stability_score_thresh": 0.0, "points_per_crop": 6,
         "output_bboxes_mask": True, "stability_score_offset": 0,
@@ -72,12 +74,14 @@ def test_stock_pipeline(
         found = stock(picture(60, 80), **options)
         assert differs(found["scores"], expected["scores"]) <= TOLERANCE
         assert len(found["masks"]) == len(expected["masks"])
-        # Box corners are whole pixels of masks. Mask values near the threshold may be rounded to either side.
+        # The box corners are whole pixels of masks. Mask values near the threshold may be rounded to different pixels.
         assert (found["bounding_boxes"] == expected["bounding_boxes"]).float().mean() > 0.95
 
 
 def prompts(folder: Path) -> dict[str, torch.Tensor]:
-    """Return two images with three masks each, and two points for each mask: one inside and one outside."""
+    """Return inputs with two images, three masks for each image, and two points for each mask: one inside the mask and
+    one outside of it.
+    """
     inputs = processor_of(folder)([picture(60, 80), picture(96, 64)], return_tensors="pt")
     points = torch.rand((2, 3, 2, 2), generator=torch.Generator().manual_seed(0)) * 30
     return {**inputs, "input_points": points, "input_labels": torch.tensor([1, 0]).expand(2, 3, 2).contiguous()}
@@ -85,7 +89,7 @@ def prompts(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_points(
+def test_calls_with_points(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     folder = tiny_folder(family, TASK)
@@ -107,7 +111,7 @@ def test_points(
     assert differs(ours(pixel_values=read["pixel_values"], input_points=read["input_points"])[0], inside) <= TOLERANCE
 
 
-def test_what_is_refused(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
+def test_invalid_inputs_are_refused(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
     folder = tiny_folder("sam", TASK)
     model, inputs = opened("sam", "pytorch", folder, tiny_artifact), prompts(folder)
     pixels, points = inputs["pixel_values"], inputs["input_points"]

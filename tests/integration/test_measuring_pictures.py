@@ -1,4 +1,4 @@
-"""Accuracy of image models, with the metric of their task, on data in the formats of public data sets."""
+"""Tests of the accuracy of image models with the metric of their task, on data in the formats of public data sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = ((60, 80), (96, 64), (64, 64))
 
 
 def answers(folder: Path, task: str, image: Any) -> Any:
-    """Return PyTorch's outputs for an image."""
+    """Return the PyTorch model's outputs for an image."""
     with torch.inference_mode():
         return original(folder, task)(**processors(folder)["image_processor"](image, return_tensors="pt"))
 
@@ -43,7 +43,7 @@ class TestDetection:
     TASK = "object-detection"
 
     def rows(self, folder: Path) -> list[dict[str, Any]]:
-        """Return images with the boxes of PyTorch's highest scores, in COCO format."""
+        """Return images labeled with the highest-scored boxes of the PyTorch model, in COCO format."""
         made = []
         for seed, (height, width) in enumerate(SIZES):
             image = picture(height, width, seed)
@@ -56,14 +56,14 @@ class TestDetection:
             made.append({"image": image, "objects": {"bbox": boxes, "category": found["labels"].tolist()}})
         return made
 
-    def test_own_boxes_are_found(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_own_boxes_give_map_of_1(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("detr", self.TASK)
         result = measured("detr", folder, self.rows(folder), batch_size=1)
         assert result.metric == "map"
         assert result.value == pytest.approx(1.0)
         assert set(result.scores) == {"map", "map_50", "map_75"}
 
-    def test_names_of_classes_and_objects_one_by_one(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_class_names_and_separate_annotations(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("detr", self.TASK)
         rows = [
             {
@@ -86,9 +86,7 @@ class TestDetection:
         ],
         ids=["corners", "shares", "negative"],
     )
-    def test_boxes_in_another_format_are_refused(
-        self, boxes: Any, message: str, tiny_folder: Callable[..., Path]
-    ) -> None:
+    def test_invalid_box_formats_are_refused(self, boxes: Any, message: str, tiny_folder: Callable[..., Path]) -> None:
         objects = {"bbox": boxes, "category": [0] * len(boxes)}
         with pytest.raises(InputError, match=message):
             measured(
@@ -106,7 +104,7 @@ class TestDetectionByName:
     NAMES = ("my card", "cash")
 
     @pytest.mark.parametrize("family", ["owlvit", pytest.param("grounding-dino", marks=pytest.mark.thorough)])
-    def test_detects_the_same_as_the_stock_pipeline(self, family: str, tiny_folder: Callable[..., Path]) -> None:
+    def test_detections_equal_transformers_pipeline(self, family: str, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder(family, self.TASK)
         pictures = [picture(height, width, seed) for seed, (height, width) in enumerate(SIZES)]
         objects = {"bbox": [[4.0, 4.0, 30.0, 20.0]] * 2, "category": list(self.NAMES)}
@@ -118,7 +116,7 @@ class TestDetectionByName:
             map_columns(load_rows(rows), self.TASK), task=self.TASK, config=None, max_length=None, limit=None, batch_size=2,
             processor=transformers.AutoProcessor.from_pretrained(folder),
         )  # fmt: skip
-        # Label numbers of the data, by label names in alphabetical order.
+        # The data numbers the labels in the alphabetical order of their names.
         numbers = {"cash": 0, "my card": 1}
         model = original(folder, self.TASK)
         detect = transformers.pipeline(self.TASK, model=model, **processors(folder))
@@ -127,18 +125,18 @@ class TestDetectionByName:
                 (numbers[one["label"]], one["score"], *one["box"].values())
                 for one in detect(image, candidate_labels=list(self.NAMES), threshold=0.0)
             ]
-            # Scores of two boxes may differ only by rounding, so they are rounded before sorting.
+            # The scores of two boxes may differ only by rounding, so the scores are rounded before sorting.
             made, expected = (
                 sorted(some, key=lambda box: (box[0], round(box[1], 4), box[2:])) for some in (boxes, expected)
             )
             assert len(made) == len(expected) > 10
             assert [box[0] for box in made] == [box[0] for box in expected]
-            # The pipeline truncates corners to whole pixels.
+            # The pipeline truncates box corners to whole pixels, so corners may differ by one pixel.
             apart = np.abs(np.array(made)[:, 1:] - np.array(expected)[:, 1:])
             assert apart[:, 0].max() <= 1e-5
             assert apart[:, 1:].max() <= 1
 
-    def test_names_that_the_data_declares(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_class_names_from_data_set_features(self, tiny_folder: Callable[..., Path]) -> None:
         names = datasets.ClassLabel(names=["cash", "a bank", "my card"])
         boxes = datasets.List(datasets.List(datasets.Value("float32")))
         features = datasets.Features(
@@ -152,15 +150,15 @@ class TestDetectionByName:
         )
         assert len(encoded.batch([0])["input_ids"]) == 3
 
-    def test_classes_without_names_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_numeric_classes_without_names_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("owlvit", self.TASK)
         rows = [{"image": picture(60, 80), "objects": {"bbox": [[1.0, 1.0, 9.0, 9.0]], "category": [1]}}]
         with pytest.raises(InputError, match="numbers without names"):
             measured("owlvit", folder, rows)
 
     @pytest.mark.thorough
-    def test_calibration(self, tiny_artifact: Callable[..., Artifact]) -> None:
-        """Each image is paired with each text, and a graph accepts the batches."""
+    def test_calibration_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:
+        """A calibration batch contains each image with each text, and the graph accepts the batches."""
         artifact = tiny_artifact("owlvit", self.TASK)
         rows = [{"image": picture(60, 80, seed), "text": text} for seed, text in enumerate(self.NAMES)]
         batches = list(calibration_batches(artifact, rows))
@@ -184,12 +182,12 @@ class TestSegmentation:
             made.append({"image": image, "annotation": Image.fromarray(classes.numpy().astype(np.uint8))})
         return made
 
-    def test_own_classes_are_right(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_own_classes_give_mean_iou_of_1(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("segformer", self.TASK)
         result = measured("segformer", folder, self.rows(folder), batch_size=2)
         assert (result.metric, result.value) == ("mean_iou", 1.0)
 
-    def test_pixels_that_are_not_measured(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_ignored_pixels_are_not_measured(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("segformer", self.TASK)
         rows = self.rows(folder)
         wrong = np.asarray(rows[0]["annotation"]).copy()
@@ -205,7 +203,7 @@ class TestSegmentation:
         with pytest.raises(InputError, match="holds the classes"):
             measured("segformer", tiny_folder("segformer", self.TASK), rows)
 
-    def test_masks_of_another_size_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_masks_of_wrong_size_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "annotation": Image.new("L", (40, 30))}]
         with pytest.raises(InputError, match="30 x 40 pixels; 60 x 80 were expected"):
             measured("segformer", tiny_folder("segformer", self.TASK), rows)
@@ -221,7 +219,7 @@ class TestDepth:
         )
         return found["predicted_depth"].numpy()
 
-    def test_metres(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_depth_error_in_metres(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("glpn", self.TASK)
         images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
         rows = [{"image": one, "depth": Image.fromarray(self.depths(folder, one) / 1.1)} for one in images]
@@ -235,12 +233,12 @@ class TestDepth:
         folder = tiny_folder("dpt", self.TASK)
         image = picture(64, 64)
         inverse = self.depths(folder, image)
-        # An inverse depth with another scale and offset.
+        # The true depth is computed from the inverse depth with a different scale and offset.
         true = 1 / (3 * (inverse - inverse.min()) + 0.5)
         result = measured("dpt", folder, [{"image": image, "depth": true.tolist()}])
         assert result.value == pytest.approx(0.0, abs=1e-3)
 
-    def test_depths_without_a_unit_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_depths_without_unit_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "depth": Image.new("L", (80, 60), 9)}]
         with pytest.raises(InputError, match="whole numbers, whose unit is not known"):
             measured("glpn", tiny_folder("glpn", self.TASK), rows)
@@ -250,13 +248,14 @@ class TestDepth:
 class TestImageToImage:
     TASK = "image-to-image"
 
-    def test_decibels(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_psnr(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("swin2sr", self.TASK)
         image = picture(24, 32)
         made = answers(folder, self.TASK, image).reconstruction[0, :, :48, :64].clamp(0, 1).numpy().transpose(1, 2, 0)
         target = Image.fromarray((made * 255).round().astype(np.uint8))
         found = measured("swin2sr", folder, [{"image": image, "target": target}])
-        # Rounding to 8 bits has a mean squared error of 1/12 of a squared step.
+        # Rounding to 8 bits has a mean squared error of 1/12 of a squared rounding step, so the PSNR is below infinity
+        # but above 55 dB.
         assert found.metric == "psnr"
         assert found.value > 55
         with pytest.raises(InputError, match="48 x 64 were expected"):
@@ -273,7 +272,7 @@ class TestZeroShot:
         best = [pipe(one, candidate_labels=list(self.NAMES))[0]["label"] for one in images]
         return [{"image": one, "label": name} for one, name in zip(images, best, strict=True)]
 
-    def test_by_the_names_of_classes(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_accuracy_by_class_names(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("clip", self.TASK)
         rows = self.rows(folder)
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(self.NAMES))})
@@ -283,7 +282,7 @@ class TestZeroShot:
         result = measured("clip", folder, data, batch_size=2)
         assert (result.metric, result.value) == ("accuracy", 1.0)
 
-    def test_labels_without_names_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
+    def test_numeric_labels_without_names_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         with pytest.raises(InputError, match="numbers without names"):
             measured("clip", tiny_folder("clip", self.TASK), [{"image": picture(40, 40), "label": 1}])
 
@@ -292,8 +291,8 @@ ROWS: Mapping[str, dict[str, Any]] = {"clip": {"text": "my card"}}
 
 
 @pytest.mark.parametrize("family", ["clip", "detr", "segformer", "glpn"])
-def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None:
-    """Rows with only images are enough. Models of images and texts also need texts."""
+def test_calibration_rows_without_labels(family: str, tiny_folder: Callable[..., Path]) -> None:
+    """Rows that contain only images are enough for calibration. Models of images and texts also require texts."""
     from accel.stages.adoption import weights_of
     from accel.stages.resolution import resolve
 
@@ -301,16 +300,18 @@ def test_calibration_rows(family: str, tiny_folder: Callable[..., Path]) -> None
     rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]
     batches = list(calibration_batches(artifact, rows, batch_size=2))
     assert all(set(batch) == {spec.name for spec in artifact.components[0].inputs} for batch in batches)
-    # GLPN's processor keeps image sizes, so images of different sizes are not in one batch.
+    # GLPN's image processor keeps the size of each image, so images of different sizes cannot be in one batch.
     assert [len(batch["pixel_values"]) for batch in batches] == ([1, 1, 1] if family == "glpn" else [2, 1])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("family", "limit"), [("clip", 0.6), ("detr", 0.35)])
-def test_eight_bits_calibrated_on_rows(
+def test_int8_calibrated_with_raw_rows(
     family: str, limit: float, tiny_artifact: Callable[..., accel.Artifact], tmp_path: Path
 ) -> None:
-    """Rows of raw data are enough to calibrate activation scales, and the outputs stay close."""
+    """Rows of raw data are enough to calibrate activation scales. The outputs of the quantized model stay close to the
+    float outputs.
+    """
     artifact = tiny_artifact(family, PICTURES[family][0])
     rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]
     made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
@@ -320,6 +321,6 @@ def test_eight_bits_calibrated_on_rows(
     exact, rounded = (model_class(one.task)(one)(**feeds) for one in (artifact, made))
     name = next(iter(exact))
     error = (rounded[name] - exact[name]).abs().max() / exact[name].abs().max()
-    # Errors of random models. Scores (cosines times 14) of texts outside the calibration data: 0.11, 0.36 and 0.43 on different machines.
-    # Boxes: 0.06.
+    # The limits are errors of random models. Measured for scores (cosines times 14) of texts outside of the calibration
+    # data: 0.11, 0.36 and 0.43 on different machines. Measured for boxes: 0.06.
     assert 0 < error < limit

@@ -1,4 +1,4 @@
-"""One graph of a folder with several graphs, selected by its file name in every function that takes a model."""
+"""Tests of a folder with several graphs: every function that accepts a model accepts the path of one graph file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "token_type_
 
 @pytest.fixture(scope="module")
 def repository(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder as on the Hub: configs in the folder, a graph and its quantized version in `onnx`."""
+    """Return a folder like a Hub repository: the configs are in the folder, and a graph and its quantized version are
+    in the subfolder `onnx`.
+    """
     artifact = tiny_artifact()
     base = tmp_path_factory.mktemp("named")
     quantized = accel.quantize(artifact, base / "quantized", scheme="dynamic-int8")
@@ -41,7 +43,8 @@ def repository(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(artifact.path / name, folder)
     for made, name in ((artifact, "model.onnx"), (quantized, "model_quantized.onnx")):
-        # Weights are stored inside the graph files, because external weight files would have the same name.
+        # Store the weights inside the graph files, because the external weight files of both graphs would have the same
+        # name.
         onnx.save(onnx.load(made.path / "model.onnx"), folder / "onnx" / name)
         unmark(folder / "onnx" / name)
     return folder
@@ -59,7 +62,7 @@ def answers(repository: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("file", ["model.onnx", "model_quantized.onnx"])
 @pytest.mark.parametrize("load", [accel.ORTModel, accel.ORTModelForSequenceClassification, optimum.ORTModel])
-def test_a_file_is_loaded_with_the_config_above(
+def test_graph_file_uses_the_config_of_the_parent_folder(
     load: Any, file: str, repository: Path, answers: dict[str, torch.Tensor]
 ) -> None:
     with load.from_pretrained(repository / "onnx" / file) as model:
@@ -69,14 +72,14 @@ def test_a_file_is_loaded_with_the_config_above(
         assert torch.equal(again(**INPUTS).logits, answers[file])
 
 
-def test_a_pipeline_takes_a_file(repository: Path) -> None:
+def test_pipeline_accepts_a_graph_file(repository: Path) -> None:
     file = repository / "onnx" / "model_quantized.onnx"
     pipe = accel.pipeline("text-classification", model=str(file), tokenizer=str(repository))
     assert pipe.model.path == file
     assert pipe("where is my card")[0]["score"] > 0
 
 
-def test_another_process_finds_the_same_graphs(repository: Path) -> None:
+def test_another_process_opens_the_same_graph_files(repository: Path) -> None:
     files = [repository / "onnx" / name for name in ("model.onnx", "model_quantized.onnx")]
     made = variants_of(
         files, backends=None, baselines=Baselines(), task=None, device=None, options=None, hub=HubOptions()
@@ -87,7 +90,7 @@ def test_another_process_finds_the_same_graphs(repository: Path) -> None:
     assert len({variant.name for variant in made}) == 2
 
 
-def test_a_command_takes_a_file(repository: Path, tiny_folder: Callable[..., Path]) -> None:
+def test_command_accepts_a_graph_file(repository: Path, tiny_folder: Callable[..., Path]) -> None:
     words = ["--against", str(tiny_folder()), "--json"]
     differences = {}
     for name in ("model.onnx", "model_quantized.onnx"):
@@ -97,9 +100,7 @@ def test_a_command_takes_a_file(repository: Path, tiny_folder: Callable[..., Pat
     assert differences["model.onnx"] < 1e-5 < differences["model_quantized.onnx"]
 
 
-def test_a_graph_beside_an_artifact_stays_itself_in_another_process(
-    tiny_artifact: Callable[..., Artifact], tmp_path: Path
-) -> None:
+def test_pickled_graph_file_next_to_an_artifact(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     optimum.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path).save_pretrained(folder)
     quantizer = optimum.ORTQuantizer.from_pretrained(folder)
@@ -112,7 +113,7 @@ def test_a_graph_beside_an_artifact_stays_itself_in_another_process(
         assert torch.equal(again(**INPUTS).logits, wanted)
 
 
-def test_a_file_of_a_repository_on_the_hub(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_file_of_a_hub_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def locate(name: str, options: HubOptions, **_: Any) -> Location:
@@ -127,11 +128,11 @@ def test_a_file_of_a_repository_on_the_hub(repository: Path, monkeypatch: pytest
     assert found.id == "org/name/onnx/model_quantized.onnx"
 
 
-def test_a_file_and_another_name_for_one_contradict(repository: Path) -> None:
+def test_graph_file_with_variant_is_refused(repository: Path) -> None:
     with pytest.raises(ConfigError, match="is a graph already"):
         accel.ORTModel.from_pretrained(repository / "onnx" / "model.onnx", variant="quantized")
 
 
-def test_a_file_that_is_no_graph_says_so(repository: Path) -> None:
+def test_file_that_is_not_a_graph_is_refused(repository: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="neither a folder nor a graph"):
         resolve(repository / "config.json")

@@ -1,4 +1,4 @@
-"""Each model is resolved once, its backend chosen once, and each session opened once, with any way to load it."""
+"""Every way to load a model resolves the model once, selects its backend once, and opens each session once."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ ONCE = {"resolved": 1, "chosen": 1, "opened": 1}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for exports. The first test creates an export, and the other tests reuse it."""
+    """Return a cache folder. The first test exports a model to this folder, and the other tests reuse the export."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
-    """Count how often a folder was looked up, a backend was chosen, and sessions of an artifact were opened for many calls."""
+    """Return a counter of three events: a model was resolved, a backend was selected, and a session for many calls was
+    opened.
+    """
     counts: Counter[str] = Counter()
     monkeypatch.setenv("ACCEL_HOME", str(home))
     backend = type(registry.load(registry.describe("cpu")))
@@ -45,7 +47,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
         real = getattr(owner, name)
 
         def call(*args: Any, **named: Any) -> Any:
-            # Sessions for a few calls are not counted, because the check of a new export opens one.
+            # Do not count sessions for a few calls, because the validation of a new export opens one.
             if what != "opened" or not args[-1].few_calls:
                 counts[what] += 1
             return real(*args, **named)
@@ -56,7 +58,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
         counts["chosen"] -= 1
         return plan.make_plan(*args)
 
-    # The check of a new export makes a separate plan.
+    # The validation of a new export makes a separate plan, which is not counted.
     monkeypatch.setattr(exporting, "make_plan", plan_of_check)
     counted(resolution, "locate", "resolved")
     counted(plan, "select", "chosen")
@@ -66,7 +68,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
 
 @pytest.fixture
 def measured(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> Path:
-    """Return an artifact whose manifest contains tuned run settings."""
+    """Return an artifact whose manifest contains run settings, as `accel tune` records them."""
     folder = Path(shutil.copytree(tiny_artifact().path, tmp_path / "measured"))
     run = {"backend": "cpu", "device": "cpu", "session": SessionOptions(threads=1, buckets=(8,)).to_dict()}
     edit_manifest(folder, lambda values: values.update(run=run))
@@ -92,7 +94,7 @@ def loads(folder: Path) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("way", list(loads(Path())))
-def test_an_artifact_is_opened_once(way: str, counts: Counter[str], tiny_artifact: Callable[..., Artifact]) -> None:
+def test_artifact_is_opened_once(way: str, counts: Counter[str], tiny_artifact: Callable[..., Artifact]) -> None:
     folder = tiny_artifact().path
     counts.clear()
     loads(folder)[way]()
@@ -105,7 +107,7 @@ def test_weights_are_exported_and_opened_once(way: str, counts: Counter[str], ti
     assert counts == ONCE
 
 
-def test_the_server_opens_what_was_measured_once(counts: Counter[str], measured: Path) -> None:
+def test_server_uses_recorded_settings_and_opens_once(counts: Counter[str], measured: Path) -> None:
     counts.clear()
     models = open_all(measured, workers=2)
     assert counts == {"resolved": 1, "chosen": 1, "opened": 2}
@@ -141,7 +143,7 @@ def test_doctor_exports_nothing(
     assert not (tmp_path / "empty").exists()
 
 
-def test_doctor_says_why_not(measured: Path) -> None:
+def test_doctor_gives_the_reason_for_no_plan(measured: Path) -> None:
     code, text = doctor(str(measured), "--device", "cuda:7", "--json")
     assert code == 1
     found = json.loads(text)

@@ -1,4 +1,6 @@
-"""A manifest contains the operator domains of its graph. Runtimes without these operators are not chosen."""
+"""Tests of the operator domains of a graph, which its manifest contains. A runtime that does not support these domains
+is not selected.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempP
     return optimize(tiny_artifact(), tmp_path_factory.mktemp("fused") / "O2", level="O2", backend="cpu")
 
 
-def test_stages_write_it(tiny_artifact: Callable[..., Artifact], fused: Artifact, tmp_path: Path) -> None:
+def test_stages_record_operator_domains(
+    tiny_artifact: Callable[..., Artifact], fused: Artifact, tmp_path: Path
+) -> None:
     assert tiny_artifact().domains == ("",)
     assert fused.domains == ("", MICROSOFT)
     assert Artifact.load(fused.path).domains == fused.domains
@@ -39,16 +43,16 @@ def test_stages_write_it(tiny_artifact: Callable[..., Artifact], fused: Artifact
     assert packed.domains == ("", MICROSOFT)
 
 
-def test_decoders_have_operators_of_the_runtimes_own(generator: Callable[..., Artifact]) -> None:
+def test_decoders_use_microsoft_operators(generator: Callable[..., Artifact]) -> None:
     assert generator("llama").domains == ("", MICROSOFT)
 
 
-def test_folders_of_other_tools_are_read(fused: Artifact, tmp_path: Path) -> None:
+def test_domains_of_foreign_folders_are_read(fused: Artifact, tmp_path: Path) -> None:
     folder = as_foreign(fused.path, tmp_path / "plain")
     assert adopt(folder, task=fused.task).domains == ("", MICROSOFT)
 
 
-def test_functions_and_branches_count_by_what_they_use(tmp_path: Path) -> None:
+def test_domains_of_functions_and_branches(tmp_path: Path) -> None:
     def value(name: str, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, kind, ["batch"])
 
@@ -78,7 +82,7 @@ def test_functions_and_branches_count_by_what_they_use(tmp_path: Path) -> None:
     assert operator_domains(ir.load(tmp_path / "model.onnx")) == ("", MICROSOFT, "org.other")
 
 
-def test_tensorrt_refuses_them_before_anything_is_opened(
+def test_tensorrt_refuses_domains_before_opening(
     fused: Artifact, tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Probe(devices=(DeviceSpec("cuda"),))
@@ -91,7 +95,7 @@ def test_tensorrt_refuses_them_before_anything_is_opened(
     assert make_plan(tiny_artifact(), RunSettings(backend="tensorrt")).why_not is None
 
 
-def test_artifacts_from_before_answer_the_same(fused: Artifact, tmp_path: Path) -> None:
+def test_older_artifacts_without_domains_open(fused: Artifact, tmp_path: Path) -> None:
     folder = shutil.copytree(fused.path, tmp_path / "before")
     edit_manifest(folder, lambda values: [component.pop("domains") for component in values["components"]])
     before = Artifact.load(folder)
@@ -101,8 +105,10 @@ def test_artifacts_from_before_answer_the_same(fused: Artifact, tmp_path: Path) 
     opened.close()
 
 
-def test_openvino_says_which_operators_it_cannot_read(fused: Artifact, tmp_path: Path) -> None:
-    """OpenVINO reads many of ONNX Runtime's own operators, so its spec does not list the domain as supported."""
+def test_openvino_names_unsupported_operators(fused: Artifact, tmp_path: Path) -> None:
+    """OpenVINO supports many of ONNX Runtime's own operators, so its spec does not list the whole domain. An
+    unsupported operator raises when the graph opens.
+    """
     pytest.importorskip("openvino")
     open_plan(make_plan(fused, RunSettings(backend="openvino"))).close()
     graph = helper.make_graph(

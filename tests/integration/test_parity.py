@@ -1,4 +1,6 @@
-"""Outputs of exported graphs equal PyTorch's: all families, several shapes, padded rows, and unsuitable samples of the caller."""
+"""Outputs of exported graphs equal PyTorch's outputs for all families, several shapes, padded rows, and unsuitable
+sample inputs of the caller.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,15 @@ from accel.errors import InputError
 from accel.stages.export import export
 from accel.testing.models import FAMILIES, tiny_model
 
-# The order of float32 sums differs: about 1e-6 for logits of order 1.
+# The exported graph adds float32 numbers in a different order, which changes logits of order 1 by about 1e-6.
 TOLERANCE = 1e-4
-# At this size, the mask hardly affects Megatron-BERT's first token. Another test compares its packed form token by token.
+# Megatron-BERT is not tested here, because the mask hardly affects its first token at this model size. Another test
+# compares the packed form of its graph token by token.
 TEXT_FAMILIES = sorted(set(FAMILIES) - {"vit", "megatron-bert"})
 
 
 def text_inputs(config: Any, batch: int, sequence: int, *, types: bool) -> dict[str, torch.Tensor]:
-    """Return random token ids, with padding at the end of every second row."""
+    """Return random token ids and a mask. Every second row is padded on the right."""
     generator = torch.Generator().manual_seed(batch * 100 + sequence)
     ids = torch.randint(4, 100, (batch, sequence), generator=generator)
     mask = torch.ones_like(ids)
@@ -63,8 +66,10 @@ def test_text_families(family: str, tiny_artifact: Callable[..., Artifact]) -> N
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
-def test_the_test_models_can_fail(family: str) -> None:
-    """The tests need logits of order 1 that change without the padding mask. Without this, parity would prove nothing."""
+def test_mask_changes_logits_of_the_test_models(family: str) -> None:
+    """The logits of the test models are of order 1, and they change if the padding mask is removed. Otherwise the
+    parity tests would prove nothing.
+    """
     original = tiny_model(family)
     inputs = text_inputs(original.config, 2, 17, types=False)
     with torch.inference_mode():
@@ -74,13 +79,15 @@ def test_the_test_models_can_fail(family: str) -> None:
     assert (logits - unmasked)[1].abs().max() > 100 * TOLERANCE
 
 
-# The repair of samples does not depend on the family, so every run tests only BERT.
+# The repair of samples does not depend on the model family, so only BERT is tested in every test run.
 CARELESS = [pytest.param(name, marks=() if name == "bert" else pytest.mark.thorough) for name in TEXT_FAMILIES]
 
 
 @pytest.mark.parametrize("family", CARELESS)
-def test_a_careless_sample_is_repaired(family: str, tmp_path: Path) -> None:
-    """A sample with batch size 1 and without padding would fix the batch axis and may drop the mask."""
+def test_unsuitable_sample_is_repaired(family: str, tmp_path: Path) -> None:
+    """A sample with batch size 1 and without padding still gives a correct graph. Without a repair, the trace would fix
+    the batch axis and might drop the mask.
+    """
     original = tiny_model(family)
     sample = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
     export(original, tmp_path / "out", sample=sample)
@@ -89,8 +96,8 @@ def test_a_careless_sample_is_repaired(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_texts_with_what_a_detector_found(tmp_path: Path) -> None:
-    """VisualBERT reads any number of image regions next to a text of any length, both with padding."""
+def test_texts_with_visual_embeddings(tmp_path: Path) -> None:
+    """VisualBERT accepts any number of image regions together with a text of any length. Both inputs may be padded."""
     torch.manual_seed(0)
     config = transformers.VisualBertConfig(
         vocab_size=100,
@@ -145,7 +152,7 @@ def test_pooling_in_the_graph(pooling: str, tmp_path: Path) -> None:
 
 
 class TwoTowers(torch.nn.Module):
-    """A module that is not a transformers model, with two inputs, two outputs and its own names."""
+    """Module that is not a transformers model. It has two inputs and two outputs with names of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +164,7 @@ class TwoTowers(torch.nn.Module):
         return {"score": a @ b.T, "query_vector": a}
 
 
-def test_custom_module_keeps_its_names(tmp_path: Path) -> None:
+def test_custom_module_keeps_input_and_output_names(tmp_path: Path) -> None:
     original = TwoTowers().eval()
     sample = {"query": torch.randn(1, 4), "item": torch.randn(1, 6)}
     axes = {"query": {0: "queries"}, "item": {0: "items"}}
@@ -173,7 +180,7 @@ def test_custom_module_keeps_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_half_precision_says_what_it_computes_in(tmp_path: Path) -> None:
+def test_half_precision_reports_its_compute_dtype(tmp_path: Path) -> None:
     original = tiny_model("bert")
     export(original, tmp_path / "out", dtype="float16")
     model = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "out")

@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
 }
 QUESTION = {"question": "where", "context": "my card is in london"}
-# pipeline: (model family, task of the model, input of the pipeline)
+# Each entry maps a pipeline task to the model family, the task of the model, and the input of the pipeline.
 PIPELINES: dict[str, tuple[str, str, Any]] = {
     "text-classification": ("bert", "text-classification", TEXT),
     "zero-shot-classification": ("bert", "text-classification", None),
@@ -50,7 +50,7 @@ PIPELINES: dict[str, tuple[str, str, Any]] = {
 
 @pytest.fixture(scope="module")
 def made(shared: Callable[..., Path], tiny_folder: Callable[..., Path]) -> Callable[[str], Any]:
-    """Return a function that creates pipelines on PyTorch, which needs no export."""
+    """Return a function that creates pipelines with the `pytorch` backend, which needs no export."""
 
     def get(task: str) -> Any:
         family, name, _ = PIPELINES[task]
@@ -77,8 +77,10 @@ def test_pipelines(task: str, made: Callable[[str], Any]) -> None:
             assert repr(other(asked, **settings)) == repr(pipe(asked, **settings))
 
 
-def test_a_pipeline_in_another_process(made: Callable[[str], Any], tmp_path: Path) -> None:
-    """The pickle is loaded in a new interpreter that has imported nothing, as with multiprocessing's spawn, Ray and Spark."""
+def test_pickled_pipeline_in_another_process(made: Callable[[str], Any], tmp_path: Path) -> None:
+    """A new Python interpreter that has imported nothing loads the pickle, as with multiprocessing's spawn, Ray and
+    Spark.
+    """
     pipe = made("text-classification")
     (tmp_path / "pipe.pickle").write_bytes(pickle.dumps(pipe))
     code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))(sys.argv[2])[0]['label'])"
@@ -112,12 +114,12 @@ VALUES: dict[str, Callable[[Artifact], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", VALUES)
-def test_values(name: str, way: str, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_public_values_are_equal_after_copying(name: str, way: str, tiny_artifact: Callable[..., Artifact]) -> None:
     value = VALUES[name](tiny_artifact())
     assert WAYS[way](value) == value
 
 
-def test_results_of_an_evaluation(tiny_folder: Callable[..., Path]) -> None:
+def test_evaluation_result_is_pickled(tiny_folder: Callable[..., Path]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(["my card", "the bank", "help", "london"])]
     found = evaluate(model, rows, processor=tiny_tokenizer())
@@ -127,7 +129,7 @@ def test_results_of_an_evaluation(tiny_folder: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AccelError)]
 )
-def test_errors_keep_what_they_say(name: str) -> None:
+def test_errors_keep_message_fix_and_notes(name: str) -> None:
     error = getattr(errors, name)("It failed.", fix="do this.")
     error.retry_after_s = 1.5
     error.add_note("row 3")
@@ -139,7 +141,7 @@ def test_errors_keep_what_they_say(name: str) -> None:
         assert other.__notes__ == ["row 3"]
 
 
-# Objects with a runtime's memory or threads
+# The tests below check objects that own memory or threads of a runtime.
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,7 @@ def gpt2(shared: Callable[..., Path]) -> Any:
     return accel.ORTModelForCausalLM.from_pretrained(folder, backend="pytorch")
 
 
-def test_a_cache_is_copied_and_not_pickled(gpt2: Any) -> None:
+def test_cache_is_copied_and_not_pickled(gpt2: Any) -> None:
     cache = gpt2(input_ids=torch.tensor([[5, 6]])).past_key_values
     for way in (copy.copy, copy.deepcopy):
         other = way(cache)
@@ -166,8 +168,10 @@ def test_engines_are_neither_pickled_nor_copied(gpt2: Any, way: str) -> None:
             WAYS[way](engine)
 
 
-def test_a_pickle_of_a_model_whose_folder_is_gone(tmp_path: Path) -> None:
-    """A pickle contains the path of the artifact, which may be a cached export. The files must still exist."""
+def test_pickled_model_without_its_folder_raises(tmp_path: Path) -> None:
+    """A pickle contains the path of the artifact, which may be a cached export. Loading the pickle raises an error if
+    the files no longer exist.
+    """
     save_tiny(tmp_path / "model", "bert")
     accel.export(tmp_path / "model", tmp_path / "onnx")
     pickled = pickle.dumps(accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "onnx"))

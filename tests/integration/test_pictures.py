@@ -1,4 +1,4 @@
-"""Image models in pipelines: outputs compared with PyTorch, on every backend that can run them."""
+"""Tests of image models in pipelines: outputs are compared with PyTorch, on every backend that can run the models."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ QUICK = ("clip",)
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)
     for name, (task, *_) in PICTURES.items()
-    # Image-to-image has no pipeline in transformers, `test_masks` tests mask generation, and keypoint matching reads pairs of images.
+    # Skip three tasks: image-to-image has no pipeline in transformers, `test_masks` tests mask generation, and keypoint
+    # matching reads pairs of images.
     if task not in ("image-to-image", "mask-generation", "keypoint-matching")
 ]
 BACKENDS = ("cpu", "openvino", "pytorch")
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
     "zero-shot-image-classification": [{"candidate_labels": ["my card", "cash", "a bank in london"]}],
-    # Random models give low scores.
+    # Random models give low scores, so the threshold is zero.
     "object-detection": [{"threshold": 0.0}],
     "zero-shot-object-detection": [{"candidate_labels": ["my card", "cash. a bank?"], "threshold": 0.0}],
     "image-segmentation": [
@@ -46,13 +47,13 @@ OPTIONS: Mapping[str, list[dict[str, Any]]] = {
 
 
 def picture(height: int, width: int, seed: int = 0) -> Any:
-    """Draw an image of coloured patches, because resizing to a smaller size would average random pixels."""
+    """Draw an image of colored patches. Resizing random pixels to a smaller size would average them to gray."""
     patches = np.random.default_rng(seed).integers(0, 255, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8)
     return Image.fromarray(patches.repeat(8, 0).repeat(8, 1)[:height, :width])
 
 
 def processors(folder: Path) -> dict[str, Any]:
-    """Return the processors that a pipeline needs in addition to a model."""
+    """Return the processors (image processor and tokenizer) that a pipeline needs in addition to a model."""
     found = {"image_processor": transformers.AutoImageProcessor.from_pretrained(folder)}
     if (folder / "tokenizer.json").is_file():
         found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
@@ -66,7 +67,7 @@ def original(folder: Path, task: str) -> Any:
 
 
 def differs(found: Any, expected: Any) -> float:
-    """Return the largest difference between two pipeline outputs; infinity if labels or shapes differ."""
+    """Return the largest difference between two pipeline outputs, or infinity if labels or shapes differ."""
     if isinstance(expected, Mapping):
         assert list(found) == list(expected)
         return max((differs(found[name], value) for name, value in expected.items()), default=0.0)
@@ -81,7 +82,7 @@ def differs(found: Any, expected: Any) -> float:
     if isinstance(expected, bool | str) or expected is None:
         return 0.0 if found == expected else float("inf")
     if isinstance(expected, int):
-        # Corners of boxes are whole pixels, so they may be rounded up or down.
+        # The box corners are rounded to whole pixels, so they may differ by one pixel.
         return 0.0 if abs(found - expected) <= 1 else float("inf")
     return abs(found - expected)
 
@@ -93,7 +94,7 @@ def opened(family: str, backend: str, folder: Path, artifact: Callable[[], Artif
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stock_pipeline(
+def test_transformers_pipeline(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     task = PICTURES[family][0]
@@ -112,8 +113,10 @@ def test_stock_pipeline(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_images_made_of_images(backend: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """transformers 5 has no such pipeline to compare with. The output does not contain the processor's padding."""
+def test_image_to_image(backend: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """The output image equals the PyTorch model's output without the padding that the processor adds. transformers 5
+    has no image-to-image pipeline to compare with.
+    """
     folder, task, image = tiny_folder("swin2sr", "image-to-image"), "image-to-image", picture(20, 30)
     with torch.inference_mode():
         inputs = processors(folder)["image_processor"](image, return_tensors="pt")
@@ -133,14 +136,14 @@ FREE = ("detr", "yolos", "segformer", "maskformer", "glpn")
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.values[0] in FREE])
-def test_images_of_any_size(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_models_with_any_image_size(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
     shape = tiny_artifact(family, PICTURES[family][0]).component().inputs[0].shape
     assert shape == ("batch", 3, "height", "width")
 
 
 @pytest.mark.thorough
-def test_padded_images_of_one_batch(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
-    """A detector with a pixel mask returns the same for a batch as PyTorch for each image alone."""
+def test_padded_images_in_one_batch(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
+    """For a batch with a pixel mask, the detector returns the same outputs as PyTorch returns for each image alone."""
     folder, task = tiny_folder("detr", "object-detection"), "object-detection"
     model = accel.ORTModelForObjectDetection(tiny_artifact("detr", task))
     inputs = processors(folder)["image_processor"]([picture(60, 80), picture(96, 64)], return_tensors="pt")
@@ -187,7 +190,7 @@ def test_several_texts_for_each_image(
         pytest.param("lightglue", "openvino", marks=pytest.mark.thorough),
     ],
 )
-def test_points_that_two_images_have_in_common(
+def test_keypoint_matching(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     task = "keypoint-matching"
@@ -208,15 +211,15 @@ def test_points_that_two_images_have_in_common(
 
 
 def faint(contrast: float, seed: int = 0) -> Any:
-    """Draw an image with low contrast."""
+    """Return an image with low contrast."""
     return Image.blend(Image.new("RGB", (80, 60)), picture(60, 80, seed), contrast)
 
 
 def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
-    """Set weights and thresholds so that the tests cover different cases.
+    """Set the matcher's weights and thresholds so that the tests cover different cases.
 
-    SuperPoint then finds different numbers of points in different images, and one point in `single`. LightGlue stops at each of its
-    layers for some pair and drops points before.
+    SuperPoint then finds different numbers of points in different images, and one point in `single`. For some image
+    pair, LightGlue stops at each of its layers, after it has dropped points.
     """
     torch.manual_seed(0)
     detector = matcher.keypoint_detector
@@ -234,7 +237,7 @@ def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
         layer.token.bias.data.fill_(2.5)
     for layer in getattr(matcher, "match_assignment_layers", ()):
         layer.matchability.weight.data.normal_(0, 1)
-        # With smaller weights, all descriptors are almost equal, and rounding would decide the matches.
+        # With smaller weights, all descriptors would be almost equal, and rounding errors would decide the matches.
         layer.final_projection.weight.data.normal_(0, 2)
     if hasattr(matcher, "token_confidence"):
         matcher.config.depth_confidence = matcher.depth_confidence = 0.9
@@ -251,10 +254,10 @@ def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
         ("lightglue", "cpu"),
     ],
 )
-def test_as_many_points_as_there_are(
+def test_different_numbers_of_keypoints(
     family: str, backend: str, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
-    """SuperPoint finds more points than it keeps, fewer points, one point, and no point."""
+    """The images have more points than SuperPoint keeps, fewer points, one point, and no point."""
     task = "keypoint-matching"
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder(family, task), folder)
@@ -291,7 +294,8 @@ def test_as_many_points_as_there_are(
     assert numbers >= {0, 1, 20}
     if family == "lightglue":
         assert len(layers) > 1
-        # If pairs of a batch stop at different layers, transformers returns them in another order or fails.
+        # If the pairs of a batch stop at different layers, transformers returns the matches in another order or fails.
+        # Compare with pairs that are computed alone.
         together = ours(**processor(pairs, return_tensors="pt"))
         for row, matches in zip(together.matches, alone, strict=True):
             assert torch.equal(row[:, : matches.shape[1]], matches)
@@ -299,9 +303,7 @@ def test_as_many_points_as_there_are(
 
 
 @pytest.mark.thorough
-def test_a_mask_of_pixels_may_be_left_out(
-    tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
-) -> None:
+def test_pixel_mask_is_optional(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForObjectDetection(tiny_artifact("detr", "object-detection"))
     pixels = torch.randn((2, 3, 64, 96), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -310,7 +312,7 @@ def test_a_mask_of_pixels_may_be_left_out(
 
 
 @pytest.mark.parametrize("backend", ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)])
-def test_features_of_images(backend: str, tmp_path: Path) -> None:
+def test_image_features(backend: str, tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
     )
@@ -325,12 +327,12 @@ def test_features_of_images(backend: str, tmp_path: Path) -> None:
     assert np.abs(np.asarray(ours(picture(40, 50))) - np.asarray(theirs(picture(40, 50)))).max() <= TOLERANCE
 
 
-def test_names_of_optimum() -> None:
+def test_model_class_names_of_optimum() -> None:
     assert accel.ORTModelForSemanticSegmentation is accel.ORTModelForImageSegmentation
     assert task_spec("semantic-segmentation").name == "image-segmentation"
 
 
-def test_a_picture_of_one_channel_is_gray(tiny_folder: Callable[..., Path]) -> None:
+def test_image_with_one_channel_is_gray(tiny_folder: Callable[..., Path]) -> None:
     enlarge = accel.pipeline("image-to-image", tiny_folder("swin2sr", "image-to-image"), backend="pytorch")
     values = torch.linspace(0, 1, 12).reshape(1, 1, 3, 4)
     made = enlarge.postprocess({"reconstruction": values, "size": [(3, 4)]})

@@ -1,4 +1,4 @@
-"""Pipelines of transformers and accel with accel's models return the same as with PyTorch models."""
+"""Pipelines of transformers and of accel return the same outputs with accel's models as with PyTorch models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = [
 
 
 def close(found: Any, expected: Any) -> bool:
-    """Return whether structure and labels are equal, and numbers differ by at most 1e-4."""
+    """Return whether two outputs have equal structure and labels, and numbers that differ by at most 1e-4."""
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
     if isinstance(expected, list | tuple):
@@ -55,7 +55,7 @@ CASES = [
 def pipelines(
     task: str, auto: str, ours: str, folder: Path, artifact: Artifact, make: Any = transformers.pipeline
 ) -> tuple[Any, Any]:
-    """Return transformers' pipeline with the PyTorch model, and the pipeline from `make` with accel's model."""
+    """Return transformers' pipeline with the PyTorch model, and the pipeline that `make` creates with accel's model."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     original = getattr(transformers, auto).from_pretrained(folder)
     model = getattr(accel, ours).from_pretrained(artifact.path)
@@ -79,7 +79,8 @@ def test_text(
     assert close(ours_(TEXTS, **options), theirs(TEXTS, **options))
     expected, found = theirs(TEXTS, **options), ours_(TEXTS, batch_size=2, **options)
     if task == "feature-extraction":
-        # Features of a batch contain rows for padding, also in transformers' pipeline. Their number depends on the batch.
+        # The features of a batch contain rows for padding tokens, also in transformers' pipeline. The number of these
+        # rows depends on the batch, so only the rows of real tokens are compared.
         found = [[features[0][: len(alone[0])]] for features, alone in zip(found, expected, strict=True)]
     assert close(found, expected)
 
@@ -117,10 +118,10 @@ def test_image_classification(tiny_folder: Callable[..., Path], tiny_artifact: C
     assert close(ours([image] * 3, batch_size=2), theirs([image] * 3))
 
 
-# Batches sorted by length
+# The tests below check batches that are sorted by length.
 
 
-def test_a_tokenizer_that_is_given_is_not_looked_for(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_given_tokenizer_is_not_searched(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     model = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path / "artifact")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "artifact")
@@ -129,7 +130,7 @@ def test_a_tokenizer_that_is_given_is_not_looked_for(tiny_artifact: Callable[...
     assert accel.pipeline("text-classification", model=model, tokenizer=tokenizer)("my card")[0]["score"] > 0
 
 
-def test_lists_of_other_kinds(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_other_kinds_of_lists(tiny_artifact: Callable[..., Artifact]) -> None:
     import datasets
 
     classify = accel.pipeline("text-classification", model=tiny_artifact().path)
@@ -139,7 +140,9 @@ def test_lists_of_other_kinds(tiny_artifact: Callable[..., Artifact]) -> None:
     assert close(classify(datasets.Dataset.from_dict({"text": TEXTS})["text"], batch_size=2), expected)
 
 
-def test_batches_hold_like_lengths(tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_contain_similar_lengths(
+    tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
     classify = accel.pipeline("text-classification", model=tiny_artifact().path)
     shapes: list[tuple[int, ...]] = []
     run = classify.model._session.run
@@ -176,7 +179,7 @@ PAIRS = [{"text": text, "text_pair": text[::3]} for text in MANY]
     ],
     ids=lambda one: ",".join(one) if isinstance(one, dict) else None,
 )
-def test_windows_are_classified_as_one_by_one(
+def test_batched_windows_equal_single_texts(
     inputs: list[Any],
     settings: dict[str, Any],
     tiny_folder: Callable[..., Path],
@@ -198,17 +201,18 @@ def test_windows_are_classified_as_one_by_one(
     ids=str,
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_windows_of_other_heads(config: dict[str, Any], side: str) -> None:
+def test_batched_windows_with_other_heads(config: dict[str, Any], side: str) -> None:
     model, tokenizer = tiny_model("bert", **config), tiny_tokenizer()
     tokenizer.padding_side = side
     ours = accel.pipeline("text-classification", model=model, tokenizer=tokenizer)
     theirs = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
     assert type(theirs.model) is type(ours.model)
-    # The batches must be the same, because padding changes the outputs: with left padding, BERT's first token is masked.
+    # Use the same batches in both pipelines, because padding changes these outputs: with left padding, BERT's first
+    # token is masked.
     assert close(ours(MANY, batch_size=len(MANY)), theirs(MANY, batch_size=len(MANY)))
 
 
-def test_windows_of_one_row(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_batched_windows_with_single_texts(tiny_artifact: Callable[..., Artifact]) -> None:
     classify = accel.pipeline("text-classification", model=tiny_artifact().path)
     many = [*MANY, *PAIRS][: 2 * WINDOW_BATCHES + 1]
     expected = [classify(one) for one in many]
@@ -217,7 +221,7 @@ def test_windows_of_one_row(tiny_artifact: Callable[..., Artifact]) -> None:
 
 
 class Numbered(torch.utils.data.Dataset[str]):
-    """A data set with a length whose `__getitem__` never raises IndexError."""
+    """Data set with a length, whose `__getitem__` never raises `IndexError`."""
 
     def __len__(self) -> int:
         return len(MANY)
@@ -232,7 +236,7 @@ def test_data_sets_end_at_their_length(task: str, tiny_artifact: Callable[..., A
     assert len(found) == len(MANY)
 
 
-def test_what_a_generator_gave_before_it_failed_is_answered(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_results_before_a_generator_error_are_returned(tiny_artifact: Callable[..., Artifact]) -> None:
     def failing() -> Any:
         yield from MANY[:5]
         raise OSError("the disk is gone")
@@ -241,19 +245,17 @@ def test_what_a_generator_gave_before_it_failed_is_answered(tiny_artifact: Calla
         found = []
         with pytest.raises(OSError, match="the disk is gone"):
             for one in accel.pipeline(task, model=tiny_artifact("bert", task).path)(failing(), batch_size=2):
-                found.append(one)  # noqa: PERF402  # what came before the error
+                found.append(one)
         assert len(found) == 5
 
 
-def test_methods_that_were_replaced_are_called(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_replaced_methods_are_called(tiny_artifact: Callable[..., Artifact]) -> None:
     classify = accel.pipeline("text-classification", model=tiny_artifact().path)
     classify.postprocess = lambda *_, **__: "mine"
     assert classify(MANY, batch_size=4) == ["mine"] * len(MANY)
 
 
-def test_a_class_whose_call_of_the_model_is_another_is_asked(
-    tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overridden_model_call_is_used(tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
     classify = accel.pipeline("text-classification", model=tiny_artifact().path)
     labels = classify.model.config.num_labels
     monkeypatch.setattr(
@@ -264,13 +266,13 @@ def test_a_class_whose_call_of_the_model_is_another_is_asked(
     assert {found["label"] for found in classify(MANY, batch_size=4)} == {classify.model.config.id2label[1]}
 
 
-def test_empty_texts_among_themselves() -> None:
+def test_batch_of_empty_texts() -> None:
     classify = accel.pipeline("text-classification", model=tiny_model("bert"), tokenizer=tiny_tokenizer())
     found = classify([*MANY, "", "", "", ""], batch_size=4, add_special_tokens=False)
     assert [entry["label"] in classify.model.config.label2id for entry in found] == [True] * (len(MANY) + 4)
 
 
-def test_a_window_that_cannot_be_classified_is_told_as_ever(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_errors_of_batched_texts_equal_transformers(tiny_artifact: Callable[..., Artifact]) -> None:
     classify = accel.pipeline("text-classification", model=tiny_artifact().path)
     with pytest.raises(ValueError, match="text pairs"):
         classify([["a", "b"], ["c", "d"]], batch_size=2)
@@ -281,7 +283,7 @@ def test_a_window_that_cannot_be_classified_is_told_as_ever(tiny_artifact: Calla
         classify(MANY, batch_size=4)
 
 
-# Question answering, which transformers 5 removed
+# The tests below check the question answering pipeline, which transformers 5 removed.
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +294,7 @@ def answer(tiny_artifact: Callable[..., Artifact]) -> Any:
 CONTEXT = "i lost my card in paris . the bank can open a new account in london ."
 
 
-def test_answers_many_and_top_k(answer: Any) -> None:
+def test_several_questions_and_top_k(answer: Any) -> None:
     questions = ["where is my card", "what can the bank open"]
     expected = [answer(question=question, context=CONTEXT) for question in questions]
     assert close(answer(question=questions, context=CONTEXT), expected)
@@ -304,7 +306,7 @@ def test_answers_many_and_top_k(answer: Any) -> None:
     assert any(entry["answer"] == "" for entry in impossible)
 
 
-def test_bad_questions(answer: Any) -> None:
+def test_invalid_questions_are_refused(answer: Any) -> None:
     with pytest.raises(InputError, match="question and a context"):
         answer(question="what")
     with pytest.raises(InputError, match="no context"):
@@ -316,15 +318,15 @@ def test_bad_questions(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("words", [13, 30], ids=["no more than the stride", "nothing"])
-def test_a_question_that_leaves_a_window_no_room_is_an_error_of_ours(answer: Any, words: int) -> None:
+def test_question_longer_than_a_window_is_refused(answer: Any, words: int) -> None:
     with pytest.raises(InputError, match="no room"):
         answer(question="card " * words, context=CONTEXT * 4, max_seq_len=24, doc_stride=8)
 
 
-# `accel.pipeline`
+# The tests below check the arguments of `accel.pipeline`.
 
 
-def test_task_is_the_models(tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
+def test_task_is_read_from_the_model(tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
     assert accel.pipeline(model=tiny_artifact().path).task == "text-classification"
     assert accel.pipeline(model=tiny_folder(), backend="pytorch").task == "text-classification"
     assert accel.pipeline("sentiment-analysis", model=tiny_artifact().path)("help")[0]["label"].startswith("LABEL")
@@ -333,13 +335,13 @@ def test_task_is_the_models(tiny_artifact: Callable[..., Artifact], tiny_folder:
 @pytest.mark.parametrize(
     ("task", "logged"), [("text-classification", False), ("sentiment-analysis", False), ("summarization", True)]
 )
-def test_transformers_does_not_list_its_classes_where_ours_serves_the_task(task: str, logged: bool) -> None:
+def test_unsupported_model_log_of_transformers_is_filtered(task: str, logged: bool) -> None:
     words = f"The model 'ORTModelForSequenceClassification' is not supported for {task}. Supported models are ['A']."
     record = logging.LogRecord("transformers.pipelines.base", logging.ERROR, "", 0, words, None, None)
     assert FILTER.filter(record) is logged
 
 
-def test_bad_arguments(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_invalid_arguments_raise(tiny_artifact: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match="transformers has none for 'feature-extractionn'"):
         accel.pipeline("feature-extractionn")
     with pytest.raises(TaskError, match="not a task|no pipeline"):
@@ -350,7 +352,7 @@ def test_bad_arguments(tiny_artifact: Callable[..., Artifact]) -> None:
         accel.pipeline("fill-mask", model=tiny_artifact().path)
 
 
-def test_every_argument_of_loading_reaches_it_and_unknown_ones_are_refused(
+def test_loading_arguments_are_passed_and_unknown_ones_refused(
     tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
@@ -374,12 +376,12 @@ def test_every_argument_of_loading_reaches_it_and_unknown_ones_are_refused(
 @pytest.mark.parametrize(
     "task", ["text-classification", "object-detection", "zero-shot-classification", "feature-extraction"]
 )  # fmt: skip
-def test_no_pipeline_passes_over_a_word_that_nobody_knows(task: str) -> None:
+def test_every_pipeline_refuses_unknown_arguments(task: str) -> None:
     with pytest.raises(ConfigError, match="no argument 'nobodys_word'"):
         check_known_arguments(task, pipeline_class(task), ["top_k", "nobodys_word"])
 
 
-def test_words_of_transformers_4_that_ask_for_nothing(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_ignored_arguments_of_transformers_4(tiny_artifact: Callable[..., Artifact]) -> None:
     expected = accel.pipeline("text-classification", tiny_artifact().path)("card")
     assert accel.pipeline("text-classification", tiny_artifact().path, framework="pt")("card") == expected
     for words in ({"framework": "tf"}, {"pipeline_class": transformers.TextClassificationPipeline}):
@@ -388,7 +390,7 @@ def test_words_of_transformers_4_that_ask_for_nothing(tiny_artifact: Callable[..
 
 
 @pytest.mark.parametrize("word", ["load_in_8bit", "quantization_config"])
-def test_weights_are_not_quantized_while_they_are_loaded(tiny_folder: Callable[..., Path], word: str) -> None:
+def test_quantization_while_loading_is_refused(tiny_folder: Callable[..., Path], word: str) -> None:
     with pytest.raises(ConfigError, match="accel quantize"):
         accel.pipeline("text-classification", tiny_folder(), **{word: True})
 
@@ -414,7 +416,7 @@ def test_weights_are_not_quantized_while_they_are_loaded(tiny_folder: Callable[.
         ({"feature_extractor": 5}, ConfigError, "no feature extractor"),
     ],
 )
-def test_arguments_that_cannot_be(
+def test_invalid_argument_values_raise(
     arguments: dict[str, Any], kind: type[AccelError], word: str, tiny_artifact: Callable[..., Artifact]
 ) -> None:
     with pytest.raises(kind, match=word) as error:
@@ -422,24 +424,24 @@ def test_arguments_that_cannot_be(
     assert error.value.fix
 
 
-def test_a_tokenizer_by_its_folder(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_tokenizer_given_by_its_folder(tiny_artifact: Callable[..., Artifact]) -> None:
     folder = tiny_artifact().path
     answers = [accel.pipeline("text-classification", folder, tokenizer=one)("words") for one in (folder, str(folder))]
     assert answers[0] == answers[1] == accel.pipeline("text-classification", folder)("words")
 
 
 @pytest.mark.parametrize("size", ["a", 0, -1, 1.5, True])
-def test_batch_sizes_of_a_call_that_cannot_be(size: Any, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_invalid_batch_sizes_of_a_call_are_refused(size: Any, tiny_artifact: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match="batch_size"):
         accel.pipeline("text-classification", tiny_artifact().path)(["a", "b"], batch_size=size)
 
 
 @pytest.mark.parametrize("odd", [None, 5, b"x", [None], ["a", 5], [["a"]], [[]], object(), {"x": 1}, {"a"}])
-def test_odd_inputs_are_what_they_are_in_the_stock_pipeline(
+def test_unusual_inputs_behave_as_in_transformers(
     odd: Any, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     stock = transformers.pipeline("text-classification", model=str(tiny_folder()))
-    with pytest.raises(Exception) as theirs:  # noqa: PT011  # whatever it is
+    with pytest.raises(Exception) as theirs:  # noqa: PT011  # transformers may raise any exception
         stock(odd)
     with pytest.raises(theirs.type) as ours:
         accel.pipeline("text-classification", tiny_artifact().path)(odd)
@@ -447,14 +449,14 @@ def test_odd_inputs_are_what_they_are_in_the_stock_pipeline(
 
 
 @pytest.mark.parametrize("odd", [None, 5, b"x", [None], ["a", 5], [["a"]], {"x": 1}, ""])
-def test_odd_inputs_of_pipelines_that_transformers_has_not(odd: Any, generator: Callable[..., Artifact]) -> None:
+def test_invalid_inputs_of_removed_pipelines_are_refused(odd: Any, generator: Callable[..., Artifact]) -> None:
     with pytest.raises(InputError) as error:
         accel.pipeline("text2text-generation", generator("bart").path)(odd)
     assert error.value.fix
 
 
 @pytest.mark.parametrize("odd", [5, b"x", [5], [["a"]], [None], [{}]])
-def test_odd_questions(odd: Any, answer: Any) -> None:
+def test_invalid_inputs_of_question_answering_are_refused(odd: Any, answer: Any) -> None:
     for call in (lambda: answer(odd), lambda: answer(question=odd, context="a"), lambda: answer("a", odd)):
         with pytest.raises(InputError) as error:
             call()

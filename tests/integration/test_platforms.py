@@ -1,4 +1,6 @@
-"""Import every module and run the CPU code without the names that Windows and macOS lack (`tests/platforms`)."""
+"""Import every module, and run the CPU code, in a simulated Windows or macOS: without the Python names that these
+systems lack (`tests/platforms`).
+"""
 
 from __future__ import annotations
 
@@ -176,13 +178,13 @@ def run_on(platform: str, folder: Path, *command: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_every_module_is_imported(platform: str, tmp_path: Path) -> None:
+def test_every_module_can_be_imported(platform: str, tmp_path: Path) -> None:
     done = run_on(platform, tmp_path, "-c", IMPORTS)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_the_cpu_path_runs(platform: str, tmp_path: Path) -> None:
+def test_cpu_code_runs(platform: str, tmp_path: Path) -> None:
     (tmp_path / "path.py").write_text(PATH, encoding="utf-8")
     done = run_on(platform, tmp_path, "path.py")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -190,7 +192,7 @@ def test_the_cpu_path_runs(platform: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_a_room_runs(platform: str, room: str, tmp_path: Path) -> None:
+def test_package_runs(platform: str, room: str, tmp_path: Path) -> None:
     if (platform, room) == ("windows", "neural_compressor"):
         pytest.skip("Neural Compressor itself imports names that the simulation removes")
     body = "\n".join(f"    {line}" for line in ROOMS[room].strip().splitlines())
@@ -200,7 +202,7 @@ def test_a_room_runs(platform: str, room: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_the_server_answers(platform: str, tmp_path: Path) -> None:
+def test_server_starts(platform: str, tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER, encoding="utf-8")
     done = run_on(platform, tmp_path, "server.py")
     assert done.returncode == 0, done.stderr[-3000:]

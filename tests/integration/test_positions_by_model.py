@@ -1,4 +1,6 @@
-"""Position ids in models that do not simply count columns: RoBERTa-like models, and rotary angles that depend on the text's length."""
+"""Tests of position ids in models that do not simply count tokens from 0: RoBERTa-like models, and models whose rotary
+angles depend on the text's length.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ LONG_ROPE = {
 
 
 def saved(config: transformers.PreTrainedConfig, folder: Path) -> Any:
-    """Save and return a model with weights large enough that positions affect its outputs."""
+    """Save and return a model whose weights are so large that positions affect its outputs."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -38,10 +40,10 @@ def opened(folder: Path, backend: str) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_text_that_outgrows_its_angles_is_computed_again(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Phi-3 with LongRoPE: keys of texts up to 16 tokens have other rotary angles than keys of longer texts."""
+def test_long_text_is_recomputed_with_new_angles(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 with LongRoPE uses different rotary angles for texts of up to 16 tokens and for longer texts. When a text
+    becomes longer than 16 tokens, all keys are computed again.
+    """
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     config = transformers.Phi3Config(
         **SMALL, num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=16,
@@ -85,10 +87,10 @@ OUTGROWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", OUTGROWN)
-def test_other_models_of_phi_compute_outgrown_angles_again(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reference uses no cache: with one, transformers 5.24 loses Phi-4-multimodal's earlier tokens when the angles change."""
+def test_other_phi_models_recompute_long_texts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The expected tokens are generated without a KV cache. With a cache, transformers 5.24 loses Phi-4-multimodal's
+    earlier tokens when the angles change.
+    """
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     config = getattr(transformers, f"{family}Config")(
         **SMALL, **OUTGROWN[family], num_key_value_heads=2, max_position_embeddings=128,
@@ -105,10 +107,10 @@ def test_other_models_of_phi_compute_outgrown_angles_again(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_are_counted_from_behind_the_position_of_padding(
+def test_roberta_positions_start_after_the_padding_id(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without position ids, RoBERTa counts the tokens that are not padding tokens."""
+    """Without position ids, RoBERTa counts only the tokens that are not padding."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     original = saved(
         transformers.RobertaConfig(**SMALL, max_position_embeddings=64, is_decoder=True, pad_token_id=1),

@@ -1,4 +1,6 @@
-"""Question answering, which transformers 5 removed, returns the same as in transformers 4.57."""
+"""Tests of the question answering pipeline, which transformers 5 removed: it returns the same answers as transformers
+4.57.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ LONG = " ".join(
     + [SHORT]
 )
 
-# (question, context, options, answers): outputs of transformers 4.57.6 for the logits of `logits_by_token` and this tokenizer, as
-# (score, start, answer). Most answers in the long context occur in several windows and positions, whose scores are added.
+# Each entry is (question, context, options, answers). The answers are outputs of transformers 4.57.6, as (score, start,
+# answer), for the logits of `logits_by_token` and this tokenizer. Most answers in the long context occur in several
+# windows and positions, whose scores are added.
 ANSWERS: list[tuple[str, str, dict[str, Any], list[tuple[float, int, str]]]] = [
     ("who", SHORT, {"top_k": 3, "align_to_words": False}, [
         (0.04241, 7, "my card"), (0.034395, 7, "my card in paris . the"), (0.024061, 0, "i lost my card"),
@@ -53,7 +56,9 @@ ANSWERS: list[tuple[str, str, dict[str, Any], list[tuple[float, int, str]]]] = [
 
 
 def logits_by_token(input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
-    """Return start and end logits `(batch, sequence)` computed only from the tokens, so that no weights have to be stored."""
+    """Return start and end logits `(batch, sequence)` that are computed only from the token ids, so that the test needs
+    no stored weights.
+    """
     angles = input_ids.double() * 1.7
     return {
         "start_logits": (torch.sin(angles) * 3).float(),
@@ -69,7 +74,7 @@ def answer(tiny_artifact: Callable[..., Artifact]) -> Any:
 @pytest.mark.parametrize(
     ("question", "context", "options", "expected"), ANSWERS, ids=[str(number) for number in range(len(ANSWERS))]
 )
-def test_answers_are_those_of_transformers_4(
+def test_answers_equal_transformers_4(
     answer: Any, question: str, context: str, options: dict[str, Any], expected: list[tuple[float, int, str]]
 ) -> None:
     answer.model = logits_by_token
@@ -77,7 +82,7 @@ def test_answers_are_those_of_transformers_4(
     found = found if isinstance(found, list) else [found]
     assert [(one["start"], one["answer"]) for one in found] == [(start, text) for _, start, text in expected]
     assert all(one["answer"] == context[one["start"] : one["end"]] for one in found)
-    # The expected scores are stored with six decimals.
+    # The scores are stored with six decimals.
     assert [one["score"] for one in found] == pytest.approx([score for score, _, _ in expected], abs=1e-6)
 
 
@@ -106,7 +111,7 @@ def test_a_question_is_cut_to_max_question_len_tokens(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_seq_len": 40, "top_k": 3}])
-def test_answers_in_batches_padded_on_the_left(answer: Any, options: dict[str, Any]) -> None:
+def test_answers_with_left_padding(answer: Any, options: dict[str, Any]) -> None:
     answer.model, answer.tokenizer.padding_side = logits_by_token, "left"
     questions = ["where", "who is in london now"]
     asked = [{"question": question, "context": context} for question in questions for context in (SHORT, LONG[-300:])]
@@ -114,12 +119,11 @@ def test_answers_in_batches_padded_on_the_left(answer: Any, options: dict[str, A
     together = answer(asked, batch_size=3, **options)
     for one, other, given in zip(alone, together, asked, strict=True):
         one, other = ([found] if isinstance(found, dict) else found for found in (one, other))
-        # Answers are parts of the context.
         assert all(found["answer"] == given["context"][found["start"] : found["end"]] != "" for found in one)
         assert [found["answer"] for found in one] == [found["answer"] for found in other]
 
 
-def test_a_context_of_nothing_but_ignored_characters_has_no_answer(answer: Any) -> None:
+def test_context_of_ignored_characters_has_no_answer(answer: Any) -> None:
     from tokenizers import normalizers
 
     answer.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")

@@ -1,4 +1,6 @@
-"""Cross-encoders: scores equal PyTorch's, documents are ranked by score, and rankings are measured."""
+"""Tests of cross-encoders: scores equal PyTorch's, documents are ranked by score, and the quality of rankings is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,20 @@ def artifact(source: Path, shared: Callable[..., Path]) -> Artifact:
 
 
 def logits(source: Path, pairs: list[tuple[str, str]]) -> np.ndarray:
-    """Return PyTorch's logits, computed for each pair alone."""
+    """Return PyTorch's logits for (query, document) pairs, computed for each pair alone."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
     with torch.inference_mode():
         return np.array([float(model(**tokenizer(*pair, return_tensors="pt")).logits) for pair in pairs])
 
 
-def test_what_sentence_transformers_writes_says_the_task(source: Path, artifact: Artifact) -> None:
+def test_task_is_read_from_sentence_transformers_config(source: Path, artifact: Artifact) -> None:
     assert artifact.task == "text-ranking"
     assert infer_task({"architectures": ["BertForSequenceClassification"]}) == "text-classification"
     assert accel.pipeline(model=artifact.path).task == "text-classification"
 
 
-def test_scores_and_order(source: Path, artifact: Artifact) -> None:
+def test_scores_and_order_equal_pytorch(source: Path, artifact: Artifact) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
     pairs = [(QUERY, text) for text in DOCUMENTS]
     expected = logits(source, pairs)
@@ -65,8 +67,10 @@ def test_scores_and_order(source: Path, artifact: Artifact) -> None:
     np.testing.assert_allclose([one["score"] for one in ranked], np.sort(expected)[::-1][:3], atol=1e-5)
 
 
-def test_rankings_are_measured(source: Path, artifact: Artifact) -> None:
-    """Measure rankings with the model's highest-scored document as the relevant one, then with its lowest-scored document."""
+def test_ranking_metrics(source: Path, artifact: Artifact) -> None:
+    """Measure a ranking whose relevant document is the one with the highest score, and a ranking whose relevant
+    document is the one with the lowest score.
+    """
     order = np.argsort(-logits(source, [(QUERY, text) for text in DOCUMENTS])).tolist()
     best, worst = DOCUMENTS[order[0]], DOCUMENTS[order[-1]]
     for right, expected in ((best, 1.0), (worst, 1 / len(DOCUMENTS))):
@@ -77,7 +81,7 @@ def test_rankings_are_measured(source: Path, artifact: Artifact) -> None:
         assert found.comparison.agreement == 1.0
 
 
-def test_refusals(artifact: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_invalid_rankings_are_refused(artifact: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:
     with pytest.raises(TaskError, match="one output"):
         accel.ORTModelForSequenceClassification(tiny_artifact()).rank(QUERY, DOCUMENTS)
     model = accel.ORTModelForSequenceClassification(artifact)

@@ -1,4 +1,6 @@
-"""Examples in the READMEs of Optimum and optimum-intel, on tiny models, with only the import line changed."""
+"""Tests of the examples in the READMEs of Optimum and optimum-intel, with tiny models. Only the import lines are
+changed.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ from transformers import AutoTokenizer, pipeline
 from accel.testing.generators import save_generator
 
 
-def test_a_graph_in_a_subfolder_writes_text(generator: Any, tmp_path: Path) -> None:
+def test_text_generation_with_graph_in_subfolder(generator: Any, tmp_path: Path) -> None:
     from accel.compat.optimum import ORTModelForCausalLM
 
-    # A folder as on the Hub: configs and tokenizer in the folder, the graph in `onnx`.
+    # Create a folder like a Hub repository: configs and tokenizer are in the folder, and the graph is in the subfolder
+    # `onnx`.
     folder = generator("llama").path
     ORTModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "repository" / "onnx")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -36,7 +39,7 @@ def test_a_graph_in_a_subfolder_writes_text(generator: Any, tmp_path: Path) -> N
     assert found == wanted("where is my card", max_new_tokens=4, do_sample=False)
 
 
-def test_an_exported_openvino_model_writes_text(generator: Any) -> None:
+def test_text_generation_with_openvino(generator: Any) -> None:
     from accel.compat.optimum import OVModelForCausalLM
 
     model_id = generator("llama", "openvino").path
@@ -54,7 +57,7 @@ def test_an_exported_openvino_model_writes_text(generator: Any) -> None:
     ("settings", "kind"),
     [([], "ORTModel"), (["--backend", "openvino"], "OVModel")],
 )
-def test_the_command_line_of_the_front_page(
+def test_export_command_of_the_readme(
     tiny_folder: Callable[..., Path], tmp_path: Path, settings: list[str], kind: str
 ) -> None:
     from typer.testing import CliRunner
@@ -62,15 +65,15 @@ def test_the_command_line_of_the_front_page(
     from accel.cli import app
     from accel.compat import optimum
 
-    # The READMEs use `optimum-cli export onnx --model MODEL OUT` and `optimum-cli export openvino --model MODEL OUT`. After
-    # `optimum-cli accel`, the arguments are those used here.
+    # The READMEs use `optimum-cli export onnx --model MODEL OUT` and `optimum-cli export openvino --model MODEL OUT`.
+    # The command `optimum-cli accel` passes the following arguments.
     done = CliRunner().invoke(app, ["export", str(tiny_folder()), str(tmp_path / "exported"), *settings])
     assert done.exit_code == 0, done.output
     assert getattr(optimum, kind).from_pretrained(tmp_path / "exported").path.is_file()
 
 
 @pytest.mark.thorough
-def test_a_model_is_quantized_while_it_is_loaded(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_model_is_quantized_while_loading(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     from accel.compat.optimum import OVModelForSequenceClassification, OVQuantizationConfig
 
     model_id = tiny_folder()
@@ -86,7 +89,7 @@ def test_a_model_is_quantized_while_it_is_loaded(tiny_folder: Callable[..., Path
 
 
 def _speech(folder: Path) -> None:
-    """Write a data set that replaces LibriSpeech: random noise in undecoded wave files."""
+    """Write a data set of random noise in wave files, which replaces LibriSpeech."""
     draw = np.random.default_rng(0)
     for number in range(4):
         samples = (0.1 * draw.standard_normal(14_000 + 300 * number)).astype(np.float32)
@@ -94,7 +97,7 @@ def _speech(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_whisper_is_quantized_with_librispeech(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whisper_is_quantized_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accel.compat.optimum import OVModelForSpeechSeq2Seq, OVQuantizationConfig
 
     _speech(tmp_path)
@@ -107,7 +110,7 @@ def test_whisper_is_quantized_with_librispeech(tmp_path: Path, monkeypatch: pyte
         return rows.cast_column("audio", datasets.Audio(16_000)).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    # The feature extractor pads everything to one second.
+    # The feature extractor pads all audio to one second.
     model_id = save_generator(tmp_path / "whisper", "whisper", max_source_positions=50)
     q_config = OVQuantizationConfig(dtype="int8", dataset="librispeech", num_samples=50)
     q_model = OVModelForSpeechSeq2Seq.from_pretrained(model_id, quantization_config=q_config)
@@ -122,6 +125,6 @@ def test_whisper_is_quantized_with_librispeech(tmp_path: Path, monkeypatch: pyte
     features = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_features
     given = {"input_features": features, "decoder_input_ids": torch.tensor([[2, 5, 9]])}
     wanted = transformers.WhisperForConditionalGeneration.from_pretrained(model_id)(**given).logits
-    # Tolerance for 8-bit weights and activations and logits up to 7.
+    # The tolerance is for 8-bit weights and activations, and logits of up to 7.
     difference = (again(**given).logits - wanted).abs().max()
     assert 1e-3 < difference < 0.1 * wanted.abs().max()

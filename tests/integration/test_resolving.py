@@ -1,4 +1,6 @@
-"""A model argument is resolved once. The Hub options (revision, token, permission to run its code) are passed to every part."""
+"""Tests of model arguments: each is resolved once, and the Hub options (revision, token, trust_remote_code) are passed
+to every function that loads a file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ FEW = {"processes": 1, "rounds": 1, "calls": 1, "warmup": 0, "threads": 1}
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Path], list[HubOptions]]:
-    """Replace the Hub by local folders, and record the options of each request."""
+    """Replace the Hub by local folders, and record the Hub options of each request."""
     folders: dict[str, Path] = {}
     asked: list[HubOptions] = []
 
@@ -56,7 +58,7 @@ class TestKinds:
         assert found.has_weights
         assert resolve(found) is found
 
-    def test_a_graph_comes_before_weights_unless_weights_are_wanted(
+    def test_graph_is_preferred_to_weights(
         self, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
     ) -> None:
         both = tmp_path / "both"
@@ -72,7 +74,7 @@ class TestKinds:
         assert (found.kind, found.task) == ("module", "text-classification")
         assert resolve(torch.nn.Linear(2, 2)).task == "custom"
 
-    def test_no_model(self, tmp_path: Path) -> None:
+    def test_folder_without_model_raises(self, tmp_path: Path) -> None:
         with pytest.raises(ArtifactNotFoundError, match=r"neither config\.json nor adapter_config\.json"):
             resolve(tmp_path)
         with pytest.raises(ConfigError, match="is not a model"):
@@ -89,26 +91,26 @@ class TestKinds:
             ({"task": 3}, "task is 3"),
         ],
     )
-    def test_what_is_of_another_type_is_named(
+    def test_argument_of_wrong_type_is_named(
         self, how: dict[str, Any], words: str, tiny_artifact: Callable[..., Artifact]
     ) -> None:
         with pytest.raises(AccelError, match=words):
             accel.ORTModel.from_pretrained(tiny_artifact().path, **how)
 
-    def test_an_artifact_of_another_task_is_not_taken_for_the_one_that_was_named(
-        self, tiny_artifact: Callable[..., Artifact]
-    ) -> None:
+    def test_artifact_of_another_task_is_refused(self, tiny_artifact: Callable[..., Artifact]) -> None:
         folder = tiny_artifact().path
         with pytest.raises(TaskError, match="made for text-classification, not for token-classification"):
             accel.ORTModel.from_pretrained(folder, task="token-classification")
         for same in ("text-classification", "sentiment-analysis", "zero-shot-classification"):
             accel.ORTModel.from_pretrained(folder, task=same).close()
 
-    def test_a_name_that_is_too_long(self) -> None:
+    def test_too_long_model_name_raises(self) -> None:
         with pytest.raises(ArtifactNotFoundError, match="longer than a name can be"):
             accel.ORTModel.from_pretrained("a" * 5000)
 
-    def test_original(self, tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> None:
+    def test_original_model_of_an_artifact(
+        self, tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]
+    ) -> None:
         found = original(resolve(tiny_artifact()))
         assert (found.kind, found.folder) == ("weights", tiny_folder())
         with pytest.raises(ArtifactNotFoundError, match="does not say what it was made from"):
@@ -116,7 +118,7 @@ class TestKinds:
 
 
 class TestHubArguments:
-    """Every public function passes the Hub options on."""
+    """Every public function passes the Hub options to every request."""
 
     def test_pipeline(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
         folders, asked = hub
@@ -141,7 +143,7 @@ class TestHubArguments:
         assert all(variant.error is None for variant in found.variants)
         assert all((o.revision, o.token) == (HUB["revision"], HUB["token"]) for o in asked)
 
-    def test_an_original_is_asked_for_at_its_own_revision(
+    def test_original_model_is_loaded_at_its_recorded_revision(
         self, hub: Any, tiny_artifact: Callable[..., Artifact], tmp_path: Path
     ) -> None:
         folders, asked = hub
@@ -192,13 +194,13 @@ class TestRemoteCode:
     def artifact(cls, strange: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
         return accel.export(strange, tmp_path_factory.mktemp("made") / "artifact", trust_remote_code=True)
 
-    def test_it_runs_only_when_it_may(self, strange: Path, tmp_path: Path) -> None:
+    def test_custom_code_requires_trust_remote_code(self, strange: Path, tmp_path: Path) -> None:
         with pytest.raises(AccelError):
             accel.export(strange, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
-    def test_it_runs_where_it_may(self, strange: Path) -> None:
-        """The model runs on PyTorch, which needs no export."""
+    def test_trusted_custom_code_runs_on_pytorch(self, strange: Path) -> None:
+        """The model with custom code runs on the `pytorch` backend, which needs no export."""
         trust, words = {"trust_remote_code": True, "backend": "pytorch"}, "my card"
         classifier = accel.ORTModelForSequenceClassification
         assert classifier.from_pretrained(strange, **trust).config.model_type == "strange"
@@ -206,7 +208,7 @@ class TestRemoteCode:
         assert accel.evaluate(strange, ROWS, **trust).value is not None
 
     @pytest.mark.thorough
-    def test_every_door_lets_it_run(self, strange: Path, artifact: Artifact) -> None:
+    def test_every_function_accepts_trust_remote_code(self, strange: Path, artifact: Artifact) -> None:
         trust = {"trust_remote_code": True}
         classifier = accel.ORTModelForSequenceClassification
         assert classifier.from_pretrained(artifact.path, **trust).config.model_type == "strange"
@@ -221,7 +223,7 @@ class TestRemoteCode:
 
     @pytest.mark.parametrize("backend", ["pytorch", "cpu"])
     @pytest.mark.thorough
-    def test_searches_let_it_run(self, strange: Path, backend: str, tmp_path: Path) -> None:
+    def test_tune_accepts_trust_remote_code(self, strange: Path, backend: str, tmp_path: Path) -> None:
         made = accel.tune(
             strange,
             tmp_path / "tuned",
@@ -234,8 +236,10 @@ class TestRemoteCode:
         assert made.winner.drop is not None
 
 
-def test_an_engine_of_another_tools_graph_records_no_export(tiny_artifact: Callable[..., Artifact]) -> None:
-    """The only export of such an engine is the build itself, whose settings are the vendor's (TensorRT's shape profile)."""
+def test_foreign_engine_has_no_recorded_export(tiny_artifact: Callable[..., Artifact]) -> None:
+    """The engine's only step is its own build, whose settings belong to the vendor (TensorRT's shape profile), so they
+    are no export settings.
+    """
     artifact = tiny_artifact()
     built = Step(stage="export", backend="made", config={"profile": {}}, parent=artifact.digest)
     engine = Artifact(artifact.path, replace(artifact.manifest, steps=(built,)))

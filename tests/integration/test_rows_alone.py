@@ -1,4 +1,4 @@
-"""The check of an export that the outputs for a row do not depend on the other rows of its batch."""
+"""Tests of a check that `export` makes: the outputs for a row do not depend on the other rows of its batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel.testing.models import tiny_model
 
 
 class LessTheMean(transformers.BertForSequenceClassification):
-    """A classifier whose logits are relative to the mean of the batch."""
+    """Classifier whose logits are relative to the mean of the batch."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         logits = super().forward(input_ids=input_ids, attention_mask=attention_mask).logits
@@ -28,7 +28,9 @@ class LessTheMean(transformers.BertForSequenceClassification):
 
 
 class EndsOfTheBatch(transformers.BertForSequenceClassification):
-    """A classifier that selects separators by a mask over the batch. It is correct if all rows have one separator."""
+    """Classifier that selects separator tokens with a mask over the whole batch. Its outputs are correct only if all
+    rows have one separator.
+    """
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
@@ -39,7 +41,7 @@ class EndsOfTheBatch(transformers.BertForSequenceClassification):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
-def test_an_export_whose_rows_depend_on_each_other_is_refused(backend: str, tmp_path: Path) -> None:
+def test_export_with_dependent_rows_is_refused(backend: str, tmp_path: Path) -> None:
     plain = tiny_model("bert")
     model = LessTheMean(plain.config).eval()
     model.load_state_dict(plain.state_dict())
@@ -48,8 +50,10 @@ def test_an_export_whose_rows_depend_on_each_other_is_refused(backend: str, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_special_tokens_show_rows_that_depend_on_each_other(tmp_path: Path) -> None:
-    """PyTorch and the graph return the same for each batch. Only rows computed alone show that another row's token was read."""
+def test_special_tokens_reveal_dependent_rows(tmp_path: Path) -> None:
+    """PyTorch and the graph return equal outputs for each batch, although a row reads a token of another row. The check
+    detects this error because it also computes each row alone.
+    """
     plain = tiny_model("bert", sep_token_id=3, eos_token_id=3)
     model = EndsOfTheBatch(plain.config).eval()
     model.load_state_dict(plain.state_dict())
@@ -57,13 +61,13 @@ def test_special_tokens_show_rows_that_depend_on_each_other(tmp_path: Path) -> N
         accel.export(model, tmp_path / "out", task="text-classification")
 
 
-def test_rows_of_a_decoder_are_followed_with_its_cache(generator: Callable[..., Artifact]) -> None:
+def test_decoder_rows_are_checked_with_their_cache(generator: Callable[..., Artifact]) -> None:
     validation = generator("llama").manifest.steps[0].validation
-    # The order of float32 sums differs.
+    # Batched and single rows add float32 numbers in a different order, so a small difference remains.
     assert 0 <= validation[ROW_DIFFERENCE] < 1e-4
 
 
-def test_special_tokens_are_put_between_plain_ones() -> None:
+def test_special_tokens_are_inserted_between_other_tokens() -> None:
     config = transformers.BartConfig(vocab_size=60)
     ids = torch.arange(10, 40).reshape(3, 10)
     ids[1, 5:] = config.pad_token_id
@@ -76,8 +80,10 @@ def test_special_tokens_are_put_between_plain_ones() -> None:
     assert set(found[changed].tolist()) <= {config.eos_token_id, config.bos_token_id, config.pad_token_id}
 
 
-def test_a_config_may_list_several_end_tokens(tmp_path: Path) -> None:
-    """Old checkpoints list end tokens in `config.json`. Llama 3 and Qwen list them in `generation_config.json`."""
+def test_config_with_several_end_tokens(tmp_path: Path) -> None:
+    """A model with several end tokens can be exported. Old checkpoints list them in `config.json`, and Llama 3 and Qwen
+    list them in `generation_config.json`.
+    """
     config = transformers.LlamaConfig(vocab_size=50, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0)
     ids = torch.arange(10, 34).reshape(2, 12)
     changed = capture.with_special_tokens({"input_ids": ids}, config)["input_ids"]

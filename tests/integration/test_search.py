@@ -1,4 +1,4 @@
-"""Quantization with data: recorded calibration, measured accuracy, and the search within an accuracy budget."""
+"""Tests of quantization with data: recorded calibration, measured accuracy, and the search within an accuracy budget."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ OUTLIER = 1e5
 def sensitive_model() -> Any:
     """Return a tiny BERT with unchanged outputs and one layer whose weights cannot be quantized to 8 bits.
 
-    One input channel of the layer has weights 100,000 times as large, and activations 100,000 times smaller. The scale of each
-    output channel follows the large weight, so the other weights are rounded to zero.
+    One input channel of this layer has weights that are 100,000 times larger and activations that are 100,000 times
+    smaller. The scale of each output channel follows the large weight, so the other weights are rounded to zero.
     """
     model = tiny_model("bert")
     attention = model.bert.encoder.layer[1].attention
@@ -46,14 +46,14 @@ def sensitive_model() -> Any:
         for parameter in (attention.self.value.weight, attention.self.value.bias):
             parameter[3] /= OUTLIER
         attention.output.dense.weight[:, 3] *= OUTLIER
-        # Increase the effect of this layer on the outputs.
+        # Increase the effect of the layer on the outputs.
         attention.output.dense.weight *= 2
     return model
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """Return texts labeled with the sensitive model's own predictions, so that its accuracy is 1."""
+    """Return texts that are labeled with the sensitive model's own predictions, so that its accuracy is 1."""
     generator = np.random.default_rng(0)
     model, tokenizer, found = sensitive_model(), tiny_tokenizer(), []
     for _ in range(200):
@@ -80,9 +80,10 @@ def _result(rounds: Sequence[float]) -> VariantResult:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Sequence[float]) -> list[int]:
-    """Replace timings by given latencies for each round: first of the float artifact, then of the candidates in order.
+    """Replace measured latencies by given latencies for each round: first of the float artifact, then of the candidates
+    in order.
 
-    Returns a list that receives the number of rows of each call.
+    The function returns a list, to which each measurement appends the number of rows in a call.
     """
     sizes: list[int] = []
 
@@ -98,12 +99,12 @@ def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Seq
 
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace timings: the float artifact takes 3 ms, the candidates take 2, 1, 2, 1, ... ms."""
+    """Replace measured latencies: the float artifact takes 3 ms, and the candidates take 2, 1, 2, 1, ... ms."""
     timed(monkeypatch, [3.0] * 6, [2.0] * 6, [1.0] * 6)
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *schemes: str) -> None:
-    """Make the CPU backend declare only the given quantization schemes."""
+    """Make the `cpu` backend declare only the given quantization schemes."""
     spec = registry.describe("cpu")
     changed = replace(
         spec,
@@ -143,7 +144,7 @@ class TestBudget:
         assert next(iter(harm)) == SENSITIVE
         assert first > 5 * second
 
-    def test_an_impossible_budget_lists_the_attempts_and_writes_nothing(
+    def test_impossible_budget_lists_attempts_and_writes_nothing(
         self,
         sensitive: Artifact,
         rows: list[dict[str, Any]],
@@ -151,7 +152,7 @@ class TestBudget:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "static-int8")
-        # Reduce the accuracy of every quantized graph below any budget.
+        # Reduce the measured accuracy of every quantized graph below any budget.
         real = EvaluationSet.measure
 
         def measure(self: Any, model: Any, what: str = "") -> Any:
@@ -167,7 +168,7 @@ class TestBudget:
         assert "static-int8: failed: " in text
         assert list(tmp_path.iterdir()) == []
 
-    def test_the_fastest_fitting_candidate_is_kept(
+    def test_fastest_candidate_within_budget_is_kept(
         self,
         tiny_artifact: Callable[..., Artifact],
         rows: list[dict[str, Any]],
@@ -186,7 +187,7 @@ class TestBudget:
         assert made.manifest.quantization.scheme == "weight-int8"
         assert made.manifest.steps[-1].report["search"]["float_ms"] == 3.0
 
-    def test_only_the_winner_is_left(
+    def test_only_the_selected_artifact_is_left(
         self,
         tiny_artifact: Callable[..., Artifact],
         rows: list[dict[str, Any]],
@@ -200,7 +201,7 @@ class TestBudget:
         assert Artifact.load(made.path).digest == made.digest
 
     @pytest.mark.thorough
-    def test_real_latencies(
+    def test_measured_latencies_are_recorded(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
     ) -> None:
         made = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
@@ -210,9 +211,11 @@ class TestBudget:
 
 
 class TestMeasuredAsRun:
-    """Dynamic quantization computes ranges in each call, so other rows in a call change the outputs."""
+    """Dynamic quantization computes activation ranges in each call, so the number of rows in a call changes the
+    outputs.
+    """
 
-    def test_accuracy_and_speed_are_measured_with_one_row_a_call_by_default(
+    def test_accuracy_and_speed_are_measured_with_one_row_per_call(
         self,
         tiny_artifact: Callable[..., Artifact],
         rows: list[dict[str, Any]],
@@ -229,7 +232,7 @@ class TestMeasuredAsRun:
             assert (found.batch_size, found.value) == (size, step.validation["accuracy"]["value"])
         assert sizes == [1, 8]
 
-    def test_dynamic_quantization_is_measured_row_by_row_by_default(
+    def test_dynamic_quantization_is_evaluated_with_one_row_per_call(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
     ) -> None:
         dynamic = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8")
@@ -238,7 +241,7 @@ class TestMeasuredAsRun:
         assert found == [1, 32, 32]
         assert accel.evaluate(dynamic, rows[:8], batch_size=4).batch_size == 4
 
-    def test_equally_fast_recipes_go_to_the_simpler_one(
+    def test_simpler_recipe_is_kept_if_latencies_are_equal(
         self,
         tiny_artifact: Callable[..., Artifact],
         rows: list[dict[str, Any]],
@@ -257,12 +260,12 @@ class TestMeasuredAsRun:
 
 
 class TestBadBudgets:
-    def test_without_data(self, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    def test_budget_without_data_raises(self, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="A budget needs labelled data"):
             accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=1)
 
     @pytest.mark.parametrize("budget", [-1.0, float("nan"), float("inf")])
-    def test_a_budget_must_be_a_finite_number_of_points(
+    def test_budget_must_be_a_finite_number(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]], budget: float
     ) -> None:
         with pytest.raises(ConfigError, match="max_drop"):
@@ -282,7 +285,7 @@ class TestBadBudgets:
 
 
 class TestRecords:
-    def test_without_a_budget_the_quantizers_error_is_raised(
+    def test_quantizer_errors_are_raised_without_a_budget(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
     ) -> None:
         with pytest.raises(QuantizeError, match="needs calibration data") as error:
@@ -302,7 +305,9 @@ class TestRecords:
 
     @pytest.fixture
     def reading(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Make the quantizer read its calibration batches for all schemes. Return a list that receives the batch sizes."""
+        """Make the quantizer read its calibration batches for all schemes. Return a list, to which the quantizer
+        appends the batch sizes.
+        """
         seen: list[int] = []
         quantizer = type(registry.load(registry.describe("cpu")).quantizer())
         real = quantizer.quantize
@@ -315,7 +320,7 @@ class TestRecords:
         monkeypatch.setattr(quantizer, "quantize", quantize)
         return seen
 
-    def test_calibration_sample_is_recorded_when_it_was_read(
+    def test_calibration_sample_is_recorded_if_it_was_read(
         self,
         tiny_artifact: Callable[..., Artifact],
         tmp_path: Path,
@@ -333,7 +338,7 @@ class TestRecords:
         assert {"source": "rows.json", "n": 20, "total": 200, "seed": 4}.items() <= record.items()
         assert Artifact.load(made.path).manifest.quantization == made.manifest.quantization
 
-    def test_calibration_that_was_not_read_is_not_recorded(
+    def test_unread_calibration_data_is_not_recorded(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
     ) -> None:
         made = accel.quantize(tiny_artifact(), tmp_path / "out", calibration=rows, scheme="dynamic-int8")
@@ -361,7 +366,7 @@ class TestCommands:
         text = self.run("evaluate", sensitive.path, "--data", data, *columns).stdout
         assert text.startswith("accuracy: accuracy 1.0000\n200 rows of rows.csv, cpu (float32), 32 rows a call")
 
-    def test_evaluate_refuses_columns_that_do_not_map(self, sensitive: Artifact, data: Path) -> None:
+    def test_evaluate_refuses_unknown_columns(self, sensitive: Artifact, data: Path) -> None:
         found = self.run("evaluate", sensitive.path, "--data", data, "--column", "text")
         assert found.exit_code == 2
         assert "is not NAME=VALUE" in found.stderr
@@ -369,7 +374,7 @@ class TestCommands:
         assert found.exit_code == 2
         assert "Did you mean 'accuracy'" in json.loads(found.stdout)["error"]
 
-    def test_quantize_inside_a_budget(self, sensitive: Artifact, data: Path, tmp_path: Path, no_timing: None) -> None:
+    def test_quantize_within_a_budget(self, sensitive: Artifact, data: Path, tmp_path: Path, no_timing: None) -> None:
         found = self.run(
             "quantize", sensitive.path, tmp_path / "out", "--scheme", "dynamic-int8", "--max-drop", 4, "--data", data,
             "--column", "text=phrase", "--column", "label=outcome",
@@ -378,12 +383,12 @@ class TestCommands:
         assert f"1 layers in float ({SENSITIVE})" in found.stdout
         assert "<- kept" in found.stdout
 
-    def test_quantize_says_that_accuracy_was_not_measured(self, sensitive: Artifact, tmp_path: Path) -> None:
+    def test_quantize_reports_unmeasured_accuracy(self, sensitive: Artifact, tmp_path: Path) -> None:
         found = self.run("quantize", sensitive.path, tmp_path / "out")
         assert found.exit_code == 0
         assert "accuracy was not measured" in found.stdout
 
-    def test_quantize_outside_the_budget(self, sensitive: Artifact, data: Path, tmp_path: Path) -> None:
+    def test_quantize_without_result_in_budget_exits_1(self, sensitive: Artifact, data: Path, tmp_path: Path) -> None:
         found = self.run(
             "quantize", sensitive.path, tmp_path / "out", "--scheme", "static-int8", "--max-drop", 0, "--data", data,
             "--column", "text=phrase", "--column", "label=outcome", "--json",

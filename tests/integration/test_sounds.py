@@ -1,4 +1,4 @@
-"""Audio models: pipelines, padded batches, data, metrics and stages give the same results as PyTorch."""
+"""Tests of audio models: pipelines, padded batches, data, metrics and stages give the same results as PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel.models.inputs import Inputs
 from accel.testing.sounds import CLAP, RATE, VITS, save_vits, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]
-# An export takes seconds, so most tests run only on PyTorch.
+# An export takes seconds, so most tests use only the `pytorch` backend in every test run.
 SOME = [*(pytest.param(backend, marks=pytest.mark.thorough) for backend in ("cpu", "openvino")), "pytorch"]
 AUTO = {
     "ctc": "AutoModelForCTC",
@@ -33,7 +33,7 @@ SOUNDS = [tiny_sound(seconds, seed) for seed, seconds in enumerate((1.0, 0.613, 
 
 @pytest.fixture(scope="session")
 def source(tiny_folder: Callable[..., Path]) -> Callable[..., Path]:
-    """Return a function that gives transformers folders of tiny audio models."""
+    """Return a function that returns transformers folders of tiny audio models."""
     return tiny_folder
 
 
@@ -41,7 +41,9 @@ def source(tiny_folder: Callable[..., Path]) -> Callable[..., Path]:
 def artifact(
     tiny_artifact: Callable[..., Artifact], tiny_ir: Callable[..., Artifact], source: Any
 ) -> Callable[..., Any]:
-    """Return a function that gives their exports. PyTorch runs the transformers folders directly."""
+    """Return a function that returns exports of tiny audio models. The `pytorch` backend uses the transformers folders
+    directly.
+    """
 
     def get(family: str, task: str, backend: str = "cpu") -> Any:
         return {"cpu": tiny_artifact, "openvino": tiny_ir, "pytorch": source}[backend](family, task)
@@ -58,7 +60,7 @@ def original(folder: Path, task: str) -> Any:
 
 
 def padded(folder: Path) -> dict[str, torch.Tensor]:
-    """Return a padded batch of audio of different lengths, with its mask."""
+    """Return a padded batch of audio of different lengths, with its attention mask."""
     extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
     return dict(extractor(SOUNDS, sampling_rate=RATE, padding=True, return_attention_mask=True, return_tensors="pt"))
 
@@ -80,11 +82,9 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Support for mismatched key_padding_mask"
-)  # transformers' WavLM causes this warning.
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # transformers' WavLM causes this warning
 @pytest.mark.parametrize(("family", "task", "names", "backend"), CASES)
-def test_padded_batches_with_and_without_their_mask(
+def test_padded_batches_with_and_without_mask(
     family: str, task: str, names: tuple[str, ...], backend: str,
     source: Callable[..., Path], artifact: Callable[..., Artifact],
 ) -> None:  # fmt: skip
@@ -94,14 +94,16 @@ def test_padded_batches_with_and_without_their_mask(
         accel.ORTModel.from_pretrained(path_of(artifact(family, task, backend)), backend=backend) as ours,
         torch.inference_mode(),
     ):
-        # The order of float32 sums differs: 1e-6. A lost mask changes the logits by at least 0.1.
+        # The exported graph adds float32 numbers in a different order, which changes logits by about 1e-6. A missing
+        # mask would change them by at least 0.1.
         assert largest(ours(**inputs), theirs(**inputs), names) < 1e-4
-        # Feature extractors of models with group normalization return no mask.
+        # The feature extractors of models with group normalization return no mask, so calls without a mask must also
+        # work.
         del inputs["attention_mask"]
         assert largest(ours(**inputs), theirs(**inputs), names) < 1e-4
 
 
-# Pipelines
+# The tests below check pipelines.
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("openvino", marks=pytest.mark.thorough), "pytorch"])
@@ -139,15 +141,16 @@ def test_audio_classification(backend: str, source: Callable[..., Path], artifac
         np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in expected], atol=1e-4)
 
 
-# CTC models and encoder-decoders
+# The tests below check which audio task a model has: CTC models and encoder-decoders share one pipeline.
 
 
-def test_one_pipeline_of_two_kinds(source: Callable[..., Path], artifact: Callable[..., Artifact]) -> None:
+def test_speech_pipeline_supports_two_tasks(source: Callable[..., Path], artifact: Callable[..., Artifact]) -> None:
     word = "automatic-speech-recognition"
     assert [spec.name for spec in specs_for(word)] == [word, "ctc"]
     assert fitting_task(word, {"architectures": ["Wav2Vec2ForCTC"]}) == "ctc"
     assert fitting_task(word, {"architectures": ["WhisperForConditionalGeneration"]}) == word
-    # These tasks share the architectures of another task and add pooling or a score, so the requested name decides.
+    # These tasks share their architectures with another task, and add pooling or a score. Therefore the name that the
+    # caller requests decides.
     for task in ("sentence-similarity", "text-ranking", "feature-extraction"):
         assert fitting_task(task, {"architectures": ["BertModel"]}) == task
     made = artifact("wav2vec2", "ctc")
@@ -159,19 +162,19 @@ def test_one_pipeline_of_two_kinds(source: Callable[..., Path], artifact: Callab
 
 
 @pytest.mark.parametrize("task", sorted(AUTO))
-def test_task_by_architecture(task: str) -> None:
+def test_task_is_inferred_from_the_architecture(task: str) -> None:
     table = getattr(transformers, AUTO[task])._model_mapping._model_mapping
     assert {name: infer_task({"architectures": [name]}) for name in table.values()} == dict.fromkeys(
         table.values(), task
     )
 
 
-# Data and metrics
+# The tests below check data and metrics.
 
 
 @pytest.fixture(scope="module")
 def spoken(source: Callable[..., Path]) -> list[dict[str, Any]]:
-    """Return audio rows with PyTorch's transcription as text. The last text has additional words."""
+    """Return audio rows whose text is PyTorch's transcription. The last text has two additional words."""
     folder = source("wav2vec2", "ctc")
     given: dict[str, Any] = {
         "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
@@ -192,20 +195,22 @@ def test_word_error_rate(backend: str, spoken: list[dict[str, Any]], artifact: C
     assert found.scores["edits"] == 2
 
 
-def test_calibrated_with_rows(spoken: list[dict[str, Any]], artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_calibration_with_audio_rows(
+    spoken: list[dict[str, Any]], artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
     made = accel.quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme="static-int8", calibration=spoken)
     assert made.manifest.quantization is not None
     assert made.manifest.quantization.calibration["columns"] == {"audio": "audio"}
     inputs = {"input_values": torch.from_numpy(SOUNDS[0][None])}
     plain = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))(**inputs).logits
     found = accel.ORTModelForCTC(made)(**inputs).logits
-    # 8-bit quantization changes every value, by less than a tenth of the largest value.
+    # Quantization to 8 bits changes the logits by less than a tenth of the largest value.
     assert 0 < float((found - plain).abs().max()) < 0.1 * float(plain.abs().max())
 
 
 @pytest.mark.thorough
-def test_voices(artifact: Callable[..., Artifact]) -> None:
-    """The model assigns audio with added noise to the same speaker, and other audio to another speaker."""
+def test_speaker_verification_error_rate(artifact: Callable[..., Artifact]) -> None:
+    """The model assigns audio with added noise to the same speaker, and different audio to another speaker."""
     draw = np.random.default_rng(0)
     noisy = [one + 0.01 * draw.standard_normal(len(one)).astype(np.float32) for one in SOUNDS]
     pairs = [(one, other, 1) for one, other in zip(SOUNDS, noisy, strict=True)]
@@ -215,8 +220,10 @@ def test_voices(artifact: Callable[..., Artifact]) -> None:
     assert (found.metric, found.value) == ("eer", 0.0)
 
 
-def test_a_mask_for_a_graph_without_one() -> None:
-    """Other tools' graphs of models with group normalization have no mask input: masks of ones are dropped, zeros raise."""
+def test_mask_for_a_graph_without_mask_input() -> None:
+    """The graphs of other tools for models with group normalization have no mask input. A mask of ones is ignored, and
+    a mask with zeros raises an error.
+    """
     inputs = Inputs(frozenset({"input_values"}), frozenset(), frozenset(), None)
     given = {"input_values": torch.zeros(2, 100), "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
     assert set(inputs.read(given)[0]) == {"input_values"}
@@ -225,7 +232,7 @@ def test_a_mask_for_a_graph_without_one() -> None:
         inputs.read(given)
 
 
-def test_inputs_that_are_no_sound(artifact: Callable[..., Artifact]) -> None:
+def test_invalid_audio_inputs_are_refused(artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))
     with pytest.raises(InputError):
         model(input_ids=torch.ones(1, 5, dtype=torch.int64))
@@ -235,7 +242,7 @@ def test_inputs_that_are_no_sound(artifact: Callable[..., Artifact]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sounds_that_are_too_short(backend: str, artifact: Callable[..., Artifact]) -> None:
+def test_too_short_audio_is_refused(backend: str, artifact: Callable[..., Artifact]) -> None:
     model: Any = accel.ORTModelForCTC.from_pretrained(path_of(artifact("wav2vec2", "ctc", backend)), backend=backend)
     with pytest.raises(InputError, match="the model reads at least") as error:
         model(torch.zeros(1, model._least - 1))
@@ -249,7 +256,7 @@ CLAP_TASK = "zero-shot-audio-classification"
 @pytest.mark.parametrize(
     "backend", ["pytorch", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("cpu", "openvino"))]
 )
-def test_sounds_beside_texts_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
+def test_zero_shot_audio_in_transformers_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
     folder = source(CLAP, CLAP_TASK)
     ours = accel.ORTModelForZeroShotAudioClassification.from_pretrained(
         artifact(CLAP, CLAP_TASK, backend), backend=backend, task=CLAP_TASK
@@ -269,7 +276,7 @@ def test_sounds_beside_texts_in_the_stock_pipeline(backend: str, artifact: Any, 
 
 
 @pytest.mark.parametrize("backend", ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)])
-def test_sounds_beside_texts_are_measured_by_names(
+def test_zero_shot_audio_is_measured_by_label_names(
     backend: str, artifact: Any, source: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = source(CLAP, CLAP_TASK)
@@ -278,7 +285,7 @@ def test_sounds_beside_texts_are_measured_by_names(
     rows = [{"audio": {"array": sound, "sampling_rate": RATE}} for sound in SOUNDS]
     for row in rows:
         row["label"] = hear(row["audio"]["array"], candidate_labels=names)[0]["label"]
-    # The candidates are all label names in the data.
+    # The candidate labels are all label names in the data.
     rows += [{**rows[0], "label": name} for name in names]
     right = sum(row["label"] == rows[i if i < 3 else 0]["label"] for i, row in enumerate(rows)) / len(rows)
     made = artifact(CLAP, CLAP_TASK, backend)
@@ -291,7 +298,7 @@ def test_sounds_beside_texts_are_measured_by_names(
     assert accel.evaluate(small.path, rows).value is not None
 
 
-def test_a_model_that_fuses_long_sounds_is_refused() -> None:
+def test_clap_with_feature_fusion_is_refused() -> None:
     from accel.capture.sound_text_samples import sound_text_sample
     from accel.errors import ExportError
 
@@ -305,10 +312,11 @@ SPEECH = "text-to-audio"
 
 
 @pytest.mark.parametrize("backend", SOME)
-def test_speech_in_the_stock_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
-    """With the same seed the audio is the same, because noise is drawn as in PyTorch."""
+def test_speech_synthesis_in_transformers_pipeline(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
+    """With the same seed, the generated audio is equal, because accel draws the noise in the same way as PyTorch."""
     folder = source(VITS, SPEECH)
-    # OpenVINO's own converter gives a wrong graph for other text lengths than the trace's, which the export rejects. So use ONNX.
+    # Use an ONNX artifact with OpenVINO. OpenVINO's own converter gives a graph that is wrong for other text lengths
+    # than the length of the trace, and the export rejects this graph.
     made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
     ours = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -354,10 +362,12 @@ def test_speech_of_padded_texts(backend: str, artifact: Any, source: Callable[..
 
 
 @pytest.mark.parametrize("backend", SOME)
-def test_the_sound_of_a_text_does_not_depend_on_longer_texts(
+def test_speech_of_a_text_does_not_depend_on_longer_texts(
     backend: str, artifact: Any, source: Callable[..., Path]
 ) -> None:
-    """Noise is disabled, because a batch draws other noise for a text than the text alone. PyTorch's own batch ends differently."""
+    """Noise is disabled, because the noise for a text in a batch differs from the noise for the text alone. The end of
+    the audio in PyTorch's own batches also differs.
+    """
     folder = source(VITS, SPEECH)
     made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
     model = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
@@ -384,7 +394,7 @@ def test_the_sound_of_a_text_does_not_depend_on_longer_texts(
 
 
 @pytest.mark.thorough
-def test_speech_of_several_voices(tmp_path: Path) -> None:
+def test_speech_of_several_speakers(tmp_path: Path) -> None:
     folder = save_vits(tmp_path / "model", speakers=3)
     model = accel.ORTModelForTextToWaveform(accel.export(folder, tmp_path / "graph"))
     theirs = transformers.VitsModel.from_pretrained(folder).eval()
@@ -406,7 +416,7 @@ def test_speech_of_several_voices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
 @pytest.mark.thorough
-def test_speech_optimized_and_quantized(
+def test_optimized_and_quantized_speech_synthesis(
     backend: str, artifact: Any, source: Callable[..., Path], tmp_path: Path
 ) -> None:
     graphs = artifact(VITS, SPEECH)
@@ -419,16 +429,16 @@ def test_speech_optimized_and_quantized(
         torch.manual_seed(3)
         sounds.append(accel.ORTModelForTextToWaveform(one)(**inputs).waveform)
     assert (sounds[1] - sounds[0]).abs().max() <= 1e-3
-    # With 8 bits, a token may be a frame longer: twelve of 44 frames for fifteen tokens with OpenVINO 2026.3.
+    # With 8 bits, each token may be one frame longer. Measured with OpenVINO 2026.3: 12 of 44 frames for 15 tokens.
     assert abs(sounds[2].shape[1] - sounds[0].shape[1]) <= 0.3 * sounds[0].shape[1]
     assert sounds[2].isfinite().all()
 
 
 @pytest.mark.thorough
-def test_a_converter_that_answers_otherwise_is_refused_with_another(
-    source: Callable[..., Path], tmp_path: Path
-) -> None:
-    """OpenVINO's converter makes a graph of VITS that is wrong for other text lengths than the trace's."""
+def test_wrong_converted_graph_is_refused(source: Callable[..., Path], tmp_path: Path) -> None:
+    """OpenVINO's converter creates a graph of VITS that is wrong for other text lengths than the length of the trace.
+    The export raises an error that recommends ONNX.
+    """
     with pytest.raises(ValidationError, match="export to ONNX"):
         accel.export(source(VITS, SPEECH), tmp_path / "graph", backend="openvino")
     assert not (tmp_path / "graph").exists()

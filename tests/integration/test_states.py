@@ -1,4 +1,4 @@
-"""Models with states of fixed size between calls, and models without a cache."""
+"""Tests of models that keep recurrent states of fixed size between calls, and of models without a cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Artifacts = Callable[..., Artifact]
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, torch.Tensor]:
-    """Return three rows of twelve tokens, padded on the left."""
+    """Return three rows of twelve tokens. Two rows are padded on the left."""
     ids = torch.randint(4, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :2], mask[2, :4] = 0, 0
@@ -38,7 +38,9 @@ def logits_of(model: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits of the last five tokens, computed in one call after a call with the first seven tokens."""
+    """Return the logits of the last five tokens. The model computes them in one call, after a call with the first seven
+    tokens.
+    """
     ids, mask = rows["input_ids"], rows["attention_mask"]
     cache = model(input_ids=ids[:, :7], attention_mask=mask[:, :7]).past_key_values
     found: torch.Tensor = model(input_ids=ids[:, 7:], attention_mask=mask, past_key_values=cache).logits
@@ -46,33 +48,33 @@ def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torc
 
 
 @pytest.mark.thorough
-def test_what_is_kept_is_in_the_manifest(generator: Artifacts) -> None:
+def test_states_are_in_the_manifest(generator: Artifacts) -> None:
     components = [generator(family).component() for family in ("lfm2", "mamba")]
     assert all(component.stateful and not component.croppable for component in components)
     shapes = [{s.name: s.shape for s in one.inputs if s.role == "cache"} for one in components]
-    # Channels and width of the convolution; heads, tokens and head size of the keys.
+    # The state of a convolution has channels and a width. The keys have heads, tokens and a head size.
     assert shapes[0]["past_key_values.0.conv"] == ("batch", 64, 3)
     assert shapes[0]["past_key_values.1.key"] == ("batch", 2, "capacity", 16)
-    # Heads, keys and values of the recurrent state.
+    # The recurrent state has heads, keys and values.
     assert shapes[1]["past_key_values.1.recurrent"] == ("batch", 1, 8, 64)
 
 
 @pytest.mark.parametrize(
     "family", ["lfm2", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("mamba", "falcon-h1"))]
 )
-def test_several_tokens_behind_a_state(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
-    # The second turn may also contain padding.
+def test_several_tokens_after_a_state(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
+    # The tokens of the second call also contain padding.
     mask = rows["attention_mask"].clone()
     mask[1, 7:9] = 0
     given = {"input_ids": rows["input_ids"] * mask, "attention_mask": mask}
     expected = logits_of(tiny_generator(family), given)[:, 7:]
     found = continued(ORTModelForCausalLM(generator(family)), given)
-    # Tolerance for a float32 graph with logits of order 10.
+    # The tolerance is for a float32 graph with logits of order 10.
     assert (found - expected)[mask[:, 7:].bool()].abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon-h1", pytest.param("qwen3-next", marks=pytest.mark.thorough)])
-def test_the_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
     model = ORTModelForCausalLM.from_pretrained(save_generator(tmp_path, family), backend="pytorch")
     original = tiny_generator(family)
     assert (continued(model, rows) - logits_of(original, rows)[:, 7:]).abs().max() <= 1e-3
@@ -84,7 +86,7 @@ def test_the_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("family", ["lfm2", pytest.param("mamba", marks=pytest.mark.thorough)])
-def test_a_state_is_copied_and_reordered_but_not_cropped(
+def test_state_is_copied_and_reordered_but_not_cropped(
     family: str, generator: Artifacts, rows: dict[str, torch.Tensor]
 ) -> None:
     model = ORTModelForCausalLM(generator(family))
@@ -103,8 +105,10 @@ def test_a_state_is_copied_and_reordered_but_not_cropped(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["lfm2", "falcon-h1"])
-def test_a_cache_that_the_user_brought(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
-    """The cache works as in transformers: one object for every step and turn, and copies for several continuations."""
+def test_cache_object_of_the_user(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
+    """The user's cache object works as in transformers: one object serves every step and turn, and copies serve several
+    continuations.
+    """
     model, original = ORTModelForCausalLM(generator(family)), tiny_generator(family)
     ids = rows["input_ids"][1:2]
     longer = torch.cat((ids, ids[:, :3]), 1)
@@ -126,7 +130,7 @@ def test_a_cache_that_the_user_brought(family: str, generator: Artifacts, rows: 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", STATES)
-def test_other_stages_keep_the_loops(
+def test_other_stages_keep_recurrent_states(
     family: str, generator: Artifacts, rows: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     original = tiny_generator(family)
@@ -135,12 +139,12 @@ def test_other_stages_keep_the_loops(
     assert torch.equal(found, original.generate(**rows, max_new_tokens=8))
     small = ORTModelForCausalLM(quantize(better, tmp_path / "int8", scheme="weight-int8"))
     expected = logits_of(original, rows)
-    # Tolerance for 8-bit random weights. A router may choose another expert for one or two tokens.
+    # The tolerance is for random weights in 8 bits. A router may select another expert for one or two tokens.
     assert (logits_of(small, rows) - expected).abs().mean() <= 0.05 * expected.abs().max()
 
 
 @pytest.mark.thorough
-def test_a_model_that_keeps_nothing_reads_all_tokens_again(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
+def test_model_without_cache_reads_all_tokens_again(generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     artifact = generator("openai-gpt")
     model = ORTModelForCausalLM(artifact)
     expected = tiny_generator("openai-gpt").generate(**rows, max_new_tokens=6, num_beams=2)
@@ -153,14 +157,14 @@ def test_a_model_that_keeps_nothing_reads_all_tokens_again(generator: Artifacts,
     assert torch.allclose(found, model(input_ids=ids).logits[:, 4:], atol=1e-5)
 
 
-def test_other_states_are_refused(tmp_path: Path) -> None:
+def test_unknown_states_are_refused(tmp_path: Path) -> None:
     config = transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, context_length=64)
     with pytest.raises(ExportError, match="keeps 'state' between tokens"):
         export(transformers.RwkvForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_sees_what_is_behind_a_token_is_refused(tmp_path: Path) -> None:
+def test_model_with_bidirectional_attention_is_refused(tmp_path: Path) -> None:
     config = transformers.RobertaConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
@@ -169,7 +173,7 @@ def test_a_model_that_sees_what_is_behind_a_token_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_a_decoder_without_a_cache_is_optimized(generator: Artifacts, tmp_path: Path) -> None:
+def test_decoder_without_cache_is_optimized(generator: Artifacts, tmp_path: Path) -> None:
     made = optimize(generator("openai-gpt"), tmp_path / "optimized", level="O2")
     rows = torch.tensor([[5, 6, 7], [8, 9, 10]])
     expected = tiny_generator("openai-gpt").generate(rows, max_new_tokens=4, do_sample=False)
@@ -178,8 +182,10 @@ def test_a_decoder_without_a_cache_is_optimized(generator: Artifacts, tmp_path: 
 
 
 @pytest.mark.thorough
-def test_a_second_text_begins_with_nothing(rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """Kimi Linear has latent keys and recurrent states. OpenVINO must not start a text with the states of the previous text."""
+def test_new_text_starts_with_empty_states(rows: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Kimi Linear has latent keys and recurrent states. A new text must not start with the states of the previous text,
+    which OpenVINO's variables still contain.
+    """
     torch.manual_seed(0)
     config = transformers.KimiLinearConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,

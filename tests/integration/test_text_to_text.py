@@ -1,4 +1,4 @@
-"""Generating pipelines that transformers 5 removed: default settings and their precedence."""
+"""Tests of the generating pipelines that transformers 5 removed: default settings, and their order of precedence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def opened(shared: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def model(opened: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a model whose settings a test may change."""
+    """Return a model whose config and generation config tests may change."""
     for name in ("config", "generation_config"):
         monkeypatch.setattr(opened, name, copy.deepcopy(getattr(opened, name)))
     return opened
@@ -39,7 +39,7 @@ def pipe(model: Any, task: str = "summarization", **settings: Any) -> Any:
 
 
 def settings_of(made: Any, monkeypatch: pytest.MonkeyPatch, **call: Any) -> GenerationConfig:
-    """Return the generation config of a pipeline call."""
+    """Return the generation config that a call of the pipeline uses."""
     found: list[GenerationConfig] = []
 
     def record(*_: Any, generation_config: Any = None, **settings: Any) -> torch.Tensor:
@@ -56,18 +56,18 @@ def lengths(config: GenerationConfig) -> dict[str, Any]:
     names = ("max_new_tokens", "max_length", "num_beams", "min_length")
     found = {name: value for name in names if (value := getattr(config, name))}
     if "max_new_tokens" in found:
-        # transformers sets this to 20 and ignores it.
+        # transformers sets `max_length` to 20 and ignores it.
         del found["max_length"]
     return found
 
 
 @pytest.mark.parametrize("task", TEXT_TO_TEXT)
-def test_the_defaults_are_those_of_transformers_4(model: Any, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_equal_transformers_4(model: Any, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings_of(pipe(model, task), monkeypatch)
     assert (config.max_new_tokens, config.num_beams) == (256, 4)
 
 
-def test_the_answer_is_that_of_the_defaults(model: Any) -> None:
+def test_output_uses_the_defaults(model: Any) -> None:
     answer = pipe(model)(TEXT, max_new_tokens=6, return_tensors=True)[0]["summary_token_ids"]
     inputs = tiny_tokenizer()(TEXT, return_tensors="pt")
     expected = model.generate(**inputs, max_new_tokens=6, num_beams=4, pad_token_id=0)[0]
@@ -75,7 +75,8 @@ def test_the_answer_is_that_of_the_defaults(model: Any) -> None:
 
 
 TASK = {"summarization": {"prefix": "the ", "max_length": 30, "num_beams": 3, "min_length": 4, "unknown": 1}}
-# case: (generation_config.json, task_specific_params, arguments of the pipeline, arguments of the call, expected settings)
+# Each entry maps a case to its generation_config.json, its `task_specific_params`, the arguments of the pipeline, the
+# arguments of the call, and the expected settings.
 PRECEDENCE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the checkpoint": ({"num_beams": 2, "max_new_tokens": 7}, {}, {}, {}, {"max_new_tokens": 7, "num_beams": 2}),
     "one beam of the checkpoint": ({"num_beams": 1}, {}, {}, {}, {"max_new_tokens": 256, "num_beams": 1}),
@@ -92,7 +93,7 @@ PRECEDENCE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict
 
 
 @pytest.mark.parametrize("case", PRECEDENCE)
-def test_what_is_said_closer_to_the_call_wins(model: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_closer_to_the_call_take_precedence(model: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, of_tasks, making, call, expected = PRECEDENCE[case]
     model.generation_config.update(**checkpoint)
     model.config.task_specific_params = of_tasks
@@ -100,12 +101,12 @@ def test_what_is_said_closer_to_the_call_wins(model: Any, case: str, monkeypatch
 
 
 @pytest.mark.parametrize(("settings", "expected"), [({"prefix": "the "}, "the "), ({"prefix": ""}, ""), ({}, "my ")])
-def test_a_tasks_prefix_replaces_the_configs(model: Any, settings: dict[str, Any], expected: str) -> None:
+def test_prefix_of_the_task_replaces_the_configs_prefix(model: Any, settings: dict[str, Any], expected: str) -> None:
     model.config.prefix, model.config.task_specific_params = "my ", {"summarization": settings}
     assert pipe(model).prefix == expected
 
 
-def test_languages_of_a_call_are_for_that_call(model: Any) -> None:
+def test_languages_of_a_call_apply_to_this_call_only(model: Any) -> None:
     words = {"de": "bank", "fr": "phone"}
     model.config.task_specific_params = {
         f"translation_en_to_{language}": {"prefix": f"{word} "} for language, word in words.items()
@@ -119,7 +120,7 @@ def test_languages_of_a_call_are_for_that_call(model: Any) -> None:
     assert ids == [[one] for one in expected]
 
 
-def test_a_stop_sequence_is_one_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_sequence_must_be_one_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tiny_tokenizer()("card", add_special_tokens=False)["input_ids"]
     assert [settings_of(pipe(model), monkeypatch, stop_sequence="card").eos_token_id] == tokens
     with pytest.raises(ConfigError, match="2 tokens"):

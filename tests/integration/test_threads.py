@@ -1,4 +1,6 @@
-"""Threads that load, export and compile at the same time: only one of them may change global state of libraries."""
+"""Tests of threads that load, export and compile models at the same time. Only one thread at a time may change the
+global state of libraries.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
         return [done.result() for done in [pool.submit(work) for work in works]]
 
 
-def test_exports(tmp_path: Path) -> None:
+def test_parallel_exports(tmp_path: Path) -> None:
     models = [tiny_model(family) for family in ("bert", "roberta", "bert")]
     formats = ("onnx", "onnx", "openvino_ir")
 
@@ -35,8 +37,10 @@ def test_exports(tmp_path: Path) -> None:
     assert not torch.compiler.is_exporting()
 
 
-def test_weights_that_are_tied(tmp_path: Path) -> None:
-    """Two threads in transformers' `from_pretrained` would leave the process in a state where no weights are tied."""
+def test_parallel_loading_keeps_tied_weights(tmp_path: Path) -> None:
+    """Models that two threads load at the same time have tied weights. Without a lock, transformers' `from_pretrained`
+    would leave the process in a state in which it ties no weights.
+    """
     folder = save_generator(tmp_path / "t5", "t5")
 
     def load() -> accel.ORTModelForSeq2SeqLM:
@@ -49,7 +53,7 @@ def test_weights_that_are_tied(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 @pytest.mark.thorough
-def test_what_is_compiled_beside_an_export_is_compiled(tmp_path: Path) -> None:
+def test_compilation_during_an_export(tmp_path: Path) -> None:
     model, exported = tiny_model("bert"), tiny_model("roberta")
     ids = torch.ones(1, 7, dtype=torch.int64)
 

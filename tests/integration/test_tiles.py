@@ -1,4 +1,4 @@
-"""Models that read images as tiles, several tiles for each row: SmolVLM."""
+"""Tests of models that split each image into several tiles, such as SmolVLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def model() -> Any:
 
 
 def _processed(*, splits: bool = True) -> Any:
-    """Return a prompt with two images, split into tiles, and a prompt with one image, padded to the same number of tiles."""
+    """Return a batch of two prompts: one with two images that are split into tiles, and one with one image. The second
+    row is padded to the same number of tiles.
+    """
     images = transformers.SmolVLMImageProcessorPil(
         size={"longest_edge": 3 * _TILE}, max_image_size={"longest_edge": _TILE}, do_image_splitting=splits
     )
@@ -74,7 +76,7 @@ def opened(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.
 
 
 @pytest.mark.parametrize("splits", [True, False])
-def test_batches_of_pictures_in_tiles(opened: Any, model: Any, splits: bool) -> None:
+def test_batches_of_images_in_tiles(opened: Any, model: Any, splits: bool) -> None:
     feeds = _processed(splits=splits)
     real = feeds["attention_mask"].bool()
     with torch.inference_mode():
@@ -85,7 +87,7 @@ def test_batches_of_pictures_in_tiles(opened: Any, model: Any, splits: bool) -> 
         assert torch.equal(opened.generate(**feeds, max_new_tokens=6, do_sample=False, **options), tokens)
 
 
-def test_what_is_no_whole_tile_is_refused(opened: Any) -> None:
+def test_incomplete_tiles_are_refused(opened: Any) -> None:
     feeds = _processed()
     padded = feeds["pixel_attention_mask"].clone()
     padded[0, 0, :, _TILE // 2 :] = 0
@@ -100,8 +102,10 @@ def test_what_is_no_whole_tile_is_refused(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
-def test_sizes_that_a_config_gives_as_pairs(backend: str, tmp_path: Path) -> None:
-    """InternVL's config gives image sizes as pairs. Its tiles are separate images, one after another."""
+def test_image_sizes_given_as_pairs(backend: str, tmp_path: Path) -> None:
+    """InternVL's config gives image sizes as pairs of height and width. Its tiles are passed as separate images, one
+    after another.
+    """
     torch.manual_seed(0)
     vision = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": [_TILE, _TILE],

@@ -1,4 +1,6 @@
-"""`accel tune`: plugins take part by their entry point, a crash rejects one candidate, and a second run resumes."""
+"""Tests of `accel tune`: plugins take part through their entry point, a crash rejects one candidate, and a second run
+continues the first run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from accel.tuning.trials import Tuning, render
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
 
-# A backend that crashes the whole process when it opens a graph.
+# This backend crashes the whole process when it opens a graph.
 CRASH = """
 import os
 from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec, Probe
@@ -100,7 +102,7 @@ def found(plugins: None, model: Path, data: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.thorough
-def test_a_plugin_is_a_candidate_by_its_entry_point(found: Tuning) -> None:
+def test_plugin_is_a_candidate_by_its_entry_point(found: Tuning) -> None:
     names = [trial.name for trial in found.trials]
     assert "toy: torch_program float32" in names
     assert found.winner.backend == "toy"
@@ -109,12 +111,12 @@ def test_a_plugin_is_a_candidate_by_its_entry_point(found: Tuning) -> None:
     assert found.front[0].winner or found.front
 
 
-def test_a_result_is_pickled_and_copied(found: Tuning) -> None:
+def test_tuning_result_is_pickled_and_copied(found: Tuning) -> None:
     for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
         assert str(other) == str(found)
 
 
-def test_a_crash_is_one_rejected_candidate(found: Tuning) -> None:
+def test_crash_rejects_one_candidate(found: Tuning) -> None:
     (crashed,) = [trial for trial in found.trials if trial.name == "crash: torch_program float32"]
     assert "died (exit code 3)" in crashed.reason
 
@@ -127,7 +129,7 @@ def test_every_rejected_candidate_is_explained(found: Tuning) -> None:
     assert "Latency against accuracy" in page
 
 
-def test_the_winner_runs_as_it_was_measured(found: Tuning) -> None:
+def test_winner_runs_with_the_measured_settings(found: Tuning) -> None:
     run = found.artifact.manifest.run
     assert run is not None
     assert run.measured["drop"] == found.winner.drop
@@ -149,13 +151,14 @@ def test_the_winner_runs_as_it_was_measured(found: Tuning) -> None:
     assert "on 40 rows, 1 row a call" in " ".join(render(found).split())
 
 
-def test_a_second_run_measures_nothing_again(
+def test_second_run_measures_nothing_again(
     found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("nothing may be loaded again")
 
-    # The crashed candidate is tried again, because the machine may have caused the crash.
+    # Leave out the crashing plugin, because the search tries a crashed candidate again: the machine may have caused the
+    # crash.
     how = {**HOW, "backends": ["toy"]}
     monkeypatch.setattr("accel.tuning.timer.Worker", refuse)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
@@ -164,9 +167,7 @@ def test_a_second_run_measures_nothing_again(
     assert again.resumed > 0
 
 
-def test_the_error_without_a_fit_names_the_binding_constraint(
-    found: Tuning, model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_error_names_the_binding_constraint(found: Tuning, model: Path, data: Path, tmp_path: Path) -> None:
     how = {**HOW, "backends": ["toy"]}
     with pytest.raises(BudgetError, match=r"max_size_mb 0\.001 binds: the closest candidate misses it by") as info:
         tune(model, tmp_path / "none", data=str(data), max_drop=5.0, max_size_mb=0.001, **how)
@@ -174,7 +175,7 @@ def test_the_error_without_a_fit_names_the_binding_constraint(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_data_without_labels(model: Path, plugins: None, tmp_path: Path) -> None:
+def test_data_without_labels_is_refused(model: Path, plugins: None, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text\nhello world\n")
     with pytest.raises(InputError):
         tune(model, tmp_path / "out", data=str(tmp_path / "rows.csv"), **HOW)
@@ -184,26 +185,26 @@ def test_data_without_labels(model: Path, plugins: None, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"), [({"objective": "speed"}, "objective"), ({"max_drop": -1.0}, "max_drop")]
 )
-def test_settings_that_cannot_work(model: Path, data: Path, tmp_path: Path, settings, message) -> None:
+def test_invalid_settings_raise(model: Path, data: Path, tmp_path: Path, settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
         tune(model, tmp_path / "out", data=str(data), **settings)
 
 
-def test_a_too_short_time_limit_raises_soon(
+def test_too_short_time_limit_raises_soon(
     model: Path, data: Path, plugins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     started = time.perf_counter()
     with pytest.raises(BudgetError, match=r"time limit of 0\.5 s"):
         tune(model, tmp_path / "out", data=str(data), time_limit_s=0.5, **HOW)
-    # Half a second, plus the time to end the processes.
+    # The limit of 20 s allows for the time limit of 0.5 s and for ending the processes.
     assert time.perf_counter() - started < 20
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("what", ["timing", "timing the winner"])
-def test_short_measurements_are_used_if_the_time_limit_ends_a_long_one(
+def test_short_measurements_are_used_at_the_time_limit(
     what: str, found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heat = timer.Timer._heat
@@ -213,7 +214,7 @@ def test_short_measurements_are_used_if_the_time_limit_ends_a_long_one(
             return None
         return heat(self, group, amount, kind)
 
-    # Another seed, because cached results would be used instead of new measurements.
+    # Use a different seed. Otherwise the search would use stored results instead of new measurements.
     how = {**HOW, "backends": ["toy"], "seed": 7}
     monkeypatch.setattr(timer.Timer, "_heat", late)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
@@ -221,14 +222,14 @@ def test_short_measurements_are_used_if_the_time_limit_ends_a_long_one(
     assert again.artifact.manifest.run is not None
 
 
-def test_a_sample_of_rows_is_named_as_one(found: Tuning) -> None:
+def test_subset_of_rows_is_reported(found: Tuning) -> None:
     assert (found.rows, found.total_rows, found.measured_on) == (40, 40, "40 rows")
     assert replace(found, rows=10).measured_on == "10 of 40 rows"
     assert set(found.to_dict()["stages"]) >= {"export", "screen", "measure accuracy", "time survivors"}
 
 
 def test_searches_lock_a_shared_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one of the searches builds a shared artifact, and no artifact in use is removed."""
+    """If two searches need the same artifact, only one search builds it. An artifact that a search uses is not removed."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     one, two = Store(), Store()
     with one.in_use():
@@ -257,7 +258,7 @@ def test_results_of_a_running_search_are_not_cleared(tmp_path: Path, monkeypatch
     assert store.get("screens", {"a": 1}) is None
 
 
-def test_a_fresh_store_ignores_old_results_and_keeps_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_store_ignores_old_results_and_stores_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     Store().put("screens", {"a": 1}, {"found": 1})
     fresh = Store(fresh=True)
@@ -267,7 +268,7 @@ def test_a_fresh_store_ignores_old_results_and_keeps_new_ones(tmp_path: Path, mo
 
 
 @pytest.mark.thorough
-def test_an_interrupted_search_keeps_its_results(
+def test_interrupted_search_keeps_its_results(
     found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accel.tuning.search import Search

@@ -1,4 +1,4 @@
-"""Video models: pipeline outputs compared with PyTorch, accuracy and calibration."""
+"""Tests of video models: pipeline outputs are compared with PyTorch, and accuracy and calibration are tested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ FAMILIES = [pytest.param(name, marks=() if name == "videomae" else pytest.mark.t
 
 
 class FromGif:
-    """A video processor that reads files itself, as transformers' processors do with torchvision: the first frames of a GIF."""
+    """Video processor that reads the first frames of a GIF file itself. With torchvision, transformers' video
+    processors also read files themselves.
+    """
 
     def __init__(self, images: Any) -> None:
         self._images = images
@@ -55,7 +57,7 @@ def opened(family: str, backend: str, folder: Path, tiny_artifact: Callable[...,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stock_pipeline(
+def test_transformers_pipeline(
     family: str,
     backend: str,
     tiny_folder: Callable[..., Path],
@@ -63,7 +65,7 @@ def test_stock_pipeline(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The pipeline requires PyAV, although this processor decodes files itself.
+    # The pipeline requires PyAV, although this video processor decodes files itself.
     monkeypatch.setattr("transformers.pipelines.video_classification.requires_backends", lambda *_: None)
     file = tmp_path / "video.gif"
     first, *rest = [Image.fromarray(frame) for frame in tiny_video(frames=FRAMES + 2)]
@@ -81,7 +83,7 @@ def test_stock_pipeline(
 
 
 def rows_labelled_by(folder: Path, form: Callable[[np.ndarray], Any]) -> list[dict[str, Any]]:
-    """Return videos labeled with PyTorch's prediction. The last label is wrong."""
+    """Return videos that are labeled with PyTorch's prediction. The label of the last video is wrong."""
     model, processor = original(folder), processor_of(folder)
     rows = []
     for seed in range(4):
@@ -116,7 +118,7 @@ def test_videos_as_arrays_of_a_data_set(tiny_folder: Callable[..., Path]) -> Non
     assert accel.evaluate(folder, data, backend="pytorch").value == 0.75
 
 
-def test_quantized_with_videos(
+def test_quantization_calibrated_with_videos(
     tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     folder = tiny_folder("videomae", TASK)
@@ -126,11 +128,11 @@ def test_quantized_with_videos(
     with torch.inference_mode():
         expected = original(folder)(**inputs).logits
     found = accel.ORTModelForVideoClassification(made)(**inputs).logits
-    # Random weights quantize worst. The error of a trained model is a tenth of this.
+    # Random weights are the worst case for quantization. The error of a trained model is a tenth of this limit.
     assert (found - expected).abs().mean() <= 0.3 * expected.abs().mean()
 
 
-def test_frames_that_are_too_few_or_none(
+def test_videos_with_too_few_frames_are_refused(
     tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
 ) -> None:
     artifact = tiny_artifact("videomae", TASK)
@@ -141,7 +143,7 @@ def test_frames_that_are_too_few_or_none(
         accel.evaluate(artifact.path, [{"video": [], "label": 0}, *few])
 
 
-def test_a_model_of_an_unknown_length() -> None:
+def test_model_with_unknown_number_of_frames_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     model.config = transformers.ViTConfig()  # type: ignore[assignment]
     with pytest.raises(ExportError, match="None frames"):

@@ -1,4 +1,4 @@
-"""Weights of a model that is no longer referenced are released, although libraries keep what they traced and compiled."""
+"""Tests that deleted models release their weights, although libraries keep the code that they traced and compiled."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from accel_plugins.pytorch.upstream import cpp_compiler
 
 compiler = pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 IDS = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-# A shape that no other weight in the process has.
+# No other weight in the process has this shape, so the test can find the weights of its model.
 WORDS, SIZE = 1_009, 32
 
 
 def collect() -> None:
-    """Run the garbage collector repeatedly, because some objects are released only after others."""
+    """Run the garbage collector several times, because some objects are released only after other objects."""
     for _ in range(3):
         gc.collect()
 
@@ -34,7 +34,7 @@ def collect() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: tiny_model("bert"), lambda: tiny_generator("llama")], ids=["encoder", "generator"]
 )
-def test_an_export(tmp_path: Path, backend: str, make: Callable[[], Any]) -> None:
+def test_export_releases_the_weights(tmp_path: Path, backend: str, make: Callable[[], Any]) -> None:
     model = make()
     weights = [weakref.ref(weight) for weight in model.parameters()]
     accel.export(model, tmp_path / "out", backend=backend)
@@ -45,7 +45,7 @@ def test_an_export(tmp_path: Path, backend: str, make: Callable[[], Any]) -> Non
 
 @compiler
 @pytest.mark.parametrize("restored", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_model_accelerated_in_place(restored: bool) -> None:
+def test_accelerated_model_releases_the_weights(restored: bool) -> None:
     model = tiny_model("bert")
     weights = [weakref.ref(weight) for weight in model.parameters()]
     accel.accelerate(model, keep_slower=True)
@@ -60,7 +60,7 @@ def test_a_model_accelerated_in_place(restored: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["pytorch", pytest.param("inductor", marks=compiler)])
-def test_a_session_in_pytorch(tmp_path: Path, backend: str) -> None:
+def test_session_releases_the_weights(tmp_path: Path, backend: str) -> None:
     def tables() -> int:
         collect()
         return sum(type(found) is torch.nn.Parameter and found.shape == (WORDS, SIZE) for found in gc.get_objects())

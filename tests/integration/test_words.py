@@ -1,4 +1,4 @@
-"""Argument names of transformers' and Optimum's users that accel's classes accept, and attributes that scripts read."""
+"""Tests of argument names that users of transformers and Optimum pass, and of attributes that their scripts read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def artifact(tiny_artifact: Callable[..., Artifact]) -> Artifact:
 
 
 @pytest.mark.thorough
-def test_any_task_by_the_base_class(artifact: Artifact, tiny_folder: Callable[..., Path], generator: Any) -> None:
+def test_base_class_opens_any_task(artifact: Artifact, tiny_folder: Callable[..., Path], generator: Any) -> None:
     assert type(accel.ORTModel.from_pretrained(artifact.path)) is accel.ORTModelForSequenceClassification
     assert type(accel.ORTModel.from_pretrained(generator("gpt2").path)) is accel.ORTModelForCausalLM
     folder = tiny_folder()
@@ -32,7 +32,7 @@ def test_any_task_by_the_base_class(artifact: Artifact, tiny_folder: Callable[..
     assert type(embedder) is accel.ORTModelForFeatureExtraction
 
 
-def test_subclasses_are_what_they_derive_from(artifact: Artifact, tiny_folder: Callable[..., Path]) -> None:
+def test_subclasses_keep_their_class_and_task(artifact: Artifact, tiny_folder: Callable[..., Path]) -> None:
     class Mine(accel.ORTModelForSequenceClassification):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs).logits
@@ -46,7 +46,7 @@ def test_subclasses_are_what_they_derive_from(artifact: Artifact, tiny_folder: C
         Mine.from_pretrained(artifact.path, task="fill-mask")
 
 
-def test_words_that_change_nothing(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_arguments_are_accepted(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
     cls = accel.ORTModelForSequenceClassification
     with caplog.at_level(logging.DEBUG, logger="accel.models.arguments"):
         model = cls.from_pretrained(
@@ -69,7 +69,7 @@ def test_words_that_change_nothing(artifact: Artifact, caplog: pytest.LogCapture
     assert issubclass(UnknownBackendError, LookupError)
 
 
-def test_what_scripts_read(artifact: Artifact, generator: Any) -> None:
+def test_attributes_that_scripts_read(artifact: Artifact, generator: Any) -> None:
     model = accel.ORTModel.from_pretrained(artifact.path)
     assert model.providers == ["CPUExecutionProvider"]
     assert list(model.input_names) == [spec.name for spec in artifact.component().inputs]
@@ -84,7 +84,7 @@ def test_what_scripts_read(artifact: Artifact, generator: Any) -> None:
     assert (without.can_use_cache, without.use_cache) == (True, False)
 
 
-def test_words_of_modules(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
+def test_methods_of_torch_modules(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
     model = accel.ORTModel.from_pretrained(artifact.path)
     assert model.float() is model
     assert model.train(False) is model
@@ -100,7 +100,7 @@ def test_words_of_modules(artifact: Artifact, caplog: pytest.LogCaptureFixture) 
         assert "Load it with from_pretrained" in caplog.text
 
 
-def test_a_pipeline_with_a_model_that_is_there(artifact: Artifact) -> None:
+def test_pipeline_with_an_open_model(artifact: Artifact) -> None:
     model = accel.ORTModel.from_pretrained(artifact.path)
     wanted = accel.pipeline(model=model)("where is my card")
     assert accel.pipeline(model=model, device="cpu")("where is my card") == wanted
@@ -109,7 +109,7 @@ def test_a_pipeline_with_a_model_that_is_there(artifact: Artifact) -> None:
         accel.pipeline(model=model, backend="cpu")
 
 
-def test_question_and_context_by_position(tiny_folder: Callable[..., Path]) -> None:
+def test_question_and_context_as_positional_arguments(tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("bert", "question-answering")
     answer = accel.pipeline("question-answering", model=folder, backend="pytorch")
     named = answer(question="where is my card", context="my card is lost not here")
@@ -117,7 +117,7 @@ def test_question_and_context_by_position(tiny_folder: Callable[..., Path]) -> N
     assert answer(["where is my card"] * 2, "my card is lost not here") == [named, named]
 
 
-def test_the_usual_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_default_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def load(task: str, model: str, arguments: LoadingArguments) -> Any:
@@ -133,7 +133,7 @@ def test_the_usual_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     with pytest.raises(ConfigError, match="No model was given"):
         accel.pipeline()
 
-    # For a pipeline that transformers 5 removed, the model is transformers 4's default.
+    # For a pipeline that transformers 5 removed, the default model is the default model of transformers 4.
     for task in ("question-answering", "translation_en_to_fr"):
         with pytest.raises(TaskError, match="enough"):
             accel.pipeline(task)

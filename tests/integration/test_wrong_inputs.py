@@ -1,7 +1,7 @@
-"""Invalid and unusual inputs for all tasks, backends and buckets.
+"""Tests of invalid and unusual inputs for all tasks, backends and buckets.
 
-Each input raises an `InputError`, or the outputs equal PyTorch's. The next valid call works. If PyTorch also rejects an input,
-only an error is accepted, because there is no correct output.
+Each input raises an `InputError`, or the outputs equal PyTorch's outputs. In both cases, the next valid call works. If
+PyTorch also rejects an input, the model must raise an error, because there is no correct output.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from accel_plugins.pytorch.upstream import cpp_compiler
 
 Inputs = dict[str, Any]
 Spoil = Callable[[Inputs], Inputs | None]
-# Tolerance for float32 outputs of order 1. Inputs that are rejected here gave differences of 0.7 to 7.8, or values that are not finite.
+# The tolerance is for float32 outputs of order 1. Inputs that are rejected here gave differences from 0.7 to 7.8, or
+# values that are not finite.
 TOLERANCE = 1e-3
 BUCKETS = (4, 16)
 SOUNDS, PIXELS = "input_values", "pixel_values"
 
 
-# Kinds: functions from valid to invalid inputs. They return `None` for a model without such an input.
+# Each kind of input is a function that changes valid inputs to invalid inputs. It returns `None` if the model has no
+# input that it changes.
 
 
 def change(name: str, how: Callable[[torch.Tensor], object]) -> Spoil:
-    """Replace one input by the result of a function."""
+    """Return a function that replaces the input `name` by the result of `how`."""
     return lambda given: {**given, name: how(given[name])} if name in given else None
 
 
 def put(name: str, value: float, *places: Any) -> Spoil:
-    """Write a value into one input."""
+    """Return a function that writes `value` into the input `name` at `places`."""
 
     def spoil(given: Inputs) -> Inputs | None:
         if name not in given:
@@ -55,12 +57,12 @@ def put(name: str, value: float, *places: Any) -> Spoil:
 
 
 def every(how: Callable[[torch.Tensor], object]) -> Spoil:
-    """Replace all inputs by the results of a function."""
+    """Return a function that replaces all inputs by the results of `how`."""
     return lambda given: {name: how(tensor) for name, tensor in given.items()}
 
 
 def longer(given: Inputs) -> Inputs | None:
-    """Make the inputs longer than the model's positions."""
+    """Repeat the inputs until they are longer than the model's number of positions."""
     if "input_ids" not in given:
         return None
     return {
@@ -70,19 +72,19 @@ def longer(given: Inputs) -> Inputs | None:
 
 
 def without(name: str) -> Spoil:
-    """Remove an input that has no default."""
+    """Return a function that removes the input `name`."""
     return lambda given: {other: tensor for other, tensor in given.items() if other != name} if name in given else None
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values in memory that is not contiguous."""
+    """Return a tensor with the same values whose memory is not contiguous."""
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 TEXTS = ("input_ids", "attention_mask", "token_type_ids")
 ROW = 1
 KINDS: Mapping[str, Spoil] = {
-    # Texts
+    # The following kinds change text inputs.
     "mask of fewer tokens": change("attention_mask", lambda mask: mask[:, :-2]),
     "mask of more tokens": change("attention_mask", lambda mask: torch.cat([mask, mask], 1)),
     "mask of one row": change("attention_mask", lambda mask: mask[:1]),
@@ -122,7 +124,7 @@ KINDS: Mapping[str, Spoil] = {
     "types of fewer tokens": change("token_type_ids", lambda types: types[:, :-2]),
     "boxes beyond the page": put("bbox", 5000, ROW, 2),
     "more tokens than positions": longer,
-    # Images and audio
+    # The following kinds change images and audio.
     "images of one channel": change(PIXELS, lambda images: images[:, :1]),
     "images of another size": change(PIXELS, lambda images: images[..., :-8]),
     "images without a batch": change(PIXELS, lambda images: images[0]),
@@ -138,7 +140,7 @@ KINDS: Mapping[str, Spoil] = {
     "sounds with NaN": put(SOUNDS, math.nan, ROW, 40),
     "sounds with infinity": put(SOUNDS, math.inf, ROW, 40),
     "sounds of complex numbers": change(SOUNDS, lambda sounds: sounds.to(torch.complex64)),
-    # All inputs
+    # The following kinds change all inputs.
     "no rows": every(lambda tensor: tensor[:0]),
     "one number": every(lambda tensor: tensor.reshape(-1)[0]),
     "strided tensors": every(strided),
@@ -150,21 +152,21 @@ KINDS: Mapping[str, Spoil] = {
 }
 
 
-# Models under test
+# The code below describes the tested models.
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model that all kinds of inputs are tested on.
+    """Model on which all kinds of inputs are tested.
 
     Attributes:
         model: Model class of accel.
         original: Model class of transformers.
-        family: Name of the tiny model (see `folders`).
+        family: Name of the tiny model (see the fixture `made`).
         task: Name of the task.
-        inputs: Function that makes valid inputs with two rows; the second row is padded.
+        inputs: Function that creates valid inputs with two rows. The second row is padded.
         answer: Name of the output that is compared.
-        padded: Whether buckets can pad its sequences.
+        padded: Whether buckets can pad the model's sequences.
     """
 
     model: str
@@ -179,7 +181,7 @@ class Subject:
 def texts(*names: str) -> Callable[[], Inputs]:
     def make() -> Inputs:
         ids = torch.randint(6, 110, (2, 8), generator=torch.Generator().manual_seed(1))
-        # The end token, whose position CLIP's text embedding uses.
+        # Put the end token at position 5, because CLIP's text embedding uses the position of the end token.
         ids[:, 5] = 3
         mask = torch.ones_like(ids)
         mask[ROW, 6:] = 0
@@ -238,7 +240,9 @@ _GENERATORS = ("llama", "t5")
 
 
 def save_t5_encoder(folder: Path) -> None:
-    """Save a T5 encoder with a token classification head. The mask is added to the scores, so a fully masked row attends to all tokens."""
+    """Save a T5 encoder with a token classification head. T5 adds its mask to the attention scores, so a fully masked
+    row attends to all tokens.
+    """
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, num_labels=3, use_cache=False,
@@ -254,7 +258,7 @@ _OWN: Mapping[str, Callable[[Path], None]] = {"t5-encoder": save_t5_encoder}
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread, because tiny models would wait for threads on a busy machine."""
+    """Use one thread in PyTorch, because tiny models would wait for threads on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -269,7 +273,9 @@ def made(
     tiny_ir: Callable[..., Artifact],
     generator: Callable[..., Artifact],
 ) -> Callable[[Subject, str], Path]:
-    """Return a function that gives a subject as a transformers folder (`torch`), an ONNX artifact or an OpenVINO artifact."""
+    """Return a function that returns the folder of a subject as a transformers folder (`torch`), an ONNX artifact or an
+    OpenVINO artifact.
+    """
 
     def get(subject: Subject, form: str) -> Path:
         family, task = subject.family, subject.task
@@ -290,7 +296,9 @@ def made(
 
 
 def answers(subject: Subject, original: Any, given: Inputs) -> torch.Tensor | None:
-    """Return PyTorch's output, or `None` if it raises. Integers are converted first, because accel accepts any integer width."""
+    """Return PyTorch's output, or `None` if PyTorch raises an error. Integers are first converted to int64, because
+    accel accepts every integer type.
+    """
     widened = {
         name: value.long()
         if isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.int8, torch.int32) and name in TEXTS
@@ -307,9 +315,10 @@ def answers(subject: Subject, original: Any, given: Inputs) -> torch.Tensor | No
 
 
 def difference(given: Inputs, found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference at tokens that are not padding, relative to the largest value if that is above 1.
+    """Return the largest difference at tokens that are not padding, divided by the largest absolute value if that value
+    is above 1.
 
-    NaN equals NaN.
+    NaN counts as equal to NaN.
     """
     if found.shape != expected.shape:
         return math.inf
@@ -319,18 +328,18 @@ def difference(given: Inputs, found: torch.Tensor, expected: torch.Tensor) -> fl
     same = (found == expected) | (found.isnan() & expected.isnan())
     gap = torch.where(same, torch.zeros_like(found), (found - expected).abs()).nan_to_num(nan=math.inf)
     finite = expected[expected.isfinite()]
-    # T5's logits are of order 10.
+    # Divide by the largest value, because T5's logits are of order 10.
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
     return float(gap.max()) / scale if gap.numel() else 0.0
 
 
 def outcome(subject: Subject, model: Any, original: Any, given: Inputs) -> str:
-    """Return the outcome of a call as a short text. Text with `wrong: ...` is a failure."""
+    """Return the outcome of a call as a short text. A text that begins with `wrong:` is a failure."""
     try:
         found = model(**copy.copy(given))[subject.answer]
     except InputError:
         return "refused"
-    # Any exception other than the documented errors is a failure.
+    # Any exception that is not an `InputError` is a failure.
     except Exception as error:  # noqa: BLE001
         return f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
     expected = answers(subject, original, given)
@@ -341,12 +350,14 @@ def outcome(subject: Subject, model: Any, original: Any, given: Inputs) -> str:
 
 
 def tried(subject: Subject, model: Any, original: Any) -> dict[str, str]:
-    """Return the outcome of each kind of input, including that of a valid call after it."""
+    """Return the outcome of each kind of input. Each outcome includes the outcome of a valid call after the invalid
+    call.
+    """
     right = subject.inputs()
     found = {"right": outcome(subject, model, original, right)}
     for kind, spoil in KINDS.items():
         given = spoil(right)
-        # Kinds of audio inputs do not apply to images.
+        # Skip kinds of audio inputs if the model reads no audio.
         if given is None or (kind.startswith("sounds") and SOUNDS not in right):
             continue
         found[kind] = outcome(subject, model, original, given)
@@ -371,8 +382,10 @@ def check(made: Callable[[Subject, str], Path], task: str, backend: str, form: s
 
 @pytest.mark.parametrize("buckets", [False, True], ids=["plain", "buckets"])
 @pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
-def test_classifiers(made: Callable[[Subject, str], Path], backend: str, buckets: bool) -> None:
-    """Fast part of the tests: an ONNX artifact and a transformers folder."""
+def test_text_classification(made: Callable[[Subject, str], Path], backend: str, buckets: bool) -> None:
+    """Test text classification with an ONNX artifact and a transformers folder. This test runs in every test run,
+    because it is fast.
+    """
     check(made, "text-classification", backend, "torch" if backend == "pytorch" else "onnx", buckets=buckets)
 
 
@@ -384,7 +397,7 @@ def test_classifiers(made: Callable[[Subject, str], Path], backend: str, buckets
     ids=["cpu", "openvino-onnx", "openvino-ir", "pytorch"],
 )
 @pytest.mark.parametrize("task", list(SUBJECTS))
-def test_tasks(made: Callable[[Subject, str], Path], task: str, backend: str, form: str, buckets: bool) -> None:
+def test_every_task(made: Callable[[Subject, str], Path], task: str, backend: str, form: str, buckets: bool) -> None:
     if buckets and not SUBJECTS[task].padded:
         pytest.skip("its inputs cannot be padded to buckets")
     if SUBJECTS[task].family in _GENERATORS and (backend, form) == ("openvino", "onnx"):
@@ -395,12 +408,14 @@ def test_tasks(made: Callable[[Subject, str], Path], task: str, backend: str, fo
 @pytest.mark.thorough
 @pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 @pytest.mark.parametrize("task", ["text-classification", "image-classification"])
-def test_compiled(made: Callable[[Subject, str], Path], task: str) -> None:
+def test_compiled_models(made: Callable[[Subject, str], Path], task: str) -> None:
     check(made, task, "inductor", "torch", buckets=False)
 
 
 def save_conformer(folder: Path) -> None:
-    """Save a conformer with relative positions for 700 positions, more than an export is compared with."""
+    """Save a Wav2Vec2-Conformer with relative positions for 700 frames, which is longer than the inputs that an export
+    is validated with.
+    """
     torch.manual_seed(0)
     config = transformers.Wav2Vec2ConformerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16, 16),
@@ -413,7 +428,7 @@ def save_conformer(folder: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "form"), [("cpu", "onnx"), ("openvino", "openvino"), ("pytorch", "torch")])
-def test_sounds_longer_than_positions(shared: Callable[..., Path], backend: str, form: str) -> None:
+def test_audio_longer_than_positions(shared: Callable[..., Path], backend: str, form: str) -> None:
     source = shared("conformer", save_conformer)
     folder = source
     if form != "torch":
@@ -429,7 +444,9 @@ def test_sounds_longer_than_positions(shared: Callable[..., Path], backend: str,
 
 
 def test_prompts_without_a_token(generator: Callable[..., Artifact]) -> None:
-    """A prompt without a token raises. If a prompt is read in chunks, its first chunk may contain only padding."""
+    """A prompt without any token raises an error. If a prompt is read in chunks, the first chunk may contain only
+    padding.
+    """
     model = accel.ORTModelForCausalLM.from_pretrained(
         generator("llama").path, session_options=SessionOptions(threads=1)
     )
