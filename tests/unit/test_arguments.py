@@ -1,4 +1,4 @@
-"""Every public function rejects arguments of wrong types with an error of accel before it does anything."""
+"""Tests that every public function rejects arguments of wrong types with an error of accel, before it does any work."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def some(
         {"path": "a", "level": "middle", "names": None, "table": None},
     ],
 )
-def test_what_a_signature_allows_passes(given: dict[str, Any]) -> None:
+def test_allowed_arguments_are_accepted(given: dict[str, Any]) -> None:
     assert some(**given) == "done"
 
 
@@ -65,13 +65,13 @@ def test_what_a_signature_allows_passes(given: dict[str, Any]) -> None:
         ({"path": "a", "table": ["a"]}, "table"),
     ],
 )
-def test_what_it_does_not_allow_is_refused(given: dict[str, Any], name: str) -> None:
+def test_arguments_of_wrong_type_are_refused(given: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is ") as caught:
         some(**given)
     assert caught.value.fix
 
 
-def test_a_missing_argument_is_pythons_own_error() -> None:
+def test_missing_argument_raises_type_error() -> None:
     with pytest.raises(TypeError, match="required positional argument"):
         some()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="takes 1 positional argument"):
@@ -100,7 +100,7 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "value", [3.5, object(), [5], {"a": 5}, "a\0b"], ids=["float", "object", "list", "dict", "NUL"]
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_public_functions_refuse_what_they_do_not_take(name: str, value: Any, tmp_path: Path) -> None:
+def test_public_functions_refuse_wrong_types(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(AccelError) as caught:
         CALLS[name](value, tmp_path / "out")
     assert caught.value.fix
@@ -117,9 +117,7 @@ def test_public_functions_refuse_what_they_do_not_take(name: str, value: Any, tm
         ({"input_ids": torch.zeros(2, 4, dtype=torch.int64)}, {"ids": {0: "batch"}}),
     ],
 )
-def test_samples_that_are_none_are_refused(
-    sample: Any, axes: Any, tiny_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_invalid_samples_are_refused(sample: Any, axes: Any, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         accel.export(tiny_folder(), tmp_path / "out", sample=sample, axes=axes)
     assert caught.value.fix

@@ -1,4 +1,4 @@
-"""Manifests, checksums and atomic folders."""
+"""Tests of manifests, of checksums, and of folders that are written atomically."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_round_trip(artifact: Artifact) -> None:
     assert artifact.bytes == 705
 
 
-def test_digest_ignores_how_it_was_measured(artifact: Artifact) -> None:
+def test_digest_ignores_run_settings_and_steps(artifact: Artifact) -> None:
     other = Artifact(artifact.path, replace(artifact.manifest, run=None, steps=()))
     assert other.digest == artifact.digest
     assert Artifact(artifact.path, replace(artifact.manifest, quantization=None)).digest != artifact.digest
 
 
-def test_manifests_without_operator_domains_open_and_keep_their_digest(artifact: Artifact) -> None:
+def test_manifests_without_operator_domains_keep_their_digest(artifact: Artifact) -> None:
     written = json.loads((artifact.path / "accel.json").read_text())
     assert "domains" not in written["components"][0], "what is unknown is not written"
     assert Artifact.load(artifact.path).domains is None
@@ -94,7 +94,7 @@ def test_manifests_without_operator_domains_open_and_keep_their_digest(artifact:
 @pytest.mark.parametrize(
     "wrong", [{"sha256": "f" * 64}, {"sha256": "/etc/hostname"}, {"bytes": -1}], ids=["other", "a path", "size"]
 )
-def test_a_file_has_one_record_which_is_a_checksum(artifact: Artifact, wrong: dict[str, Any]) -> None:
+def test_file_has_one_record_with_a_checksum(artifact: Artifact, wrong: dict[str, Any]) -> None:
     file = artifact.path / "accel.json"
     values = json.loads(file.read_text())
     del values["sha256"]
@@ -105,7 +105,7 @@ def test_a_file_has_one_record_which_is_a_checksum(artifact: Artifact, wrong: di
         Artifact.load(artifact.path)
 
 
-def test_a_verified_file_is_not_read_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verified_file_is_not_read_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.artifact.checksums._LARGE", 100)
     Artifact.load(artifact.path)
     (artifact.path / "graph.bin").write_bytes(b"Graph")
@@ -119,9 +119,7 @@ def test_a_verified_file_is_not_read_again(artifact: Artifact, monkeypatch: pyte
 
 
 def rewritten(artifact: Artifact, values: dict[str, Any]) -> Path:
-    """Write another manifest with a valid checksum, and return the folder. An attacker can compute the checksum as
-    well.
-    """
+    """Write another manifest with a valid checksum, as an attacker can do. Return the folder."""
     (artifact.path / "accel.json").write_text(sealed({k: v for k, v in values.items() if k != "sha256"}))
     return artifact.path
 
@@ -131,7 +129,7 @@ def values_of(artifact: Artifact) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a\0b", "", "x" * 5000])
-def test_manifest_may_not_point_outside(artifact: Artifact, name: str) -> None:
+def test_manifest_paths_outside_the_folder_are_refused(artifact: Artifact, name: str) -> None:
     values = values_of(artifact)
     values["files"] = [{**values["components"][0]["files"][0], "name": name}]
     with pytest.raises(IntegrityError, match="outside the folder"):
@@ -139,8 +137,8 @@ def test_manifest_may_not_point_outside(artifact: Artifact, name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
-def test_what_is_recorded_has_to_be_a_file(artifact: Artifact, make: Callable[[Path], None]) -> None:
-    """A recorded pipe is refused, because reading it would never end."""
+def test_recorded_files_must_be_regular_files(artifact: Artifact, make: Callable[[Path], None]) -> None:
+    """A pipe that a manifest records is refused, because reading the pipe would never end."""
     made = artifact.path / "more.json"
     make(made)
     values = values_of(artifact)
@@ -150,8 +148,8 @@ def test_what_is_recorded_has_to_be_a_file(artifact: Artifact, make: Callable[[P
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", "", "a b", "x" * 200])
-def test_names_of_components_are_no_paths(artifact: Artifact, name: str) -> None:
-    """Component names are checked, because stages use them in file names."""
+def test_component_names_must_not_be_paths(artifact: Artifact, name: str) -> None:
+    """Component names that are paths are refused, because stages use component names in file names."""
     values = values_of(artifact)
     values["components"][0]["name"] = name
     with pytest.raises(SchemaError, match="no name of a component"):
@@ -172,7 +170,7 @@ def test_names_of_components_are_no_paths(artifact: Artifact, name: str) -> None
         ({"opset": True}, "opset is bool"),
     ],
 )
-def test_manifests_that_are_not_understood(artifact: Artifact, change: dict[str, object], message: str) -> None:
+def test_invalid_manifests_are_refused(artifact: Artifact, change: dict[str, object], message: str) -> None:
     with pytest.raises(SchemaError, match=re.escape(message)):
         Artifact.load(rewritten(artifact, {**values_of(artifact), **change}))
 
@@ -188,7 +186,7 @@ def test_manifests_that_are_not_understood(artifact: Artifact, change: dict[str,
         ({"name": 3}, "name is int 3"),
     ],
 )
-def test_tensors_that_are_none(artifact: Artifact, change: dict[str, object], message: str) -> None:
+def test_invalid_tensor_specs_are_refused(artifact: Artifact, change: dict[str, object], message: str) -> None:
     values = values_of(artifact)
     values["components"][0]["inputs"][0] |= change
     with pytest.raises(SchemaError, match=re.escape(message)):
@@ -196,21 +194,21 @@ def test_tensors_that_are_none(artifact: Artifact, change: dict[str, object], me
 
 
 @pytest.mark.parametrize("change", [{"file": "../other/model.onnx"}, {"files": []}, {"file": "/etc/hostname"}])
-def test_every_graph_is_recorded(artifact: Artifact, change: dict[str, object]) -> None:
+def test_every_graph_file_must_be_recorded(artifact: Artifact, change: dict[str, object]) -> None:
     values = values_of(artifact)
     values["components"][0] |= change
     with pytest.raises(IntegrityError, match="no checksum of"):
         Artifact.load(rewritten(artifact, values))
 
 
-def test_each_file_is_recorded_and_each_change_found(artifact: Artifact) -> None:
-    """Changes of configs, tokenizers, graphs and the manifest are found, and the error names the file."""
+def test_changes_of_every_recorded_file_are_detected(artifact: Artifact) -> None:
+    """Changes of configs, tokenizers, graphs and the manifest are detected, and the error names the changed file."""
     folder = artifact.path
     for name in ("config.json", "vocab.txt", "1_Pooling/config.json"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text('{"labels": ["no", "yes"]}')
     Artifact.create(folder, artifact.manifest)
-    # Unrecorded files that no library reads may change.
+    # Files that are not recorded may change if no library reads them.
     (folder / "README.md").write_text("Hello.")
     assert [record.name for record in Artifact.load(folder).manifest.files] == [
         "1_Pooling/config.json", "config.json", "vocab.txt",
@@ -237,7 +235,7 @@ def test_each_file_is_recorded_and_each_change_found(artifact: Artifact) -> None
     assert Artifact.load(folder)
 
 
-def test_files_that_were_changed_on_purpose_are_accepted_when_told(artifact: Artifact) -> None:
+def test_accept_files_records_intended_changes(artifact: Artifact) -> None:
     (artifact.path / "tokenizer.json").write_text("{}")
     Artifact.create(artifact.path, artifact.manifest)
     (artifact.path / "tokenizer.json").write_text('{"added": 1}')
@@ -253,11 +251,11 @@ def test_files_that_were_changed_on_purpose_are_accepted_when_told(artifact: Art
     "name", ["special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.txt", "tokenizer.model",
              "additional_chat_templates/rag.jinja"],
 )  # fmt: skip
-def test_a_file_that_would_be_read_with_the_tokenizer_is_found(artifact: Artifact, name: str) -> None:
+def test_added_tokenizer_file_is_detected(artifact: Artifact, name: str) -> None:
     added = artifact.path / name
     added.parent.mkdir(exist_ok=True)
     added.write_text("{}")
-    # An artifact without a tokenizer may get one.
+    # A tokenizer may be added to an artifact without a tokenizer.
     assert Artifact.load(artifact.path)
     added.unlink()
     (artifact.path / "tokenizer.json").write_text("{}")
@@ -275,11 +273,11 @@ def _vocabulary_files(tokenizer: str) -> list[str]:
     try:
         return list(getattr(transformers, tokenizer).vocab_files_names.values())
     except (AttributeError, ImportError):
-        # The class needs a library that is not installed.
+        # The tokenizer class requires a library that is not installed.
         return []
 
 
-def test_every_file_that_transformers_reads_by_its_name_is_of_a_kind() -> None:
+def test_every_file_that_transformers_reads_has_a_kind() -> None:
     constants = {
         name: value
         for module in (transformers.utils, transformers.tokenization_utils_base)
@@ -293,14 +291,15 @@ def test_every_file_that_transformers_reads_by_its_name_is_of_a_kind() -> None:
         if word is not None
         for name in _vocabulary_files(word)
     }
-    # config.json is always recorded. Weights, adapters and model cards are not read together with a graph.
+    # config.json is always recorded. transformers does not read weights, adapters and model cards together with a
+    # graph.
     others = {"config.json", "modelcard.json", "adapter_config.json"}
     names = {value for value in constants.values() if not value.endswith((".bin", ".safetensors", ".index.json"))}
     assert {"special_tokens_map.json", "vocab.txt"} <= names | vocabularies
     assert not {name for name in (names | vocabularies) - others if kind_of(name) is None}
 
 
-def test_older_schemas_open_and_say_once_what_they_lack(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_schemas_open_with_one_warning(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(manifest.logger, "warning", lambda text, *values: said.append(text % values))
     values = {k: v for k, v in values_of(artifact).items() if k not in ("sha256", "files")}
@@ -311,7 +310,7 @@ def test_older_schemas_open_and_say_once_what_they_lack(artifact: Artifact, monk
     assert "no checksums of tokenizers" in said[0]
 
 
-def test_links_stay_within_the_folder(artifact: Artifact, tmp_path: Path) -> None:
+def test_links_outside_the_folder_are_refused(artifact: Artifact, tmp_path: Path) -> None:
     weights = artifact.path / "weights.bin"
     inside = weights.rename(artifact.path / "blob.bin")
     weights.symlink_to(inside.name)
@@ -323,7 +322,7 @@ def test_links_stay_within_the_folder(artifact: Artifact, tmp_path: Path) -> Non
         Artifact.load(artifact.path)
 
 
-def test_snapshots_of_the_hub_are_made_of_links(artifact: Artifact, tmp_path: Path) -> None:
+def test_hub_snapshots_may_contain_links(artifact: Artifact, tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
@@ -334,12 +333,12 @@ def test_snapshots_of_the_hub_are_made_of_links(artifact: Artifact, tmp_path: Pa
     assert Artifact.load(snapshot).manifest == artifact.manifest
 
 
-def test_no_artifact(tmp_path: Path) -> None:
+def test_folder_without_manifest_raises(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="not an accel artifact"):
         Artifact.load(tmp_path)
 
 
-def test_staging_moves_into_place(tmp_path: Path) -> None:
+def test_staging_moves_the_folder_into_place(tmp_path: Path) -> None:
     with staging(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
         assert not (tmp_path / "out").exists()
@@ -347,15 +346,17 @@ def test_staging_moves_into_place(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_staging_leaves_nothing_on_error(tmp_path: Path) -> None:
+def test_staging_removes_its_folder_on_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"), staging(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
         raise RuntimeError("stop")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stale_folders_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
-    """A lock also protects the folder of a process with the same host name in another process namespace."""
+def test_stale_staging_folders_are_removed(tmp_path: Path) -> None:
+    """A lock protects the temporary folder of a running process, also if the process has the same host name but is in
+    another process namespace.
+    """
     dead, alive = tmp_path / ".accel-staging-ab", tmp_path / ".accel-staging-cd"
     for folder in (dead, alive):
         folder.mkdir()
@@ -373,7 +374,7 @@ def test_stale_folders_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "out"]
 
 
-def test_a_folder_that_was_removed_and_made_again_is_no_result(tmp_path: Path) -> None:
+def test_recreated_staging_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(OutputFolderError, match="removed while it was being made"), staging(tmp_path / "out") as folder:
         folder.rmdir()
         folder.mkdir()
@@ -381,7 +382,7 @@ def test_a_folder_that_was_removed_and_made_again_is_no_result(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_who_comes_second_is_told_so(kind: str, tmp_path: Path) -> None:
+def test_output_written_by_another_process_raises(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(OutputFolderError, match="Another process wrote to") as error, staging(out) as temporary:
         (temporary / "file").write_text("ours")
@@ -393,7 +394,7 @@ def test_who_comes_second_is_told_so(kind: str, tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["theirs"]
 
 
-def test_a_fork_removes_nothing_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_child_removes_nothing_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch())
@@ -408,12 +409,13 @@ def test_a_fork_removes_nothing_of_its_parents(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
+def test_full_disk_gives_one_error(tmp_path: Path) -> None:
     with pytest.raises(OutputFolderError, match="is full: 0.0 MB were written"), staging(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OutputFolderError, match="is full"), staging(tmp_path / "out"):
-        # The error that `ndarray.tofile` raises. By then the file is removed and the disk has free space again.
+        # `ndarray.tofile` raises this error. At that time, the incomplete file is removed and the disk has free space
+        # again.
         raise OSError("problem writing element 98304 to file")
     with pytest.raises(OutputFolderError, match="are about to be written"), staging(tmp_path / "out", needs=1 << 60):
         pass
@@ -423,18 +425,18 @@ def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="a folder in which nobody can make a file, whatever his rights"
 )
-def test_a_folder_where_nothing_can_be_made() -> None:
+def test_unwritable_folder_raises() -> None:
     with pytest.raises(OutputFolderError, match="cannot be made"), staging("/proc/accel-test"):
         pass
 
 
-def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+def test_unwritable_lock_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputFolderError, match="cannot be made"), held(tmp_path / "file" / "lock"):
         pass
 
 
-def test_a_folder_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(self: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
@@ -455,7 +457,7 @@ def test_check_output(tmp_path: Path) -> None:
         check_output(link, tmp_path / "empty")
 
 
-def test_companions_are_small_files_without_weights(tmp_path: Path) -> None:
+def test_companion_files_exclude_weights(tmp_path: Path) -> None:
     source, target = tmp_path / "a", tmp_path / "b"
     source.mkdir()
     target.mkdir()
@@ -472,7 +474,7 @@ def test_companions_are_small_files_without_weights(tmp_path: Path) -> None:
     assert {path.name for path in target.iterdir()} == {"tokenizer.json", "vocab.txt"}
 
 
-def test_one_at_a_time_makes_what_a_key_stands_for(tmp_path: Path) -> None:
+def test_lock_admits_one_process_at_a_time(tmp_path: Path) -> None:
     lock = tmp_path / "inner" / "a.lock"
     with held(lock) as ours:
         assert ours
@@ -484,7 +486,9 @@ def test_one_at_a_time_makes_what_a_key_stands_for(tmp_path: Path) -> None:
     assert lock.exists()
 
 
-def test_weights_replaced_with_their_size_and_time_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_changed_with_equal_size_and_time_change_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(bytes(3 << 20))
@@ -505,11 +509,11 @@ def test_weights_replaced_with_their_size_and_time_are_others(tmp_path: Path, mo
     [({}, 2), ({"eos_token_id": 7}, 7), ({"eos_token_id": None}, 2)],
     ids=["default", "own", "none"],
 )
-def test_graphs_that_select_tokens_by_a_mask_over_the_batch_take_rows_with_equal_numbers_of_them(
+def test_graphs_that_count_tokens_over_the_batch_require_equal_counts(
     artifact: Artifact, settings: dict[str, Any], token: int
 ) -> None:
-    """BART classifiers exported by other tools and by earlier versions of accel, which mix up rows with different token
-    counts.
+    """Other tools and earlier versions of accel exported BART classifiers that mix up rows with different numbers of
+    end tokens. Such graphs require equal numbers of end tokens in all rows.
     """
     (artifact.path / "config.json").write_text(json.dumps({"model_type": "bart", **settings}), encoding="utf-8")
     ids = TensorSpec("input_ids", "int64", ("batch", "sequence"))
@@ -521,7 +525,7 @@ def test_graphs_that_select_tokens_by_a_mask_over_the_batch_take_rows_with_equal
     loaded = with_row_tokens(Artifact.load(Artifact.create(artifact.path, manifest).path))
     ids = loaded.components[0].inputs[0]
     assert (ids.name, ids.required, ids.equal_counts) == ("input_ids", token, True)
-    # Exports of this version compute each row independently.
+    # This version of accel exports graphs that compute each row independently.
     component = replace(component, inputs=(replace(ids, equal_counts=False),))
     again = with_row_tokens(
         Artifact.load(Artifact.create(artifact.path, replace(manifest, components=(component,))).path)

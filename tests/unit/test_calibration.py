@@ -1,4 +1,4 @@
-"""Calibration rows from data sets and files, the mapping of their columns, and batches of rows."""
+"""Tests of calibration rows from data sets and files, of the mapping of their columns, and of batches of rows."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class TestLoading:
             ({"text": "help", "label": 1}, True),
         ],
     )
-    def test_what_are_rows_and_what_are_batches(self, first: dict[str, Any], expected: bool) -> None:
+    def test_rows_are_distinguished_from_batches(self, first: dict[str, Any], expected: bool) -> None:
         assert is_rows([first], {"input_ids", "attention_mask"}) is expected
 
     def test_csv_keeps_words_that_look_missing(self, csv_file: Path) -> None:
         rows = load_rows(csv_file)
         assert rows.dataset["text"][:] == ["my card is lost", "null", "where, is it?", "help"]
 
-    def test_formats_agree(self, tmp_path: Path) -> None:
+    def test_file_formats_give_equal_rows(self, tmp_path: Path) -> None:
         dataset = datasets.Dataset.from_list(ROWS)
         files = [tmp_path / name for name in ("a.csv", "a.tsv", "a.json", "a.jsonl", "a.parquet")]
         dataset.to_csv(files[0], index=False)
@@ -65,14 +65,14 @@ class TestLoading:
         for file in files:
             assert load_rows(file).dataset.to_list() == ROWS, file.name
 
-    def test_sample_names_the_file_and_its_content(self, csv_file: Path) -> None:
+    def test_sample_records_file_name_and_checksum(self, csv_file: Path) -> None:
         sample = load_rows(csv_file).sample.to_dict()
         assert sample["source"] == "rows.csv"
         assert len(sample["sha256"]) == 64
         assert (sample["n"], sample["total"]) == (4, 4)
         assert "split" not in sample
 
-    def test_data_set_keeps_split_fingerprint_and_commit(self) -> None:
+    def test_data_set_records_split_fingerprint_and_commit(self) -> None:
         commit = "0123456789abcdef0123456789abcdef01234567"
         info = datasets.DatasetInfo(
             dataset_name="banking77",
@@ -84,7 +84,7 @@ class TestLoading:
         assert (sample.source, sample.split, sample.revision) == ("banking77", "test", commit)
         assert sample.fingerprint == dataset._fingerprint
 
-    def test_same_rows_same_fingerprint(self) -> None:
+    def test_equal_rows_have_equal_fingerprints(self) -> None:
         changed = [*ROWS[:3], {"text": "help!", "label": 1}]
         first, again, other = (load_rows(rows).sample.fingerprint for rows in (ROWS, list(ROWS), changed))
         assert first == again != other
@@ -102,62 +102,62 @@ class TestLoading:
             load_rows(both, split="tests")
         assert len(load_rows(both, split="test")) == 1
 
-    def test_file_has_no_split(self, csv_file: Path) -> None:
+    def test_split_of_a_file_is_refused(self, csv_file: Path) -> None:
         with pytest.raises(ConfigError, match="no split 'test'"):
             load_rows(csv_file, split="test")
 
     @pytest.mark.parametrize("content", ["", "text,label\n"])
-    def test_empty_file(self, tmp_path: Path, content: str) -> None:
+    def test_empty_file_raises(self, tmp_path: Path, content: str) -> None:
         path = tmp_path / "rows.csv"
         path.write_text(content, encoding="utf-8")
         with pytest.raises(InputError, match=r"rows\.csv (is empty|holds no rows)"):
             load_rows(path)
 
     @pytest.mark.parametrize(("separator", "word"), [(";", "';'"), ("\t", "tab")])
-    def test_columns_that_no_comma_separates(self, tmp_path: Path, separator: str, word: str) -> None:
+    def test_other_column_separators_raise(self, tmp_path: Path, separator: str, word: str) -> None:
         path = tmp_path / "rows.csv"
         path.write_text(f"text{separator}label\nhelp{separator}0\n", encoding="utf-8")
         with pytest.raises(InputError, match=f"separated by {word}"):
             load_rows(path)
 
-    def test_no_rows(self) -> None:
+    def test_empty_list_raises(self) -> None:
         with pytest.raises(InputError, match="no rows"):
             load_rows([])
 
-    def test_missing_file(self) -> None:
+    def test_missing_file_raises(self) -> None:
         with pytest.raises(ArtifactNotFoundError, match=r"There is no file 'missing\.csv'"):
             load_rows("missing.csv")
 
-    def test_unreachable_hub_data_set(self) -> None:
+    def test_unreachable_hub_data_set_raises(self) -> None:
         with pytest.raises(ArtifactNotFoundError, match="can be fetched from the Hub"):
             load_rows("no-such-org/no-such-data")
 
-    def test_other_kinds_of_file(self, tmp_path: Path) -> None:
+    def test_unknown_file_format_raises(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.xlsx"
         path.write_bytes(b"x")
         with pytest.raises(ConfigError, match=r"\.parquet"):
             load_rows(path)
 
-    def test_what_is_no_data(self) -> None:
+    def test_invalid_data_type_raises(self) -> None:
         with pytest.raises(InputError, match="A int is not data"):
             load_rows(3)
 
 
 class TestSampling:
-    def test_same_seed_same_rows(self) -> None:
+    def test_same_seed_gives_the_same_rows(self) -> None:
         rows = load_rows([{"text": str(i)} for i in range(100)])
         first, again, other = (take(rows, 10, seed).dataset["text"][:] for seed in (1, 1, 2))
         assert first == again != other
         assert len(set(first)) == 10
 
-    def test_recorded(self) -> None:
+    def test_sampling_is_recorded(self) -> None:
         sample = take(load_rows(ROWS), 2, seed=7).sample
         assert (sample.n, sample.total, sample.seed) == (2, 4, 7)
 
-    def test_all_rows_need_no_seed(self) -> None:
+    def test_all_rows_record_no_seed(self) -> None:
         assert take(load_rows(ROWS), 100, seed=7).sample.seed is None
 
-    def test_none_at_all(self) -> None:
+    def test_zero_rows_raise(self) -> None:
         with pytest.raises(ConfigError, match="0 rows"):
             take(load_rows(ROWS), 0)
 
@@ -167,20 +167,20 @@ def columns(rows: list[dict[str, Any]], task: str, **kwargs: Any) -> Any:
 
 
 class TestColumns:
-    def test_usual_names(self) -> None:
+    def test_common_column_names_are_recognized(self) -> None:
         assert columns([{"id": "7", "query": "a", "intent": "b"}], "text-classification") == {
             "label": "intent",
             "text": "query",
         }
 
-    def test_pairs_win_over_single_texts(self) -> None:
+    def test_text_pairs_are_preferred_to_single_texts(self) -> None:
         found = columns([{"question": "a", "sentence": "b", "label": 1, "idx": 0}], "text-classification")
         assert found == {"label": "label", "text": "question", "text_pair": "sentence"}
 
-    def test_only_column_left(self) -> None:
+    def test_only_remaining_column_is_the_text(self) -> None:
         assert columns([{"phrase": "a", "label": 1}], "text-classification")["text"] == "phrase"
 
-    def test_unclear_text_lists_the_columns(self) -> None:
+    def test_ambiguous_text_column_lists_the_columns(self) -> None:
         rows = [{"one": "a", "two": "b", "label": 1}]
         with pytest.raises(InputError, match=r"one \(string\), two \(string\), label \(int64\)") as error:
             columns(rows, "text-classification")
@@ -191,24 +191,24 @@ class TestColumns:
         with pytest.raises(InputError, match=r"the label \(labels\): text \(string\)"):
             columns([{"text": "a"}], "text-classification")
 
-    def test_calibration_needs_no_label(self) -> None:
+    def test_calibration_requires_no_label(self) -> None:
         assert columns([{"text": "a"}], "text-classification", answers=False) == {"text": "text"}
 
-    def test_mistyped_column_and_use(self) -> None:
+    def test_unknown_column_names_get_suggestions(self) -> None:
         with pytest.raises(ConfigError, match="Did you mean 'label'"):
             columns(ROWS, "text-classification", columns={"label": "lable"})
         with pytest.raises(ConfigError, match="no use for a column called 'texts'"):
             columns(ROWS, "text-classification", columns={"texts": "text"})
 
-    def test_column_of_another_kind(self) -> None:
+    def test_column_of_wrong_type_raises(self) -> None:
         with pytest.raises(ConfigError, match="does not hold text"):
             columns(ROWS, "text-classification", columns={"text": "label"})
 
-    def test_words_and_tags(self) -> None:
+    def test_columns_of_words_and_tags(self) -> None:
         rows = [{"id": "0", "tokens": ["paris", "is"], "ner_tags": [1, 0]}]
         assert columns(rows, "token-classification") == {"tags": "ner_tags", "words": "tokens"}
 
-    def test_questions(self) -> None:
+    def test_columns_of_questions(self) -> None:
         rows = [{"id": "0", "question": "a?", "context": "b", "answers": {"text": ["b"], "answer_start": [0]}}]
         assert columns(rows, "question-answering") == {
             "answers": "answers",
@@ -216,7 +216,7 @@ class TestColumns:
             "context": "context",
         }
 
-    def test_sentence_pairs(self) -> None:
+    def test_columns_of_sentence_pairs(self) -> None:
         rows = [{"sentence1": "a", "sentence2": "b", "score": 4.5}]
         assert columns(rows, "sentence-similarity") == {
             "score": "score",
@@ -234,19 +234,19 @@ def ids(rows: Any) -> list[Any]:
 
 
 class TestLabels:
-    def test_names(self) -> None:
+    def test_label_names(self) -> None:
         assert ids([{"text": "a", "label": "maybe"}, {"text": "b", "label": "yes"}]) == [2, 1]
 
-    def test_numbers_as_they_are(self) -> None:
+    def test_label_numbers(self) -> None:
         assert ids([{"text": "a", "label": 2}, {"text": "b", "label": 0}]) == [2, 0]
 
-    def test_classes_that_the_model_numbers_otherwise_go_by_name(self) -> None:
+    def test_class_labels_are_matched_by_name(self) -> None:
         features = datasets.Features(
             {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["yes", "no"])}
         )
         assert ids(datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)) == [1, 0]
 
-    def test_tags_that_are_not_measured(self) -> None:
+    def test_ignored_tags_stay_ignored(self) -> None:
         features = datasets.Features(
             {
                 "tokens": datasets.List(datasets.Value("string")),
@@ -256,32 +256,32 @@ class TestLabels:
         dataset = datasets.Dataset.from_dict({"tokens": [["a", "b"]], "tags": [[1, -100]]}, features=features)
         assert label_ids(map_columns(load_rows(dataset), "token-classification"), "tags", CONFIG) == [[0, -100]]
 
-    def test_unknown_name(self) -> None:
+    def test_unknown_label_name_raises(self) -> None:
         with pytest.raises(
             InputError, match="'perhaps' in rows are labels that the model does not know; it knows 'no'"
         ):
             ids([{"text": "a", "label": "perhaps"}])
 
-    def test_names_and_numbers_in_one_column(self) -> None:
+    def test_mixed_label_names_and_numbers_raise(self) -> None:
         with pytest.raises(InputError, match="names and numbers mixed: '1', 'no'"):
             ids([{"text": "a", "label": "no"}, {"text": "b", "label": "1"}])
 
-    def test_unknown_number(self) -> None:
+    def test_unknown_label_number_raises(self) -> None:
         with pytest.raises(InputError, match="it has 3, from 0"):
             ids([{"text": "a", "label": 3}])
 
     @pytest.mark.parametrize("missing", [-1, None])
-    def test_unlabelled(self, missing: int | None) -> None:
+    def test_missing_labels_raise(self, missing: int | None) -> None:
         with pytest.raises(InputError, match="1 of 2 labels"):
             ids([{"text": "a", "label": 1}, {"text": "b", "label": missing}])
 
-    def test_fractions_are_no_classes(self) -> None:
+    def test_fractional_labels_raise(self) -> None:
         with pytest.raises(InputError, match="neither names nor whole numbers"):
             ids([{"text": "a", "label": 0.5}])
 
 
 class TestEncoding:
-    def test_batches_hold_like_lengths_and_are_padded(self) -> None:
+    def test_batches_contain_similar_lengths_and_are_padded(self) -> None:
         encoded = Encoded(
             tokens={"input_ids": [[5, 6, 7], [5], [5, 6]], "attention_mask": [[1, 1, 1], [1], [1, 1]]},
             padding={"input_ids": 9},
@@ -295,11 +295,11 @@ class TestEncoding:
         encoded = Encoded(tokens={"input_ids": [[5, 6], [7]]}, padding={"input_ids": 9}, left=True)
         assert encoded.batch([0, 1])["input_ids"].tolist() == [[5, 6], [9, 7]]
 
-    def test_without_a_padding_token_lengths_do_not_mix(self) -> None:
+    def test_lengths_are_not_mixed_without_padding_token(self) -> None:
         encoded = Encoded(tokens={"input_ids": [[1, 2], [3], [4, 5]]})
         assert encoded.plan(8) == [[1], [0, 2]]
 
-    def test_longest(self) -> None:
+    def test_maximum_length(self) -> None:
         tokenizer = SimpleNamespace(model_max_length=94)
         assert longest(96, tokenizer, None) == 94
         assert longest(96, tokenizer, 64) == 64
@@ -309,7 +309,7 @@ class TestEncoding:
 
 
 class TestCalibrationBatches:
-    def test_rows_become_the_graphs_inputs_again_and_again(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_calibration_batches_can_be_read_twice(self, tiny_artifact: Callable[..., Artifact]) -> None:
         artifact = tiny_artifact()
         batches = calibration_batches(artifact, datasets.Dataset.from_list(ROWS), batch_size=3)
         first, again = list(batches), list(batches)
@@ -323,7 +323,7 @@ class TestCalibrationBatches:
         assert {"source": "rows.csv", "n": 2, "total": 4, "seed": 5}.items() <= batches.record.items()
         assert batches.record["columns"] == {"text": "text"}
 
-    def test_a_list_of_arrays_by_the_inputs_names_is_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_list_of_arrays_is_read_as_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:
         ids = np.arange(5, 13).reshape(2, 4)
         batch = next(
             iter(calibration_batches(tiny_artifact(), [{"input_ids": ids, "attention_mask": np.ones_like(ids)}]))
@@ -331,7 +331,7 @@ class TestCalibrationBatches:
         assert batch["input_ids"].tolist() == ids.tolist()
         assert batch["input_ids"].dtype == torch.int64
 
-    def test_given_batches_can_be_read_twice(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_iterator_of_batches_can_be_read_twice(self, tiny_artifact: Callable[..., Artifact]) -> None:
         feeds = {
             "input_ids": torch.ones(1, 4, dtype=torch.int64),
             "attention_mask": torch.ones(1, 4, dtype=torch.int64),
@@ -340,27 +340,27 @@ class TestCalibrationBatches:
         assert [len(list(batches)), len(list(batches))] == [3, 3]
         assert next(iter(batches))["token_type_ids"].tolist() == [[0, 0, 0, 0]]
 
-    def test_batches_without_an_input(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_batches_without_an_input_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
         batches = calibration_batches(tiny_artifact(), [{"attention_mask": torch.ones(1, 4, dtype=torch.int64)}])
         with pytest.raises(InputError, match="'input_ids', which its processor does not make"):
             list(batches)
 
-    def test_no_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_no_batches_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(QuantizeError, match="no batches"):
             calibration_batches(tiny_artifact(), iter(()))
 
-    def test_values_that_are_not_finite(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_non_finite_values_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
         artifact = tiny_artifact("vit", "image-classification")
         pixels = torch.zeros(1, 3, 32, 32)
         pixels[0, 0, 0, 0] = float("nan")
         with pytest.raises(InputError, match="'pixel_values' that are not finite"):
             list(calibration_batches(artifact, [{"pixel_values": pixels}]))
 
-    def test_rows_without_text(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_rows_without_text_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(InputError, match="1 of 2 rows of rows have no text"):
             calibration_batches(tiny_artifact(), [{"text": "a"}, {"text": None}])
 
-    def test_images(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_images_become_batches(self, tiny_artifact: Callable[..., Artifact]) -> None:
         from PIL import Image
 
         artifact = tiny_artifact("vit", "image-classification")

@@ -1,4 +1,4 @@
-"""The candidates of a search are exactly the declared capabilities of the backends."""
+"""Tests that the candidates of a search are exactly the capabilities that backends declare."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_declared_step_is_a_recipe(space: Space) -> None:
     assert [str(c) for c in space.candidates(export, "float32")] == ["vendor: vendor_graph float32"]
 
 
-def test_trials_of_a_scheme_are_recipes_for_their_tasks(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheme_trials_are_limited_to_their_tasks(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Capability(
         stage="quantize", consumes="vendor_graph", produces="vendor_graph", schemes=("weight-4",),
         settings=(SchemeSettings("weight-4", ("block_size",), (OptionTrial("block_size", 128, tasks=(GENERATES,)),)),),
@@ -74,7 +74,7 @@ def test_trials_of_a_scheme_are_recipes_for_their_tasks(space: Space, monkeypatc
         assert [one.split(" > ")[1] for one in found if "weight-4" in one] == sizes
 
 
-def test_another_backend_exports_for_a_backend_that_only_runs(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_only_backend_uses_exports_of_another_backend(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = next(one for one in VENDOR.capabilities if one.stage == "run")
     runner = BackendSpec(
         name="runner", summary="runs alone", extra="runner", impl="nowhere:Nothing", capabilities=(runs,)
@@ -99,7 +99,7 @@ def test_skipped_candidates_have_a_reason(space: Space) -> None:
     assert "size, not time" in reasons["vendor: vendor_graph float16"]
 
 
-def test_exported_formats_are_not_also_converted(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_formats_are_not_converted_again(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     converter = BackendSpec(
         name="converter",
         summary="made up",
@@ -135,7 +135,7 @@ def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.Monkey
     assert not any(c.options.buckets for c in without_mask)
 
 
-def test_options_of_a_backend_are_tried_on_their_devices(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_options_are_tried_on_their_devices(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = (OptionTrial("quantization", "odd"), OptionTrial("quantization", "float8", ("cuda",)))
     runs = Capability(stage="run", consumes="vendor_graph", trials=trials)
     vendor = replace(VENDOR, capabilities=(VENDOR.capabilities[0], runs), recorded_options=("quantization",))
@@ -154,7 +154,7 @@ def test_options_of_a_backend_are_tried_on_their_devices(space: Space, monkeypat
     assert combined([fewer, tried]).options == fewer.options
 
 
-def test_combining_takes_every_change() -> None:
+def test_combined_candidate_has_every_change() -> None:
     base = Candidate(
         recipe=Recipe(stage="export", backend="a", format="f", setting="float32"), backend="a", device="cpu"
     )
@@ -170,7 +170,7 @@ def test_buckets_double() -> None:
     assert buckets_for(range(5, 40)) == (8, 16, 32, 39)
 
 
-def test_plain_exports_are_screened_last_and_the_backends_in_turns() -> None:
+def test_plain_exports_are_screened_last_and_backends_alternate() -> None:
     def candidate(backend: str, setting: str, *, plain: bool = False) -> Candidate:
         recipe = Recipe(stage="export" if plain else "optimize", backend=backend, format=backend, setting=setting)
         return Candidate(recipe=recipe, backend=backend, device="cpu")
@@ -185,7 +185,7 @@ def test_plain_exports_are_screened_last_and_the_backends_in_turns() -> None:
     ]
 
 
-def test_options_that_cannot_matter_are_not_tried(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_without_effect_are_not_tried(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 2)
     (candidate,) = space.candidates(space.exports()[0], "bfloat16")
 

@@ -1,4 +1,4 @@
-"""Properties that capture reads from a PyTorch model before tracing."""
+"""Tests of the properties that an export reads from a PyTorch model before tracing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tower(torch.nn.Module):
 
 
 class Reader(torch.nn.Module):
-    """A text model with rotary position embeddings and an image tower with four patches."""
+    """Text model with rotary position embeddings and an image encoder with four patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +63,9 @@ class Reader(torch.nn.Module):
         self.embed_tokens = torch.nn.Embedding(40, 8)
 
 
-def test_a_model_is_asked_the_same_at_every_export(tmp_path: Path) -> None:
-    """Sample inputs are the same at every export, and the random state is unchanged. This model draws random numbers
-    while it loads.
+def test_sample_inputs_are_equal_at_every_export(tmp_path: Path) -> None:
+    """The sample inputs are equal at every export, and the random state is unchanged. The model of this test draws
+    random numbers while it is loaded.
     """
     model = resolve(save_sound_model(tmp_path / "model"), task="ctc")
     asked = []
@@ -78,7 +78,7 @@ def test_a_model_is_asked_the_same_at_every_export(tmp_path: Path) -> None:
     assert torch.equal(*asked)
 
 
-def test_positions_of_images_do_not_limit_texts() -> None:
+def test_image_positions_do_not_limit_text_length() -> None:
     model = Reader()
     assert max_sizes_of(model, TEXT) == {}
     assert not has_position_table(model, 64)
@@ -87,9 +87,9 @@ def test_positions_of_images_do_not_limit_texts() -> None:
     assert has_position_table(model, 64)
 
 
-def test_the_part_for_texts_is_the_one_that_was_made_of_its_config() -> None:
-    """The text part is found by its config, because image towers have no common names or attributes (Ovis2, Qwen3-VL,
-    GLM-4V).
+def test_text_model_is_found_by_its_config() -> None:
+    """The export finds the text model by its config, because image encoders have no common names or attributes (Ovis2,
+    Qwen3-VL, GLM-4V).
     """
     torch.manual_seed(0)
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
@@ -104,9 +104,9 @@ def test_the_part_for_texts_is_the_one_that_was_made_of_its_config() -> None:
     assert text_rows(model) == model.get_input_embeddings().num_embeddings
 
 
-def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
-    """Length limits also come from precomputed tables: TIPSv2's position embeddings, which its top-level config does
-    not mention, and MiniMax's blocks.
+def test_precomputed_tables_limit_text_length() -> None:
+    """Precomputed tables limit the text length, for example TIPSv2's position embeddings, which its top-level config
+    does not mention, and MiniMax's blocks.
     """
     model = Reader()
     model.text_model = torch.nn.ModuleDict({"position_embedding": torch.nn.Module()})
@@ -116,9 +116,9 @@ def test_texts_are_as_long_as_what_was_computed_once_for_them() -> None:
     assert max_sizes_of(model, TEXT) == {"sequence": 32}
 
 
-def test_a_model_s_own_kind_of_table_has_bounds_as_well() -> None:
-    """I-BERT's own embedding class gets bounds: for invalid ids OpenVINO reads outside the table, and ONNX Runtime
-    counts from its end.
+def test_custom_embedding_classes_have_bounds() -> None:
+    """The inputs of I-BERT's own embedding class get value ranges. For ids outside of the table, OpenVINO would read
+    other memory, and ONNX Runtime would count from the end of the table.
     """
     model = transformers.IBertForSequenceClassification(
         transformers.IBertConfig(**{**TINY, "max_position_embeddings": 34})
@@ -131,7 +131,7 @@ def test_a_model_s_own_kind_of_table_has_bounds_as_well() -> None:
 
 
 def test_bigbird_computes_its_own_token_types() -> None:
-    """BigBird's head for question answering computes token types from the separator; its other heads do not."""
+    """BigBird's question answering head computes token types from the separator token; its other heads do not."""
     torch.manual_seed(0)
     config = transformers.BigBirdConfig(**TINY, attention_type="original_full", sep_token_id=7)
     ids = torch.tensor([[5, 6, 7, 8, 9], [8, 7, 6, 5, 7]])
@@ -140,8 +140,8 @@ def test_bigbird_computes_its_own_token_types() -> None:
     assert own_defaults_of(transformers.BigBirdForTokenClassification(config).eval(), example) == ()
 
 
-def test_values_that_the_model_made_others_of_are_no_caches() -> None:
-    """DiffLlama pairs attention heads, so the values it attends to are not those in the KV cache."""
+def test_values_derived_from_the_cache_are_not_cache_values() -> None:
+    """DiffLlama pairs attention heads, so the values that it attends to differ from the values in the KV cache."""
     past = torch.zeros(1, 2, 0, 4)
     layer = CacheLayer(past, past, 3, 3, roomy=False)
     key, value = layer.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4))
@@ -150,13 +150,13 @@ def test_values_that_the_model_made_others_of_are_no_caches() -> None:
     assert trace.layer_of(key, value.repeat(1, 1, 1, 2)) is None
 
 
-def test_a_pair_of_caches_is_read_without_an_encoder() -> None:
+def test_encoder_decoder_cache_is_read_without_encoder() -> None:
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     cache.self_attention_cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5), 0)
     assert described(cache, "Model") == [{"key": Kept((2, TOKENS, 4)), "value": Kept((2, TOKENS, 5))}]
 
 
-def test_what_a_layer_keeps_beside_what_is_known_is_refused() -> None:
+def test_unknown_cache_contents_are_refused() -> None:
     cache = DynamicCache()
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     cache.layers[0].compressed = torch.zeros(1, 2)
@@ -164,7 +164,7 @@ def test_what_a_layer_keeps_beside_what_is_known_is_refused() -> None:
         described(cache, "Model")
 
 
-def test_a_sliding_window_keeps_keys_and_values() -> None:
+def test_sliding_window_cache_has_keys_and_values() -> None:
     cache = DynamicCache(config=transformers.MistralConfig(**{**TINY, "num_key_value_heads": 2}, sliding_window=4))
     cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
     assert described(cache, "Model") == [{"key": Kept((2, TOKENS, 8)), "value": Kept((2, TOKENS, 8))}]
@@ -179,7 +179,7 @@ def test_a_sliding_window_keeps_keys_and_values() -> None:
         ("image-text-to-text", True, "input_ids", "an encoder and a decoder; .* a decoder alone"),
     ],
 )
-def test_a_part_of_a_model_is_refused(task: str, encoder: bool, reads: str, said: str) -> None:
+def test_part_of_a_model_is_refused(task: str, encoder: bool, reads: str, said: str) -> None:
     model: Any = torch.nn.Identity()
     model.config = SimpleNamespace(is_encoder_decoder=encoder)
     source = Source(
@@ -191,7 +191,7 @@ def test_a_part_of_a_model_is_refused(task: str, encoder: bool, reads: str, said
 
 
 class Windows(torch.nn.Module):
-    """A model that pads to whole windows before each of three downsampling steps, as Swin does."""
+    """Model that pads images to whole windows before each of three downsampling steps, as Swin does."""
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
@@ -200,14 +200,14 @@ class Windows(torch.nn.Module):
         return pixel_values
 
 
-def test_a_trace_of_long_formulas_ends() -> None:
+def test_trace_with_long_size_formulas_is_stopped() -> None:
     height = torch.export.Dim.DYNAMIC
     pixels = torch.ones(2, 1, 40, 8)
     with pytest.raises(ExportError, match="Windows with images of any size takes too long"), _SimpleSizes("Windows"):
         torch.export.export(Windows(), (pixels,), dynamic_shapes={"pixel_values": {2: height}})
 
 
-def test_answers_at_padding_are_not_compared() -> None:
+def test_outputs_at_padding_are_not_compared() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     specs = [TensorSpec("logits", "float32", ("batch", "sequence", 4)), TensorSpec("pooled", "float32", ("batch", 3))]
     values = {"logits": torch.randn(2, 3, 4), "pooled": torch.randn(2, 3)}
@@ -218,14 +218,14 @@ def test_answers_at_padding_are_not_compared() -> None:
 
 
 def _answers(**values: torch.Tensor) -> Any:
-    """Return a session without inputs that always returns these values."""
+    """Return a session that has no inputs and always returns the given values."""
     words = {torch.int64: "int64", torch.float32: "float32"}
     outputs = tuple(TensorSpec(name, words[value.dtype], tuple(value.shape)) for name, value in values.items())
     return SimpleNamespace(inputs=(), outputs=outputs, run=lambda feeds, state: values)
 
 
 def test_each_output_has_its_own_tolerance() -> None:
-    """A float16 error of logits in the hundreds is accepted, but the same error of an embedding is not."""
+    """A float16 error in logits of several hundred is accepted, but an error of the same size in an embedding is not."""
     expected = {"logits": torch.full((1, 4), 100.0), "embedding": torch.full((1, 4), 0.5)}
     case = Case({"batch": 1}, {}, expected)
     near = _answers(logits=expected["logits"] + 0.5, embedding=expected["embedding"])
@@ -239,9 +239,9 @@ def test_each_output_has_its_own_tolerance() -> None:
     assert merged({"one": exact, "other": differences(near, [case], 0.0, "float32")})["max_abs_difference"] == 0.5
 
 
-def test_an_image_that_fills_no_whole_patches_is_among_the_cases() -> None:
-    """The cases include odd image sizes. MobileNet's padding depends on the remainder of its strides; a graph compared
-    only with even sizes was wrong for other sizes.
+def test_validation_includes_incomplete_patches() -> None:
+    """The validation cases include odd image sizes. The padding of MobileNet depends on the remainder of the size
+    divided by its strides, and a graph that was compared only at even sizes was wrong at other sizes.
     """
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
     source = Source(
@@ -258,7 +258,7 @@ def test_an_image_that_fills_no_whole_patches_is_among_the_cases() -> None:
 
 
 class _MuchOfLittle(torch.nn.Module):
-    """A model that returns `x` with a rounding error, because it adds and subtracts a large number in float32."""
+    """Model that returns `x` with a rounding error, because it adds and subtracts a large number in float32."""
 
     def __init__(self, number: Any = 1e4) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class _MuchOfLittle(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_a_graph_may_be_as_far_off_as_pytorch_is_from_what_is_right() -> None:
+def test_graph_error_up_to_pytorchs_own_error_is_accepted() -> None:
     model = _MuchOfLittle()
     x = torch.linspace(-1, 1, 40)[None]
     case = Case({"batch": 1}, {"x": x}, model(x))
@@ -295,8 +295,10 @@ def test_a_graph_may_be_as_far_off_as_pytorch_is_from_what_is_right() -> None:
         )
 
 
-def test_numbers_of_what_was_chosen_are_right_or_wrong() -> None:
-    """An index output, such as the matching point among 2,000, has no tolerance: the next index is another point."""
+def test_index_outputs_must_be_equal() -> None:
+    """An output of indices, such as the matching point among 2,000 points, has no tolerance, because the next index is
+    a different point.
+    """
     expected = {"matches": torch.arange(2000)[None]}
     case = Case({"batch": 1}, {}, expected)
     assert compare(_answers(**expected), [case], None, "float16")["max_abs_difference"] == 0
@@ -309,8 +311,8 @@ def test_numbers_of_what_was_chosen_are_right_or_wrong() -> None:
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_without_a_fused_operator(softcap: float | None, with_sinks: bool) -> None:
-    """OpenVINO graphs are traced with this attention function. It supports Gemma 2's capped scores and GPT-OSS's sink
-    column.
+    """The exporter traces OpenVINO graphs with this attention function. The function supports Gemma 2's capped scores
+    and GPT-OSS's attention sinks.
     """
     draw = torch.Generator().manual_seed(0)
     query = torch.randn((2, 4, 5, 8), generator=draw)
@@ -357,11 +359,12 @@ divided (float[a, b] x, int64 n) => (int64 half, int64 third)
         ("Sub(size, other)", lambda a, b: (a - b) // 2, ["Sub", "Div"]),
     ],
 )
-def test_sizes_are_divided_without_a_correction(number: str, expected: Any, operators: list[str]) -> None:
-    """Sizes are divided without the correction for negative numbers. With it, ONNX Runtime's CUDA provider sometimes
-    read sizes of 0 in graphs of Wav2Vec2.
+def test_size_division_without_sign_correction(number: str, expected: Any, operators: list[str]) -> None:
+    """Sizes are divided without the correction for negative numbers. With the correction, ONNX Runtime's CUDA provider
+    sometimes read sizes of 0 in graphs of Wav2Vec2.
 
-    OpenVINO divides integers in float32, so BEiT's graph gave other results when sizes were moved far above 0.
+    OpenVINO divides integers in float32, so BEiT's graph gave wrong results when the exporter added a large number to
+    the sizes.
     """
     openvino = pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
     model = onnx_ir.from_onnx_text(SIZES.format(number))
@@ -393,9 +396,9 @@ padded (float[1, 2, height, width] x) => (float[1, 2, tall, wide] largest)
 }"""
 
 
-def test_zeros_around_an_image_are_among_what_the_largest_is_taken_of() -> None:
-    """BiT pads images with zeros before max pooling. ONNX Runtime fuses the padding into the pooling, which then
-    ignores the zeros.
+def test_zero_padding_takes_part_in_max_pooling() -> None:
+    """BiT pads images with zeros before max pooling. ONNX Runtime would fuse the padding into the pooling, and the
+    fused pooling ignores the zeros.
     """
     onnxruntime = pytest.importorskip("onnxruntime", reason="the extra `onnxruntime` is not installed")
     model = onnx_ir.from_onnx_text(PADDED)
@@ -409,9 +412,9 @@ def test_zeros_around_an_image_are_among_what_the_largest_is_taken_of() -> None:
     np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
 
 
-def test_a_decoder_that_classifies_returns_no_cache() -> None:
-    """A decoder with a classification head returns no KV cache. In an encoder-decoder, the decoder's config is a copy
-    with its own cache setting.
+def test_decoder_classifier_returns_no_cache() -> None:
+    """A decoder with a classification head returns no KV cache. In an encoder-decoder, the config of the decoder is a
+    copy with its own cache setting, which must also be changed.
     """
     config = transformers.MT5Config(
         vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_decoder_layers=1, num_labels=2
@@ -432,7 +435,7 @@ def test_a_decoder_that_classifies_returns_no_cache() -> None:
     assert CACHE_NAME in model(input_ids=ids)
 
 
-def test_tokens_that_are_drawn_are_in_the_tables_of_both_parts() -> None:
+def test_sample_tokens_are_in_both_vocabularies() -> None:
     config = SimpleNamespace(encoder=SimpleNamespace(vocab_size=40), decoder=SimpleNamespace(vocab_size=30))
     example = {"input_ids": torch.ones((2, 4), dtype=torch.int64)}
     drawn = resize(example, {"input_ids": {0: "batch", 1: "sequence"}}, {"batch": 20, "sequence": 50}, config, seed=1)
@@ -441,8 +444,10 @@ def test_tokens_that_are_drawn_are_in_the_tables_of_both_parts() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.int64, 8)])
-def test_boxes_of_another_kind_keep_their_type_and_width(dtype: torch.dtype, width: int) -> None:
-    """Bounding boxes may be fractions of the page, or four corners. The caller's sample decides type and width."""
+def test_sample_boxes_keep_dtype_and_width(dtype: torch.dtype, width: int) -> None:
+    """Bounding boxes may be fractions of the page, or four corner points. Their data type and width are those of the
+    caller's sample.
+    """
     example = {"bbox": torch.ones(2, 5, width, dtype=dtype)}
     resized = resize(
         example, {"bbox": {0: "batch", 1: "sequence"}}, {"batch": 3, "sequence": 7}, transformers.BertConfig(), seed=1

@@ -1,4 +1,6 @@
-"""Output and warnings of other libraries are suppressed, and nothing else, also with several threads."""
+"""Tests of `quiet`, which suppresses output and warnings of other libraries in the current thread, and no output of
+other threads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def state() -> tuple[object, ...]:
     return sys.stdout, sys.stderr, logging.getLogger("transformers").level, list(warnings.filters)
 
 
-def test_threads_that_leave_in_the_order_in_which_they_came_leave_nothing_behind() -> None:
+def test_overlapping_threads_restore_the_output() -> None:
     before = state()
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
 
@@ -48,7 +50,7 @@ def test_threads_that_leave_in_the_order_in_which_they_came_leave_nothing_behind
     assert state() == before
 
 
-def test_what_other_threads_print_meanwhile_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_other_threads_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with quiet():
         say("held back")
         with quiet():

@@ -1,4 +1,6 @@
-"""Input checks of sessions: masks and their rows, and sequence lengths that the model has positions for."""
+"""Tests of the input checks of sessions: values and rows of masks, and sequence lengths that exceed the model's
+positions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def spec(name: str = "attention_mask", *, most: int = 1, axes: tuple[str, ...] =
 
 
 def both_ways(check: ValueCheck, mask: torch.Tensor) -> list[str]:
-    """Return the errors for a mask passed by name, and for the same mask passed as an array in the graph's order."""
+    """Return the errors for a mask that is passed by name, and for the same mask passed as an array in the graph's
+    input order.
+    """
     return errors(check, {"attention_mask": mask})
 
 
@@ -42,7 +46,7 @@ def errors(check: ValueCheck, feeds: Mapping[str, torch.Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("length", [4, 40], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
-def test_masks_of_any_type(length: int, dtype: torch.dtype) -> None:
+def test_masks_of_any_dtype(length: int, dtype: torch.dtype) -> None:
     check = ValueCheck([spec()])
     mask = torch.ones(3, length, dtype=dtype)
     mask[1, 2:] = 0
@@ -55,7 +59,7 @@ def test_masks_of_any_type(length: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("length", [4, 40], ids=["few", "many"])
 @pytest.mark.parametrize("value", [-1, 2, -(2**40), 2**40])
-def test_other_numbers_in_masks(length: int, value: int) -> None:
+def test_other_values_in_masks_are_refused(length: int, value: int) -> None:
     mask = torch.ones(2, length, dtype=torch.int64)
     mask[1, 1] = value
     found = both_ways(ValueCheck([spec()]), mask)
@@ -63,51 +67,51 @@ def test_other_numbers_in_masks(length: int, value: int) -> None:
     assert all(f"holds {value}; the model has 0 to 1" in message for message in found)
 
 
-def test_a_mask_that_says_what_sees_all_others() -> None:
+def test_mask_with_global_attention() -> None:
     mask = torch.tensor([[2, 1, 1, 0]])
     assert both_ways(ValueCheck([spec(most=2)]), mask) == []
     assert len(both_ways(ValueCheck([spec(most=2)]), mask + 1)) == 2
 
 
 @pytest.mark.parametrize("axes", [("batch", "choices", "sequence"), AXES])
-def test_rows_of_any_rank(axes: tuple[str, ...]) -> None:
+def test_masks_of_any_rank(axes: tuple[str, ...]) -> None:
     mask = torch.ones([2] * len(axes), dtype=torch.int64)
     assert both_ways(ValueCheck([spec(axes=axes)]), mask) == []
     mask[-1, ...] = 0
     assert len(both_ways(ValueCheck([spec(axes=axes)]), mask)) == 2
 
 
-def test_a_part_of_a_prompt_may_have_rows_without_a_token() -> None:
+def test_prompt_chunk_may_have_rows_without_a_token() -> None:
     check = ValueCheck([spec(axes=("batch", "total"))])
     assert both_ways(check, torch.tensor([[0, 0], [1, 1]])) == []
     assert len(both_ways(check, torch.tensor([[0, 3], [1, 1]]))) == 2
 
 
-def test_other_ranks_are_left_to_the_check_of_shapes() -> None:
+def test_masks_of_wrong_rank_are_left_to_the_shape_check() -> None:
     check = ValueCheck([spec()])
     for mask in (torch.tensor(0), torch.zeros(3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)):
         assert both_ways(check, mask) == []
 
 
-def test_masks_without_bounds_are_not_looked_at() -> None:
+def test_masks_without_bounds_are_not_checked() -> None:
     check = ValueCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")])
     assert both_ways(check, torch.full((2, 3), 7)) == []
     assert both_ways(check, torch.zeros(2, 3, dtype=torch.int64)) == []
 
 
-def test_masks_are_no_ids_for_a_gpu_to_clamp() -> None:
+def test_masks_are_not_clamped_on_the_gpu() -> None:
     ids = TensorSpec("input_ids", "int64", AXES, bounds=(0, 9))
     assert ValueCheck([ids, spec()]).bounds == {"input_ids": (0, 9)}
 
 
-def test_each_mask_is_looked_at_once() -> None:
+def test_rows_are_checked_only_for_masks_without_bounds() -> None:
     hidden = np.zeros((2, 3), np.int64)
     MaskCheck([spec()]).arrays([hidden])
     with pytest.raises(InputError, match="Row 0 of 'attention_mask'"):
         MaskCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")]).arrays([hidden])
 
 
-def test_sizes_that_a_model_has_positions_for() -> None:
+def test_sizes_are_limited_by_positions() -> None:
     sounds = TensorSpec("input_values", "float32", ("batch", "samples"))
     check = ShapeCheck([sounds], limits={"samples": 100, "frames": 5})
     for _ in range(2):
@@ -116,8 +120,10 @@ def test_sizes_that_a_model_has_positions_for() -> None:
             check(((2, 101),))
 
 
-def test_how_long_a_sound_a_conformer_takes() -> None:
-    """The longest audio of a Conformer is one sample shorter than the length that would need another position."""
+def test_maximum_audio_length_of_a_conformer() -> None:
+    """The longest accepted audio of a Conformer is one sample shorter than the shortest audio that needs one position
+    more than the model has.
+    """
     config = transformers.Wav2Vec2ConformerConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16), conv_kernel=(10, 3),
         conv_stride=(5, 4), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, vocab_size=20, max_source_positions=30,
@@ -132,7 +138,7 @@ def test_how_long_a_sound_a_conformer_takes() -> None:
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32 + 5])
-def test_integers_are_not_wrapped(value: int) -> None:
+def test_integers_out_of_range_are_refused(value: int) -> None:
     takes = {"input_ids": torch.int32}
     with pytest.raises(InputError, match=f"holds {value}; the graph takes torch.int32"):
         read_feeds({"input_ids": torch.tensor([[5, value]])}, takes)
@@ -144,7 +150,7 @@ def test_integers_are_not_wrapped(value: int) -> None:
 
 
 @pytest.mark.parametrize("order", [("input_ids", "attention_mask"), ("attention_mask", "input_ids")])
-def test_each_row_holds_the_token_that_a_head_reads(order: tuple[str, str]) -> None:
+def test_each_row_must_contain_the_required_token(order: tuple[str, str]) -> None:
     ids = torch.tensor([[5, 2, 2, 6], [5, 7, 2, 1], [5, 7, 8, 2]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]])
     given = {"input_ids": ids, "attention_mask": mask}
@@ -156,7 +162,7 @@ def test_each_row_holds_the_token_that_a_head_reads(order: tuple[str, str]) -> N
         return errors(check, {name: given[name][:rows] for name in order})
 
     assert found(equal_counts=False, rows=2) == []
-    # In the last row, the required token is masked as padding.
+    # In the last row, the attention mask hides the required token.
     assert [message[:45] for message in found(equal_counts=False, rows=3)] == [
         "Row 2 of 'input_ids' has no token 2, which th"
     ] * 2

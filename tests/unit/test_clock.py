@@ -1,4 +1,4 @@
-"""The time limit of a search is divided among its stages."""
+"""Tests of the clock that divides the time limit of a search among its stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from accel.tuning.subject import Clock
 
 
-def test_without_a_limit_time_is_infinite() -> None:
+def test_no_limit_gives_infinite_time() -> None:
     clock = Clock(limit_s=None)
     assert (clock.left(), clock.until(0.3), clock.timeout()) == (math.inf, 1.0, None)
 
@@ -30,7 +30,7 @@ def test_after_the_limit_a_process_has_a_moment_to_answer() -> None:
     assert over.until(0.5) > 1
 
 
-def test_kept_time_is_not_divided() -> None:
+def test_reserved_time_is_not_divided() -> None:
     late = Clock(limit_s=100.0, started=time.perf_counter() - 60)
     late.keep(10.0)
     assert late.left(late.until(1.0)) == pytest.approx(30, abs=1)

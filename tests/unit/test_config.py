@@ -1,5 +1,5 @@
-"""Settings are validated, invalid settings raise an error with a hint, and valid settings survive a round trip through
-JSON.
+"""Tests of settings: invalid settings raise an error with a hint, and valid settings are equal after a round trip
+through JSON.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def test_round_trip(config: object) -> None:
         (SessionOptions, {"graph_optimization": "most"}, "none, basic, extended, all"),
     ],
 )
-def test_rejects(cls: type, values: dict[str, object], message: str) -> None:
+def test_invalid_values_are_refused(cls: type, values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cls.from_dict(values)  # type: ignore[attr-defined]
 
 
-def test_any_sequence_will_do() -> None:
+def test_any_sequence_is_accepted() -> None:
     assert SessionOptions(buckets=[16, 32]) == SessionOptions(buckets=(16, 32))  # type: ignore[arg-type]
     assert SessionOptions(buckets=range(8, 33, 8)).buckets == (8, 16, 24, 32)  # type: ignore[arg-type]
     assert QuantizeConfig(exclude=["a"]).exclude == ("a",)  # type: ignore[arg-type]
 
 
-def test_every_error_is_ours_and_survives_pickling() -> None:
+def test_every_error_is_documented_and_pickled() -> None:
     found = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, AccelError)]
     assert len(found) > 15
     for error in found:
@@ -82,12 +82,12 @@ def test_devices() -> None:
         DeviceSpec.parse("gpu 0")
 
 
-def test_processors_follow_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_processors_follow_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 5})
     assert available_processors() <= 3
 
 
-def test_processors_follow_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_available_processors_follow_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     from pathlib import Path
 
     quota = Path(str(tmp_path)) / "cpu.max"

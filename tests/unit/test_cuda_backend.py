@@ -1,4 +1,6 @@
-"""The CUDA backend without a GPU: options, verdicts on simulated machines, and the choice of a form by the mask."""
+"""Tests of the `cuda` backend without a GPU: options, availability on simulated machines, and the graph form for each
+kind of mask.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,10 @@ def verdict(**changes: Any) -> Probe:
     return judge(Facts(**{**HEALTHY, **changes}))
 
 
-# Probe
+# The tests below check the availability probe.
 
 
-def test_a_healthy_machine() -> None:
+def test_machine_with_gpu_is_available() -> None:
     probe = verdict()
     assert probe.devices == (GPU,)
     assert not probe.reasons
@@ -69,7 +71,9 @@ def test_a_healthy_machine() -> None:
         ),
     ],
 )
-def test_each_obstacle_has_its_reason_and_remedy(changes: dict[str, Any], code: str, says: str, remedy: str) -> None:
+def test_each_missing_requirement_has_reason_and_remedy(
+    changes: dict[str, Any], code: str, says: str, remedy: str
+) -> None:
     probe = verdict(**changes)
     assert not probe.available
     assert [reason.code for reason in probe.reasons] == [code]
@@ -82,11 +86,11 @@ def test_all_reasons_are_given_at_once() -> None:
     assert [reason.code for reason in probe.reasons] == ["no-gpu-build", "no-driver", "torch-without-cuda"]
 
 
-def test_a_newer_minor_version_is_no_obstacle() -> None:
+def test_newer_minor_version_is_accepted() -> None:
     assert verdict(build_cuda="13.2", torch_cuda="13.1").available
 
 
-def test_the_machine_at_hand_gets_devices_or_reasons() -> None:
+def test_this_machine_has_devices_or_reasons() -> None:
     probe = CudaBackend().probe()
     assert bool(probe.devices) != bool(probe.reasons)
 
@@ -100,7 +104,7 @@ def test_visible_devices(value: str | None, expected: list[int]) -> None:
     assert visible(3, environment) == expected
 
 
-# Selection of a backend
+# The tests below check which backend is selected.
 
 
 def select(probe: Probe, **asked: Any) -> Selection:
@@ -113,37 +117,37 @@ def select(probe: Probe, **asked: Any) -> Selection:
     return select_backend(Question(**question), inventory, named)
 
 
-def test_a_gpu_is_chosen_before_the_cpu() -> None:
+def test_gpu_is_preferred_to_cpu() -> None:
     assert (found := select(verdict())).backend == "cuda"
     assert found.device == GPU
 
 
-def test_without_a_gpu_the_cpu_is_chosen() -> None:
+def test_cpu_is_selected_without_gpu() -> None:
     assert select(Probe(reasons=(Reason("no-driver", "there is no NVIDIA driver", "install it"),))).backend == "cpu"
 
 
-def test_naming_it_without_a_gpu_chooses_nothing() -> None:
+def test_named_cuda_backend_without_gpu_selects_nothing() -> None:
     found = select(verdict(driver=None, gpus=()), backend="cuda")
     assert found.backend is None
     assert "there is no NVIDIA driver (install the NVIDIA driver" in str(found)
 
 
-def test_onnx_is_optimized_by_its_owner_unless_named() -> None:
+def test_onnx_is_optimized_by_cpu_backend_by_default() -> None:
     assert plan_stage("optimize", "onnx").backend.name == "cpu"
     assert plan_stage("optimize", "onnx", "cuda").backend.name == "cuda"
     assert registry.describe("CUDAExecutionProvider") is SPEC
 
 
-# Options
+# The tests below check options.
 
 
-def test_defaults() -> None:
+def test_default_options() -> None:
     options = read_options({}, GPU)
     assert (options.cuda_graphs, options.padding, options.tf32) == (16, "check", False)
     assert options.provider == {"device_id": "0", "use_tf32": "0"}
 
 
-def test_onnx_runtimes_own_options_are_passed_on() -> None:
+def test_onnx_runtime_options_are_passed_on() -> None:
     given = {
         "gpu_mem_limit": 1 << 30,
         "arena_extend_strategy": "kSameAsRequested",
@@ -174,13 +178,13 @@ def test_onnx_runtimes_own_options_are_passed_on() -> None:
         ({"use_tf32": "perhaps"}, "True or False"),
     ],
 )
-def test_wrong_options_are_named(given: dict[str, object], says: str) -> None:
+def test_invalid_options_are_named(given: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_options(given, GPU)
     assert says in str(raised.value)
 
 
-# Forms by mask
+# The tests below check which graph form (`full`, `lengths` or `general`) fits a mask.
 
 MASKS = {
     "full": [[1, 1, 1, 1], [1, 1, 1, 1]],
@@ -193,13 +197,13 @@ MASKS = {
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
 @pytest.mark.parametrize("kind", MASKS)
-def test_form_by_mask(kind: str, dtype: torch.dtype) -> None:
+def test_form_for_a_mask(kind: str, dtype: torch.dtype) -> None:
     mask = torch.tensor(MASKS[kind]).to(dtype)
     expected = kind if kind in ("full", "lengths") else "general"
     assert held_by(mask) == Held(expected, int(mask.sum()))  # type: ignore[arg-type]
 
 
-def test_form_by_mask_on_every_small_mask() -> None:
+def test_form_for_every_small_mask() -> None:
     seen = set()
     for number in range(2**8):
         mask = torch.tensor([(number >> i) & 1 for i in range(8)]).view(2, 4)
@@ -212,11 +216,11 @@ def test_form_by_mask_on_every_small_mask() -> None:
     assert seen == {"full", "lengths", "general"}
 
 
-def test_any_number_but_zero_keeps_a_token() -> None:
+def test_nonzero_mask_values_keep_a_token() -> None:
     assert held_by(torch.tensor([[5, 5, -1, 0]])) == Held("lengths", 3)
 
 
-# Packing
+# The tests below check packing, which skips padding tokens.
 
 
 @pytest.mark.parametrize(
@@ -234,13 +238,11 @@ def test_any_number_but_zero_keeps_a_token() -> None:
         (Held("lengths", 60), (1, 64), True, True, Plan("lengths")),
     ],
 )
-def test_the_fastest_plan_for_a_mask(
-    held: Held, shape: tuple[int, int], packs: bool, short: bool, expected: Plan
-) -> None:
+def test_fastest_plan_for_a_mask(held: Held, shape: tuple[int, int], packs: bool, short: bool, expected: Plan) -> None:
     assert plan_for(held, shape, packs=packs, short=short) == expected
 
 
-def test_packed_rows_hold_the_tokens_in_few_sizes() -> None:
+def test_number_of_packed_row_sizes_is_small() -> None:
     for places in (2048, 6144, 8191, 30_000):
         sizes = {packed_rows(tokens, places) for tokens in range(1, places + 1)}
         assert len(sizes) <= 16

@@ -1,4 +1,4 @@
-"""Disturbed measurements are reported in tables, pages and JSON. The tests use invented timings."""
+"""Tests of reports about measurements that other programs disturbed. The timings are invented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.measuring.report import html_page, text_table
 
 WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
 QUIET = [10.0, 10.1, 10.2, 9.9, 10.0, 10.3, 9.8, 10.0]
-# Timings while another program ran during the second half.
+# In the second half of these timings, another program used the processor.
 HIT = [10.0, 10.1, 10.2, 9.9, 600.0, 900.0, 500.0, 700.0]
 
 
@@ -36,7 +36,7 @@ def benchmark(baseline: list[float], other: list[float], found: Disturbance | No
     )  # fmt: skip
 
 
-def test_a_quiet_machine_is_not_disturbed() -> None:
+def test_undisturbed_machine_has_no_signs() -> None:
     found = disturbance({"1x8": QUIET}, load_average=0.4, processors=2, steal=0.01)
     assert (found.signs, found.disturbed) == ((), False)
     assert found.spread == pytest.approx(1.04, abs=0.01)
@@ -51,7 +51,7 @@ def test_each_sign_is_reported() -> None:
     assert steal == "the hypervisor gave 20 % of the processor time to other machines"
 
 
-def test_the_watch_reads_load_and_steal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_and_steal_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([(10, 1000), (110, 1200)])
     monkeypatch.setattr(module, "_processor_time", lambda: next(ticks))
     monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 0.0, 0.0), raising=False)
@@ -68,7 +68,7 @@ def test_rounds_are_judged_without_load_average_and_proc(monkeypatch: pytest.Mon
     assert found.disturbed
 
 
-def test_a_disturbance_is_in_the_table_the_page_and_the_json() -> None:
+def test_disturbance_is_reported_in_table_page_and_json() -> None:
     quiet, hit = benchmark(QUIET, [1.0] * 8).to_dict(), benchmark(HIT, [1.0] * 8).to_dict()
     line = "Other programs disturbed these measurements: rounds of the baseline took"
     for text in (text_table(quiet), html_page(quiet)):
@@ -79,14 +79,16 @@ def test_a_disturbance_is_in_the_table_the_page_and_the_json() -> None:
     assert list(quiet["disturbance"]["signs"]) == []
 
 
-def test_a_disturbed_speedup_is_printed_as_unsteady() -> None:
-    """A search once reported 658 times PyTorch's speed, with an interval from 43 to 668."""
+def test_disturbed_speedup_is_reported_as_unsteady() -> None:
+    """A speedup with a very wide interval is printed as unsteady. A search once reported 658 times PyTorch's speed,
+    with an interval from 43 to 668.
+    """
     text = text_table(benchmark(HIT, [1.0] * 8).to_dict())
     assert "unsteady: 10.00 to 765.53" in text
     assert "10.00 (9.90 to 10.20)" in text_table(benchmark(QUIET, [1.0] * 8).to_dict())
 
 
-def test_a_single_round_is_json_and_shown_as_unsteady() -> None:
+def test_single_round_is_reported_as_unsteady() -> None:
     values = benchmark([10.0], [1.0]).to_dict()
     json.dumps(values, allow_nan=False)
     assert "unsteady: 0.00 to ∞" in text_table(values)

@@ -1,4 +1,4 @@
-"""Metrics, confidence intervals, and evaluation of models on labelled rows."""
+"""Tests of metrics, of confidence intervals, and of the evaluation of models on labeled rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
     return [" ".join(generator.choice(WORDS, size=generator.integers(2, 12))) for _ in range(count)]
 
 
-def test_predictions_that_are_numbers_have_no_agreement() -> None:
+def test_numeric_predictions_have_no_agreement() -> None:
     predictor = object.__new__(Classes)
     assert predictor.agreement([1, 2], [1, 3]) == 0.5
     assert predictor.agreement([0.25, 0.5], [0.25, 0.5]) is None
@@ -43,7 +43,7 @@ def test_predictions_that_are_numbers_have_no_agreement() -> None:
 
 
 def labelled_by(model: Any, found: list[str]) -> list[str]:
-    """Return the model's own predictions as labels, so that its accuracy is known."""
+    """Return the model's own predictions as labels, so that the accuracy is known."""
     tokenizer, labels = tiny_tokenizer(), []
     for text in found:
         with torch.inference_mode():
@@ -58,7 +58,7 @@ class TestMetrics:
 
     @pytest.mark.parametrize("classes", [2, 3])
     @pytest.mark.parametrize("name", list(Classes.metrics(3)))
-    def test_metrics_of_classes_are_scikit_learns(self, name: str, classes: int) -> None:
+    def test_class_metrics_equal_scikit_learns(self, name: str, classes: int) -> None:
         predictions, truth = ([min(one, classes - 1) for one in some] for some in (self.found, self.truth))
         metric = metric_for(name, Classes, classes=classes)
         which, _, average = name.partition("_")
@@ -91,7 +91,7 @@ class TestMetrics:
             ("O O", set()),
         ],
     )
-    def test_entities(self, tags: str, spans: set[tuple[str, int, int]]) -> None:
+    def test_entities_from_tags(self, tags: str, spans: set[tuple[str, int, int]]) -> None:
         assert entities(tags.split()) == spans
 
     def test_seqeval_counts_whole_entities(self) -> None:
@@ -104,22 +104,22 @@ class TestMetrics:
             "overall_accuracy": pytest.approx(2 / 3),
         }
 
-    def test_squad_forgives_articles_and_punctuation(self) -> None:
+    def test_squad_ignores_articles_and_punctuation(self) -> None:
         metric = metric_for(None, Answers)
         scores = metric.compute(["The bank!", "", "old money"], [["bank"], [], ["money", "old cash"]])
         assert scores["exact_match"] == pytest.approx(200 / 3)
         assert scores["f1"] == pytest.approx(100 * (1 + 1 + 2 / 3) / 3)
 
-    def test_points(self) -> None:
+    def test_drop_is_in_points(self) -> None:
         assert metric_for("accuracy", Classes).drop(0.93, 0.9) == pytest.approx(3)
         assert metric_for("squad", Answers).drop(93, 90) == pytest.approx(3)
         assert metric_for("mse", Numbers).drop(1.0, 1.5) == pytest.approx(0.5)
 
-    def test_mistyped_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_misspelled_metric_gets_a_suggestion(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="Did you mean 'accuracy'"):
             metric_for("acuracy", Classes)
 
-    def test_metric_of_another_task(self) -> None:
+    def test_metric_of_another_task_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="squad does not measure classes"):
             metric_for("squad", Classes)
 
@@ -135,7 +135,7 @@ class TestMetrics:
         with pytest.raises(ConfigError, match="perplexity does not measure classes"):
             metric_for("perplexity", Classes)
 
-    def test_scripts_of_hub_users_need_trust_remote_code(self) -> None:
+    def test_hub_metric_scripts_require_trust_remote_code(self) -> None:
         with pytest.raises(ConfigError, match="trust_remote_code=True"):
             metric_for("somebody/metric", Classes)
 
@@ -160,9 +160,9 @@ class TestMetrics:
 
 class TestIntervals:
     @pytest.mark.parametrize(("first_only", "second_only", "rows"), [(2, 12, 50), (5, 3, 40), (0, 4, 100)])
-    def test_ends_solve_the_score_equation(self, first_only: int, second_only: int, rows: int) -> None:
+    def test_interval_ends_solve_the_score_equation(self, first_only: int, second_only: int, rows: int) -> None:
         def score(difference: float) -> float:
-            """Tango's score statistic. The nuisance parameter is found by numeric maximization of the likelihood."""
+            """Return Tango's score statistic. Numeric maximization of the likelihood gives the nuisance parameter."""
 
             def loss(share: float) -> float:
                 counts = (second_only, first_only, rows - first_only - second_only)
@@ -178,13 +178,13 @@ class TestIntervals:
         assert score(found.low) == pytest.approx(1.959964, abs=1e-4)
         assert score(found.high) == pytest.approx(-1.959964, abs=1e-4)
 
-    def test_without_discordant_rows_the_interval_has_a_width(self) -> None:
+    def test_interval_without_discordant_rows_has_a_width(self) -> None:
         found = paired_proportions(0, 0, 100)
         assert found.low == pytest.approx(-found.high)
         assert found.high == pytest.approx(1.96**2 / (100 + 1.96**2), abs=1e-3)
         assert found.p_value == 1.0
 
-    def test_coverage(self) -> None:
+    def test_interval_coverage(self) -> None:
         generator = np.random.default_rng(0)
         rows, probabilities = 300, [0.95, 0.035, 0.015]
         inside = 0
@@ -192,7 +192,7 @@ class TestIntervals:
             _, first_only, second_only = generator.multinomial(rows, probabilities)
             found = paired_proportions(int(first_only), int(second_only), rows)
             inside += found.low <= 0.015 - 0.035 <= found.high
-        # With 400 draws, the coverage of a 95 % interval is within 3 standard errors of 0.95 (0.033).
+        # With 400 draws, the measured coverage of a 95 % interval is within three standard errors (0.033) of 0.95.
         assert inside / 400 == pytest.approx(0.95, abs=0.033)
 
     def test_mcnemar(self) -> None:
@@ -219,17 +219,17 @@ class TestIntervals:
         same = difference_interval(metric, found, found, truth)
         assert (same.low, same.high) == (0.0, 0.0)
 
-    def test_many_classes_stay_small(self) -> None:
+    def test_many_classes_need_little_memory(self) -> None:
         generator = np.random.default_rng(3)
         truth = generator.integers(0, 1000, 5000)
         metric = metric_for("f1", Classes, classes=1000)
         assert metric.sums is not None
-        # A dense confusion matrix would take 120 MB.
+        # A dense confusion matrix would need 120 MB.
         assert metric.sums(truth, truth).data.nbytes == 3 * 5000 * 8
         found = bootstrap(metric, list(truth), list((truth + 1) % 1000), list(truth), resamples=50)
         assert (found.low, found.high) == (-1.0, -1.0)
 
-    def test_metric_without_sums(self) -> None:
+    def test_bootstrap_of_a_metric_without_sums(self) -> None:
         generator = np.random.default_rng(2)
         truth = generator.normal(size=80)
         first, second = truth + 0.1 * generator.normal(size=80), truth + generator.normal(size=80)
@@ -244,7 +244,7 @@ class TestEvaluate:
     def rows(cls) -> list[dict[str, Any]]:
         found = texts(60)
         labels = labelled_by(tiny_model("bert"), found)
-        # Every fifth label is wrong on purpose.
+        # Every fifth label is wrong on purpose, so the expected accuracy is 0.8.
         other = {"LABEL_0": "LABEL_1", "LABEL_1": "LABEL_2", "LABEL_2": "LABEL_0"}
         return [
             {"text": text, "label": other[label] if i % 5 == 0 else label}
@@ -270,7 +270,7 @@ class TestEvaluate:
         assert (found.value, found.difference, found.agreement) == (0.8, 0.0, 1.0)
         assert found.interval.low < 0 < found.interval.high
 
-    def test_comparison_sees_another_model(
+    def test_comparison_detects_another_model(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
     ) -> None:
         other = tiny_model("bert", seed=1)
@@ -282,12 +282,14 @@ class TestEvaluate:
         assert found.interval.p_value is not None
         assert found.interval.p_value < 0.05
 
-    def test_pytorch_model(self, rows: list[dict[str, Any]]) -> None:
+    def test_pytorch_model_is_evaluated(self, rows: list[dict[str, Any]]) -> None:
         result = accel.evaluate(tiny_model("bert"), rows, processor=tiny_tokenizer())
         assert (result.value, result.backend) == (0.8, "pytorch")
 
     @pytest.mark.thorough
-    def test_folder_is_exported(self, tiny_folder: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
+    def test_transformers_folder_is_evaluated(
+        self, tiny_folder: Callable[..., Path], rows: list[dict[str, Any]]
+    ) -> None:
         assert accel.evaluate(tiny_folder(), rows).value == 0.8
 
     def test_other_metrics(self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]) -> None:
@@ -297,7 +299,7 @@ class TestEvaluate:
         assert result.comparison is not None
         assert result.comparison.interval.method.startswith("paired bootstrap")
 
-    def test_a_comparison_has_the_fields_that_a_budget_reads(
+    def test_comparison_has_the_fields_of_a_budget(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
     ) -> None:
         found = accel.evaluate(tiny_artifact(), rows, against=True)
@@ -316,28 +318,28 @@ class TestEvaluate:
         assert (values["data"]["n"], values["data"]["seed"], values["data"]["total"]) == (20, 3, 60)
         assert "predictions" not in values
 
-    def test_rows_are_cut_to_max_length(
+    def test_rows_are_truncated_to_max_length(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
     ) -> None:
         short = accel.evaluate(tiny_artifact(), rows, max_length=3)
         assert short.max_length == 3
         assert short.value < 0.8
 
-    def test_unknown_labels(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_unknown_labels_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(InputError, match="'lost_card' in rows are labels that the model does not know"):
             accel.evaluate(tiny_artifact(), [{"text": "my card", "label": "lost_card"}])
 
-    def test_unlabelled(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_missing_labels_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(InputError, match="1 of 1 labels of rows are missing"):
             accel.evaluate(tiny_artifact(), [{"text": "my card", "label": -1}])
 
-    def test_against_an_unknown_original(self, tmp_path: Path, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_unknown_original_model_raises(self, tmp_path: Path, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(ArtifactNotFoundError, match="does not say what it was made from"):
             accel.evaluate(
                 tiny_model("bert"), [{"text": "my card", "label": 1}], processor=tiny_tokenizer(), against=True
             )
 
-    def test_confidence(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_invalid_confidence_raises(self, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(ConfigError, match="confidence is 95"):
             accel.evaluate(tiny_artifact(), [{"text": "my card", "label": 1}], confidence=95)
 
@@ -352,7 +354,7 @@ class TestOtherTasks:
             inputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")
             with torch.inference_mode():
                 best = model(**inputs).logits[0].argmax(-1)
-            # Each word is one token, between [CLS] and [SEP].
+            # Each word is one token. The tokens `[CLS]` and `[SEP]` are before and after the words.
             tags = [int(best[1 + i]) for i in range(len(words))]
             rows.append({"tokens": words, "ner_tags": tags})
         assert accel.evaluate(artifact, rows).value == 1.0
@@ -361,7 +363,7 @@ class TestOtherTasks:
         total = sum(len(row["tokens"]) for row in rows)
         assert changed.value == pytest.approx(1 - len(rows[0]["tokens"]) / total)
 
-    def test_a_wrong_number_of_tags_is_refused(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_wrong_number_of_tags_raises(self, tiny_artifact: Callable[..., Artifact]) -> None:
         rows = [{"tokens": ["my", "card"], "ner_tags": [1]}]
         with pytest.raises(InputError, match="2 words and 1 tags"):
             accel.evaluate(tiny_artifact("bert", "token-classification"), rows)
@@ -404,17 +406,17 @@ class TestOtherTasks:
         rows = [{"image": p, "label": int(i)} for p, i in zip(pictures, logits.argmax(-1), strict=True)]
         assert accel.evaluate(artifact, rows, batch_size=4).value == 1.0
 
-    def test_equal_predictions_have_no_correlation(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_correlation_of_equal_predictions_raises(self, tiny_artifact: Callable[..., Artifact]) -> None:
         rows = [{"sentence1": "my card", "sentence2": "my card", "score": 1.0}] * 3
         with pytest.raises(InputError, match="all alike"):
             accel.evaluate(tiny_artifact("bert", "sentence-similarity"), rows)
 
     @pytest.mark.thorough
-    def test_masked_language_models_are_not_measured(self, tiny_artifact: Callable[..., Artifact]) -> None:
+    def test_masked_language_models_are_refused(self, tiny_artifact: Callable[..., Artifact]) -> None:
         with pytest.raises(ConfigError, match="cannot measure fill-mask yet"):
             accel.evaluate(tiny_artifact("bert", "fill-mask"), [{"text": "my card"}])
 
-    def test_several_labels_a_row(self) -> None:
+    def test_multi_label_classification_is_refused(self) -> None:
         config = transformers.BertConfig(problem_type="multi_label_classification")
         with pytest.raises(TaskError, match="several labels"):
             predictor_for("text-classification", config)

@@ -1,4 +1,6 @@
-"""Model families are found by model type, including families of other distributions."""
+"""Tests of the registry of model families, which is searched by model type and contains families of other
+distributions.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ FAMILY = Tall()
 
 @pytest.fixture
 def another_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install a distribution with families: a module `tall`, and a module that does not exist."""
+    """Install a distribution with two entries for model families: one refers to the module `tall`, and one refers to a
+    module that does not exist.
+    """
     package = tmp_path / "tall_models"
     package.mkdir()
     (package / "__init__.py").write_text('MODULES = {"tall-text": "tall", "broken": "absent"}', encoding="utf-8")
@@ -42,7 +46,7 @@ def another_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.usefixtures("another_distribution")
-def test_a_family_of_another_distribution_is_imported_when_it_is_asked_for() -> None:
+def test_family_of_another_distribution_is_imported_on_demand() -> None:
     assert type(family_of({"model_type": "short-text"})) is Family
     assert "tall_models.tall" not in sys.modules
     assert family_of(SimpleNamespace(model_type="tall-text")).positions == "mask"
@@ -51,11 +55,11 @@ def test_a_family_of_another_distribution_is_imported_when_it_is_asked_for() -> 
 
 
 @pytest.mark.parametrize("config", [None, {}, {"model_type": None}, SimpleNamespace(), {"model_type": "bert"}])
-def test_other_configs_are_read_in_the_general_way(config: object) -> None:
+def test_unknown_configs_use_the_general_family(config: object) -> None:
     assert type(family_of(config)) is Family
 
 
-def test_tables_of_positions_that_start_after_padding() -> None:
+def test_position_tables_that_start_after_padding() -> None:
     limit = {"max_position_embeddings": 514}
     assert max_text_sizes({"model_type": "bert", **limit}) == {"sequence": 514}
     assert max_text_sizes({"model_type": "roberta", **limit, "pad_token_id": 1}) == {"sequence": 512}

@@ -1,4 +1,6 @@
-"""A form with results that differ from the graph is detected before its first use, disabled and named in a warning."""
+"""Tests of graph forms (variants of a graph for some inputs). A form whose results differ from the graph is detected
+before its first use, disabled, and named in a warning.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def checks_of(artifact: Artifact, compute_dtype: str = "float32", **versions: st
 
 
 class Counted:
-    """A computation whose results are off by `error`, and which records its calls."""
+    """Computation that records its calls and whose results have the error `error`."""
 
     def __init__(self, error: float = 0.0) -> None:
         self.error = error
@@ -47,7 +49,7 @@ def artifact(tiny_artifact: Callable[..., Artifact]) -> Artifact:
     return tiny_artifact("bert")
 
 
-def test_right_forms_are_asked_once(artifact: Artifact) -> None:
+def test_correct_form_is_checked_once(artifact: Artifact) -> None:
     checks, form, plain = checks_of(artifact, run="once"), Counted(), Counted()
     assert all(checks.check(PACKED, form, plain).passed for _ in range(5))
     assert (len(form.feeds), len(plain.feeds)) == (1, 1)
@@ -60,11 +62,13 @@ def test_right_forms_are_asked_once(artifact: Artifact) -> None:
 
 
 @pytest.mark.parametrize(("compute_dtype", "error", "allowed"), [("float32", 2e-3, False), ("float16", 2e-3, True)])
-def test_tolerance_is_that_of_the_kernels(artifact: Artifact, compute_dtype: str, error: float, allowed: bool) -> None:
+def test_tolerance_depends_on_the_compute_dtype(
+    artifact: Artifact, compute_dtype: str, error: float, allowed: bool
+) -> None:
     assert checks_of(artifact, compute_dtype).check(PACKED, Counted(error), Counted()).passed is allowed
 
 
-def test_wrong_forms_are_named(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_form_is_named_in_a_warning(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
         assert not checks_of(artifact, run="wrong").check(PACKED, Counted(0.4), Counted()).passed
         assert "'packed'" in caplog.text
@@ -74,11 +78,11 @@ def test_wrong_forms_are_named(artifact: Artifact, caplog: pytest.LogCaptureFixt
         assert "'packed'" in caplog.text, "and said again in each process"
 
 
-def test_values_that_are_not_finite_are_wrong(artifact: Artifact) -> None:
+def test_non_finite_results_are_wrong(artifact: Artifact) -> None:
     assert not checks_of(artifact, run="nan").check(PACKED, Counted(float("nan")), Counted()).passed
 
 
-def test_what_cannot_be_remembered_is_checked_again(artifact: Artifact) -> None:
+def test_form_is_checked_again_if_the_result_is_not_stored(artifact: Artifact) -> None:
     (accel_home() / "forms.json").write_text("[", encoding="utf-8")
     form = Counted()
     for _ in range(2):
@@ -87,7 +91,7 @@ def test_what_cannot_be_remembered_is_checked_again(artifact: Artifact) -> None:
 
 
 class _OffAtFixedShapes:
-    """A session that returns wrong results for fixed shapes."""
+    """Session that returns wrong results for fixed shapes."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -100,7 +104,7 @@ class _OffAtFixedShapes:
         return {name: tensor + 1 for name, tensor in found.items()}
 
 
-def test_a_wrong_bucket_is_not_used(
+def test_wrong_bucket_is_not_used(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeds = {
@@ -126,10 +130,10 @@ def test_a_wrong_bucket_is_not_used(
     monkeypatch.setattr(backend, "open", open_right)
 
 
-def test_wrong_steps_are_not_used(
+def test_wrong_padding_multiples_are_not_used(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A runtime whose results depend on padding is detected before the first padded call returns."""
+    """If the results of a runtime depend on padding, the first padded call detects this before it returns."""
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-steps"))
     plain = open_plan(make_plan(artifact)).sessions["model"]
     session: Any = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(pad_to_multiple_of=8)))).sessions[
@@ -148,7 +152,7 @@ def test_wrong_steps_are_not_used(
     assert "'multiples of 8'" in caplog.text
 
 
-def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_lists_every_form(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_buckets(plan: Plan) -> OpenSessions:
         return open_plan(plan.with_options(SessionOptions(buckets=(8, 16))))
 
@@ -162,11 +166,11 @@ def test_validate_shows_every_form(artifact: Artifact, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("options", [SessionOptions(buckets=(16, 32)), SessionOptions(pad_to_multiple_of=8)], ids=str)
 @pytest.mark.thorough
-def test_rows_that_begin_with_padding_are_not_padded_where_that_changes_them(
+def test_left_padded_rows_are_not_padded_if_padding_changes_results(
     options: SessionOptions, tiny_artifact: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Left-padded rows are not padded further if this changes the results. It does for DeBERTa, which classifies by the
-    first token, and whose masked tokens attend to all padding.
+    """Left-padded rows get no more padding if padding changes their results. DeBERTa's results change, because it
+    classifies by the first token, and masked tokens attend to all padding.
     """
     artifact = tiny_artifact("deberta-v2")
     ids = torch.arange(5, 16).repeat(2, 1)

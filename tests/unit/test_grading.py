@@ -1,4 +1,6 @@
-"""A search measures accuracy under the conditions of the workload: its rows per call and the candidate's options."""
+"""Tests that a search measures accuracy under the conditions of its workload: with its number of rows per call, and
+with the options of the candidate.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def scored(value: float, batch_size: int, drop: float | None = None) -> Accuracy
 
 
 class FakeBuilder:
-    """Returns fixed results and records the calls."""
+    """Builder that returns fixed results and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -63,14 +65,14 @@ class FakeBuilder:
 
 
 class NoStore:
-    """A store that stores nothing."""
+    """Store that stores nothing."""
 
     def get(self, kind: str, key: Any) -> None: ...
 
     def put(self, kind: str, key: Any, value: Any) -> None: ...
 
 
-def test_a_search_measures_with_the_rows_a_call_and_the_options_of_its_workload() -> None:
+def test_accuracy_is_measured_with_batch_and_options_of_the_workload() -> None:
     subject = Subject(
         model=cast(Any, type("Model", (), {"task": "text-classification", "hub": type("Hub", (), {"trust_remote_code": False})})),
         baseline=Variant(name="PyTorch", path=Path(), task="text-classification"), digest="", machine={}, versions={},
@@ -91,7 +93,7 @@ def test_a_search_measures_with_the_rows_a_call_and_the_options_of_its_workload(
     assert (variant.options.buckets, variant.options.threads) == ((8, 16), 1)
 
 
-def test_the_largest_drop_of_several_batch_sizes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_drop_of_several_batch_sizes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {1: scored(0.94, 1, drop=1.0), 4: scored(0.92, 4, drop=3.0), 8: scored(0.93, 8, drop=2.0)}
 
     class Prepared:
@@ -111,7 +113,7 @@ def test_the_largest_drop_of_several_batch_sizes_counts(monkeypatch: pytest.Monk
     assert build(Accuracy, json.loads(json.dumps(asdict(found))), "a kept accuracy") == found
 
 
-def test_rows_share_a_call_in_their_order_if_by_length_is_false() -> None:
+def test_rows_keep_their_order_if_by_length_is_false() -> None:
     encoded = Encoded(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]}, padding={"input_ids": 0})
     assert encoded.plan(2) == [[1, 3], [2, 0]]
     assert encoded.plan(2, by_length=False) == [[0, 1], [2, 3]]
@@ -119,7 +121,7 @@ def test_rows_share_a_call_in_their_order_if_by_length_is_false() -> None:
     assert without_padding.plan(2, by_length=False) == [[1, 3], [2], [0]], "unequal lengths cannot share a call"
 
 
-def test_rows_a_call_in_words() -> None:
+def test_rows_per_call_as_text() -> None:
     assert [rows_a_call(sizes) for sizes in ([1], [32], (1, 8))] == [
         "1 row a call",
         "32 rows a call",
@@ -128,6 +130,6 @@ def test_rows_a_call_in_words() -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (0,)])
-def test_a_search_needs_rows_a_call(batch: tuple[int, ...]) -> None:
+def test_invalid_batch_size_raises(batch: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="batch is"):
         Load(batch=batch, sequence=(8,), texts=None, max_length=None, threads=None, seed=0)

@@ -1,5 +1,5 @@
-"""Untrusted folders: with any content of a manifest or config, opening a folder soon gives a model or an error of
-accel, and writes nothing.
+"""Tests of untrusted folders: for any content of a manifest or a config, opening a folder quickly gives a model or an
+error of accel, and writes no files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accel.data.batches import load_processor
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError
 
 _SECONDS, _BYTES = 10.0, 2 << 30
-# Values that once caused a hang, a huge allocation or an unexpected exception in some code.
+# In earlier versions, these values caused a hang, a huge allocation or an unexpected exception.
 _HOSTILE: tuple[Callable[[], Any], ...] = (
     lambda: None,
     lambda: True,
@@ -59,7 +59,7 @@ def _nested(depth: int) -> Any:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of all values in a JSON value, as tuples of keys and indices."""
+    """Yield the path of every value in a JSON value, as a tuple of keys and indices."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -68,7 +68,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """Return a copy in which up to three values are replaced, removed or duplicated."""
+    """Return a copy of a JSON value in which up to three values are replaced, removed or duplicated."""
     made = copy.deepcopy(values)
     for _ in range(chance.randint(1, 3)):
         *way, last = chance.choice(list(places(made)))
@@ -92,8 +92,8 @@ def everything_in(folder: Path) -> dict[str, float]:
 
 
 def tried(opening: Callable[[], Any]) -> bool:
-    """Return whether the folder opens. Fail on errors that are not errors of accel, on hangs, and on gigabytes of
-    memory.
+    """Return whether the folder opens. Fail the test if another type of error is raised, if opening takes too long, or
+    if it allocates gigabytes of memory.
     """
     started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -110,10 +110,10 @@ COUNTS = [300, pytest.param(10_000, marks=pytest.mark.thorough)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_manifests(
+def test_mutated_manifests_open_or_raise(
     count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutated manifests with valid checksums open or raise. Models that still open are also run."""
+    """Mutated manifests with valid checksums open or raise an error of accel. Each model that still opens is also run."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "inner" / "artifact")
@@ -141,9 +141,11 @@ def test_manifests(
 
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", ["llama", "bart"])
-def test_manifests_of_generators(family: str, count: int, generator: Callable[..., Artifact], tmp_path: Path) -> None:
-    """Mutated manifests of generators: models that still open are also run, so a wrong description of the graph must be
-    detected.
+def test_mutated_generator_manifests_open_or_raise(
+    family: str, count: int, generator: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    """Mutated manifests of generating models open or raise an error of accel. Each model that still opens generates
+    tokens, so a wrong description of the graph must be detected.
     """
     folder = shutil.copytree(generator(family).path, tmp_path / "artifact")
     values = json.loads((folder / "accel.json").read_text())
@@ -178,7 +180,7 @@ def _changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda values: values.update(architecture="HALF"), "surrogates not allowed"),
     ],
 )  # fmt: skip
-def test_manifests_that_are_wrong_about_their_graph(
+def test_manifests_that_contradict_the_graph_raise(
     change: Callable[[dict[str, Any]], None], message: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
@@ -191,7 +193,7 @@ def test_manifests_that_are_wrong_about_their_graph(
             ORTModelForSequenceClassification.from_pretrained(folder, session_options=options)
 
 
-def test_a_config_of_millions_of_labels(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_config_with_billions_of_labels_raises(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     values = json.loads((folder / "config.json").read_text())
     del values["id2label"], values["label2id"]
@@ -201,8 +203,8 @@ def test_a_config_of_millions_of_labels(tiny_artifact: Callable[..., Artifact], 
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])
-def test_configs(count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """Mutated configs raise only errors of accel, whatever transformers raises for them."""
+def test_mutated_configs_open_or_raise(count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """Mutated configs raise only errors of accel, for every type of error that transformers raises for them."""
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     values = json.loads((folder / "config.json").read_text())
     chance = random.Random(count)
@@ -214,7 +216,9 @@ def test_configs(count: int, tiny_artifact: Callable[..., Artifact], tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{" * 50, "[]", '"x"', "\xff\xfe", "", '{"schema": 1e999}', "null"])
-def test_what_is_no_json_object(text: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_files_that_are_not_json_objects_raise(
+    text: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
     for name in ("accel.json", "config.json"):
         folder = shutil.copytree(tiny_artifact().path, tmp_path / name)
         (folder / name).write_text(text, encoding="latin-1")
@@ -225,9 +229,9 @@ DAMAGED = ["", '{"a": ', "[]", "5", "null", '"x"', "\xff\xfe"]
 
 
 @pytest.mark.parametrize("text", [*DAMAGED, "{}"])
-def test_a_damaged_tokenizer_is_named(text: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
-    """A damaged tokenizer with a valid checksum is named in the error. The artifact may have been made with it, or it
-    was accepted later.
+def test_damaged_tokenizer_is_named(text: str, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    """The error names a damaged tokenizer, although its checksum is valid: the artifact was created with the damaged
+    file, or the user accepted the file later.
     """
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     for name in ("tokenizer.json",) if text == "{}" else ("tokenizer.json", "tokenizer_config.json"):
@@ -247,7 +251,9 @@ def test_a_damaged_tokenizer_is_named(text: str, tiny_artifact: Callable[..., Ar
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_tokenizers(name: str, count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_mutated_tokenizers_open_or_raise(
+    name: str, count: int, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     values = json.loads((folder / name).read_text())
     chance = random.Random(count)
@@ -258,7 +264,7 @@ def test_tokenizers(name: str, count: int, tiny_artifact: Callable[..., Artifact
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_generation_config_is_named(text: str, generator: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_damaged_generation_config_is_named(text: str, generator: Callable[..., Artifact], tmp_path: Path) -> None:
     folder = shutil.copytree(generator("gpt2").path, tmp_path / "artifact")
     (folder / "generation_config.json").write_text(text, encoding="latin-1")
     Artifact.accept_files(folder)
@@ -278,7 +284,7 @@ def test_a_damaged_generation_config_is_named(text: str, generator: Callable[...
         ("suppress_tokens", "x"), ("decoder_start_token_id", {}), ("length_penalty", {}),
     ],
 )  # fmt: skip
-def test_a_generation_config_with_values_of_another_kind(name: str, value: Any, tmp_path: Path) -> None:
+def test_generation_config_with_wrong_types_raises(name: str, value: Any, tmp_path: Path) -> None:
     transformers.logging.set_verbosity_error()
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [3, 4], "temperature": 1, name: value})
@@ -293,17 +299,17 @@ def test_a_generation_config_with_values_of_another_kind(name: str, value: Any, 
 
 @pytest.mark.parametrize("loader", ["AutoImageProcessor", "AutoFeatureExtractor"])
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_processor_is_named(loader: str, text: str, tmp_path: Path) -> None:
+def test_damaged_processor_is_named(loader: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(text, encoding="latin-1")
     with pytest.raises(IntegrityError, match=r"preprocessor_config\.json"):
         open_companion(loader, tmp_path)
 
 
 class PanicException(BaseException):
-    """An exception with the name that the tokenizers library uses for panics."""
+    """Exception with the name that the tokenizers library uses for panics of its Rust code."""
 
 
-def test_a_panic_of_tokenizers_is_an_error_of_ours(
+def test_tokenizers_panic_becomes_an_accel_error(
     tiny_artifact: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def panic(*_: object, **__: object) -> None:
@@ -314,7 +320,7 @@ def test_a_panic_of_tokenizers_is_an_error_of_ours(
         open_companion("AutoTokenizer", tiny_artifact().path)
 
 
-def test_a_folder_without_a_tokenizer_is_not_given_one_without_words(
+def test_missing_tokenizer_is_not_replaced_by_an_empty_one(
     tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact", ignore=shutil.ignore_patterns("*token*"))
@@ -322,7 +328,7 @@ def test_a_folder_without_a_tokenizer_is_not_given_one_without_words(
         open_companion("AutoTokenizer", folder)
 
 
-def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
+def test_tokenizer_code_requires_trust(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_tokens.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""The task is inferred from the architecture in a config."""
+"""Tests that the task is inferred from the model architecture in a config."""
 
 import pytest
 
@@ -33,12 +33,12 @@ from accel.interfaces.task_registry import all_tasks, infer_task, task_spec
         ("VJEPA2ForVideoClassification", "video-classification"),
     ],
 )
-def test_the_architecture_decides(architecture: str, task: str) -> None:
+def test_task_is_inferred_from_architecture(architecture: str, task: str) -> None:
     has_encoder = task in ("automatic-speech-recognition", "image-to-text", "text2text-generation")
     assert infer_task({"architectures": [architecture], "is_encoder_decoder": has_encoder}) == task
 
 
-def test_images_in_the_prompt_are_told_from_an_encoder_decoder() -> None:
+def test_image_prompts_are_distinguished_from_encoder_decoders() -> None:
     llava = {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}, "text_config": {}}
     assert infer_task(llava) == "image-text-to-text"
     del llava["vision_config"]
@@ -48,7 +48,7 @@ def test_images_in_the_prompt_are_told_from_an_encoder_decoder() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["GPT2DoubleHeadsModel", "TransfoXLHeadModel"])
-def test_a_head_without_a_task_is_not_dropped(architecture: str) -> None:
+def test_architecture_without_task_is_refused(architecture: str) -> None:
     with pytest.raises(TaskError, match=architecture):
         infer_task({"architectures": [architecture]})
 
@@ -60,7 +60,7 @@ LEFT_OUT = {
 """Pipelines of transformers without a task in accel, with the reasons. docs/guides/pipelines.md lists them as well."""
 
 
-def test_every_stock_pipeline_has_a_task_or_a_reason() -> None:
+def test_every_transformers_pipeline_has_a_task_or_a_reason() -> None:
     from transformers.pipelines import SUPPORTED_TASKS
 
     served = {word for spec in all_tasks() for word in spec.serves}
@@ -68,6 +68,6 @@ def test_every_stock_pipeline_has_a_task_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("word", LEFT_OUT)
-def test_a_pipeline_that_is_left_out_is_refused_by_name(word: str) -> None:
+def test_unsupported_pipeline_is_refused_by_name(word: str) -> None:
     with pytest.raises(TaskError, match=f"'{word}' is not a task"):
         task_spec(word)

@@ -1,5 +1,5 @@
-"""Missing inputs get the same default in calls, calibration and evaluation, or no default if the model computes its own
-value.
+"""Tests of missing inputs: calls, calibration and evaluation use the same default value. If the model computes its own
+value, there is no default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def inputs(*, names: frozenset[str] = NAMES, own: tuple[str, ...] = (), config: 
     return Inputs(names, frozenset(), frozenset(own), config)
 
 
-def test_calls_and_calibration_fill_in_alike() -> None:
+def test_calls_and_calibration_use_the_same_defaults() -> None:
     called, _, _ = inputs().read(IDS)
     calibrated = with_defaults(IDS, NAMES)
     assert called.keys() == calibrated.keys() == NAMES
@@ -34,13 +34,13 @@ def test_calls_and_calibration_fill_in_alike() -> None:
     assert calibrated["token_type_ids"].tolist() == [[0, 0, 0]]
 
 
-def test_nothing_is_made_up_from_nothing() -> None:
+def test_no_defaults_without_any_input() -> None:
     assert not with_defaults({}, NAMES)
     with pytest.raises(InputError, match="missing"):
         inputs().read({"attention_mask": torch.ones(1, 3)})
 
 
-def test_what_the_model_computes_itself_is_not_filled_in() -> None:
+def test_inputs_that_the_model_computes_have_no_default() -> None:
     with pytest.raises(InputError, match="token_type_ids are missing, and a bert model"):
         inputs(own=("token_type_ids",)).read(IDS)
     assert "token_type_ids" not in with_defaults(IDS, NAMES, ("token_type_ids",))
@@ -48,14 +48,14 @@ def test_what_the_model_computes_itself_is_not_filled_in() -> None:
         for_graph(IDS, [SimpleNamespace(name="token_type_ids")], ("token_type_ids",))  # type: ignore[list-item]
 
 
-def test_the_texts_config_says_whether_there_are_types() -> None:
+def test_text_config_decides_about_token_types() -> None:
     called, _, _ = inputs(config=transformers.ChineseCLIPConfig()).read(IDS)
     assert called["token_type_ids"].tolist() == [[0, 0, 0]]
     with pytest.raises(InputError, match="does not take zeros"):
         inputs(config=transformers.CLIPConfig()).read(IDS)
 
 
-def test_zeros_are_not_dropped_where_the_model_would_compute_others() -> None:
+def test_zero_token_types_are_refused_if_the_model_computes_others() -> None:
     graph = frozenset(("input_ids",))
     zeros = {**IDS, "token_type_ids": torch.zeros(1, 3, dtype=torch.int64)}
     assert inputs(names=graph).read(zeros)[0].keys() == {"input_ids"}

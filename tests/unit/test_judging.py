@@ -1,4 +1,4 @@
-"""Candidates of a search are compared with PyTorch in float32, measured in the same search."""
+"""Tests that a search compares each candidate with the float32 PyTorch baseline that the same search measured."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def screened(name: str, search: str, *, ms: float, pytorch_ms: float) -> Tried:
     return Tried(candidate, cast(Any, None), screen=beside(measured(ms), measured(pytorch_ms), search))
 
 
-def test_earlier_results_are_compared_with_the_baseline_of_their_search() -> None:
-    """Results are compared with the baseline of their own search. Here the first search was disturbed by other
-    programs, which made everything a hundred times slower, and was interrupted.
+def test_earlier_results_use_the_baseline_of_their_search() -> None:
+    """Each result is compared with the baseline of its own search. In this test, other programs made everything in the
+    first search a hundred times slower, and the search was interrupted.
     """
     judge = Judge(Goal(objective="latency", constraints=Constraints()))
     tried = {
@@ -57,8 +57,10 @@ def test_earlier_results_are_compared_with_the_baseline_of_their_search() -> Non
     assert [one.candidate.backend for one in judge.ranked()] == ["after", "before", "last"]
 
 
-def test_candidates_of_a_search_are_compared_with_its_median_baseline() -> None:
-    """A candidate is compared with the median baseline of its search. Another program slowed PyTorch in one round only."""
+def test_candidates_use_the_median_baseline_of_their_search() -> None:
+    """A candidate is compared with the median baseline of its search. In this test, another program slowed PyTorch in
+    only one round.
+    """
     judge = Judge(Goal(objective="latency", constraints=Constraints()))
     names = ("one", "two", "hit")
     for name in names:
@@ -66,9 +68,9 @@ def test_candidates_of_a_search_are_compared_with_its_median_baseline() -> None:
     assert [judge.speed(judge.tried[name]) for name in names] == pytest.approx([2.0, 2.0, 2.0])
 
 
-def test_other_programs_are_detected_by_pytorchs_latencies() -> None:
-    """Another program that used one of two processors is detected: PyTorch's threads waited 60 times as long, and those
-    of other runtimes did not.
+def test_other_programs_are_detected_by_pytorch_latencies() -> None:
+    """Another program that uses one of two processors is detected: PyTorch's latency is much longer in one measurement
+    than in the other, and the candidate's latency is not.
     """
     judge = Judge(Goal(objective="latency", constraints=Constraints()))
     judge.tried["one"] = screened("one", "first", ms=1.0, pytorch_ms=3.0)
@@ -126,34 +128,34 @@ def kept(*group: Tried, objective: Any = "latency") -> tuple[str, dict[str, str]
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput", "cost"])
-def test_a_run_option_does_not_win_by_noise(objective: Any) -> None:
+def test_run_option_does_not_win_by_noise(objective: Any) -> None:
     plain, buckets = survivor(EXPORT, [1.0] * 12), survivor(EXPORT, NOISE, buckets=(8, 16))
     name, reasons = kept(plain, buckets, objective=objective)
     assert name == "cpu: onnx float32"
     assert "as good as the winner, which is simpler" in reasons["cpu: onnx float32 (buckets 8,16)"]
 
 
-def test_float_wins_where_int8_is_no_faster() -> None:
+def test_float_wins_if_int8_is_not_faster() -> None:
     plain, int8 = survivor(EXPORT, [1.0] * 12, threads=1), survivor(INT8, NOISE)
     assert kept(int8, plain)[0] == "cpu: onnx float32 (threads 1)"
 
 
-def test_a_clearly_faster_candidate_wins() -> None:
+def test_clearly_faster_candidate_wins() -> None:
     plain, int8 = survivor(EXPORT, [1.0] * 12), survivor(INT8, [ms / 1.2 for ms in NOISE], buckets=(8,))
     name, reasons = kept(plain, int8)
     assert "dynamic-int8" in name
     assert reasons["cpu: onnx float32"].startswith("fits, and the winner is 1.2")
 
 
-def test_candidates_far_apart_are_not_equal_however_wide_the_interval() -> None:
+def test_very_different_candidates_are_not_equal() -> None:
     wild = [0.2, 40.0, 3.0, 0.3, 9.0, 0.1, 5.0, 3.0, 8.0, 0.5, 3.0, 4.0]
     plain, int8 = survivor(EXPORT, wild), survivor(INT8, [1.0] * 12)
     assert "dynamic-int8" in kept(plain, int8)[0]
 
 
-def test_survivors_of_different_searches_are_compared_through_their_baselines() -> None:
-    """Finalists of different searches are compared relative to their baselines. The earlier search ran on a machine
-    that was ten times slower.
+def test_candidates_of_different_searches_use_their_baselines() -> None:
+    """Finalists of different searches are compared relative to their baselines. In this test, the machine was ten times
+    slower during the earlier search.
     """
     before = survivor(INT8, [10.0 * ms for ms in NOISE], [10 * ms for ms in PYTORCH])
     now = survivor(EXPORT, [1.0] * 12)
@@ -161,10 +163,8 @@ def test_survivors_of_different_searches_are_compared_through_their_baselines() 
     assert kept(before, now)[0] == "cpu: onnx float32"
 
 
-def test_one_statistic_is_shown_for_one_measurement() -> None:
-    """A measurement has the same speedup everywhere. A search once showed 10.2 on the screen and wrote 16.1 to its
-    file.
-    """
+def test_speedup_of_a_measurement_is_the_same_everywhere() -> None:
+    """All reports show the same speedup for a measurement. An earlier version printed 10.2 and wrote 16.1 to its file."""
     plain = survivor(EXPORT, [1.0] * 12, [4.0] * 6 + [40.0] * 6)
     judge = judged(plain)
     (trial,) = judge.trials(plain, {}, cast(Any, SimpleNamespace(skipped=[])))
@@ -178,7 +178,7 @@ def test_one_statistic_is_shown_for_one_measurement() -> None:
     assert again.speed == pytest.approx(16.0)
 
 
-def test_sizes_are_exact() -> None:
+def test_size_ratios_have_exact_intervals() -> None:
     judge = judged(objective="size")
     small = survivor(INT8, [1.0] * 12)
     result = rounds([1.0] * 12)
@@ -186,7 +186,7 @@ def test_sizes_are_exact() -> None:
     assert str(judge.speedup(small)) == "4.00 (4.00 to 4.00)"
 
 
-def test_the_result_of_a_search_reports_other_programs() -> None:
+def test_result_of_a_search_reports_other_programs() -> None:
     plain = survivor(EXPORT, [1.0] * 12)
     signs = ("the load average was 7.0 on 2 processors before the measurement",)
     plain.final = replace(plain.last, disturbance=Disturbance(signs=signs))

@@ -1,4 +1,6 @@
-"""Memory pages of a model's weights that are released to the system, and pages that are kept."""
+"""Tests of the release of memory pages of a model's weights: which pages return to the system, and which pages stay in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.skipif(not TELLS, reason="the system does not tell whic
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> torch.Tensor:
-    """Return a memory-mapped weight of 1 MiB from a safetensors file, with all its pages loaded."""
+    """Return a memory-mapped weight of 1 MiB from a safetensors file. All its pages are in memory."""
     file = tmp_path / "model.safetensors"
     save_file({"weight": torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)}, file)
     weight = load_file(file)["weight"]
@@ -30,13 +32,13 @@ def mapped(tmp_path: Path) -> torch.Tensor:
     return weight
 
 
-def test_what_is_mapped_is_given_back_and_read_again(mapped: torch.Tensor) -> None:
+def test_mapped_pages_are_released_and_read_again(mapped: torch.Tensor) -> None:
     release_pages([mapped])
     assert resident(mapped) == 0
     assert torch.equal(mapped.flatten(), torch.arange(1 << 18, dtype=torch.float32))
 
 
-def test_what_was_changed_stays(mapped: torch.Tensor) -> None:
+def test_changed_pages_are_kept(mapped: torch.Tensor) -> None:
     mapped[100, 100] = -1.0
     release_pages([mapped])
     assert resident(mapped) > 200
@@ -44,25 +46,25 @@ def test_what_was_changed_stays(mapped: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("array", [False, True])
-def test_memory_of_its_own_stays(array: bool) -> None:
+def test_memory_that_is_not_mapped_is_kept(array: bool) -> None:
     weight = torch.ones(512, 512)
     release_pages([weight.numpy() if array else weight])
     assert resident(weight) > 200
     assert bool((weight == 1).all())
 
 
-def test_a_transposed_view_is_the_same_memory(mapped: torch.Tensor) -> None:
+def test_transposed_view_has_the_same_pages(mapped: torch.Tensor) -> None:
     assert pages._span(mapped.numpy().T) == pages._span(mapped)
     release_pages([mapped.numpy().T])
     assert resident(mapped) == 0
 
 
-def test_tensors_without_memory_are_passed_over() -> None:
+def test_tensors_without_memory_are_ignored() -> None:
     sparse = torch.ones(4, 4).to_sparse()
     release_pages([torch.empty(0), torch.ones(4, device="meta"), sparse, np.empty(0, np.float32)])
 
 
-def test_other_systems_are_left_alone(mapped: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_release_nothing(mapped: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     pages._give_back.cache_clear()
     monkeypatch.setattr(sys, "platform", "darwin")
     release_pages([mapped])
@@ -70,9 +72,9 @@ def test_other_systems_are_left_alone(mapped: torch.Tensor, monkeypatch: pytest.
     assert resident(mapped) > 200
 
 
-def test_a_weight_is_given_back_as_it_is_written(mapped: torch.Tensor, tmp_path: Path) -> None:
-    """Pages are released while a weight is written, even if two values share the weight, or the optimizer transposed
-    it.
+def test_pages_are_released_while_a_weight_is_written(mapped: torch.Tensor, tmp_path: Path) -> None:
+    """The pages of a weight are released while the exporter writes the weight to the graph file. This also works if two
+    values share the weight, or if the optimizer transposed it.
     """
     tensor = onnx_ir.Tensor(mapped.numpy().T, name="weight")
     values = [onnx_ir.Value(name=name, const_value=tensor) for name in ("weight", "tied")]

@@ -1,4 +1,4 @@
-"""Models that derive a mask from padding tokens: the default for the mask in calls without a mask."""
+"""Tests of the default attention mask for models that compute a mask from padding tokens if the caller passes none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_it_is_the_one_that_the_model_makes(kind: str, side: str) -> None:
+def test_default_mask_equals_the_models_mask(kind: str, side: str) -> None:
     name, sizes = MODELS[kind]
     config = getattr(transformers, f"{kind}Config")(vocab_size=97, **sizes)
     model = rescale(getattr(transformers, name)(config).eval())

@@ -1,4 +1,6 @@
-"""Choice of the next token and stop texts, in `accel.decoding` and in its copy without torch for Triton repositories."""
+"""Tests of the choice of the next token and of stop texts, in `accel.decoding` and in its copy without torch for Triton
+repositories.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def drawn(scores: torch.Tensor, generator: torch.Generator | None = None) -> tor
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_likeliest_token_is_the_first_of_equals(rows: int) -> None:
+def test_greedy_choice_is_the_first_of_equal_tokens(rows: int) -> None:
     scores = torch.randn(rows, 70_000)
     scores[:, 500] = scores[:, 60_000] = 9.0
     assert likeliest(scores).tolist() == [500] * rows
@@ -41,7 +43,7 @@ def test_the_likeliest_token_is_the_first_of_equals(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("hidden", [0, 69_990])
-def test_draws_are_those_of_multinomial(rows: int, hidden: int) -> None:
+def test_samples_equal_torch_multinomial(rows: int, hidden: int) -> None:
     scores = 5 * torch.randn(rows, 70_000)
     scores[:, :hidden] = -torch.inf
     for seed in range(20):
@@ -56,17 +58,18 @@ def test_draws_are_those_of_multinomial(rows: int, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan])
-def test_scores_that_allow_no_token_are_an_error(value: float) -> None:
+def test_scores_that_allow_no_token_raise(value: float) -> None:
     scores = torch.randn(2, 100)
     scores[1] = value
     with pytest.raises(RuntimeError, match="no token"):
         drawn(scores)
 
 
-# Logits of eight tokens; the sequence so far contains tokens 0 and 3.
+# The logits of eight tokens. The sequence before the new token contains the tokens 0 and 3.
 LOGITS = [2.0, 1.5, 1.4, 1.0, 0.5, 0.0, -1.0, -2.0]
 SEEN = [0, 3, 0]
-# (sampling options, candidate tokens with the most probable first); without a temperature, decoding is greedy.
+# Each entry has sampling options and the tokens that can be chosen, with the most probable token first. Without a
+# temperature, decoding is greedy.
 CHOICES: dict[str, tuple[dict[str, float], list[int]]] = {
     "greedy": ({}, [0]),
     "greedy with a penalty": ({"repetition_penalty": 2.0}, [1]),
@@ -85,8 +88,8 @@ CHOICES: dict[str, tuple[dict[str, float], list[int]]] = {
 
 @pytest.fixture(scope="module")
 def probabilities() -> Callable[[dict[str, float]], torch.Tensor]:
-    """Return a function that computes each token's probability with `accel.decoding`; 1 for the token of greedy
-    decoding.
+    """Return a function that computes the probability of each token with `accel.decoding`. Greedy decoding gives its
+    token the probability 1.
     """
     model = tiny_generator("llama")
 
@@ -113,19 +116,20 @@ def test_tokens_that_can_be_chosen(name: str, probabilities: Callable[[dict[str,
     assert set(draws) <= set(tokens)
 
 
-def test_draws_without_torch_have_their_probabilities() -> None:
+def test_samples_without_torch_have_correct_frequencies() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype="float32"))
     random, options = np.random.default_rng(0), {"do_sample": True, "top_p": 0.9}
     drawn = np.bincount([text_decoder.choose(logits, [0], options, random) for _ in range(4000)], minlength=4) / 4000
-    # The first three tokens have a total probability of 0.95. The tolerance is four standard deviations for 4000 draws.
+    # The first three tokens have a total probability of 0.95. The tolerance is four standard deviations of 4,000
+    # samples.
     np.testing.assert_allclose(drawn, np.array([0.5, 0.3, 0.15, 0.0]) / 0.95, atol=4 * 0.5 / 4000**0.5)
 
 
 class ByteTokenizer:
-    """A tokenizer whose tokens are bytes. Tokens below 256 are like pieces of a byte-level tokenizer, and higher ones
-    like `<0xNN>` tokens.
+    """Tokenizer whose tokens are bytes. Tokens below 256 are like tokens of a byte-level tokenizer, and tokens from 256
+    are like the tokens `<0xNN>` of a SentencePiece tokenizer.
 
-    If a run of `<0xNN>` tokens is not valid UTF-8, each of its bytes becomes a replacement character.
+    If consecutive `<0xNN>` tokens are not valid UTF-8, each of their bytes becomes a replacement character.
     """
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -143,7 +147,7 @@ def named(data: bytes) -> list[int]:
     return [256 + byte for byte in data]
 
 
-# (tokens, stop text, expected text)
+# Each entry has tokens, a stop text, and the expected text.
 TEXTS: dict[str, tuple[list[int], str | None, str]] = {
     "letters": (list(b"one two"), None, "one two"),
     "characters of several bytes": (list("a\xdf\u2192\U0001f600!".encode()), None, "a\xdf\u2192\U0001f600!"),
@@ -160,7 +164,7 @@ TEXTS: dict[str, tuple[list[int], str | None, str]] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text_is_final_when_it_comes(name: str) -> None:
+def test_streamed_text_never_changes_later(name: str) -> None:
     tokens, stop, expected = TEXTS[name]
     byte_tokens = frozenset(range(256, 512))
     pieces = TextPieces(ByteTokenizer(), [stop] if stop else [], byte_tokens)
@@ -177,15 +181,15 @@ def test_text_is_final_when_it_comes(name: str) -> None:
         assert all(expected.startswith("".join(found[:n])) for n in range(len(found)))
 
 
-def test_the_first_of_several_stop_texts_ends_the_text() -> None:
+def test_first_of_several_stop_texts_ends_the_text() -> None:
     pieces = TextPieces(ByteTokenizer(), ["three", "two"])
     assert "".join(pieces.push(token) for token in b"one two three") == "one "
     assert pieces.stopped
 
 
-def test_logits_become_tokens_in_one_place() -> None:
-    """Only one place turns logits into tokens, and all other code calls it. Beam search and other modes run in
-    transformers.
+def test_only_one_module_selects_tokens_from_logits() -> None:
+    """Only the module `next_token` selects tokens from logits, and all other code calls this module. Beam search and
+    other modes run in transformers.
     """
     root = Path(text_decoder.__file__).parents[3]
     places = {
@@ -197,7 +201,7 @@ def test_logits_become_tokens_in_one_place() -> None:
     assert places == {"decoding/next_token.py"}
 
 
-def test_one_thread_is_this_thread_alone() -> None:
+def test_limited_threads_apply_to_this_thread_only() -> None:
     usual, begin = torch.get_num_threads(), threading.Event()
     found: dict[str, int] = {}
 

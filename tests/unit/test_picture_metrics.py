@@ -1,4 +1,4 @@
-"""Image metrics, compared with values computed by hand or by reference implementations."""
+"""Tests of image metrics. The expected values are computed by hand or by reference implementations."""
 
 from __future__ import annotations
 
@@ -30,40 +30,42 @@ def precision(predictions: list[list[tuple[float, ...]]], references: list[list[
 
 
 class TestBoxes:
-    def test_all_found(self) -> None:
+    def test_map_of_perfect_detections_is_1(self) -> None:
         scores = METRICS["map"].compute([[at(0.9, *SQUARE)]], [[object_at(*SQUARE)]])
         assert scores == pytest.approx({"map": 1.0, "map_50": 1.0, "map_75": 1.0})
 
     def test_overlap_decides_which_thresholds_count(self) -> None:
-        # Boxes of 40 x 40 and 40 x 30 inside: the IoU is 0.75, which is at least 6 of the 10 thresholds.
+        # The predicted box of 40 x 30 is inside the true box of 40 x 40. The IoU is 0.75, which reaches 6 of the 10
+        # thresholds.
         scores = METRICS["map"].compute([[at(0.9, 10, 10, 50, 40)]], [[object_at(*SQUARE)]])
         assert scores == pytest.approx({"map": 0.6, "map_50": 1.0, "map_75": 1.0})
 
-    def test_a_surer_wrong_box_halves_the_precision(self) -> None:
+    def test_wrong_box_with_higher_score_halves_precision(self) -> None:
         found = [[at(0.9, 60, 60, 90, 90), at(0.8, *SQUARE)]]
         assert precision(found, [[object_at(*SQUARE)]]) == pytest.approx(0.5)
 
-    def test_an_object_is_found_once(self) -> None:
+    def test_an_object_is_matched_once(self) -> None:
         found = [[at(0.9, *SQUARE), at(0.8, *SQUARE)], [at(0.7, *SQUARE)]]
-        # Predictions for two objects: correct, wrong, correct. Precision is 1 up to a recall of 1/2, then 2/3.
+        # The three predictions for two objects are correct, wrong and correct. The precision is 1 up to a recall of
+        # 1/2, and then 2/3.
         expected = (51 * 1 + 50 * 2 / 3) / 101
         assert precision(found, [[object_at(*SQUARE)]] * 2) == pytest.approx(expected)
 
-    def test_another_label_is_wrong(self) -> None:
+    def test_wrong_label_gives_zero_precision(self) -> None:
         assert precision([[at(0.9, *SQUARE, label=1)]], [[object_at(*SQUARE)]]) == 0.0
 
-    def test_classes_count_alike(self) -> None:
+    def test_classes_have_equal_weight(self) -> None:
         true = [[object_at(*SQUARE), object_at(60, 60, 90, 90, label=1)]]
         assert precision([[at(0.9, *SQUARE)]], true) == pytest.approx(0.5)
 
-    def test_boxes_on_a_crowd_do_not_count(self) -> None:
+    def test_boxes_on_a_crowd_are_ignored(self) -> None:
         true = [[object_at(*SQUARE), object_at(60, 60, 90, 90, crowd=1)]]
         found = [[at(0.9, 60, 60, 75, 75), at(0.8, 70, 70, 90, 90), at(0.7, *SQUARE)]]
         assert precision(found, true) == pytest.approx(1.0)
 
     def test_matches_pycocotools(self) -> None:
-        """Compare mAP with pycocotools on 40 images of four classes; pycocotools 2.0.11 computes 0.10818997, 0.27711247
-        and 0.06834247.
+        """The mAP equals the mAP of pycocotools on 40 images with four classes: pycocotools 2.0.11 computes 0.10818997,
+        0.27711247 and 0.06834247.
         """
         draw = np.random.default_rng(0)
         references, predictions = [], []
@@ -87,7 +89,7 @@ class TestBoxes:
         scores = METRICS["map"].compute(predictions, references)
         assert scores == pytest.approx({"map": 0.10818997, "map_50": 0.27711247, "map_75": 0.06834247}, abs=1e-8)
 
-    def test_rows_drawn_twice_count_twice(self) -> None:
+    def test_row_weights_equal_repeated_rows(self) -> None:
         predictions = [[at(0.9, *SQUARE)], [at(0.8, 60, 60, 90, 90)], [at(0.7, *SQUARE)]]
         references = [[object_at(*SQUARE)]] * 3
         value = METRICS["map"].resampled
@@ -111,7 +113,7 @@ class TestBoxes:
 
 
 class TestAreas:
-    # (class, intersection, predicted area, true area): IoUs of 2/4, 6/8 and 0/1.
+    # Each entry is (class, intersection, predicted area, true area). The IoUs are 2/4, 6/8 and 0/1.
     ROWS = ([(0, 2, 3, 3), (1, 6, 7, 7)], [(2, 0, 1, 0)])
 
     def test_mean_iou(self) -> None:
@@ -120,7 +122,7 @@ class TestAreas:
         assert scores["pixel_accuracy"] == pytest.approx(8 / 10)
         assert scores["mean_accuracy"] == pytest.approx((2 / 3 + 6 / 7) / 2)
 
-    def test_sums_give_the_metric(self) -> None:
+    def test_row_sums_give_the_metric(self) -> None:
         for name in Segments.metrics(2):
             metric = METRICS[name]
             assert metric.sums is not None
@@ -129,7 +131,7 @@ class TestAreas:
             assert value == pytest.approx(metric.compute(self.ROWS, [None, None])[name])
 
 
-def test_depths() -> None:
+def test_depth_metrics() -> None:
     rows = [(0.1, 0.9, 4.0), (0.3, 0.5, 0.0)]
     scores = METRICS["abs_rel"].compute(rows, [None, None])
     assert scores == pytest.approx({"abs_rel": 0.2, "delta1": 0.7, "rmse": 2.0**0.5})
@@ -137,12 +139,12 @@ def test_depths() -> None:
     assert METRICS["delta1"].drop(0.9, 0.8) == pytest.approx(10)
 
 
-def test_decibels() -> None:
+def test_psnr_is_the_mean_of_rows() -> None:
     assert METRICS["psnr"].compute([20.0, 30.0], [None, None]) == {"psnr": 25.0}
     assert METRICS["psnr"].drop(30.0, 29.5) == pytest.approx(0.5)
 
 
-def test_metrics_by_name() -> None:
+def test_metrics_are_found_by_name() -> None:
     assert metric_for(None, Segments).name == "mean_iou"
     for name, metric in METRICS.items():
         assert metric.name == name

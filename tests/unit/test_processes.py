@@ -1,4 +1,4 @@
-"""Helper processes: interrupts, and sockets of killed processes."""
+"""Tests of helper processes: interrupts, and sockets of killed processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# A script that prints a line when the fork server has started; the imports of the fork server take seconds.
+# The script prints a line when the fork server has started. The imports of the fork server take seconds.
 _SCRIPT = """
 import threading, time
 from multiprocessing import forkserver
@@ -29,7 +29,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupted_process_prints_nothing_while_it_imports() -> None:
+def test_interrupted_process_prints_nothing_during_imports() -> None:
     command = [sys.executable, "-c", _SCRIPT]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -37,10 +37,10 @@ def test_an_interrupted_process_prints_nothing_while_it_imports() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "started\n"
-        # Wait until the fork server handles signals and is importing.
+        # Wait until the fork server handles signals and imports modules.
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-        # Wait long enough for an error message, but not for all imports.
+        # Wait long enough for an error message, but end the process before all imports are complete.
         time.sleep(1.5)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.stderr.read() == ""
@@ -48,8 +48,10 @@ def test_an_interrupted_process_prints_nothing_while_it_imports() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned, without sockets of a server")
 @pytest.mark.parametrize("length", [10, 90])
-def test_sockets_of_a_killed_process_are_removed_by_the_next(length: int, tmp_path: Path) -> None:
-    """Sockets of a killed process are removed, even if the path of the temporary folder is too long for a socket."""
+def test_sockets_of_a_killed_process_are_removed_later(length: int, tmp_path: Path) -> None:
+    """The next process removes the sockets of a killed process, also if the path of the temporary folder is too long
+    for a socket.
+    """
     folder = Path(tempfile.mkdtemp(dir="/tmp")) if length < 40 else tmp_path / ("x" * length)
     folder.mkdir(exist_ok=True)
     program = (

@@ -1,4 +1,6 @@
-"""Manifests are untrusted: settings for running that a manifest may contain, and settings that are refused."""
+"""Tests of run settings in a manifest. A manifest is untrusted, so some of its settings are applied and other settings
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from accel.errors import ConfigError
 
 @pytest.fixture
 def recorded(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Artifact]:
-    """Return a function that makes the tiny classifier with a run record in its manifest."""
+    """Return a function that returns the tiny classifier with a run record in its manifest."""
     artifact = tiny_artifact("bert")
 
     def get(backend: str = "cpu", **run: Any) -> Artifact:
@@ -35,7 +37,7 @@ def recorded(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Artifact]:
         (lambda out: {"profile": out}, "session.profile"),
     ],
 )
-def test_what_writes_files_is_refused(
+def test_recorded_settings_that_write_files_are_refused(
     recorded: Callable[..., Artifact], tmp_path: Path, session: Callable[[str], dict[str, Any]], named: str
 ) -> None:
     target = tmp_path / "written"
@@ -52,7 +54,7 @@ def test_what_writes_files_is_refused(
         ("cpu", {"device_id": 3}),
     ],
 )
-def test_provider_options_that_a_spec_does_not_list_are_refused(
+def test_recorded_provider_options_not_in_the_spec_are_refused(
     recorded: Callable[..., Artifact], backend: str, options: dict[str, Any]
 ) -> None:
     if backend == "openvino":
@@ -62,25 +64,25 @@ def test_provider_options_that_a_spec_does_not_list_are_refused(
 
 
 @pytest.mark.parametrize("name", ["threads", "inter_op_threads"])
-def test_no_runtime_is_told_to_start_a_million_threads(recorded: Callable[..., Artifact], name: str) -> None:
+def test_a_million_threads_are_refused(recorded: Callable[..., Artifact], name: str) -> None:
     with pytest.raises(ConfigError, match=f"SessionOptions.{name} is 1000000"):
         open_plan(make_plan(recorded(), RunSettings(options=SessionOptions(**{name: 1_000_000}))))
 
 
-def test_threads_stay_within_the_machine(recorded: Callable[..., Artifact]) -> None:
+def test_recorded_threads_are_limited_to_the_processors(recorded: Callable[..., Artifact]) -> None:
     opened = open_plan(make_plan(recorded(session={"threads": 100_000, "inter_op_threads": 100_000})))
     assert opened.options.threads == opened.options.inter_op_threads == available_processors()
     opened.close()
 
 
-def test_what_tune_records_is_followed(recorded: Callable[..., Artifact]) -> None:
+def test_settings_recorded_by_tune_are_applied(recorded: Callable[..., Artifact]) -> None:
     options = SessionOptions(threads=1, buckets=(8,), spinning=False)
     opened = open_plan(make_plan(recorded(session=options.to_dict())))
     assert opened.options == options
     opened.close()
 
 
-def test_the_user_may_set_what_a_manifest_may_not(recorded: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_user_settings_override_refused_recorded_settings(recorded: Callable[..., Artifact], tmp_path: Path) -> None:
     artifact = recorded(session={"profile": str(tmp_path / "no")})
     own = RunSettings(options=SessionOptions(profile=str(tmp_path / "yes")))
     opened = open_plan(make_plan(artifact, own))

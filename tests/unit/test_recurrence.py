@@ -1,4 +1,6 @@
-"""Replacements for transformers' recurrences during tracing compute the same values, from any initial state."""
+"""Tests of the functions that replace transformers' recurrences during tracing: they compute the same values, from any
+initial state.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from accel.capture import recurrence
 
 BATCH, TOKENS, HEADS = 2, 7, 4
-# Tolerance for float32 sums of about ten to a hundred values of order 1 in a different order.
+# The tolerance is for float32 sums of about ten to a hundred values of order 1, added in a different order.
 CLOSE = 1e-5
 
 
@@ -87,7 +89,7 @@ def test_results_equal_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("beta", [False, True])
-def test_a_state_continues(beta: bool) -> None:
+def test_recurrence_continues_from_a_state(beta: bool) -> None:
     decay, key = -draw(BATCH, TOKENS, HEADS, 1, 1).exp(), draw(BATCH, TOKENS, HEADS, 5)
     value, query = draw(BATCH, TOKENS, HEADS, 6), draw(BATCH, TOKENS, HEADS, 5)
     weight = draw(BATCH, TOKENS, HEADS).sigmoid() if beta else None

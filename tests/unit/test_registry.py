@@ -1,4 +1,4 @@
-"""Discovery and choice of backends."""
+"""Tests of the discovery and selection of backends."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def select(specs: list[BackendSpec], probes: list[Probe], **changes: object) -> 
     return plan.select(plan.Question(**question), inventory, named)  # type: ignore[arg-type]
 
 
-def test_highest_priority_wins() -> None:
+def test_backend_with_highest_priority_is_selected() -> None:
     found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA])
     assert (found.backend, str(found.device)) == ("b", "cuda:0")
     assert {row.backend: row.verdict for row in found.table} == {"a": "possible", "b": "chosen"}
 
 
-def test_unavailable_ones_are_passed_over_with_their_reasons() -> None:
+def test_unavailable_backends_are_skipped_with_reasons() -> None:
     found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN])
     assert found.backend == "a"
     assert "the driver is too old (install driver 580)" in str(found)
 
 
-def test_a_named_backend_is_the_only_candidate() -> None:
+def test_named_backend_is_the_only_candidate() -> None:
     found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN], backend="b")
     assert found.backend is None
     found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA], backend="a")
     assert found.backend == "a"
 
 
-def test_numerics_change_only_when_named() -> None:
+def test_backend_with_auto_false_is_selected_only_by_name() -> None:
     specs = [spec("a", priority=1), spec("b", priority=9, auto=False)]
     assert select(specs, [CPU, CPU]).backend == "a"
     assert select(specs, [CPU, CPU], backend="b").backend == "b"
@@ -83,14 +83,14 @@ def test_numerics_change_only_when_named() -> None:
         ({"task": "depth-estimation"}, "does not run depth-estimation"),
     ],
 )
-def test_every_obstacle_is_a_reason(question: dict[str, object], reason: str) -> None:
+def test_every_mismatch_is_a_reason(question: dict[str, object], reason: str) -> None:
     limited = spec("a", capabilities=(Capability(stage="run", consumes="onnx", tasks=("text-classification",)),))
     found = select([limited], [CUDA], **question)
     assert found.backend is None
     assert reason in str(found)
 
 
-def test_a_limited_capability_comes_before_a_general_one() -> None:
+def test_limited_capability_is_preferred_to_a_general_one() -> None:
     run = {"stage": "run", "consumes": "onnx"}
     made = (
         Capability(**run, dtypes=("float32", "float16"), excludes=("translation",)),
@@ -105,7 +105,7 @@ def test_a_limited_capability_comes_before_a_general_one() -> None:
     assert "it does not run translation" in str(select([one], [CUDA], task="translation"))
 
 
-def test_a_task_that_runs_in_another_format_says_which_and_how_to_get_there() -> None:
+def test_task_in_another_format_suggests_an_export() -> None:
     made = (
         Capability(stage="export", produces="openvino_ir"),
         Capability(stage="run", consumes="openvino_ir"),
@@ -121,7 +121,7 @@ def standard_only(name: str, *stages: Capability) -> BackendSpec:
     return spec(name, capabilities=(run, *stages))
 
 
-def test_operators_that_a_runtime_lacks_are_an_obstacle() -> None:
+def test_unsupported_operators_exclude_a_backend() -> None:
     specs = [standard_only("a"), spec("b")]
     for domains in (("",), None):
         assert select(specs, [CPU, CPU], backend="a", domains=domains).backend == "a"
@@ -141,12 +141,12 @@ def test_operators_that_a_runtime_lacks_are_an_obstacle() -> None:
         (Capability(stage="export", produces="own"), "accel export MODEL OUT --backend a"),
     ],
 )
-def test_the_remedy_for_operators_is_what_the_backend_can_make(stage: Capability, remedy: str) -> None:
+def test_remedy_for_operators_names_an_existing_stage(stage: Capability, remedy: str) -> None:
     found = select([standard_only("a", stage)], [CPU], backend="a", domains=("com.vendor",))
     assert remedy in found.table[0].reasons[0].remedy
 
 
-def test_only_candidates_are_probed_and_none_after_one_that_fits() -> None:
+def test_only_candidates_are_probed_until_one_fits() -> None:
     specs = (spec("a", priority=1), spec("b", priority=2), spec("c", priority=3), spec("d", priority=4, auto=False))
     probes, probed = {"a": CPU, "b": CPU, "c": BROKEN, "d": CPU}, []
 
@@ -160,7 +160,7 @@ def test_only_candidates_are_probed_and_none_after_one_that_fits() -> None:
     assert probed == ["c", "b"]
 
 
-def test_a_plan_depends_on_its_arguments_alone(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+def test_plan_depends_only_on_its_arguments(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     export = Capability(stage="export", produces="onnx")
     made = standard_only("a", export)
     inventory = registry.Inventory(specs=(made,), probe=lambda spec: CPU, missing=lambda spec: None)
@@ -182,11 +182,11 @@ def test_device_is_found_by_index() -> None:
     assert str(select([spec("a")], [CUDA], device=DeviceSpec("cuda", 1)).device) == "cuda:1"
 
 
-# Third-party plugins
+# The tests below check third-party plugins.
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *plugins: tuple[str, str, object]) -> None:
-    """Register entry points and the modules that they refer to (`None`: the module cannot be imported)."""
+    """Register entry points and the modules that they refer to. If the value is `None`, the module cannot be imported."""
     entries = []
     for name, module_name, value in plugins:
         if value is not None:
@@ -203,7 +203,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *plugins: tuple[str, str, object]) 
     registry.tell_broken.cache_clear()
 
 
-def test_a_broken_plugin_does_not_break_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_plugin_does_not_affect_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("good", "good_spec", spec("good")), ("bad", "no_such_module_at_all", None))
     specs, broken = registry.describe_all()
     assert [s.name for s in specs] == ["good"]
@@ -215,14 +215,14 @@ def test_a_broken_plugin_does_not_break_the_others(monkeypatch: pytest.MonkeyPat
         registry.describe("bad")
 
 
-def test_two_plugins_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_plugins_with_one_name_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", spec("y")))
     with pytest.raises(PluginError, match=r"More than one plugin is called 'x'.*spec_one.*spec_two"):
         registry.describe("x")
     assert [s.name for s in registry.describe_all()[0]] == ["y"]
 
 
-def test_who_is_left_out_is_told_before_another_does_its_work(
+def test_ignored_plugin_is_warned_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
@@ -236,7 +236,7 @@ def test_who_is_left_out_is_told_before_another_does_its_work(
     assert "More than one plugin is called 'x'" in said[0]
 
 
-def test_a_plugin_that_exits_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plugin_that_exits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "exits_on_import.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "exits_on_probe.py").write_text("class Backend:\n    def probe(self):\n        raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -250,13 +250,13 @@ def test_a_plugin_that_exits_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not any(status.available for status in doctor.list_backends())
 
 
-def test_a_package_that_was_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_entry_points_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(BackendUnavailableError, match=r"entry points are missing.*\n?.*pip install"):
         plan_stage("export", "onnx")
 
 
-def test_wrong_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         monkeypatch,
         ("a", "spec_a", "not a spec"),
@@ -272,14 +272,14 @@ def test_wrong_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPatc
     assert "plugin API 3.9" in broken["d"].message
 
 
-def test_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("a", "spec_a", spec("a")), ("b", "no_such_module_at_all", None))
     monkeypatch.setenv("ACCEL_PLUGINS", "a, c")
     assert list(registry.installed()) == ["a"], "the baseline is not installed in this test"
     assert registry.describe_all()[1] == {}
 
 
-def test_names_and_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_names_and_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("alpha", "spec_a", spec("alpha", aliases=("AlphaExecutionProvider",))))
     assert registry.describe("AlphaExecutionProvider").name == "alpha"
     with pytest.raises(UnknownBackendError, match=r"Did you mean 'alpha'\? Installed: alpha"):
@@ -310,7 +310,7 @@ def test_missing_extra_is_the_remedy(monkeypatch: pytest.MonkeyPatch, tiny_artif
     assert 'pip install "accel-transformers[vendor]"' in str(info.value)
 
 
-def test_owner_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_is_run_by_the_backend_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = Capability(stage="quantize", consumes="onnx", produces="onnx", schemes=("dynamic-int8",))
     install(
         monkeypatch,
@@ -328,7 +328,7 @@ def test_owner_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_stage("quantize", "onnx", domains=("", "x"))
     with pytest.raises(BackendUnavailableError, match="No backend can optimize onnx"):
         plan_stage("optimize", "onnx")
-    # The suggested fix must work. If no backend reads the format, another scheme does not help.
+    # The suggested fix must work: if no backend reads the format, another scheme does not help.
     with pytest.raises(
         BackendUnavailableError, match=r"No backend can quantize pt2\.\nFix: start from a model in the format onnx\."
     ):
@@ -339,7 +339,7 @@ def preparing(name: str, *schemes: str) -> BackendSpec:
     return spec(name, capabilities=tuple(Capability(stage="prepare", schemes=(scheme,)) for scheme in schemes))
 
 
-def test_who_prepares_is_found_by_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparer_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         monkeypatch,
         ("a", "spec_a", preparing("a", "accelerate")),
@@ -356,7 +356,7 @@ def test_who_prepares_is_found_by_the_scheme(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Doubling:
-    """A backend that prepares models on the CPU."""
+    """Backend that prepares models on the CPU."""
 
     def probe(self) -> Probe:
         return CPU
@@ -368,7 +368,7 @@ class Doubling:
         return torch.nn.Sequential(model, model)
 
 
-def test_a_model_is_handed_to_who_prepares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_passed_to_its_preparer(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("doubling_plugin")
     module.Backend = Doubling  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "doubling_plugin", module)
@@ -382,7 +382,7 @@ def test_a_model_is_handed_to_who_prepares_it(monkeypatch: pytest.MonkeyPatch) -
         prepare("some/model", PrepareConfig(scheme="doubled"))  # type: ignore[arg-type]
 
 
-def test_who_declares_a_preparation_and_has_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_preparation_without_preparer_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("empty_plugin")
     module.Backend = type("Backend", (), {"probe": lambda self: CPU})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "empty_plugin", module)

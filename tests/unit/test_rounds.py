@@ -1,4 +1,6 @@
-"""Variants are measured in turns, including a variant that is too slow and a variant whose process dies."""
+"""Tests of measurements in rounds: the variants take turns, including a variant that is too slow and a variant whose
+process dies.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
 
 
 class FakeWorker:
-    """A worker that reports calls with a fixed time at once. It never returns from calls above `never`."""
+    """Worker that immediately reports calls with a fixed duration. It never returns from a call that would take longer
+    than `never`.
+    """
 
     def __init__(self, milliseconds: float, *, never: float = 1e9, dies: bool = False) -> None:
         self.milliseconds, self.never, self.dies, self.calls = milliseconds, never, dies, 0
@@ -45,7 +49,7 @@ def group(*workers: FakeWorker) -> list[Measured]:
     return [measured(str(place), worker) for place, worker in enumerate((FakeWorker(10.0), *workers))]
 
 
-def test_a_hopeless_variant_is_given_up_after_a_few_calls() -> None:
+def test_too_slow_variant_is_stopped_after_a_few_calls() -> None:
     fast, slow = FakeWorker(5.0), FakeWorker(40.0)
     found = group(fast, slow)
     warm_up(found, WORK, 6, hopeless=3.0)
@@ -56,26 +60,26 @@ def test_a_hopeless_variant_is_given_up_after_a_few_calls() -> None:
     assert not found[2].lost, "it would be as slow the next time"
 
 
-def test_a_short_call_is_timed_however_slow_it_is_beside_the_baseline() -> None:
+def test_short_calls_are_timed_even_if_much_slower() -> None:
     found = group(FakeWorker(29.0))
     warm_up(found, WORK, 6, hopeless=1.5)
     assert found[1].error is None
 
 
-def test_a_call_that_does_not_end_is_cut_off() -> None:
+def test_call_that_does_not_end_is_stopped() -> None:
     found = group(FakeWorker(10_000.0, never=1000.0))
     warm_up(found, WORK, 6, hopeless=3.0)
     assert found[1].error == "too slow to be timed: a call takes 1030 ms or more, the baseline's 10 ms (1x8)"
     assert not found[1].lost
 
 
-def test_a_process_that_dies_is_lost() -> None:
+def test_terminated_process_is_lost() -> None:
     found = group(FakeWorker(5.0, dies=True))
     warm_up(found, WORK, 6, hopeless=3.0)
     assert found[1].lost
 
 
-def test_new_processes_for_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_variants_get_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
     def start(variant: Variant, threads: int | None) -> FakeWorker:
@@ -94,7 +98,7 @@ def test_new_processes_for_those_that_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert found[0].warmup_s == warmup_s
 
 
-def test_without_a_limit_everything_is_warmed_up() -> None:
+def test_without_limit_every_variant_is_warmed_up() -> None:
     slow = FakeWorker(40.0)
     found = group(slow)
     warm_up(found, WORK, 6)
@@ -116,7 +120,7 @@ def test_saturated_variants_are_reported(rate: float | None, told: bool) -> None
     assert ("slow one answered 100 of 200 calls a second" in text_table(values)) is told
 
 
-def test_names_with_brackets_are_shown_whole() -> None:
+def test_variant_names_with_brackets_are_shown() -> None:
     latency = {"median": 1.0, "p95": 2.0}
     cell = {"workload": "1x8", "batch": 1, "latency": latency, "throughput": 1.0, "ratio": None}
     variant = {"name": "int8 [cpu]", "cells": [cell], "peak_memory_bytes": None, "bytes": None, "compute_dtype": "int8"}

@@ -1,4 +1,4 @@
-"""Rows of a padded batch, concatenated without padding."""
+"""Tests of `Rows`, which stores the rows of a padded batch without padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def mask_of(*rows: str) -> torch.Tensor:
     return torch.tensor([[char == "1" for char in row] for row in rows])
 
 
-def test_padding_goes_behind_the_tokens() -> None:
+def test_padding_moves_after_the_tokens() -> None:
     rows = Rows(3)
     added = rows.extend(mask_of("0011", "1111", "1100"))
     assert added.counts.tolist() == [2, 4, 2]
@@ -24,7 +24,7 @@ def test_padding_goes_behind_the_tokens() -> None:
     assert rows.columns == 4
 
 
-def test_padding_of_all_rows_is_left_out() -> None:
+def test_columns_with_only_padding_are_dropped() -> None:
     added = Rows(2).extend(mask_of("0011", "0001"))
     assert added.order.tolist() == [[2, 3], [3, 0]]
 
@@ -46,7 +46,7 @@ def test_steps_crops_and_selections() -> None:
     assert copy.lengths.tolist() == [5, 4, 4]
 
 
-def test_another_mask_than_before_is_refused() -> None:
+def test_changed_mask_is_refused() -> None:
     rows = Rows(1)
     rows.extend(mask_of("011"))
     with pytest.raises(InputError, match="earlier"):
@@ -57,13 +57,13 @@ def test_another_mask_than_before_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("row", "unbroken"), [("0011", True), ("1100", True), ("1011", False), ("1111", True)])
-def test_padding_between_tokens_is_noticed(row: str, unbroken: bool) -> None:
+def test_padding_between_tokens_is_detected(row: str, unbroken: bool) -> None:
     rows = Rows(2)
     rows.extend(mask_of("1111", row))
     assert rows.unbroken is unbroken
 
 
-def test_tokens_behind_padding_on_the_right_are_apart_from_it() -> None:
+def test_tokens_after_right_padding_are_not_contiguous() -> None:
     rows = Rows(1)
     rows.extend(mask_of("1100"))
     assert rows.unbroken

@@ -1,4 +1,6 @@
-"""Audio from arrays, files and `datasets` columns becomes the same waveform; and metrics of audio tasks."""
+"""Tests of audio from arrays, files and `datasets` columns, which all become the same waveform; and of the metrics of
+audio tasks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ WAVE = tiny_sound(0.5)
 
 @pytest.fixture(params=[True, False], ids=["soundfile", "scipy"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with both audio file readers; soundfile only if it is installed."""
+    """Run a test with both readers of audio files. The soundfile reader is tested only if soundfile is installed."""
     if request.param:
         pytest.importorskip("soundfile", reason="soundfile is not installed")
     else:
@@ -42,7 +44,7 @@ def saved(path: Path, wave: Any, rate: int = RATE) -> Path:
 
 @pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize(("kind", "scale", "middle"), [("int16", 2**15, 0), ("int32", 2**31, 0), ("uint8", 2**7, 2**7)])
-def test_files_of_whole_numbers(kind: str, scale: float, middle: float, tmp_path: Path) -> None:
+def test_integer_wav_files(kind: str, scale: float, middle: float, tmp_path: Path) -> None:
     peak = WAVE / (2 * np.abs(WAVE).max())
     path = saved(tmp_path / "one.wav", np.round(peak.astype(np.float64) * scale + middle).astype(kind))
     found = wave_of(path, RATE)
@@ -51,7 +53,7 @@ def test_files_of_whole_numbers(kind: str, scale: float, middle: float, tmp_path
 
 
 @pytest.mark.usefixtures("reader")
-def test_every_form_of_a_sound_is_the_same_wave(tmp_path: Path) -> None:
+def test_every_kind_of_audio_gives_the_same_waveform(tmp_path: Path) -> None:
     path = saved(tmp_path / "one.wav", WAVE)
     forms: list[Any] = [
         path,
@@ -67,19 +69,19 @@ def test_every_form_of_a_sound_is_the_same_wave(tmp_path: Path) -> None:
         np.testing.assert_array_equal(wave_of(form, RATE), WAVE)
 
 
-def test_channels_become_one(tmp_path: Path) -> None:
+def test_channels_are_averaged(tmp_path: Path) -> None:
     both = np.stack([WAVE, 0.5 * WAVE], axis=1)
     path = saved(tmp_path / "stereo.wav", both)
     np.testing.assert_allclose(wave_of(path, RATE), 0.75 * WAVE, atol=1e-6)
     np.testing.assert_allclose(wave_of({"array": both.T, "sampling_rate": RATE}, RATE), 0.75 * WAVE, atol=1e-6)
 
 
-def test_another_rate_is_the_same_sound() -> None:
+def test_resampling_keeps_pitch_and_duration() -> None:
     """Resampling keeps the pitch of a tone and its duration in seconds."""
     tone = np.sin(2 * np.pi * 50 * np.arange(2000) / 2000).astype(np.float32)
     found = wave_of({"array": tone, "sampling_rate": 2000}, RATE)
     expected = np.sin(2 * np.pi * 50 * np.arange(1000) / 1000)
-    # Skip both ends, where the filter oscillates.
+    # Skip both ends of the audio, where the resampling filter oscillates.
     np.testing.assert_allclose(found[50:-50], expected[50:-50], atol=0.01)
 
 
@@ -93,13 +95,13 @@ def test_another_rate_is_the_same_sound() -> None:
         ({"path": None, "bytes": b"RIFF and no more"}, "cannot be read"),
     ],
 )
-def test_what_is_no_sound(value: Any, message: str) -> None:
+def test_invalid_audio_raises(value: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         wave_of(value, RATE)
 
 
 class Extractor:
-    """A minimal feature extractor: a sampling rate, and a call that returns its waveforms."""
+    """Minimal feature extractor, which has a sampling rate and returns its waveforms unchanged."""
 
     sampling_rate = RATE
 
@@ -107,20 +109,20 @@ class Extractor:
         return {"input_values": np.stack(waves)}
 
 
-def test_rows_of_audio_features_need_no_torchcodec(tmp_path: Path) -> None:
+def test_audio_features_of_datasets_need_no_torchcodec(tmp_path: Path) -> None:
     paths = [str(saved(tmp_path / f"{i}.wav", tiny_sound(0.2 + 0.1 * (i % 2), i))) for i in range(4)]
     data = datasets.Dataset.from_dict({"clip": paths, "intent": [0, 1, 0, 1]}).cast_column("clip", datasets.Audio())
     rows = map_columns(load_rows(data), "audio-classification")
     assert rows.sample.columns == {"label": "intent", "audio": "clip"}
     encoded = encode_sounds(rows, Extractor(), None)
-    # Sounds of different lengths are not batched together: without a mask from the extractor, models would process the
-    # padding as audio.
+    # A batch contains only audio of equal length. The extractor returns no mask, so a model would process padding as
+    # audio.
     assert encoded.plan(8) == [[0, 2], [1, 3]]
     found: Any = encoded.batch([1, 3])["input_values"]
     np.testing.assert_array_equal(found, [tiny_sound(0.3, 1), tiny_sound(0.3, 3)])
 
 
-def test_columns_of_sounds() -> None:
+def test_audio_columns_are_recognized() -> None:
     row = {"audio": {"array": WAVE.tolist(), "sampling_rate": RATE}, "transcription": "a b", "id": 3}
     assert map_columns(load_rows([row]), "ctc").sample.columns == {"text": "transcription", "audio": "audio"}
     pair = {"audio1": WAVE.tolist(), "audio2": WAVE.tolist(), "label": 1}
@@ -137,7 +139,7 @@ def test_wav_without_samples_is_refused() -> None:
         wave_of({"bytes": file.getvalue(), "path": None}, RATE)
 
 
-# Metrics
+# The tests below check metrics.
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_wav_without_samples_is_refused() -> None:
     ],
 )
 def test_error_rates(found: list[str], true: list[str], wer: float, cer: float | None) -> None:
-    """Error rates computed by hand from the definition: number of edits divided by the length of the reference."""
+    """The error rates equal values computed by hand: the number of edits divided by the length of the reference."""
     assert metric_for(None, Transcripts).compute(found, true)["wer"] == pytest.approx(wer)
     if cer is not None:
         assert metric_for("cer", Transcripts).compute(found, true)["cer"] == pytest.approx(cer)
@@ -160,21 +162,21 @@ def test_error_rates(found: list[str], true: list[str], wer: float, cer: float |
 def test_equal_error_rate() -> None:
     eer = metric_for(None, Voices)
     assert eer.compute([0.9, 0.8, 0.2, 0.1], [1, 1, 0, 0])["eer"] == pytest.approx(0.0)
-    # One of the four positive and one of the four negative pairs are misclassified at any threshold between 0.4 and
-    # 0.6.
+    # At any threshold between 0.4 and 0.6, one of the four positive pairs and one of the four negative pairs are
+    # misclassified.
     found = [0.9, 0.8, 0.7, 0.4, 0.6, 0.3, 0.2, 0.1]
     assert eer.compute(found, [1, 1, 1, 1, 0, 0, 0, 0])["eer"] == pytest.approx(0.25)
     assert eer.compute([0.1, 0.2, 0.8, 0.9], [1, 1, 0, 0])["eer"] == pytest.approx(1.0)
     assert np.isnan(eer.compute([0.1, 0.2], [1, 1])["eer"])
 
 
-def test_frame_accuracy_leaves_unlabelled_frames_out() -> None:
+def test_frame_accuracy_ignores_unlabelled_frames() -> None:
     found = metric_for(None, Frames).compute([[0, 1, 2], [1]], [[0, 2, -100], [1]])
     assert found["accuracy"] == pytest.approx(2 / 3)
 
 
-def test_rankings() -> None:
-    """nDCG is compared with scikit-learn; the two other metrics are computed by hand."""
+def test_ranking_metrics() -> None:
+    """nDCG equals scikit-learn's value, and the two other metrics equal values computed by hand."""
     from sklearn.metrics import ndcg_score
 
     rows = [([0.9, 0.1, 0.5, 0.3], [0.0, 1.0, 1.0, 0.0]), ([0.2, 0.8], [0.0, 1.0])]
@@ -186,7 +188,7 @@ def test_rankings() -> None:
 
 
 @pytest.mark.parametrize("name", ["ndcg@10", "mrr@10", "map"])
-def test_equal_scores_rank_nothing_well(name: str) -> None:
+def test_equal_scores_give_a_low_ranking_metric(name: str) -> None:
     metric = metric_for(name, Rankings)
     assert (
         metric.compute([[0.5] * 3], [[1.0, 0.0, 0.0]])[name]

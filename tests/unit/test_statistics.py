@@ -1,4 +1,4 @@
-"""Summaries of latencies, and ratios with confidence intervals."""
+"""Tests of summaries of latencies, and of ratios with confidence intervals."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def test_bootstrap_of_a_mean_agrees_with_the_normal_interval() -> None:
     values = np.random.default_rng(0).normal(3, 2, 400)
     low, high = bootstrap_interval(lambda picks: values[picks].mean(axis=1), len(values), resamples=4000)
     error = 1.96 * values.std(ddof=1) / len(values) ** 0.5
-    # With 4000 resamples, an end of the interval is accurate to about 4 % of the width.
+    # With 4,000 resamples, the ends of the interval are accurate to about 4 % of its width.
     assert (low, high) == pytest.approx((values.mean() - error, values.mean() + error), abs=0.08 * error)
 
 
 def _rounds(generator: np.random.Generator, drift: np.ndarray, scale: float) -> list[list[float]]:
-    """Return the rounds of one workload; each is the median of 20 calls."""
+    """Return the rounds of one workload. Each round is the median of 20 calls."""
     return [[float(np.median(scale * d * generator.lognormal(0, 0.05, 20))) for d in drift]]
 
 
-def test_ratio_ignores_a_drift_that_hits_both() -> None:
+def test_ratio_ignores_a_drift_of_both_variants() -> None:
     generator = np.random.default_rng(0)
     drift = generator.lognormal(0, 0.5, 12)
     found = speedup(_rounds(generator, drift, 3.0), _rounds(generator, drift, 1.0))
@@ -46,7 +46,7 @@ def test_interval_of_equal_variants_covers_one() -> None:
     for seed in range(200):
         generator = np.random.default_rng(seed)
         drift = generator.lognormal(0, 0.1, 12)
-        # Each process has random fast and slow rounds, and one round in ten is disturbed.
+        # In each process, some rounds are randomly faster or slower, and one round in ten is disturbed.
         a, b = (
             _rounds(generator, drift * generator.lognormal(0, 0.02, 12) * (1 + (generator.random(12) < 0.1) / 2), 1.0)
             for _ in range(2)
@@ -56,17 +56,17 @@ def test_interval_of_equal_variants_covers_one() -> None:
     assert covered >= 184, "a 95 % interval covers in about 190 of 200; 184 is 3 standard deviations below 0.95"
 
 
-def test_a_single_round_has_an_infinite_interval() -> None:
+def test_single_round_has_an_infinite_interval() -> None:
     found = speedup([[2.0]], [[1.0]])
     assert (found.value, found.low, found.high) == (2.0, 0.0, float("inf"))
 
 
-def test_the_estimate_and_its_interval_are_of_one_statistic() -> None:
-    """The estimate and its interval use the same statistic. Here other programs slowed five of twelve baseline rounds
-    by a factor of 50, so the ratio of pooled medians differs from the median ratio of rounds.
+def test_estimate_and_interval_use_the_same_statistic() -> None:
+    """The estimate and its interval use the same statistic. In this test, other programs slowed five of twelve baseline
+    rounds by a factor of 50, so the ratio of pooled medians differs from the median ratio of rounds.
     """
     base = [10.0] * 7 + [500.0] * 5
-    # The other variant was slowed in the same rounds and in two more.
+    # The second variant was slowed in the same five rounds and in two more rounds.
     other = [1.0] * 5 + [50.0] * 7
     found = speedup([base], [other])
     assert found.value == pytest.approx(10.0), "pooled medians say 10 / 50"
@@ -78,7 +78,7 @@ def test_speedup_of_several_workloads_is_their_geometric_mean() -> None:
     assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0, 4.0))
 
 
-def test_workloads_must_pair() -> None:
+def test_workloads_must_have_pairs() -> None:
     with pytest.raises(ValueError, match="zip"):
         speedup([[1.0]], [[1.0], [1.0]])
 
@@ -91,7 +91,7 @@ def test_workloads_must_pair() -> None:
         (Ratio(value=2.0, low=0.0, high=float("inf")), "unsteady: 0.00 to ∞"),
     ],
 )
-def test_a_ratio_is_shown_with_its_interval_or_as_unsteady(found: Ratio, text: str) -> None:
+def test_ratio_is_shown_with_interval_or_as_unsteady(found: Ratio, text: str) -> None:
     assert str(found) == text
 
 
@@ -102,7 +102,7 @@ def test_a_ratio_is_shown_with_its_interval_or_as_unsteady(found: Ratio, text: s
         (1.005, 1.002, 1.008, True),  # smaller than the difference between processes of the same variant
         (1.08, 1.03, 1.12, False),
         (0.9, 0.85, 0.95, False),
-        (5.0, 0.9, 9.0, False),  # too far from 1, despite the wide interval
+        (5.0, 0.9, 9.0, False),  # too far from 1, although the interval is wide
     ],
 )
 def test_equally_fast(value: float, low: float, high: float, equal: bool) -> None:

@@ -1,4 +1,4 @@
-"""Digests of data and models, which are keys in the caches of searches and exports."""
+"""Tests of the digests of data and models, which are keys in the caches of searches and exports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_different_rows_have_different_digests(one: Any, other: Any) -> None:
     assert data_digest([{"x": one}]) != data_digest([{"x": other}])
 
 
-def test_the_digest_of_a_folder_is_of_its_content(tmp_path: Path) -> None:
+def test_digest_of_a_folder_depends_on_its_content(tmp_path: Path) -> None:
     file = tmp_path / "rows" / "data.arrow"
     file.parent.mkdir()
     file.write_bytes(b"one")
@@ -54,7 +54,7 @@ def test_the_digest_of_a_folder_is_of_its_content(tmp_path: Path) -> None:
     assert data_digest(str(file.parent)) != before
 
 
-def test_code_in_another_folder_belongs_to_a_model(tmp_path: Path) -> None:
+def test_digest_includes_code_in_another_folder(tmp_path: Path) -> None:
     model, code = tmp_path / "model", tmp_path / "code"
     model.mkdir()
     code.mkdir()

@@ -1,4 +1,6 @@
-"""Parts of the sweep over models: small configs, the generated page, skipped cells, and detection of wrong results."""
+"""Tests of the sweep over all model architectures: small configs, the generated page, skipped cells, and detection of
+wrong results.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def a_cell(**values: Any) -> Cell:
         "llava/image-text-to-text",  # nested configs
     ],
 )
-def test_a_small_model_of_an_architecture_answers(name: str) -> None:
+def test_small_model_gives_finite_outputs(name: str) -> None:
     (pair,) = pairs(only=[name])
     model = build(pair)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
@@ -58,8 +60,10 @@ def test_a_small_model_of_an_architecture_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert/text-classification", "gemma2/text-generation", "t5/text2text-generation"])
-def test_masks_and_steps_change_the_answers_of_small_models(name: str) -> None:
-    """The mask must affect outputs, and tokens must differ between steps; if not, a passing cell would prove nothing."""
+def test_masks_and_steps_change_outputs_of_small_models(name: str) -> None:
+    """The mask must change the outputs, and generated tokens must differ between steps. Otherwise a passing cell would
+    prove nothing.
+    """
     (pair,) = pairs(only=[name])
     model = build(pair)
     worst = 0.0
@@ -72,7 +76,7 @@ def test_masks_and_steps_change_the_answers_of_small_models(name: str) -> None:
         assert len(set(tokens.flatten().tolist())) >= cells.NEW_TOKENS
 
 
-def test_a_small_model_keeps_a_layer_of_each_kind() -> None:
+def test_small_model_keeps_a_layer_of_each_kind() -> None:
     config = small_config("gemma3_text")
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
     assert config.num_hidden_layers == len(config.layer_types)
@@ -86,12 +90,12 @@ def test_special_tokens_are_in_the_small_vocabulary() -> None:
     assert max(named) < VOCABULARY == config.vocab_size
 
 
-def test_an_unknown_architecture_is_refused() -> None:
+def test_unknown_architecture_is_refused() -> None:
     with pytest.raises(NotShrinkable, match="no-such-model"):
         small_config("no-such-model")
 
 
-def test_padding_does_not_count() -> None:
+def test_padding_is_not_compared() -> None:
     real = torch.tensor([[True, True, False]])
     expected = {"logits": torch.tensor([[[1.0], [-2.0], [0.0]]])}
     question = Question("1x3 right", {}, expected, real)
@@ -101,17 +105,17 @@ def test_padding_does_not_count() -> None:
     assert difference(question, {"hidden": expected["logits"]}) == float("inf")
 
 
-def test_hidden_states_beside_logits_need_not_be_returned() -> None:
-    """Hidden states need not be returned if logits are. Moshi returns both, and a decoder graph returns only the output
-    of its task.
+def test_hidden_states_may_be_missing_if_logits_exist() -> None:
+    """A graph that returns logits does not have to return hidden states. Moshi returns both outputs, and its decoder
+    graph returns only the output of its task.
     """
     expected = {"last_hidden_state": torch.ones(1, 3, 4), "logits": torch.ones(1, 3, 5)}
     assert difference(Question("1x3 none", {}, expected), {"logits": expected["logits"]}) == 0
 
 
-def test_a_saved_model_answers_as_the_one_in_memory(tmp_path: Path) -> None:
-    """A saved and loaded model gives the same outputs. Marian does not save position embeddings, because they are
-    computed, so they must not be randomized.
+def test_saved_model_equals_the_model_in_memory(tmp_path: Path) -> None:
+    """A model that is saved and loaded again gives equal outputs. Marian computes its position embeddings and does not
+    save them, so the sweep must not randomize them.
     """
     (pair,) = pairs(only=["marian/text2text-generation"])
     model = build(pair)
@@ -122,14 +126,16 @@ def test_a_saved_model_answers_as_the_one_in_memory(tmp_path: Path) -> None:
     assert difference(question, answers(loaded, question.inputs)) == 0
 
 
-def test_models_that_cannot_be_loaded_again_stay_in_memory(tmp_path: Path) -> None:
-    """A model that transformers cannot load again stays in memory. Here it is the text part of Emu3 alone."""
+def test_models_that_cannot_be_loaded_stay_in_memory(tmp_path: Path) -> None:
+    """The sweep uses the model in memory if transformers cannot load the saved model, for example the text model of
+    Emu3 alone.
+    """
     (pair,) = pairs(only=["emu3/text-generation"])
     model = build(pair)
     assert cells.saved(pair, model, tmp_path / "model") == (model, None)
 
 
-def test_prompts_hold_no_token_types() -> None:
+def test_prompts_contain_no_token_types() -> None:
     """Prompts contain no token types, because transformers' `generate` rejects them for BERT."""
     (pair,) = pairs(only=["bert/text-generation"])
     assert "token_type_ids" not in prompts(pair, build(pair))
@@ -142,18 +148,16 @@ def test_positions_after_images_are_not_padding() -> None:
         assert question.real.shape == question.inputs["input_ids"].shape
 
 
-def test_sounds_in_prompts_are_no_text_to_text() -> None:
+def test_audio_prompts_are_not_text_to_text() -> None:
     names = {pair.architecture for pair in pairs(["text2text-generation"])}
     assert {"t5", "marian", "t5gemma"} <= names
     assert not {"voxtral", "qwen2_audio", "granite_speech"} & names
 
 
 @pytest.mark.parametrize("by_number", [False, True])
-def test_upstream_captures_count_only_if_they_answer_at_other_sizes(
-    by_number: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An exported model that cuts its outputs to the length seen during tracing is reported as wrong, although the
-    export succeeds.
+def test_transformers_exports_are_tested_at_other_sizes(by_number: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exported model that cuts its outputs to the length of the trace is reported as wrong, although the export
+    succeeds.
     """
 
     class Exported:
@@ -173,7 +177,7 @@ def test_upstream_captures_count_only_if_they_answer_at_other_sizes(
     assert cells.captured_upstream(BERT, model, questions(BERT, model)) is not by_number
 
 
-def test_a_merge_replaces_cells_and_removes_unknown_pairs(tmp_path: Path) -> None:
+def test_merge_replaces_cells_and_removes_unknown_pairs(tmp_path: Path) -> None:
     old, new = Store(tmp_path / "old.json"), Store(tmp_path / "new.json")
     old.about = {"versions": {"torch": "2.13.0", "onnx": "1.23.2"}, "processor": "one"}
     new.about = {"versions": {"torch": "2.11.0", "onnx": "1.23.2"}, "processor": "another"}
@@ -189,14 +193,14 @@ def test_a_merge_replaces_cells_and_removes_unknown_pairs(tmp_path: Path) -> Non
     assert "one and another" in (tmp_path / "models.md").read_text(encoding="utf-8")
 
 
-def test_rounding_to_eight_bits_has_a_small_error() -> None:
+def test_rounding_to_8_bits_has_a_small_error() -> None:
     model = build(BERT)
     error = largest_error(model, questions(BERT, model))
     assert 1e-3 < error < cells.TOLERANCES["int8"]
 
 
-def test_wrong_answers_are_reported_as_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A wrong result is reported as wrong: the export succeeds, but the opened model returns other outputs."""
+def test_wrong_outputs_are_reported_as_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The sweep reports a wrong result: the export succeeds, but the opened model returns other outputs."""
 
     class Liar:
         def __init__(self, artifact: Any, **_: Any) -> None:
@@ -228,7 +232,7 @@ def test_wrong_answers_are_reported_as_wrong(monkeypatch: pytest.MonkeyPatch, tm
     assert "`bert/text-classification/cpu/export`" in (tmp_path / "models.md").read_text(encoding="utf-8")
 
 
-def test_a_refusal_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_cell_contains_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise accel.AccelError("This graph is round.", fix="square it")
 
@@ -241,7 +245,7 @@ def test_a_refusal_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].upstream is False
 
 
-def test_the_pages_hold_numbers_reasons_and_what_was_not_built() -> None:
+def test_pages_contain_numbers_reasons_and_unbuilt_models() -> None:
     some = [
         a_cell(difference=2.4e-7),
         a_cell(stage="int8", difference=0.031),
@@ -267,7 +271,7 @@ def test_the_pages_hold_numbers_reasons_and_what_was_not_built() -> None:
     assert "torch 2; a processor" in text
 
 
-def test_the_pages_are_made_from_the_recorded_cells() -> None:
+def test_pages_match_the_recorded_cells() -> None:
     store = Store(ROOT / "benchmarks" / "sweep.json")
     stale = [
         name for name, text in site(store.cells.values(), store.about).items()
@@ -280,7 +284,7 @@ def test_numbers_are_short() -> None:
     assert [number(value) for value in (0.0, 2.4e-7, 0.03, 0.125, None)] == ["0", "2e-7", "0.03", "0.12", ""]
 
 
-def test_the_file_has_a_line_for_each_cell(tmp_path: Path) -> None:
+def test_file_has_one_line_for_each_cell(tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep.json")
     for cell in (a_cell(), a_cell(stage="int8", status="refused", reason="why")):
         store.put(cell)
@@ -291,8 +295,8 @@ def test_the_file_has_a_line_for_each_cell(tmp_path: Path) -> None:
 
 
 def test_only_json_files_are_overwritten(tmp_path: Path) -> None:
-    """Only regular JSON files are overwritten. Writing replaces the file, which would destroy a pipe, a device or a
-    link.
+    """Only regular JSON files are overwritten, because writing replaces the file and would destroy a pipe, a device or
+    a link.
     """
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "link.json").symlink_to(tmp_path / "elsewhere.json")
@@ -325,7 +329,7 @@ def must_not_run(*_: Any, **__: Any) -> None:
     raise AssertionError
 
 
-# Forking a process with threads causes a warning; the real parent process of the sweep has no threads.
+# Forking a process that has threads causes a warning. The real parent process of the sweep has no threads.
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 class TestRunning:
     def test_known_cells_are_skipped(self, tmp_path: Path) -> None:
@@ -340,7 +344,7 @@ class TestRunning:
         swept(all_green, stale)
         assert {cell.digest for cell in stale.cells.values()} == {DIGESTS["cpu"]}
 
-    def test_a_stage_that_hangs_is_ended_and_the_next_one_tried(self) -> None:
+    def test_stage_that_hangs_is_ended_and_the_next_stage_runs(self) -> None:
         def hangs(pair: Pair, backends: Sequence[str], report: Any, announce: Any, skip: Any = ()) -> None:
             for stage in stages_of(pair):
                 if ("cpu", stage) not in skip:
@@ -355,7 +359,7 @@ class TestRunning:
         assert by_stage["O2"].reason == "took more than 1.5 s"
         assert by_stage["export"].status == by_stage["int8"].status == "ok"
 
-    def test_a_crash_ends_only_its_own_pair(self) -> None:
+    def test_crash_ends_only_its_own_pair(self) -> None:
         def crashes(pair: Pair, backends: Sequence[str], report: Any, announce: Any, skip: Any = ()) -> None:
             announce("cpu", "export")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -366,7 +370,7 @@ class TestRunning:
         assert len(store.cells) == len(stages_of(BERT))
 
 
-def test_shards_share_the_architectures_out() -> None:
+def test_shards_divide_the_architectures() -> None:
     chosen = pairs(tasks=["fill-mask", "token-classification"])
     parts = [running.shard(chosen, f"{i}/3") for i in (1, 2, 3)]
     assert sorted(pair for part in parts for pair in part) == sorted(chosen)
@@ -375,7 +379,7 @@ def test_shards_share_the_architectures_out() -> None:
         running.shard(chosen, "4/3")
 
 
-def test_a_digest_is_of_one_backends_code() -> None:
+def test_digest_depends_on_the_code_of_one_backend() -> None:
     assert digest_of("cpu") != digest_of("openvino")
     assert digest_of("cpu") == digest_of("cpu")
 
@@ -386,7 +390,7 @@ def test_gpu_shapes_have_every_padding() -> None:
 
 
 class Neighbour(torch.nn.Module):
-    """A classifier whose output for every row depends on the first row (`first`), or on the row itself."""
+    """Classifier whose output for every row depends on the first row (with `first`), or only on the row itself."""
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
@@ -397,7 +401,7 @@ class Neighbour(torch.nn.Module):
         return {"logits": own[:1].expand_as(own) if self.first else own}
 
 
-def test_an_answer_of_another_row_is_detected() -> None:
+def test_output_that_depends_on_another_row_is_detected() -> None:
     ids = torch.arange(18).reshape(6, 3)
     right, wrong = Neighbour(first=False), Neighbour(first=True)
     alone = [rows.cut({"input_ids": ids}, i, 6) for i in range(6)]
@@ -423,7 +427,7 @@ def test_rows_differ_in_length_and_special_tokens() -> None:
     assert sum("without padding" in row.name for row in company.rows) >= 3
 
 
-def test_stages_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
+def test_stages_that_were_not_requested_are_skipped(tmp_path: Path) -> None:
     assert wanted(BERT, ["cpu"], ["rows"]) == {("cpu", "rows")}
     store = Store(tmp_path / "sweep.json")
     store.put(a_cell(stage="rows", digest=DIGESTS["cpu"]))
@@ -435,7 +439,7 @@ def test_stages_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
     assert done == [BERT.name]
 
 
-def test_pairs_refused_because_rows_depend_on_each_other_are_listed() -> None:
+def test_pairs_with_dependent_rows_are_listed() -> None:
     some = [
         a_cell(stage="rows", in_batch=2e-7, difference=1e-7),
         a_cell(architecture="x", status="refused", reason="ValidationError: The answer to row 2 depends on the other rows of"),

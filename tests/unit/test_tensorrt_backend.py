@@ -1,7 +1,8 @@
-"""The TensorRT backend without TensorRT: profiles, options, cache keys, refusals, and verdicts on simulated machines.
+"""Tests of the `tensorrt` backend without TensorRT: profiles, options, cache keys, refusals, and availability on
+simulated machines.
 
-Engines are built and run with a fake `tensorrt` package that computes nothing. It has the names and signatures of the
-TensorRT 11.4 bindings. The tests check the order of calls, but not that TensorRT accepts them.
+A fake `tensorrt` package, which computes nothing, builds and runs the engines. It has the names and signatures of the
+TensorRT 11.4 bindings. The tests check the order of calls, but not that TensorRT accepts the calls.
 """
 
 from __future__ import annotations
@@ -73,22 +74,22 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-# Profiles
+# The tests below check optimization profiles.
 
 
-def test_profiles_are_read() -> None:
+def test_profiles_are_parsed() -> None:
     found = read_profile("batch=1:8:32, sequence=128")
     assert found == {"batch": Sizes(1, 8, 32), "sequence": Sizes(128, 128, 128)}
     assert read_profile("") == {}
 
 
 @pytest.mark.parametrize("text", ["batch", "batch=8:1:32", "batch=1:2", "batch=0", "batch=-1:2:3", "batch=1:8:32;x=1"])
-def test_wrong_profiles_are_refused(text: str) -> None:
+def test_invalid_profiles_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         read_profile(text)
 
 
-def test_a_profile_covers_every_axis() -> None:
+def test_profile_covers_every_axis() -> None:
     assert complete(COMPONENT, {}) == {"batch": Sizes(1, 8, 32), "sequence": Sizes(1, 128, 384)}
     assert complete(COMPONENT, {"batch": Sizes(1, 1, 1)}, {"sequence": 64, "batch": 9}) == {
         "batch": Sizes(1, 1, 1),
@@ -98,14 +99,14 @@ def test_a_profile_covers_every_axis() -> None:
     assert complete(cached, {})["past_sequence"] == Sizes(1, 128, 512)
 
 
-def test_a_profile_must_fit_the_graph() -> None:
+def test_profile_must_fit_the_graph() -> None:
     with pytest.raises(ConfigError, match="no axis 'length'"):
         complete(COMPONENT, {"length": Sizes(1, 1, 1)})
     with pytest.raises(ConfigError, match="the model has 384"):
         complete(COMPONENT, {"sequence": Sizes(1, 128, 512)})
 
 
-def test_profiles_in_the_providers_words() -> None:
+def test_profiles_become_provider_options() -> None:
     options = provider_options(
         replace(COMPONENT, inputs=(IDS, PAST)), complete(replace(COMPONENT, inputs=(IDS, PAST)), {})
     )
@@ -116,15 +117,15 @@ def test_profiles_in_the_providers_words() -> None:
     }
 
 
-def test_fixed_graphs_need_no_profile() -> None:
+def test_graphs_with_fixed_shapes_need_no_profile() -> None:
     fixed = replace(COMPONENT, inputs=(TensorSpec("x", "float32", (1, 3)),))
     assert provider_options(fixed, complete(fixed, {})) == {}
 
 
-# Options and precision
+# The tests below check options and precision.
 
 
-def test_options() -> None:
+def test_options_are_read() -> None:
     found = read_options({"trt_max_workspace_size": 1 << 30, "trt_sparsity_enable": True, "profile": "batch=4"}, GPU)
     assert found.profile == {"batch": Sizes(4, 4, 4)}
     assert found.provider == {"trt_max_workspace_size": "1073741824", "trt_sparsity_enable": "1", "device_id": "0"}
@@ -143,7 +144,7 @@ def test_options() -> None:
         ({"profile": "batch"}, "no part of a profile"),
     ],
 )
-def test_wrong_options_are_named(given: dict[str, object], says: str) -> None:
+def test_invalid_options_are_named(given: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_options(given, GPU)
     assert says in str(raised.value)
@@ -155,8 +156,10 @@ def portable(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.Te
     return optimize(tiny_artifact("bert"), out, backend="tensorrt", level="O4")
 
 
-def test_its_optimizer_keeps_to_onnx(portable: Artifact) -> None:
-    """The optimizer writes float16 with some float32 operators, and no operators of ONNX Runtime."""
+def test_optimizer_uses_only_onnx_operators(portable: Artifact) -> None:
+    """The optimizer writes a float16 graph in which some operators stay in float32. The graph contains no operators of
+    ONNX Runtime's own domain.
+    """
     model = load_graphs(portable)["model"]
     assert not [node.op_type for node in model.graph if node.domain == MICROSOFT]
     assert portable.dtype == "float16"
@@ -199,10 +202,10 @@ def test_precision_of_an_engine() -> None:
         check_precisions('{"Layers": []}', ["float16"])
 
 
-# Caches and targets
+# The tests below check cache folders and target machines.
 
 
-def test_cache_folders_depend_on_everything(portable: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:
+def test_cache_folders_depend_on_all_settings(portable: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:
     profile = {"batch": Sizes(1, 8, 32)}
     base = engine_cache(portable, "model", HERE, profile, "float16")
     assert base == engine_cache(portable, "model", HERE, dict(profile), "float16")
@@ -220,7 +223,7 @@ def test_cache_folders_depend_on_everything(portable: Artifact, tiny_artifact: C
     assert len({base, *others}) == 9
 
 
-def test_kernel_times_are_shared_by_graphs() -> None:
+def test_timing_cache_is_shared_by_graphs() -> None:
     assert timing_cache(HERE) == timing_cache(replace(HERE))
     assert (
         len({timing_cache(HERE), *(timing_cache(replace(HERE, **{n: "x"})) for n in ("gpu", "tensorrt", "driver"))})
@@ -241,7 +244,7 @@ def engine_artifact(path: Path, target: dict[str, str]) -> Artifact:
         ({"tensorrt": "11.4.0"}, "tensorrt '11.4.0' (here '10.13.0')"),
     ],
 )
-def test_an_engine_for_another_machine_is_refused(
+def test_engine_for_another_machine_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], says: str
 ) -> None:
     artifact = engine_artifact(tmp_path / "engine", {**HERE.target(), **changes})
@@ -253,7 +256,7 @@ def test_an_engine_for_another_machine_is_refused(
     assert "--format tensorrt" in str(raised.value)
 
 
-# Probe and selection of a backend
+# The tests below check the availability probe and the selection of a backend.
 
 
 @pytest.mark.parametrize(
@@ -275,14 +278,16 @@ def test_an_engine_for_another_machine_is_refused(
         ({"driver": "550.54", "driver_cuda": (12, 4)}, "driver-too-old", "built for CUDA 13.0", "driver for CUDA 13"),
     ],
 )
-def test_each_obstacle_has_its_reason_and_remedy(changes: dict[str, Any], code: str, says: str, remedy: str) -> None:
+def test_each_missing_requirement_has_reason_and_remedy(
+    changes: dict[str, Any], code: str, says: str, remedy: str
+) -> None:
     probe = judge(Facts(**{**HEALTHY, **changes}))
     assert [reason.code for reason in probe.reasons] == [code]
     assert says in probe.reasons[0].message
     assert remedy in probe.reasons[0].remedy
 
 
-def test_a_healthy_machine_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_the_tensorrt_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "survey", lambda provider: Facts(**HEALTHY))
     monkeypatch.setattr(backend_module, "tensorrt_version", lambda: None)
     assert [reason.code for reason in TensorrtBackend().probe().reasons] == ["no-tensorrt"]
@@ -300,7 +305,7 @@ def test_probe_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a library in an unknown state" in TensorrtBackend().probe().reasons[0].message
 
 
-def test_it_is_never_chosen_by_itself() -> None:
+def test_tensorrt_is_selected_only_by_name() -> None:
     cpu = registry.describe("cpu")
     probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "tensorrt": Probe(devices=(GPU,))}
     inventory = registry.Inventory(specs=(cpu, SPEC), probe=lambda spec: probes[spec.name], missing=lambda spec: None)
@@ -311,8 +316,10 @@ def test_it_is_never_chosen_by_itself() -> None:
     assert plan_stage("export", "tensorrt").backend.name == "tensorrt"
 
 
-def test_a_wheel_without_the_provider_is_an_error(portable: Artifact) -> None:
-    """If the installed ONNX Runtime has no TensorRT provider, an error is raised instead of a silent fallback to the CPU."""
+def test_missing_provider_raises(portable: Artifact) -> None:
+    """If the installed ONNX Runtime has no TensorRT provider, opening a model raises an error. ONNX Runtime alone would
+    use the CPU without an error.
+    """
     import onnxruntime as ort
 
     if TENSORRT in ort.get_available_providers():
@@ -321,16 +328,16 @@ def test_a_wheel_without_the_provider_is_an_error(portable: Artifact) -> None:
         TensorrtBackend().open(portable, OpenRequest(device=GPU))
 
 
-def test_compute_dtype_is_refused_with_a_remedy(portable: Artifact) -> None:
+def test_compute_dtype_is_refused_with_fix(portable: Artifact) -> None:
     with pytest.raises(ConfigError, match="--level O4"):
         TensorrtBackend().open(portable, OpenRequest(device=GPU, session=SessionOptions(compute_dtype="float32")))
 
 
-# Building and running engines with a fake module
+# The tests below build and run engines with a fake `tensorrt` module.
 
 
 class Journal(list[tuple[Any, ...]]):
-    """A list of recorded calls in their order."""
+    """List of recorded calls in their order."""
 
     def record(self, name: str, result: Any = None) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -406,7 +413,7 @@ def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
     return calls
 
 
-def test_building_an_engine(journal: Journal, tmp_path: Path) -> None:
+def test_engine_is_built_with_a_timing_cache(journal: Journal, tmp_path: Path) -> None:
     times = tmp_path / "times.bin"
     shapes = {spec.name: shapes_of(spec, complete(COMPONENT, {})) for spec in COMPONENT.inputs}
     assert build_plan(Path("model.onnx"), shapes, times=times) == b"plan"
@@ -422,13 +429,13 @@ def test_building_an_engine(journal: Journal, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"), [({"parsed": False}, "no such operator"), ({"plan": None}, "finds no kernels")]
 )
-def test_what_tensorrt_refuses(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str) -> None:
+def test_tensorrt_failures_raise(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str) -> None:
     monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), **settings))
     with pytest.raises(SessionError, match=says):
         build_plan(Path("model.onnx"), {})
 
 
-def test_engines_are_built_from_plain_onnx(
+def test_engines_require_standard_onnx(
     portable: Artifact, tiny_artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     fused = optimize(tiny_artifact("bert"), tmp_path / "fused", backend="cuda", level="O2")
@@ -454,7 +461,7 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_an_artifact_with_an_engine(
+def test_artifact_with_an_engine(
     journal: Journal, on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "engine"
@@ -475,7 +482,7 @@ def test_an_artifact_with_an_engine(
         TensorrtBackend().open(loaded, OpenRequest(device=GPU, options={"x": 1}))
 
 
-def test_an_engine_without_the_precision_is_not_kept(
+def test_engine_without_the_requested_precision_is_not_kept(
     on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -486,7 +493,7 @@ def test_an_engine_without_the_precision_is_not_kept(
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_running_an_engine(journal: Journal, on_the_host: None) -> None:
+def test_engine_session_runs(journal: Journal, on_the_host: None) -> None:
     engine = engines.EngineSession(b"plan", GPU)
     assert engine.inputs[0].shape == ("input_ids_0", "input_ids_1")
     assert engine.inputs[0].dtype == "int64"
@@ -512,7 +519,7 @@ def test_running_an_engine(journal: Journal, on_the_host: None) -> None:
         engine.run(feeds)
 
 
-def test_an_engine_checks_what_every_session_checks(
+def test_engine_session_checks_its_inputs(
     journal: Journal, on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "engine").mkdir()
@@ -546,13 +553,13 @@ def test_an_engine_checks_what_every_session_checks(
             session.run({"input_ids": ids, "attention_mask": mask, **wrong})
 
 
-def test_an_engine_that_does_not_load(journal: Journal, on_the_host: None, tmp_path: Path) -> None:
+def test_engine_that_cannot_be_loaded_raises(journal: Journal, on_the_host: None, tmp_path: Path) -> None:
     (tmp_path / "other.plan").write_bytes(b"other")
     with pytest.raises(SessionError, match="another version, or for another GPU"):
         engines.EngineSession.load(tmp_path / "other.plan", GPU)
 
 
-def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError("libnvinfer.so.10: cannot open shared object file")
 
@@ -561,13 +568,13 @@ def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
         engines.load_tensorrt()
 
 
-def test_exporting_without_a_gpu_says_why(tmp_path: Path) -> None:
+def test_export_without_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="export to ONNX here"):
         export(tiny_model("bert"), tmp_path / "out", task="text-classification", format="tensorrt")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_profile_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(building, "OnnxExporter", lambda backend: SimpleNamespace(export=lambda *a, **k: "onnx"))
     monkeypatch.setattr(building, "build", lambda artifact, out, **settings: seen.update(settings) or artifact)

@@ -1,5 +1,5 @@
-"""Versions of other libraries: no warning for tested versions, and one warning with the tested range for other
-versions.
+"""Tests of warnings about versions of other libraries: tested versions cause no warning, and other versions cause one
+warning with the tested range.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def test_release_lines(version: str, told: str | None, monkeypatch: pytest.Monke
     assert untested("torch", "2.11", "2.13") == told
 
 
-def test_a_library_that_is_not_installed_is_not_mentioned() -> None:
+def test_missing_library_is_not_mentioned() -> None:
     assert untested("no-such-distribution", "1.0", "1.0") is None
 
 
-def test_an_untested_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_untested_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "9.9.9" if name == "transformers" else real(name))
     with caplog.at_level(logging.WARNING):
@@ -48,7 +48,7 @@ def test_an_untested_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog:
     assert 'pip install "transformers==5.24.*' in record.getMessage()
 
 
-def test_what_is_tested_is_allowed_by_the_declared_ranges() -> None:
+def test_tested_versions_are_in_the_declared_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
     for distribution, oldest, newest in TESTED:

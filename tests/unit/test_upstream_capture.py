@@ -1,4 +1,4 @@
-"""Private names of transformers, torch and onnxscript that capture and families use still exist and still behave as
+"""Tests that the private names of transformers, torch and onnxscript that the export uses still exist and behave as
 expected.
 """
 
@@ -33,7 +33,7 @@ def test_classes_for_a_config() -> None:
     assert not classes_for(transformers.AutoModelForCTC, transformers.BertConfig())
 
 
-def test_the_choice_of_attention() -> None:
+def test_attention_implementation_is_replaced_and_restored() -> None:
     config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     model = transformers.BertModel(config)
     before = model.config._attn_implementation
@@ -42,12 +42,12 @@ def test_the_choice_of_attention() -> None:
     assert model.config._attn_implementation == before
 
 
-def test_the_model_type_of_a_processor() -> None:
+def test_model_type_of_a_processor() -> None:
     assert model_type_of(object.__new__(transformers.CLIPProcessor)) == "clip"
     assert model_type_of(3) is None
 
 
-def test_the_name_of_a_cache() -> None:
+def test_name_of_the_cache_argument() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=9))
     assert cache_argument(model) == CACHE_NAME
     assert hasattr(model(input_ids=torch.ones((1, 2), dtype=torch.int64), use_cache=True), CACHE_NAME)
@@ -76,7 +76,7 @@ def test_attributes_are_replaced_and_restored() -> None:
     assert set(vars(torch.Tensor)) == names
 
 
-def test_masks_of_encoders_of_sounds() -> None:
+def test_masks_of_audio_encoders() -> None:
     config = transformers.Speech2TextConfig(
         vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1, decoder_attention_heads=1,
         encoder_ffn_dim=8, decoder_ffn_dim=8, conv_channels=8, input_feat_per_channel=4,
@@ -91,7 +91,7 @@ def test_masks_of_encoders_of_sounds() -> None:
     assert model_internals.shortened_by(torch.nn.Identity(), 2, mask) is None
 
 
-def test_inputs_of_a_decoder() -> None:
+def test_shifted_decoder_inputs() -> None:
     config = transformers.T5Config(
         vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0
     )
@@ -102,7 +102,7 @@ def test_inputs_of_a_decoder() -> None:
     assert model_internals.shifted_right(torch.nn.Identity(), ids) is None
 
 
-def test_lengths_of_the_layers_of_an_x_vector_model() -> None:
+def test_layer_lengths_of_an_xvector_model() -> None:
     config = transformers.Wav2Vec2Config(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, conv_dim=(8,), conv_kernel=(4,),
         conv_stride=(2,), num_feat_extract_layers=1, tdnn_dim=(8, 8), tdnn_kernel=(3, 1), tdnn_dilation=(1, 1),
@@ -112,7 +112,7 @@ def test_lengths_of_the_layers_of_an_x_vector_model() -> None:
     assert model_internals.lengths_of_tdnn(model, torch.tensor([20, 12])).tolist() == [7, 3]
 
 
-def test_the_forward_that_accelerate_left() -> None:
+def test_forward_without_mixed_precision() -> None:
     model = torch.nn.Linear(2, 2)
     assert model_internals.without_mixed_precision(model) is model
     model._original_forward = model.forward  # type: ignore[assignment]
@@ -122,7 +122,7 @@ def test_the_forward_that_accelerate_left() -> None:
     assert torch.equal(model(torch.ones(1, 2)), torch.ones(1, 2))
 
 
-def test_parts_that_pipelines_open() -> None:
+def test_companion_files_that_pipelines_load() -> None:
     text, image = transformers.TextClassificationPipeline, transformers.ImageClassificationPipeline
     assert (pipeline_internals.loads(text, "tokenizer"), pipeline_internals.loads(text, "image_processor")) == (
         True,
@@ -132,12 +132,12 @@ def test_parts_that_pipelines_open() -> None:
     assert "top_k" in inspect.signature(pipeline_internals.reader_of_options(text)).parameters
 
 
-def test_tokenizers_that_choose_languages() -> None:
+def test_tokenizers_with_languages() -> None:
     assert hasattr(transformers.NllbTokenizer, "_build_translation_inputs")
     assert pipeline_internals.inputs_for_translation(tiny_tokenizer(), "hello") is None
 
 
-def test_the_fingerprint_of_a_data_set() -> None:
+def test_data_set_fingerprint() -> None:
     rows = {"text": ["one", "two"]}
     first, other = (
         pipeline_internals.fingerprint_of(datasets.Dataset.from_dict(one)) for one in (rows, {"text": ["one"]})
@@ -146,7 +146,7 @@ def test_the_fingerprint_of_a_data_set() -> None:
     assert pipeline_internals.fingerprint_of(rows) == ""
 
 
-# Names that families replace or call in a model's own module.
+# Each entry is a function or class in a model's own module of transformers that accel's model families replace or call.
 OF_MODELS = (
     ("superpoint", "SuperPointInterestPointDecoder._get_pixel_scores"),
     ("superpoint", "SuperPointDescriptorDecoder._sample_descriptors"),
@@ -166,11 +166,11 @@ OF_MODELS = (
 
 
 @pytest.mark.parametrize(("model_type", "name"), OF_MODELS)
-def test_private_names_of_families(model_type: str, name: str) -> None:
+def test_private_names_of_model_modules_exist(model_type: str, name: str) -> None:
     assert callable(pkgutil.resolve_name(f"transformers.models.{model_type}.modeling_{model_type}:{name}"))
 
 
-def test_rules_of_onnxscript() -> None:
+def test_rewrite_rules_of_onnxscript() -> None:
     from onnxscript import rewriter
     from onnxscript.rewriter.rules.common import _no_op
 
@@ -182,7 +182,7 @@ def test_rules_of_onnxscript() -> None:
     assert all("_graph" not in vars(rule._matcher) for rule in rewriter._DEFAULT_REWRITE_RULES)
 
 
-def test_tables_of_exporters_are_restored() -> None:
+def test_exporter_tables_are_restored() -> None:
     from torch.fx import config
     from transformers.exporters import exporter_openvino, utils
 
@@ -195,7 +195,7 @@ def test_tables_of_exporters_are_restored() -> None:
         assert config.do_not_emit_stack_traces
 
 
-def test_sizes_in_a_trace() -> None:
+def test_symbolic_sizes_in_a_trace() -> None:
     seen: list[Any] = []
 
     class Halves(torch.nn.Module):
@@ -213,7 +213,7 @@ def test_sizes_in_a_trace() -> None:
     assert (hint(3), is_fake(example)) == (None, False)
 
 
-def test_a_branch_on_data_is_told() -> None:
+def test_branch_on_data_raises_the_expected_error() -> None:
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1 if x.sum() > 0 else x

@@ -1,4 +1,4 @@
-"""Detection of layers whose weights are read by code outside the layer."""
+"""Tests of the detection of layers whose weights are read by code outside of the layer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from accel.capture import read_by_other_code
 
 
 class Mixed(torch.nn.Module):
-    """A model with a layer that is called, a layer whose weight is read, a layer whose size is read, and a layer that
-    shares its weight with the head.
+    """Model with four layers: one is called, one has a weight that other code reads, one has a size that other code
+    reads, and one shares its weight with the output head.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Mixed(torch.nn.Module):
         return self.head(functional.linear(hidden, self.read.weight))
 
 
-def test_only_weights_that_code_outside_computes_with() -> None:
+def test_only_weights_used_by_other_code_are_found() -> None:
     model = Mixed().eval()
     assert read_by_other_code(model, {"ids": torch.arange(9)[None]}) == {model.read}
     assert not model.called._forward_hooks

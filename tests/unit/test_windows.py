@@ -1,5 +1,5 @@
-"""The replacement for the attention of Longformer and LED during tracing computes the same values for any set of global
-tokens.
+"""Tests of the attention function that replaces the attention of Longformer and LED during tracing: it computes the
+same values for any set of global tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_encoder_position_embeddings": 96, "max_decoder_position_embeddings": 96, "pad_token_id": 1,
     },
 }  # fmt: skip
-# Tolerances: float32 sums of about ten to a hundred values of order 1 in a different order; float16 rounding of 1e-3 in
-# each of two layers.
+# The float32 tolerance is for sums of about ten to a hundred values of order 1, added in a different order. The float16
+# tolerance is for rounding errors of 1e-3 in each of two layers.
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 LENGTHS = (1, 3, WINDOW // 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 29)
 
@@ -46,8 +46,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def rows(length: int, masks: str) -> dict[str, torch.Tensor]:
-    """Return three texts. If they are long enough, the second has padding at the end and the third has padding at the
-    start.
+    """Return a batch of three texts. If they are long enough, the second text is padded on the right and the third text
+    on the left.
     """
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(5, 100, (3, length), generator=draw)
@@ -65,7 +65,7 @@ def rows(length: int, masks: str) -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def both(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs with transformers' attention and with the replacement."""
+    """Return the outputs with transformers' attention and the outputs with the replacement function."""
     expected = model(**inputs)[0]
     with replaced(model):
         return expected, model(**inputs)[0]
@@ -73,26 +73,26 @@ def both(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tor
 
 @pytest.mark.parametrize("masks", ["none", "first", "some", "all"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_same_numbers(model: Any, length: int, masks: str) -> None:
+def test_replacement_gives_equal_outputs(model: Any, length: int, masks: str) -> None:
     expected, found = both(model, rows(length, masks))
     assert expected.abs().max() > 0.1
     assert (found - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
 
 
 @pytest.mark.parametrize("masks", ["none", "some"])
-def test_the_same_numbers_in_float16(masks: str) -> None:
+def test_replacement_gives_equal_float16_outputs(masks: str) -> None:
     model = made("LongformerModel").half()
     expected, found = both(model, rows(29, masks))
     assert (found - expected).abs().max() <= CLOSE[torch.float16] * expected.abs().max()
 
 
-def test_tokens_that_see_all_change_the_numbers(model: Any) -> None:
-    """Global tokens change the outputs. If the mask had no effect, the comparisons above would prove nothing."""
+def test_global_tokens_change_the_outputs(model: Any) -> None:
+    """Global tokens change the outputs. Otherwise the comparisons with global tokens would prove nothing."""
     (few, _), (some, _) = both(model, rows(29, "none")), both(model, rows(29, "some"))
     assert (few - some).abs().max() > 1e-2
 
 
-def test_a_layer_answers_padding_with_zeros() -> None:
+def test_layer_returns_zeros_for_padding() -> None:
     layer = made("LongformerModel").encoder.layer[0].attention.self
     mask = torch.tensor([[0.0, 1.0, 0.0, -1.0], [-1.0, -1.0, 0.0, 0.0]])
     with replaced(layer), torch.inference_mode():
@@ -100,7 +100,7 @@ def test_a_layer_answers_padding_with_zeros() -> None:
     assert torch.equal(found.abs().amax(dim=2) == 0, mask < 0)
 
 
-def test_a_question_ends_at_the_first_separator() -> None:
+def test_question_ends_at_the_first_separator() -> None:
     model = made("LongformerForQuestionAnswering")
     inputs = rows(29, "none")
     for row, question in enumerate((4, 9, 0)):
@@ -110,12 +110,12 @@ def test_a_question_ends_at_the_first_separator() -> None:
     assert (found - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
 
 
-def test_attentions_are_refused(model: Any) -> None:
+def test_attention_outputs_are_refused(model: Any) -> None:
     with replaced(model), pytest.raises(ExportError, match="attentions of windows cannot be exported"):
         model(**rows(WINDOW, "none"), output_attentions=True)
 
 
-def test_the_models_own_attention_comes_back(model: Any) -> None:
+def test_original_attention_is_restored(model: Any) -> None:
     inputs = rows(WINDOW, "none")
     before = type(model)._pad_to_window_size, torch.Tensor.item
     with pytest.raises(ExportError), replaced(model):
@@ -124,7 +124,7 @@ def test_the_models_own_attention_comes_back(model: Any) -> None:
     assert model(**inputs, output_attentions=True).attentions is not None
 
 
-def test_models_without_windows_are_left_alone() -> None:
+def test_models_without_windows_are_unchanged() -> None:
     before = torch.Tensor.item
     with replaced(torch.nn.Linear(2, 2)):
         assert torch.Tensor.item is before
