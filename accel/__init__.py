@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from .tasks.zero_shot_object_detection import (
         ORTModelForZeroShotObjectDetection as ORTModelForZeroShotObjectDetection,
     )
-    from .tuning.accuracy_budget import quantize as quantize
+    from .tuning.quantize_within_budget import quantize as quantize
     from .tuning.tune import tune as tune
 
 # Each public name with its module. Modules are imported at first use (PEP 562), so that `import accel` is fast.
@@ -129,7 +129,7 @@ _MODULE_OF = {
     "ORTModelForZeroShotObjectDetection": "tasks.zero_shot_object_detection",
     "pipeline": "models.pipelines.pipeline",
     "prepare_qat": "stages.prepare",
-    "quantize": "tuning.accuracy_budget",
+    "quantize": "tuning.quantize_within_budget",
     "QuantizeConfig": "config",
     "Quantizer": "interfaces.protocols",
     "SessionOptions": "config",

@@ -24,9 +24,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from accel import ORTModelForCausalLM, SessionOptions, export
-from accel_plugins.ortkit.runtime.values import Binding
+from accel_plugins.ortkit.runtime.values import ReusedBinding
 
-RUNS = {"cpu": (Binding, "run"), "openvino": (openvino.InferRequest, "infer")}
+RUNS = {"cpu": (ReusedBinding, "run"), "openvino": (openvino.InferRequest, "infer")}
 FEW, MANY, PROMPT = 100, 400, 16
 
 

@@ -6,9 +6,10 @@ Code belongs in this package if it finds, describes, verifies or writes such fol
 backends.
 """
 
+from .accel_home import accel_home, keeping
 from .checksums import FileRecord, check_file, record_files, sha256, stamp_files
-from .home import accel_home, keeping
 from .hub import HubOptions, Location
+from .json_reading import read_json
 from .manifest import (
     MANIFEST,
     MARK,
@@ -22,7 +23,6 @@ from .manifest import (
     lost_manifest,
     with_files,
 )
-from .reading import read_json
 from .tensors import TensorSpec
 from .writing import copy_companions, scratch, tool_versions
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
-from .home import SEARCHES, accel_home, keeping
+from .accel_home import SEARCHES, accel_home, keeping
 from .writing import STAGING_PREFIX, discard, held, remove_stale
 
 _GATE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """An entry of the cache. Removing it loses no data: accel computes it again when needed, which takes time.
 
     Attributes:
@@ -33,12 +33,12 @@ class Entry:
     bytes: int
 
 
-def entries() -> list[Entry]:
+def entries() -> list[CacheEntry]:
     """Return all cache entries, exports first."""
     return [*_exports(), *_searches()]
 
 
-def clear(name: str | None = None) -> list[Entry]:
+def clear(name: str | None = None) -> list[CacheEntry]:
     """Remove cache entries. Without a name, also remove the saved results of file checks and form comparisons.
 
     Without a name, the results of searches are kept while a search runs.
@@ -114,21 +114,21 @@ def _is_free(lock: Path) -> bool:
         return free
 
 
-def _exports() -> Iterator[Entry]:
+def _exports() -> Iterator[CacheEntry]:
     folder = accel_home() / "exports"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         # Skip temporary folders: another process is still writing them.
         if path.is_dir() and not path.name.startswith(STAGING_PREFIX):
-            yield Entry(name=path.name, what="export made by from_pretrained", path=path, bytes=_size(path))
+            yield CacheEntry(name=path.name, what="export made by from_pretrained", path=path, bytes=_size(path))
 
 
-def _searches() -> Iterator[Entry]:
+def _searches() -> Iterator[CacheEntry]:
     folder = accel_home() / SEARCHES
     if not folder.is_dir():
         return
     artifacts = sum(1 for path in (folder / "artifacts").glob("*") if path.is_dir())
     measured = sum(1 for path in folder.glob("*/*.json"))
-    yield Entry(
+    yield CacheEntry(
         name=SEARCHES, what=f"searches: {artifacts} artifacts, {measured} results", path=folder, bytes=_size(folder)
     )
 

@@ -22,9 +22,9 @@ from .._version import __version__
 from ..config import checked_arguments
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
 from .checksums import FileRecord, record_files, verify
-from .reading import build, read_bytes_and_json
+from .json_reading import build, read_bytes_and_json
 from .tensors import TensorSpec
-from .unrecorded import check_nothing_added
+from .unrecorded_files import check_nothing_added
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ Kind = Literal["artifact", "foreign", "weights", "adapter", "module"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class ResolvedModel:
     """A resolved model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Resolved:
     hub: HubOptions = HubOptions()
 
     @classmethod
-    def of_artifact(cls, artifact: Artifact, hub: HubOptions | None = None) -> Resolved:
+    def of_artifact(cls, artifact: Artifact, hub: HubOptions | None = None) -> ResolvedModel:
         """Return an artifact as a resolved model."""
         return cls(
             kind="artifact", id=str(artifact.path), task=artifact.task, folder=artifact.path, artifact=artifact,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, IntegrityError, TaskError, did_you_mean
-from .reading import read_json, read_json_list
+from .json_reading import read_json, read_json_list
 from .tensors import TensorSpec
 
 MODULES = "modules.json"
@@ -111,7 +111,7 @@ _ON_TEXT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class SentenceModule:
     """A module after the transformer.
 
     Attributes:
@@ -156,7 +156,7 @@ class SentenceSettings:
     activation: str | None = None
     max_length: int | None = None
     lower: bool = False
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[SentenceModule, ...] = ()
     refusal: str = ""
 
     @property
@@ -240,7 +240,7 @@ def sentence_settings(folder: Path) -> SentenceSettings:
         for name in ("tokenizer_args", "tokenizer_kwargs", "processor_kwargs"):
             limit = _number(path, transformer.get(name) or {}, "model_max_length") or limit
         _check_transformer(path, transformer, kind)
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[SentenceModule, ...] = ()
     if kind == "embedder":
         layers, refusal = _layers(folder, modules)
     elif kind == "cross-encoder" and [_class(entry) for entry in modules] != ["Transformer"]:
@@ -291,7 +291,7 @@ def embedding_roles(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec])
     return {vectors[0]: "sentence_embedding"} if len(ranks) == len(vectors) == 1 else {}
 
 
-def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[Layer, ...], str]:
+def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[SentenceModule, ...], str]:
     """Return the modules after the transformer; or no modules and the reason why they are not supported."""
     if not modules or _class(modules[0]) != "Transformer":
         return (), f"its first module is {_class(modules[0])} and not a Transformer" if modules else "it has no modules"
@@ -306,7 +306,7 @@ def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[Layer, .
         _check(file, config, FIELDS[name])
         if name != "Dropout":
             layers.append(
-                Layer(
+                SentenceModule(
                     kind=name,
                     folder=place,
                     modes=_modes(file, config) if name == "Pooling" else (),

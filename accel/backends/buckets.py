@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
-from ..capture.graph_forms import Form, FormChecks, FormVerdict, HasForms
+from ..capture.graph_forms import FormChecks, FormVerdict, GraphForm, HasForms
 from ..errors import InputError
 from ..interfaces.protocols import Feeds, Names, Session
 from ..interfaces.session import BaseSession
@@ -93,7 +93,7 @@ class _PaddedSession(BaseSession[Session], ABC):
         side.
         """
         name = f"{self._form} of {size}{'' if side == 'right' else ', padding in front'}"
-        form = Form(name=name, sizes={"batch": 2, _AXIS: max(1, size - 1)}, padding=side)
+        form = GraphForm(name=name, sizes={"batch": 2, _AXIS: max(1, size - 1)}, padding=side)
         return self._forms.check(form, functools.partial(self._run_in, size), self._run_plain)
 
     def run(

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from .._version import __version__
-from ..artifact.home import accel_home
+from ..artifact.accel_home import accel_home
 from ..artifact.writing import tool_versions
 from ..config import available_processors
 from ..errors import ConfigError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..artifact.manifest import Artifact, RunRecord
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..config import ExportConfig, SessionOptions, available_processors
 from ..errors import BackendUnavailableError, ConfigError, InputError
 from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec, Probe, Reason
@@ -30,7 +30,7 @@ _MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
+class RunPreferences:
     """The caller's settings for running a model. `None` leaves a choice to the artifact and the machine.
 
     Attributes:
@@ -47,7 +47,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ConsideredBackend:
     """A row in the table of considered backends.
 
     Attributes:
@@ -69,7 +69,7 @@ class Selection:
 
     backend: str | None
     device: DeviceSpec | None
-    table: tuple[Verdict, ...]
+    table: tuple[ConsideredBackend, ...]
 
     def __str__(self) -> str:
         width = max((len(row.backend) for row in self.table), default=0)
@@ -102,8 +102,8 @@ class Plan:
         why_not: The error if no backend can run the model. The message contains the table.
     """
 
-    model: Resolved
-    settings: RunSettings
+    model: ResolvedModel
+    settings: RunPreferences
     config: ExportConfig
     format: str
     dtype: str
@@ -147,7 +147,7 @@ class Plan:
         inventory = inventory or registry.inventory()
         run = artifact.manifest.run
         wanted = _device(self.settings, run) or self.device
-        question = Question(artifact.format, artifact.task, artifact.dtype, wanted, artifact.domains)
+        question = SelectionRequest(artifact.format, artifact.task, artifact.dtype, wanted, artifact.domains)
         reasons, device = _obstacles(self.backend, inventory.probe(self.backend), question, inventory)
         if reasons:
             raise BackendUnavailableError(
@@ -204,8 +204,8 @@ class Plan:
 
 
 def make_plan(
-    model: Resolved | Artifact,
-    settings: RunSettings | None = None,
+    model: ResolvedModel | Artifact,
+    settings: RunPreferences | None = None,
     config: ExportConfig | None = None,
     *,
     inventory: Inventory | None = None,
@@ -230,12 +230,12 @@ def make_plan(
             manifest sets an option that it must not set; or there are more threads than the machine supports.
         InputError: The model is a module in memory.
     """
-    settings, config = settings or RunSettings(), config or ExportConfig()
+    settings, config = settings or RunPreferences(), config or ExportConfig()
     if inventory is None:
         inventory = registry.inventory()
         if settings.backend is None:
             registry.tell_broken()
-    found = Resolved.of_artifact(model) if isinstance(model, Artifact) else model
+    found = ResolvedModel.of_artifact(model) if isinstance(model, Artifact) else model
     artifact, run = found.artifact, None
     named = inventory.spec(settings.backend) if settings.backend is not None else None
     makes: list[str] = []
@@ -250,7 +250,9 @@ def make_plan(
             named = inventory.spec(run.backend)
         elif run is not None and named is not None and named.name != run.backend:
             run = None
-        question = Question(artifact.format, artifact.task, artifact.dtype, _device(settings, run), artifact.domains)
+        question = SelectionRequest(
+            artifact.format, artifact.task, artifact.dtype, _device(settings, run), artifact.domains
+        )
     elif found.module is not None:
         raise InputError("A module in memory has no folder to keep an export in.", fix="export it: accel.export(...).")
     else:
@@ -259,7 +261,7 @@ def make_plan(
         makes = [c.produces for c in stages if c.stage == "export" and c.produces]
         runs = [c.consumes for c in stages if c.stage == "run" and c.consumes]
         format = makes[0] if makes else runs[0] if runs and "onnx" not in runs else "onnx"
-        question = Question(format, found.task, config.dtype, _device(settings, None))
+        question = SelectionRequest(format, found.task, config.dtype, _device(settings, None))
     selection = select(question, inventory, named)
     made = Plan(
         model=found, settings=settings, config=config, format=question.format, dtype=question.dtype, selection=selection,
@@ -276,7 +278,7 @@ def make_plan(
     return replace(made, exporter=plan_stage("export", question.format, owner, inventory=inventory))
 
 
-def _device(settings: RunSettings, run: RunRecord | None) -> DeviceSpec | None:
+def _device(settings: RunPreferences, run: RunRecord | None) -> DeviceSpec | None:
     """Return the requested device, or the device that an artifact was measured on."""
     name = settings.device or (run.device if run is not None else None)
     return DeviceSpec.parse(name) if name is not None else None
@@ -286,7 +288,7 @@ def _device(settings: RunSettings, run: RunRecord | None) -> DeviceSpec | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SelectionRequest:
     """A graph to run, and the requested device.
 
     Attributes:
@@ -302,7 +304,7 @@ class Question:
     domains: Sequence[str] | None = None
 
 
-def select(question: Question, inventory: Inventory, named: BackendSpec | None = None) -> Selection:
+def select(question: SelectionRequest, inventory: Inventory, named: BackendSpec | None = None) -> Selection:
     """Choose the backend that runs a graph. This is a pure function.
 
     A named backend is the only candidate. Without a name, the candidates are the backends whose specs allow automatic
@@ -311,7 +313,7 @@ def select(question: Question, inventory: Inventory, named: BackendSpec | None =
     """
     chosen: str | None = None
     where: DeviceSpec | None = None
-    verdicts = {name: Verdict(name, "broken", None, (reason,)) for name, reason in inventory.broken.items()}
+    verdicts = {name: ConsideredBackend(name, "broken", None, (reason,)) for name, reason in inventory.broken.items()}
     # Probing imports vendor libraries. Probe only candidates, by descending priority, until a backend fits.
     for spec in sorted(inventory.specs, key=lambda spec: -spec.priority):
         candidate = spec is named if named is not None else spec.auto and bool(spec.capability("run", question.format))
@@ -319,10 +321,10 @@ def select(question: Question, inventory: Inventory, named: BackendSpec | None =
         probe = inventory.probe(spec) if asked else _declared(spec, inventory)
         reasons, found = _obstacles(spec, probe, question, inventory)
         if reasons:
-            verdicts[spec.name] = Verdict(spec.name, "rejected", None, tuple(reasons))
+            verdicts[spec.name] = ConsideredBackend(spec.name, "rejected", None, tuple(reasons))
         elif asked:
             chosen, where = spec.name, found
-            verdicts[spec.name] = Verdict(spec.name, "chosen", found, ())
+            verdicts[spec.name] = ConsideredBackend(spec.name, "chosen", found, ())
         else:
             why = (
                 Reason("not-named", f"{named.name!r} was asked for")
@@ -331,7 +333,7 @@ def select(question: Question, inventory: Inventory, named: BackendSpec | None =
                 if spec.auto
                 else Reason("by-name-only", "only used when named", f"backend={spec.name!r}")
             )
-            verdicts[spec.name] = Verdict(spec.name, "possible", found, (why,))
+            verdicts[spec.name] = ConsideredBackend(spec.name, "possible", found, (why,))
     order = [*(spec.name for spec in inventory.specs), *inventory.broken]
     return Selection(chosen, where, tuple(verdicts[name] for name in order))
 
@@ -346,7 +348,7 @@ def _declared(spec: BackendSpec, inventory: Inventory) -> Probe:
 
 
 def _obstacles(
-    spec: BackendSpec, probe: Probe, question: Question, inventory: Inventory
+    spec: BackendSpec, probe: Probe, question: SelectionRequest, inventory: Inventory
 ) -> tuple[list[Reason], DeviceSpec | None]:
     """Return all reasons why a backend cannot run a graph, and the device that it would use."""
     reasons: list[Reason] = []
@@ -389,7 +391,7 @@ def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
 
 
 def _nothing_runs(
-    question: Question,
+    question: SelectionRequest,
     named: BackendSpec | None,
     selection: Selection,
     inventory: Inventory,

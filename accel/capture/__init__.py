@@ -33,8 +33,8 @@ from .quantized_linears import INTEGER_LINEAR as INTEGER_LINEAR
 from .quantized_linears import OPERATOR_DOMAIN as OPERATOR_DOMAIN
 from .quantized_linears import BlockLinear as BlockLinear
 from .quantized_linears import IntegerLinear as IntegerLinear
+from .quantized_linears import QuantizationAwareLayer as QuantizationAwareLayer
 from .quantized_linears import QuantizedLinear as QuantizedLinear
-from .quantized_linears import Trained as Trained
 from .quantized_linears import needs_float_weights as needs_float_weights
 from .quantized_linears import pack as pack
 from .quantized_linears import quantized_layers as quantized_layers

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..artifact.reading import read_json
+from ..artifact.json_reading import read_json
 from ..errors import ExportError
 
 logger = logging.getLogger(__name__)

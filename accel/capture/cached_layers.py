@@ -23,7 +23,7 @@ TOKENS = "capacity"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedTensorSpec:
     """Shape and data type of one cached tensor of a layer.
 
     Attributes:
@@ -35,7 +35,7 @@ class Kept:
     dtype: torch.dtype | None = None
 
 
-Layer = Mapping[str, Kept]
+Layer = Mapping[str, CachedTensorSpec]
 """Cached tensors of one layer by name: `key` and `value`, `indexer`, `conv` and `recurrent` (the second one is `conv_1`)."""
 
 
@@ -181,7 +181,7 @@ def _described(layer: Any) -> Layer | None:
     """Describe the tensors of one cache layer. Return `None` if the layer has unknown tensors."""
     if isinstance(layer, DummyLayer):
         return {}
-    found: dict[str, Kept] = {}
+    found: dict[str, CachedTensorSpec] = {}
     for what, tensors in (
         ("conv", getattr(layer, "conv_states", {})),
         ("recurrent", getattr(layer, "recurrent_states", {})),
@@ -189,20 +189,20 @@ def _described(layer: Any) -> Layer | None:
         for i, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor):
                 dtype = tensor.dtype if what == "recurrent" else None
-                found[_numbered(what, i)] = Kept(tuple(int(n) for n in tensor.shape[1:]), dtype)
+                found[_numbered(what, i)] = CachedTensorSpec(tuple(int(n) for n in tensor.shape[1:]), dtype)
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:
         if keys.shape[:3] != values.shape[:3]:
             return None
         # In DeepSeek's latent attention, keys and values differ in head size.
         for what, tensor in (("key", keys), ("value", values)):
-            found[what] = Kept((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
+            found[what] = CachedTensorSpec((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
     others = {name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)} - _NAMES
     if others or getattr(layer, "indexer_position_ids", None) is not None:
         return None
     indexer = getattr(layer, "indexer_keys", None)
     if isinstance(indexer, torch.Tensor):
-        found["indexer"] = Kept((TOKENS, int(indexer.shape[2])))
+        found["indexer"] = CachedTensorSpec((TOKENS, int(indexer.shape[2])))
     return found or None
 
 

@@ -28,7 +28,7 @@ from ..upstream.library_output import quiet
 from ..upstream.model_internals import masks_not_shortened
 from .cached_attention import CacheLayer, FusedAttention, tracing
 from .cached_layers import TOKENS, Layer, croppable, described, made, presents, without_tokens
-from .output_selection import Answering
+from .output_selection import OutputSelection
 from .patch_samples import PATCH_AXIS, PATCHES
 from .position_limits import has_position_table
 from .recurrence import recurrent
@@ -296,7 +296,7 @@ def _recomputed(source: Source) -> Source:
         axes["position_ids"] = dict(axes["input_ids"])
     _check_prompt(model, example)
     limits = {"sequence": _positions(model)["total"]} if _positions(model) else source.max_sizes
-    module = Answering(model, ("logits",)).eval()
+    module = OutputSelection(model, ("logits",)).eval()
     return replace(source, name="model", model=module, example=example, axes=axes, max_sizes=limits, continues="none")
 
 

@@ -57,7 +57,7 @@ Padding = Literal["none", "right", "left"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class GraphForm:
     """An alternative way to compute a graph.
 
     Attributes:
@@ -131,7 +131,9 @@ class FormChecks:
         self._verdicts: dict[str, FormVerdict] = {}
         self._lock = threading.RLock()
 
-    def check(self, form: Form, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]) -> FormVerdict:
+    def check(
+        self, form: GraphForm, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
+    ) -> FormVerdict:
         """Return whether a form may be used, as a verdict. The first call runs both forms once; later calls look the verdict up.
 
         Args:
@@ -157,18 +159,18 @@ class FormChecks:
         self._verdicts[name] = verdict
         logger.warning("%s", _warning(self._component.name, verdict))
 
-    def _recalled(self, form: Form) -> FormVerdict | None:
+    def _recalled(self, form: GraphForm) -> FormVerdict | None:
         try:
             return FormVerdict(**recall(_FILE)[self._digest(form)])
         except (KeyError, TypeError):
             return None
 
-    def _digest(self, form: Form) -> str:
+    def _digest(self, form: GraphForm) -> str:
         content = json.dumps([*self._key, asdict(form)], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def _compared(
-        self, form: Form, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
+        self, form: GraphForm, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
     ) -> FormVerdict:
         feeds, kept = self._ragged(form)
         expected = plain(feeds)
@@ -178,7 +180,7 @@ class FormChecks:
             return FormVerdict(form=form.name, difference=float("inf"), tolerance=self.tolerance, error=error.message)
         return FormVerdict(form=form.name, difference=self._difference(found, expected, kept), tolerance=self.tolerance)
 
-    def _ragged(self, form: Form) -> tuple[Feeds, torch.Tensor | None]:
+    def _ragged(self, form: GraphForm) -> tuple[Feeds, torch.Tensor | None]:
         """Return a batch of the form's shape, with rows of different lengths down to one token, and its padding mask.
 
         The mask is `(batch, sequence) bool`, True at tokens; `None` if the graph has no mask input.

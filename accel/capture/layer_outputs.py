@@ -11,7 +11,7 @@ from ..interfaces.wrapper import Tensors, Wrapper
 from ..upstream.attention_choice import attention_of
 
 
-class WithInnerStates(Wrapper):
+class ReturnsLayerOutputs(Wrapper):
     """A model that returns its hidden states or attentions in each call.
 
     Elements of tuples become numbered tensors: `logits`, `hidden_states_0`, `hidden_states_1`, ...
@@ -37,7 +37,7 @@ class WithInnerStates(Wrapper):
         return found
 
 
-class TracedPlainly(Wrapper):
+class EagerAttentionInTrace(Wrapper):
     """A model that is traced with eager attention. Outside of a trace, it runs unchanged.
 
     For a fully masked row, transformers' exporter computes zeros, as PyTorch's fused GPU kernels do, but PyTorch on the CPU

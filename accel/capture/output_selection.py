@@ -10,7 +10,7 @@ from ..interfaces.wrapper import Tensors, Wrapper
 from .layer_outputs import inner_states
 
 
-class Answering(Wrapper):
+class OutputSelection(Wrapper):
     """A model that returns only the outputs named in `keeps`, as far as the model has them."""
 
     def __init__(self, model: torch.nn.Module, keeps: Sequence[str]) -> None:

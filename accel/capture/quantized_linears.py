@@ -18,8 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
+from ..artifact.json_reading import build, read_json
 from ..artifact.manifest import MANIFEST, Artifact, Origin, Quantization
-from ..artifact.reading import build, read_json
 from ..errors import ExportError, IntegrityError
 from ..upstream.library_output import quiet
 from .symbolic_operators import leaves_nodes
@@ -259,7 +259,7 @@ _KINDS: dict[str, Callable[..., torch.nn.Module]] = {"integers": IntegerLinear, 
 
 
 @runtime_checkable
-class Trained(Protocol):
+class QuantizationAwareLayer(Protocol):
     """A layer after quantization-aware training, which can be converted to a layer with integer weights."""
 
     def to_integers(self) -> QuantizedLinear:
@@ -308,7 +308,7 @@ def record_of(model: torch.nn.Module) -> Quantization | None:
     return next((one for one in found if one is not None), None)
 
 
-def needs_float_weights(adapter: torch.nn.Module, layer: Trained) -> bool:
+def needs_float_weights(adapter: torch.nn.Module, layer: QuantizationAwareLayer) -> bool:
     """Return whether a PEFT adapter computes with the weights of its layer (DoRA's norms, rotations).
 
     Such adapters cannot be applied to a layer with integer weights.
@@ -350,12 +350,16 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
     found = [(n, one) for n, one in made.named_modules(remove_duplicate=False) if hasattr(type(one), "to_integers")]
     for name, one in made.named_modules():
         layer = dict(one.named_children()).get("base_layer")
-        if hasattr(type(layer), "to_integers") and isinstance(layer, Trained) and needs_float_weights(one, layer):
+        if (
+            hasattr(type(layer), "to_integers")
+            and isinstance(layer, QuantizationAwareLayer)
+            and needs_float_weights(one, layer)
+        ):
             raise ExportError(
                 f"The adapter {name} ({type(one).__name__}) computes with the weights of the layer below it, which become integers.",
                 fix="merge it into the float model first (model.merge_and_unload()), then prepare that; plain LoRA does not do it.",
             )
-    misfits = {n: one.misfit() for n, one in found if isinstance(one, Trained)}
+    misfits = {n: one.misfit() for n, one in found if isinstance(one, QuantizationAwareLayer)}
     if worst := max(misfits, key=misfits.__getitem__) if any(misfits.values()) else "":
         logger.warning(
             "%d of %d layers have weights that the steps they are rounded by do not fit, as where an adapter was merged: %s loses %.0f %% "
@@ -364,7 +368,7 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
         )  # fmt: skip
     integers: dict[int, torch.nn.Module] = {}
     for name, layer in found:
-        assert isinstance(layer, Trained)
+        assert isinstance(layer, QuantizationAwareLayer)
         # A layer that a model has under several names stays one shared layer.
         if id(layer) not in integers:
             integers[id(layer)] = layer.to_integers()

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..artifact.companions import open_companion
-from ..artifact.reading import read_json
+from ..artifact.json_reading import read_json
+from ..artifact.processor_loading import open_companion
 from ..errors import ExportError, InputError
 from ..interfaces.family import Axes, Sample
 from ..interfaces.family_registry import family_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..artifact.sentence_settings import Layer, SentenceSettings
+from ..artifact.sentence_settings import SentenceModule, SentenceSettings
 from ..errors import ConfigError, ExportError, IntegrityError
 from ..interfaces.wrapper import Tensors, Wrapper
 from .layer_outputs import inner_states
@@ -169,7 +169,7 @@ def activation_function(path: str) -> torch.nn.Module:
     return made
 
 
-def _module(layer: Layer) -> torch.nn.Module:
+def _module(layer: SentenceModule) -> torch.nn.Module:
     if layer.kind == "Normalize":
         return Normalize()
     weights = _weights(layer.folder)

@@ -15,7 +15,7 @@ from ..artifact.manifest import Origin, Quantization
 from ..interfaces.family import Axes
 from ..interfaces.task_registry import task_spec
 from ..interfaces.wrapper import Tensors, Wrapper, unwrapped
-from .layer_outputs import TracedPlainly
+from .layer_outputs import EagerAttentionInTrace
 from .position_limits import position_bounds, rows_of_table, text_rows
 from .quantized_linears import record_of
 from .samples import IMAGE_AXES, parameters_of, resize, usual_sizes
@@ -139,7 +139,7 @@ class Source:
         # Parts of a generating model are traced with accel's attention function.
         if not sounds or isinstance(self.model, Wrapper) or task_spec(self.task).generates:
             return None
-        return replace(self, model=TracedPlainly(self.model).eval())
+        return replace(self, model=EagerAttentionInTrace(self.model).eval())
 
     def with_fixed_images(self) -> Source | None:
         """Return the source with images of one fixed size, or `None` if the size is already fixed."""

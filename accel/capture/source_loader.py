@@ -16,8 +16,8 @@ import torch
 
 from ..artifact.checksums import folder_digest, sha256
 from ..artifact.hub import HubOptions, Location
+from ..artifact.json_reading import read_json
 from ..artifact.manifest import Origin
-from ..artifact.reading import read_json
 from ..artifact.sentence_settings import sentence_settings
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
@@ -30,8 +30,8 @@ from ..upstream.auto_models import classes_for
 from ..upstream.library_output import quiet
 from ..upstream.model_internals import without_mixed_precision
 from .adapter_embeddings import adapter_shapes, fit_embeddings
-from .layer_outputs import WithInnerStates
-from .output_selection import Answering
+from .layer_outputs import ReturnsLayerOutputs
+from .output_selection import OutputSelection
 from .position_limits import max_sizes_of
 from .process_lock import one_thread_at_a_time
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
@@ -114,14 +114,14 @@ def load_source(
                 f"A graph for {spec.name} returns no hidden states or attentions.",
                 fix="export with task='feature-extraction', or leave output_hidden_states and output_attentions out.",
             )
-        module = WithInnerStates(
+        module = ReturnsLayerOutputs(
             module, hidden_states=config.output_hidden_states, attentions=config.output_attentions
         ).eval()
     layers = _sentence_layers(spec, folder, config)
     if layers is not None:
         module = SentenceEmbedder(module, layers).eval()
     elif spec.keeps:
-        module = Answering(module, spec.keeps).eval()
+        module = OutputSelection(module, spec.keeps).eval()
     module = work.traced(module).eval()
     if sample is None:
         # The random state is reset, because loading a model may draw numbers and a model in memory does not.

@@ -27,13 +27,13 @@ def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:
         rows = len(next(iter(feeds.values())))
         feeds = {"decoder_input_ids": torch.zeros((rows, 1), dtype=torch.int64), **feeds}
     with ExitStack() as hooks:
-        reading = _Reading(model, hooks)
+        reading = _ParameterReads(model, hooks)
         with reading:
             reference(model, feeds)
     return reading.found
 
 
-class _Reading(TorchFunctionMode):
+class _ParameterReads(TorchFunctionMode):
     """Record the modules whose parameters an operation reads while the modules do not run."""
 
     def __init__(self, model: torch.nn.Module, hooks: ExitStack) -> None:

@@ -79,7 +79,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandResult:
     """The result of a command.
 
     Attributes:
@@ -95,9 +95,9 @@ class Outcome:
 
 def subcommand(
     group: typer.Typer, name: str | None = None, *, epilog: str, verbose: bool = True
-) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
+) -> Callable[[Callable[..., CommandResult]], Callable[..., CommandResult]]:
     """Add a function as a command with the options `--json` and `--verbose`. The command prints the function's
-    `Outcome`.
+    `CommandResult`.
 
     Args:
         group: The application, or a command group.
@@ -106,7 +106,7 @@ def subcommand(
         verbose: Whether the command has the option `--verbose`.
     """
 
-    def add(function: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    def add(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
         @functools.wraps(function)
         def call(*, as_json: bool = False, verbose: bool = False, **arguments: Any) -> None:
             with command(as_json, verbose):

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConfigError
 from . import options
-from .application import Outcome, app, columns_of, pairs_of, subcommand
+from .application import CommandResult, app, columns_of, pairs_of, subcommand
 
 
 @subcommand(app, epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
@@ -41,7 +41,7 @@ def export(
     atol: options.Atol = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Export a model, compare it with PyTorch on five shapes, and write an artifact."""
     from ..stages.export import export as run
 
@@ -64,7 +64,7 @@ def export(
     )
     step = artifact.manifest.steps[-1]
     difference, limit = step.validation["max_abs_difference"], step.validation["tolerance"]
-    return Outcome(
+    return CommandResult(
         _described(artifact),
         f"{artifact.path}: {artifact.format}, {artifact.task}, {artifact.dtype}, {artifact.bytes / 1e6:.1f} MB\n"
         f"differs from PyTorch by {difference:.2g} at most (accepted: {limit:.2g}, {len(step.validation['shapes'])} shapes)",
@@ -84,7 +84,7 @@ def validate(
         bool, typer.Option("--accept-files", help="Record configs and tokenizer files as they are now, first.")
     ] = False,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Check an artifact's files and compare it with the PyTorch model it was made from."""
     from ..artifact.hub import HubOptions
     from ..artifact.manifest import Artifact as Folder
@@ -102,7 +102,7 @@ def validate(
     for form in result.forms:
         found = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
         lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {found}")
-    return Outcome(result, "\n".join(lines), failed=not result.passed)
+    return CommandResult(result, "\n".join(lines), failed=not result.passed)
 
 
 @subcommand(app, epilog="Example: accel optimize out/ out-o2/ --level O2")
@@ -119,7 +119,7 @@ def optimize(
     calibration_split: options.CalibrationSplit = None,
     column: options.Column = None,
     backend: options.Backend = None,
-) -> Outcome:
+) -> CommandResult:
     """Rewrite a graph into a faster one and compare it with its parent."""
     from ..stages.optimize import optimize as run
 
@@ -137,7 +137,7 @@ def optimize(
     )
     step = made.manifest.steps[-1]
     fused = {name: count for name, count in step.report.get("fused", {}).items() if count}
-    return Outcome(
+    return CommandResult(
         _described(made),
         f"{made.path}: {level}, {made.bytes / 1e6:.1f} MB\n"
         f"fused: {', '.join(f'{name} {count}' for name, count in fused.items()) or 'nothing'}\n"
@@ -207,9 +207,9 @@ def quantize(
     max_length: options.MaxLength = None,
     batch_size: options.BatchSize = 1,
     backend: options.Backend = None,
-) -> Outcome:
+) -> CommandResult:
     """Rewrite a graph into one with fewer bits; with a budget, search for the fastest that stays inside it."""
-    from ..tuning.accuracy_budget import quantize as run
+    from ..tuning.quantize_within_budget import quantize as run
 
     given: dict[str, Any] = {
         "scheme": scheme, "samples": samples, "operators": tuple(operator) if operator else None, "format": graph,
@@ -236,7 +236,7 @@ def quantize(
         exclude=tuple(exclude or ()),
         **settings,
     )
-    return Outcome(_described(made), _quantized(made))
+    return CommandResult(_described(made), _quantized(made))
 
 
 def _described(artifact: Any) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _quantized(artifact: Any) -> str:
     )
     search = step.report.get("search")
     if search is not None:
-        from ..tuning.accuracy_budget import Attempt
+        from ..tuning.quantize_within_budget import Attempt
 
         lines += ["tried:", *(f"  {Attempt(**trial)}" for trial in search["table"])]
         if search["float_ms"] is not None:
@@ -294,7 +294,7 @@ def convert(
     threads: options.Threads = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Export, optimize and quantize for every backend, check the results, time all beside PyTorch, write a report."""
     from ..measuring.report import text_table
     from ..tuning.conversion import convert as run
@@ -314,7 +314,7 @@ def convert(
     values = found.benchmark.to_dict()
     failures = "".join(f"\n{name} could not be made: {why}" for name, why in found.failed.items())
     artifacts = {name: artifact.path for name, artifact in found.artifacts.items()}
-    return Outcome(
+    return CommandResult(
         {"path": found.path, "artifacts": artifacts, "failed": found.failed, "benchmark": values},
         f"{found.benchmark}\n\n{text_table(values)}{failures}\n{found.path}: {', '.join(artifacts)}, benchmark.json, report.html",
         failed=bool(found.failed) or any(variant.error for variant in found.benchmark.variants),

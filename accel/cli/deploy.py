@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import options
-from .application import Outcome, app, pairs_of, subcommand
+from .application import CommandResult, app, pairs_of, subcommand
 
 deploy_app = typer.Typer(
     help="Write what another server runs, and check it: Triton Inference Server.",
@@ -62,7 +62,7 @@ def triton(
     ] = True,
     versions: Annotated[str, typer.Option(help="Versions that are served: latest or all.")] = "latest",
     version: Annotated[int, typer.Option(help="Number of the version that is written.")] = 1,
-) -> Outcome:
+) -> CommandResult:
     """Write a model repository for Triton: the graph, and a front that takes texts and answers with what they mean."""
     from ..deploying.triton import deploy
 
@@ -77,7 +77,7 @@ def triton(
         versions=versions, version=version,
     )  # fmt: skip
     rows = [f"  {model}  ({kind})" for model, kind in written.models.items()]
-    return Outcome(
+    return CommandResult(
         written,
         "\n".join(
             [
@@ -93,10 +93,10 @@ def triton(
 @subcommand(deploy_app, epilog="Example: accel deploy check repository/")
 def check(
     repository: Annotated[Path, typer.Argument(metavar="OUT", help="Folder made by `accel deploy triton`.")],
-) -> Outcome:
+) -> CommandResult:
     """Compare a model repository with what `accel deploy triton` writes: every difference, each with its remedy."""
     from ..deploying import triton as target
 
     findings = target.check(repository)
     text = "\n".join(map(str, findings)) or f"{repository}: nothing is wrong with its files"
-    return Outcome({"path": repository, "findings": findings}, text, failed=bool(findings))
+    return CommandResult({"path": repository, "findings": findings}, text, failed=bool(findings))

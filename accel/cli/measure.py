@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .application import Outcome, app, columns_of, show_steps, subcommand
+from .application import CommandResult, app, columns_of, show_steps, subcommand
 
 
 @subcommand(app, epilog="Example: accel evaluate out-int8/ --data test.csv --metric accuracy --compare")
@@ -35,7 +35,7 @@ def evaluate(
     device: options.Device = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Measure a model on labelled data, and compare it with its original on the same rows."""
     from ..measuring.accuracy.evaluation import evaluate as run
 
@@ -55,7 +55,7 @@ def evaluate(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    return Outcome(result.to_dict(), _evaluated(result))
+    return CommandResult(result.to_dict(), _evaluated(result))
 
 
 def _evaluated(result: Any) -> str:
@@ -121,7 +121,7 @@ def benchmark(
     png: options.Png = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Measure variants of a model, one process each, taking turns; outputs are compared with PyTorch first."""
     from ..measuring.latency.benchmark import benchmark as run
     from ..measuring.report import check_pages, text_table, write_html, write_png
@@ -141,7 +141,7 @@ def benchmark(
     if png is not None:
         write_png(values, png)
     failed = any(variant.error for variant in measured.variants)
-    return Outcome(values, f"{measured}\n\n{text_table(values)}", failed=failed)
+    return CommandResult(values, f"{measured}\n\n{text_table(values)}", failed=failed)
 
 
 @subcommand(app, epilog="Example: accel tune org/model tuned/ --data test.csv --calibration train.csv --max-drop 0.3")
@@ -175,7 +175,7 @@ def tune(
     png: options.Png = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Try what every backend offers on this machine and data, and keep the best that fits the constraints."""
     from ..measuring.report import check_pages, write_html, write_png
     from ..tuning.trials import render
@@ -196,4 +196,4 @@ def tune(
         write_html(values, report, title=f"accel tune {model}")
     if png is not None:
         write_png(values, png, title=f"accel tune {model}")
-    return Outcome(values, render(measured))
+    return CommandResult(values, render(measured))

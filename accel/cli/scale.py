@@ -10,7 +10,7 @@ import typer
 
 from ..errors import ConfigError
 from . import options
-from .application import Outcome, app, columns_of, command, pairs_of, subcommand
+from .application import CommandResult, app, columns_of, command, pairs_of, subcommand
 
 Options = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=JSON", help="An option of the operation; repeat.")
@@ -81,7 +81,7 @@ def batch(
     threads: options.Threads = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Answer every row of a table, each exactly once: killed and called again, it goes on where it was."""
     from ..config import SessionOptions
 
@@ -103,4 +103,4 @@ def batch(
     speed = f", {done.computed / done.seconds:.0f} rows a second" if done.computed and done.seconds else ""
     told = f"{done.folder}: {done.rows} rows, {done.operation}, {done.parts} files; {done.computed} computed now{speed}"
     broken = f"\n{done.broken} rows have no answer: see their column `error`." if done.broken else ""
-    return Outcome(done, told + broken)
+    return CommandResult(done, told + broken)

@@ -13,7 +13,7 @@ from .exit_codes import FAILED, PIPE_CLOSED
 _OUTPUT, _ERRORS = 1, 2
 
 
-class Watched:
+class CheckedStdout:
     """Standard output that stores a failed write. Without a buffer (`PYTHONUNBUFFERED`), no later write or flush
     reports it again.
 
@@ -45,7 +45,7 @@ class Watched:
         return getattr(self._stream, name)
 
 
-def watch_output() -> Watched:
+def watch_output() -> CheckedStdout:
     """Wrap standard output so that failed writes are stored. If standard output or standard error is closed, open the
     null device for it.
 
@@ -56,7 +56,7 @@ def watch_output() -> Watched:
         if getattr(sys, name) is None:
             _redirect(number, mode)
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
-    watched = Watched(sys.stdout)
+    watched = CheckedStdout(sys.stdout)
     sys.stdout = cast(TextIO, watched)
     return watched
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..artifact.companions import open_companion
 from ..artifact.manifest import Artifact
+from ..artifact.processor_loading import open_companion
 from ..artifact.tensors import TensorSpec
 from ..config import QuantizeConfig
 from ..errors import ArtifactNotFoundError, BackendUnavailableError, ConfigError, InputError, QuantizeError
@@ -23,9 +23,9 @@ from ..interfaces.task_spec import Modality
 from ..upstream.library_output import quiet
 from .columns import map_columns
 from .defaults import with_defaults
-from .encoded_rows import Encoded, encode_texts
+from .encoded_rows import EncodedRows, encode_texts
 from .image_rows import encode_images
-from .rows import Rows, is_rows, load_rows, take
+from .rows import DatasetRows, is_rows, load_rows, take
 from .sound_rows import encode_sounds
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def longest(limit: int | None, processor: Any, asked: int | None) -> int | None:
     return asked or min((n for n in (limit, own_limit) if n), default=None)
 
 
-def encode(rows: Rows, task: str, processor: Any, max_length: int | None) -> Encoded:
+def encode(rows: DatasetRows, task: str, processor: Any, max_length: int | None) -> EncodedRows:
     """Encode rows for the models of a task: tokenize texts now; load images and sounds later, when their batch is made.
 
     Raises:
@@ -86,7 +86,7 @@ def encode(rows: Rows, task: str, processor: Any, max_length: int | None) -> Enc
     """
     work = load_task(task)
     with quiet():
-        encoded: Encoded | None = work.encode(rows, processor, max_length)
+        encoded: EncodedRows | None = work.encode(rows, processor, max_length)
         return (
             _ENCODERS.get(work.spec.modalities, encode_texts)(rows, processor, max_length)
             if encoded is None
@@ -94,7 +94,7 @@ def encode(rows: Rows, task: str, processor: Any, max_length: int | None) -> Enc
         )
 
 
-_ENCODERS: Mapping[tuple[Modality, ...], Callable[[Rows, Any, int | None], Encoded]] = {
+_ENCODERS: Mapping[tuple[Modality, ...], Callable[[DatasetRows, Any, int | None], EncodedRows]] = {
     ("image",): encode_images,
     ("audio",): encode_sounds,
 }
@@ -127,7 +127,7 @@ class Batches:
             yield for_graph(_as_prompts(feeds, self._inputs) if self._prompts else feeds, self._inputs)
 
 
-def _bounded(encoded: Encoded, rows: Sequence[int]) -> list[Sequence[int]]:
+def _bounded(encoded: EncodedRows, rows: Sequence[int]) -> list[Sequence[int]]:
     """Split a batch into parts of at most 256 tokens including padding, so that the longest row does not decide the memory use."""
     if not encoded.tokens:
         return [rows]

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError, InputError, PluginError, did_you_mean
 from ..interfaces.task_registry import measured_tasks, task_spec
 from ..interfaces.task_spec import Column, Holds, TaskSpec
-from .rows import Rows
+from .rows import DatasetRows
 
 
 def _is_media(feature: Any) -> bool:
@@ -90,7 +90,9 @@ _PAIRS = (
 )
 
 
-def map_columns(rows: Rows, task: str, columns: Mapping[str, str] | None = None, *, answers: bool = True) -> Rows:
+def map_columns(
+    rows: DatasetRows, task: str, columns: Mapping[str, str] | None = None, *, answers: bool = True
+) -> DatasetRows:
     """Find the column for each use of a task.
 
     The caller's mapping has priority. Next come the usual names of the task's columns, then the only remaining column of the
@@ -129,7 +131,9 @@ def map_columns(rows: Rows, task: str, columns: Mapping[str, str] | None = None,
         if column.use not in mapping and needed:
             raise _unmapped(rows, column, features, mapping)
     unread = set() if answers else {column.use for column in spec.columns if column.answer}
-    return Rows(rows.dataset, replace(rows.sample, columns={use: c for use, c in mapping.items() if use not in unread}))
+    return DatasetRows(
+        rows.dataset, replace(rows.sample, columns={use: c for use, c in mapping.items() if use not in unread})
+    )
 
 
 def _checked(columns: Mapping[str, str], spec: TaskSpec, features: Mapping[str, Any]) -> dict[str, str]:
@@ -191,7 +195,7 @@ def _guess(
     return left[0] if len(left) == 1 else None
 
 
-def _unmapped(rows: Rows, column: Column, features: Mapping[str, Any], mapping: Mapping[str, str]) -> InputError:
+def _unmapped(rows: DatasetRows, column: Column, features: Mapping[str, Any], mapping: Mapping[str, str]) -> InputError:
     mapped = f" Found: {', '.join(f'{use} = {name}' for use, name in mapping.items())}." if mapping else ""
     return InputError(
         f"None of the columns of {rows.sample.source} is clearly the {column.use} ({_kind_of(column)[1]}): "

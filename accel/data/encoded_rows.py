@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from .labels import texts
-from .rows import Rows
+from .rows import DatasetRows
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class EncodedRows:
     """Encoded rows, ready for batching: token ids, or media with a processor.
 
     Attributes:
@@ -102,7 +102,7 @@ class LazyColumn(Sequence[Any]):
         return self._read(self._columns[column][row], row, column)
 
 
-def encode_texts(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+def encode_texts(rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
     """Tokenize one text per row."""
     return from_tokenizer(processor(texts(rows, "text"), **cut(max_length)), processor)
 
@@ -112,11 +112,11 @@ def cut(max_length: int | None) -> dict[str, Any]:
     return {"truncation": max_length is not None, "max_length": max_length}
 
 
-def from_tokenizer(encoding: Any, tokenizer: Any) -> Encoded:
-    """Convert a tokenizer's output for a list of rows into `Encoded` rows."""
+def from_tokenizer(encoding: Any, tokenizer: Any) -> EncodedRows:
+    """Convert a tokenizer's output for a list of rows into `EncodedRows` rows."""
     names = [name for name in tokenizer.model_input_names if name in encoding]
     pad = tokenizer.pad_token_id
     padding = {"input_ids": pad, "token_type_ids": tokenizer.pad_token_type_id} if pad is not None else {}
-    return Encoded(
+    return EncodedRows(
         tokens={name: encoding[name] for name in names}, padding=padding, left=tokenizer.padding_side == "left"
     )

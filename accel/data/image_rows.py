@@ -14,8 +14,8 @@ from ..interfaces.family_registry import family_of
 from ..upstream.auto_models import model_type_of
 from ..upstream.library_output import quiet
 from .columns import is_text
-from .encoded_rows import Encoded, LazyColumn
-from .rows import Rows
+from .encoded_rows import EncodedRows, LazyColumn
+from .rows import DatasetRows
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _UNLIMITED = 1 << 30  # tokenizers without a limit have a model_max_length of 1e30
 
 
-def encode_images(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
+def encode_images(rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:  # noqa: ARG001
     """Encode the images of the rows; each image forms its own batch if the processor does not resize images to one size."""
-    return Encoded(media=(rgb_images(rows), processor), alone=not makes_one_size(processor))
+    return EncodedRows(media=(rgb_images(rows), processor), alone=not makes_one_size(processor))
 
 
-def rgb_images(rows: Rows) -> Sequence[Any]:
+def rgb_images(rows: DatasetRows) -> Sequence[Any]:
     """Return the column of images; each image is converted to RGB on access."""
     return LazyColumn([images_of(rows)], lambda image, *_: rgb(image))
 
@@ -38,7 +38,7 @@ def rgb(image: Any) -> Any:
     return image.convert("RGB") if hasattr(image, "convert") else image
 
 
-def images_of(rows: Rows, use: str = "image") -> Sequence[Any]:
+def images_of(rows: DatasetRows, use: str = "image") -> Sequence[Any]:
     """Return the column of images. File paths are loaded as images; arrays are returned unchanged."""
     import datasets
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from ..errors import InputError
 from .columns import inner
-from .rows import Rows
+from .rows import DatasetRows
 
 _SHOWN = 5
 IGNORED = -100
 """Tag of words that are left out of the metric, the same value as `ignore_index` in PyTorch's losses."""
 
 
-def label_ids(rows: Rows, use: str, config: Any) -> list[Any]:
+def label_ids(rows: DatasetRows, use: str, config: Any) -> list[Any]:
     """Return the labels of the rows as label ids of the model, nested like the column.
 
     Label names are looked up in the model's `label2id`. Integers are kept, except integers of a `ClassLabel` column whose
@@ -41,7 +41,7 @@ def label_ids(rows: Rows, use: str, config: Any) -> list[Any]:
     return [[translate(item) for item in value] for value in values] if nested else [translate(v) for v in values]
 
 
-def translation(flat: Sequence[Any], feature: Any, config: Any, rows: Rows) -> Callable[[Any], int]:
+def translation(flat: Sequence[Any], feature: Any, config: Any, rows: DatasetRows) -> Callable[[Any], int]:
     """Return a function that maps a label of the data to the model's label id, after checking that every label has an id."""
     label2id = {str(name): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
     count = int(getattr(config, "num_labels", len(label2id)))
@@ -90,7 +90,7 @@ def translation(flat: Sequence[Any], feature: Any, config: Any, rows: Rows) -> C
     return int
 
 
-def numbers(rows: Rows, use: str) -> list[float]:
+def numbers(rows: DatasetRows, use: str) -> list[float]:
     """Return a column of numbers.
 
     Raises:
@@ -105,7 +105,7 @@ def numbers(rows: Rows, use: str) -> list[float]:
     return [float(value) for value in values]
 
 
-def texts(rows: Rows, use: str) -> list[str]:
+def texts(rows: DatasetRows, use: str) -> list[str]:
     """Return a column of texts.
 
     Raises:
@@ -120,7 +120,7 @@ def texts(rows: Rows, use: str) -> list[str]:
     return values
 
 
-def accepted_answers(value: Any, rows: Rows) -> list[str]:
+def accepted_answers(value: Any, rows: DatasetRows) -> list[str]:
     """Return the accepted answers of a row, given as `{"text": [...]}` (SQuAD), a list or one text; empty if unanswerable."""
     if isinstance(value, Mapping):
         value = value.get("text")
@@ -134,7 +134,7 @@ def accepted_answers(value: Any, rows: Rows) -> list[str]:
     )
 
 
-def candidate_texts(rows: Rows, names_in: Callable[[Mapping[str, Any]], list[str]] | None = None) -> list[str]:
+def candidate_texts(rows: DatasetRows, names_in: Callable[[Mapping[str, Any]], list[str]] | None = None) -> list[str]:
     """Return the candidate texts that a zero-shot model compares its inputs with, without duplicates.
 
     They come from the data's column of texts or, without such a column, from the class names of the data.

@@ -33,7 +33,7 @@ _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SampleRecord:
     """Description of the rows that were used, as recorded in manifests.
 
     Attributes:
@@ -66,11 +66,11 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DatasetRows:
     """A `datasets.Dataset` with a record of its source."""
 
     dataset: Any
-    sample: Sample
+    sample: SampleRecord
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -129,7 +129,7 @@ def load_rows(
     config: str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
-) -> Rows:
+) -> DatasetRows:
     """Load rows from memory, a file, a folder or the Hub.
 
     Args:
@@ -183,9 +183,9 @@ def load_rows(
     if len(loaded) == 0:
         raise InputError(f"{source} holds no rows.", fix="pass data with at least one row.")
     info = loaded.info
-    return Rows(
+    return DatasetRows(
         loaded,
-        Sample(
+        SampleRecord(
             source=source,
             split=str(loaded.split) if loaded.split is not None and sha256 is None else None,
             config=None if sha256 or info.config_name in (None, "default") else info.config_name,
@@ -358,7 +358,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def take(rows: Rows, n: int | None, seed: int = 0) -> Rows:
+def take(rows: DatasetRows, n: int | None, seed: int = 0) -> DatasetRows:
     """Draw `n` rows without replacement and keep their order; return all rows when `n` is `None` or at least their number.
 
     Raises:
@@ -371,4 +371,4 @@ def take(rows: Rows, n: int | None, seed: int = 0) -> Rows:
     import numpy as np
 
     chosen = np.sort(np.random.default_rng(seed).choice(len(rows), size=n, replace=False))
-    return Rows(rows.dataset.select(chosen), replace(rows.sample, n=n, seed=seed))
+    return DatasetRows(rows.dataset.select(chosen), replace(rows.sample, n=n, seed=seed))

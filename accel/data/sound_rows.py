@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from .encoded_rows import Encoded, LazyColumn
-from .rows import Rows
+from .encoded_rows import EncodedRows, LazyColumn
+from .rows import DatasetRows
 
 Wave = npt.NDArray[np.float32]
 
 
-def encode_sounds(rows: Rows, processor: Any, max_length: int | None) -> Encoded:  # noqa: ARG001
+def encode_sounds(rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:  # noqa: ARG001
     """Encode the sounds of the rows. For pairs, all sounds of the first column come before those of the second column."""
     import datasets
 
@@ -34,7 +34,7 @@ def encode_sounds(rows: Rows, processor: Any, max_length: int | None) -> Encoded
             dataset = dataset.cast_column(name, datasets.Audio(decode=False))
         columns.append(dataset[name])
     waves = LazyColumn(columns, lambda value, row, column: _wave_of_row(value, f"Row {row} ({uses[column]})", rate))
-    return Encoded(
+    return EncodedRows(
         media=(waves, functools.partial(extractor, sampling_rate=extractor.sampling_rate)),
         lengths=[len(wave) for wave in waves],
     )

@@ -120,7 +120,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     def write_to(self, cache: Cache) -> None:
         """Replace the layers of another cache by copies of this cache's layers, or by a reference if they cannot be copied."""
         readable = self._croppable and (self.state is None or self.state.readable)
-        cache.layers = list(self.layers) if readable else [HeldLayer(self)]
+        cache.layers = list(self.layers) if readable else [UncopiedStateLayer(self)]
 
     def to_dynamic(self) -> DynamicCache:
         """Return a copy as a `DynamicCache`, which a PyTorch model can continue."""
@@ -260,7 +260,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         return f"StateCache({self.get_seq_length()} tokens)"
 
 
-class HeldLayer(CacheLayerMixin):  # type: ignore[misc]
+class UncopiedStateLayer(CacheLayerMixin):  # type: ignore[misc]
     """The only layer of a user's `DynamicCache` when the session's state cannot be copied into layers; it refers to the state.
 
     Args:

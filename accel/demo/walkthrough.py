@@ -13,16 +13,16 @@ from pathlib import Path
 from ..artifact.manifest import Artifact
 from ..artifact.writing import check_output
 from ..backends import registry
-from ..backends.plan import RunSettings, make_plan
+from ..backends.plan import RunPreferences, make_plan
 from ..backends.stage_plan import plan_stage
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import WEIGHTS, BackendSpec
 from ..measuring.accuracy.evaluation import Evaluation, evaluate
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.benchmark import Effort, measure_variants
+from ..measuring.latency.benchmark import BenchmarkEffort, measure_variants
 from ..measuring.latency.variants import Traffic, Variant
-from ..measuring.latency.workloads import Load
+from ..measuring.latency.workloads import WorkloadSettings
 from ..measuring.report import printed
 from ..measuring.statistics import Ratio
 from ..models.base import ORTModel
@@ -30,13 +30,13 @@ from ..stages.adoption import weights_of
 from ..stages.export import export
 from ..stages.optimize import optimize
 from ..stages.resolution import resolve
-from ..tuning.accuracy_budget import quantize
+from ..tuning.quantize_within_budget import quantize
 from ..tuning.tune import tune
 from . import CALIBRATION_SET, MODEL, TEST_SET
 
 _SHAPE = (1, 16)
-_LOAD = Load(batch=_SHAPE[:1], sequence=_SHAPE[1:])
-_EFFORT = Effort(rounds=8, calls=25, processes=1)
+_LOAD = WorkloadSettings(batch=_SHAPE[:1], sequence=_SHAPE[1:])
+_EFFORT = BenchmarkEffort(rounds=8, calls=25, processes=1)
 _MAX_DROP = 0.3
 _SEARCH_S = 300.0
 _TASK = "text-classification"
@@ -244,7 +244,7 @@ def _artifacts(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, 
             continue
         options = SessionOptions.from_dict({"compute_dtype": dtype})
         try:
-            ORTModel.from_plan(make_plan(artifact, RunSettings(backend=spec.name, options=options))).close()
+            ORTModel.from_plan(make_plan(artifact, RunPreferences(backend=spec.name, options=options))).close()
         except ConfigError as error:
             absent[f"{word}, {dtype}"] = error.message
         else:

@@ -49,7 +49,7 @@ def _spline(
     return torch.where(inside, found, inputs), torch.where(inside, determinant, torch.zeros_like(determinant))
 
 
-class _GivenNoise(TorchFunctionMode):
+class _FixedNoise(TorchFunctionMode):
     """Replace calls of `torch.randn` by the given noise."""
 
     def __init__(self, noise: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ def _noise(noise: torch.Tensor | None) -> Iterator[None]:
     if noise is None:
         yield
         return
-    with _GivenNoise(noise):
+    with _FixedNoise(noise):
         yield
 
 

@@ -29,7 +29,7 @@ def continued(sessions: Mapping[str, Session], components: tuple[Component, ...]
     return {**sessions, **wrapped} if wrapped else sessions
 
 
-class _Wrapped:
+class _SessionWrapper:
     """A wrapper of a session. It forwards attributes that it does not define to the session."""
 
     def __init__(self, session: Any, component: Component) -> None:
@@ -41,7 +41,7 @@ class _Wrapped:
         return getattr(self._session, name)
 
 
-class OneByOne(_Wrapped):
+class TokenByTokenDecoder(_SessionWrapper):
     """A decoder whose graph takes one token per call after the prompt. Several tokens are run one after another."""
 
     def run(
@@ -60,7 +60,7 @@ class OneByOne(_Wrapped):
         return state.one_by_one(feeds, new, run) if new > 1 else run(feeds)
 
 
-class Recomputed(_Wrapped):
+class DecoderWithoutCache(_SessionWrapper):
     """A decoder whose graph has no cache. The state contains the tokens, and each call computes all of them again."""
 
     def __init__(self, session: Any, component: Component) -> None:
@@ -120,4 +120,4 @@ class TokenState(State):
         return {**feeds, **held}, new
 
 
-_KINDS: Mapping[str, Any] = {"one": OneByOne, "none": Recomputed}
+_KINDS: Mapping[str, Any] = {"one": TokenByTokenDecoder, "none": DecoderWithoutCache}

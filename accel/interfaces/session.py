@@ -9,8 +9,8 @@ from ..artifact.manifest import Component
 from ..artifact.tensors import TensorSpec
 from ..errors import AccelError, SessionError
 from .session_contract import (
+    InputValueCheck,
     ShapeCheck,
-    ValueCheck,
     check_buffer_shape,
     check_buffers,
     check_state,
@@ -81,7 +81,7 @@ class BaseSession(Generic[Runtime]):
         self._output_dtypes = tensor_dtypes(component.outputs)
         self._output_names = list(self._output_dtypes)
         self._check_shapes = ShapeCheck(component.inputs, shapes, component.max_sizes)
-        self._check_values = ValueCheck(component.inputs)
+        self._check_values = InputValueCheck(component.inputs)
         # NumPy has no bfloat16 or float8.
         self._numpy_only = all(spec.dtype in _NUMPY_DTYPES for spec in (*component.inputs, *component.outputs))
         self._numpy_dtypes = [np.dtype(s.dtype if s.dtype in _NUMPY_DTYPES else np.void) for s in component.inputs]

@@ -16,7 +16,7 @@ LONGEST = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class AxisSizes:
     """Sizes of one axis: `least <= usual <= most`. The runtime selects the kernels that are fastest at `usual`."""
 
     least: int
@@ -33,17 +33,17 @@ class Sizes:
         return f"{self.least}:{self.usual}:{self.most}"
 
 
-Profile = Mapping[str, Sizes]
+Profile = Mapping[str, AxisSizes]
 Shape = tuple[int, ...]
 
 
-def read_profile(text: str) -> dict[str, Sizes]:
+def read_profile(text: str) -> dict[str, AxisSizes]:
     """Parse a profile such as `"batch=1:8:32,sequence=128"`. A single number is a fixed size.
 
     Raises:
         ConfigError: The text has another format.
     """
-    found: dict[str, Sizes] = {}
+    found: dict[str, AxisSizes] = {}
     for entry in text.split(",") if text.strip() else ():
         match = _ENTRY.match(entry)
         if match is None:
@@ -51,7 +51,7 @@ def read_profile(text: str) -> dict[str, Sizes]:
                 f"{entry!r} is no part of a profile.", fix='write it as in "batch=1:8:32,sequence=16:128:384".'
             )
         numbers = [int(number) for number in match["sizes"].split(":")]
-        found[match["axis"]] = Sizes(*(numbers if len(numbers) == 3 else numbers * 3))
+        found[match["axis"]] = AxisSizes(*(numbers if len(numbers) == 3 else numbers * 3))
     return found
 
 

@@ -83,12 +83,12 @@ class Task:
         """Convert rows of the data to model inputs.
 
         Args:
-            rows: `accel.data.rows.Rows` with mapped columns.
+            rows: `accel.data.rows.DatasetRows` with mapped columns.
             processor: The model's tokenizer, image processor, ...
             max_length: Largest number of tokens; longer rows are truncated.
 
         Returns:
-            `accel.data.encoded_rows.Encoded`. `None` uses the default encoding of one text for each row.
+            `accel.data.encoded_rows.EncodedRows`. `None` uses the default encoding of one text for each row.
         """
         return None
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..artifact.reading import read_json
+from ..artifact.json_reading import read_json
 from ..artifact.sentence_settings import sentence_kind
 from ..errors import ArtifactNotFoundError, IntegrityError, PluginError, TaskError, did_you_mean
 from .entry_points import entry_points

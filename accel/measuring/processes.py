@@ -48,7 +48,7 @@ class WorkerLostError(SessionError):
         self.late = late
 
 
-class Helper:
+class HelperProcess:
     """A separate process that runs functions, so that a crash of a library ends only that process.
 
     The process starts at the first call. If it has ended, the next call starts it again.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..artifact.hub import HubOptions
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
-from ..backends.plan import RunSettings
+from ..backends.plan import RunPreferences
 from ..config import ExportConfig, SessionOptions, check_names
 from ..errors import ConfigError, did_you_mean
 from ..stages.resolution import resolve
@@ -36,7 +36,7 @@ class LoadingArguments:
 
     task: str | None
     hub: HubOptions
-    settings: RunSettings
+    settings: RunPreferences
     export_config: ExportConfig
     file_name: str | None
     variant: str | None
@@ -44,7 +44,7 @@ class LoadingArguments:
     config: Any
     use_cache: bool | None
 
-    def resolve(self, model: Any, *, default_task: str | None = None) -> Resolved:
+    def resolve(self, model: Any, *, default_task: str | None = None) -> ResolvedModel:
         """Resolve a model with these arguments; see `resolution.resolve`."""
         return resolve(
             model, task=self.task, default_task=default_task, hub=self.hub, file_name=self.file_name, variant=self.variant,
@@ -79,7 +79,7 @@ def read_arguments(
     return LoadingArguments(
         task=task,
         hub=hub,
-        settings=RunSettings(
+        settings=RunPreferences(
             backend=backend_name(backend, provider, providers),
             device=device_name(device),
             provider_options=provider_options_of(provider_options),

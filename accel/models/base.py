@@ -20,9 +20,9 @@ from transformers.utils import ModelOutput
 
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, Artifact
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
-from ..backends.plan import Plan, RunSettings, make_plan
+from ..backends.plan import Plan, RunPreferences, make_plan
 from ..backends.sessions import open_plan
 from ..config import SessionOptions, checked_arguments
 from ..errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
@@ -97,7 +97,7 @@ class ORTModel(ModuleInterface, Saveable):
         self.artifact = opened_artifact
         self._trust_remote_code = plan.model.hub.trust_remote_code if plan is not None else trust_remote_code
         self._plan = plan or self._planned(
-            RunSettings(backend=backend, device=device, provider_options=provider_options, options=session_options)
+            RunPreferences(backend=backend, device=device, provider_options=provider_options, options=session_options)
         )
         self.config = config if config is not None else self._load_config()
         logging.getLogger("transformers.pipelines.base").addFilter(FILTER)
@@ -106,7 +106,7 @@ class ORTModel(ModuleInterface, Saveable):
     # Loading
 
     @classmethod
-    @checked_arguments(model_id=(str, os.PathLike, Artifact, Resolved), device=(str, int, torch.device))
+    @checked_arguments(model_id=(str, os.PathLike, Artifact, ResolvedModel), device=(str, int, torch.device))
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str] | Artifact,
@@ -172,7 +172,7 @@ class ORTModel(ModuleInterface, Saveable):
         return cls.from_plan(cls.plan(model_id, arguments), config=arguments.config, use_cache=arguments.use_cache)
 
     @classmethod
-    def plan(cls, model_id: str | os.PathLike[str] | Artifact | Resolved, arguments: LoadingArguments) -> Plan:
+    def plan(cls, model_id: str | os.PathLike[str] | Artifact | ResolvedModel, arguments: LoadingArguments) -> Plan:
         """Return the plan (backend, device and settings) with which `from_pretrained` opens a model; raises the same errors."""
         task = arguments.task
         meant = specs_for(task) if task is not None else ()
@@ -259,10 +259,10 @@ class ORTModel(ModuleInterface, Saveable):
                 fix = "put the config.json of the original model there, or pass config=...; graphs of other models have task='custom'."
             raise IntegrityError(f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix=fix) from error
 
-    def _planned(self, settings: RunSettings) -> Plan:
+    def _planned(self, settings: RunPreferences) -> Plan:
         """Return a plan to open the model's artifact with other settings."""
         hub = HubOptions(trust_remote_code=self._trust_remote_code)
-        return make_plan(Resolved.of_artifact(self.artifact, hub), settings)
+        return make_plan(ResolvedModel.of_artifact(self.artifact, hub), settings)
 
     def _open(self) -> None:
         self._opened = open_plan(self._plan)

@@ -34,7 +34,7 @@ class EncoderOutput(BaseModelOutput):  # type: ignore[misc]  # transformers is u
     attention_mask: torch.Tensor | None = None
 
 
-class EncoderOf:
+class GenerateEncoder:
     """A model's encoder with the interface that `generate` expects."""
 
     def __init__(self, session: Session, main_input_name: str) -> None:
@@ -104,15 +104,15 @@ class EncoderDecoder(Generator):
         # In graphs exported by other tools, the decoder may read the encoder's output itself.
         self._cross_session = self._opened.sessions.get("cross_attention")
 
-    def _bounded(self, session: Session) -> EncoderOf:
+    def _bounded(self, session: Session) -> GenerateEncoder:
         encoder = self._make_encoder(session, self.main_input_name)
         encoder.longest = self.artifact.component("encoder").max_sizes.get("frames", 0)
         if encoder.main_input_name == _PATCHES:
             encoder.rows = int(self.config.vision_config.seq_len)
         return encoder
 
-    def _make_encoder(self, session: Session, main_input_name: str) -> EncoderOf:
-        return EncoderOf(session, main_input_name)
+    def _make_encoder(self, session: Session, main_input_name: str) -> GenerateEncoder:
+        return GenerateEncoder(session, main_input_name)
 
     def watch(self, around: Callable[[str, Session], Session]) -> None:
         """Wrap the session of each component with `around(name, session)`, until the model is opened again."""

@@ -16,10 +16,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..artifact.companions import open_generation_config
 from ..artifact.manifest import Artifact
+from ..artifact.processor_loading import open_generation_config
 from ..decoding.host_threads import has_own_threads, one_thread
-from ..decoding.kv_cache import HeldLayer, StateCache, is_theirs, renamed
+from ..decoding.kv_cache import StateCache, UncopiedStateLayer, is_theirs, renamed
 from ..decoding.next_token import TokenChoice
 from ..decoding.step import INTEGERS, DecoderStep, TokenSteps
 from ..decoding.token_loop import LiveRows, decode_rows
@@ -218,7 +218,7 @@ class Generator(ORTModel, GenerateHooks):
 
     def _own(self, cache: Any) -> StateCache:
         """Return the cache itself if it belongs to this model, or a new cache filled from a `DynamicCache`."""
-        if is_theirs(cache) and cache.layers and isinstance(cache.layers[0], HeldLayer):
+        if is_theirs(cache) and cache.layers and isinstance(cache.layers[0], UncopiedStateLayer):
             cache = cache.layers[0].cache
         elif is_theirs(cache):
             filled = self.new_cache()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..artifact.companions import open_companion
+from ..artifact.processor_loading import open_companion
 from ..errors import ConfigError
 
 _LOADERS = {
@@ -19,14 +19,14 @@ _LOADERS = {
 }
 
 
-class _Kept(threading.local):
+class _ProcessorCache(threading.local):
     """Processors that a thread has loaded; each is kept as long as its model exists."""
 
     def __init__(self) -> None:
         self.by_model: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
-_KEPT = _Kept()
+_KEPT = _ProcessorCache()
 
 
 def companion_of(model: Any, loader: str) -> Any:

@@ -14,7 +14,7 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 from ..artifact.hub import HubOptions
-from ..backends.plan import RunSettings, make_plan
+from ..backends.plan import RunPreferences, make_plan
 from ..data.sound_rows import wave_of
 from ..decoding.stop_text import TextPieces, byte_tokens
 from ..errors import AccelError, ConfigError, InputError, TaskError
@@ -25,7 +25,7 @@ from .processors import companion_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GeneratedAnswer:
     """Generated text with its token counts and speed.
 
     Attributes:
@@ -91,7 +91,7 @@ def open_generator(
         raise TaskError(
             f"{model} does not generate.", fix="name a model for text-generation or another generating task."
         )
-    return ORTModel.from_plan(make_plan(resolved, RunSettings(backend=backend, device=device)))
+    return ORTModel.from_plan(make_plan(resolved, RunPreferences(backend=backend, device=device)))
 
 
 def prompt_inputs(
@@ -187,7 +187,7 @@ def answer(
     *,
     on_text: Callable[[str], None],
     **generate: Any,
-) -> Answer:
+) -> GeneratedAnswer:
     """Generate text from one prompt.
 
     Args:
@@ -226,4 +226,6 @@ def answer(
         times = streamer.times
         first_s = times[0] - started if times else seconds
         speed = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
-    return Answer(text=text, prompt_tokens=prompt_tokens, new_tokens=count, first_token_s=first_s, tokens_per_s=speed)
+    return GeneratedAnswer(
+        text=text, prompt_tokens=prompt_tokens, new_tokens=count, first_token_s=first_s, tokens_per_s=speed
+    )

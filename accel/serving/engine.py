@@ -15,7 +15,7 @@ from ..models.base import ORTModel
 from .continuous_batching.generation_engine import GenerationEngine
 from .continuous_batching.scheduler import GenerationLimits
 from .job import Job
-from .model_queue import Limits, ModelQueue, Observer
+from .model_queue import ModelQueue, Observer, QueueLimits
 from .worker_models import Source, named, open_all
 
 
@@ -78,7 +78,7 @@ class Engine:
             open_all, workers=workers, processors=processors, task=task, backend=backend, device=device,
             session_options=session_options, revision=revision, token=token, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        self.limits = Limits(
+        self.limits = QueueLimits(
             max_batch=max_batch, max_batch_tokens=max_batch_tokens, max_queue=max_queue, max_wait_s=max_wait_s,
             timeout_s=timeout_s, max_new_tokens=max_new_tokens,
         )  # fmt: skip

@@ -46,7 +46,7 @@ class Row:
     """One row of a batch, or several rows of one request that must stay together.
 
     Attributes:
-        inputs: The model's inputs, as returned by `Work.prepare`.
+        inputs: The model's inputs, as returned by `RequestHandler.prepare`.
         length: Number of tokens; 1 for inputs without tokens.
         count: Number of batch rows in this object.
         group: Key of rows that can share a model call: only rows with equal keys run together.
@@ -63,12 +63,12 @@ class Row:
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRequest:
     """The inputs of a request, converted to rows.
 
     Attributes:
         rows: For each input, the list of its rows.
-        memo: Values that `Work.finish` needs to make the result.
+        memo: Values that `RequestHandler.finish` needs to make the result.
     """
 
     rows: list[list[Row]]
@@ -89,7 +89,7 @@ class Job:
         timing: Durations of the steps, in seconds.
         rows: Rows of all inputs.
         ends: For each input, the index in `rows` after its last row.
-        memo: Values that `Work.finish` needs to make the result.
+        memo: Values that `RequestHandler.finish` needs to make the result.
         outputs: The model's output for each row.
         left: Number of rows that have not run yet.
         last_end: Time at which the last step ended, from `time.perf_counter`.
@@ -109,7 +109,7 @@ class Job:
     left: int = 0
     last_end: float = 0.0
 
-    def take(self, prepared: Prepared) -> None:
+    def take(self, prepared: PreparedRequest) -> None:
         """Add the rows of the request's inputs."""
         for rows in prepared.rows:
             for row in rows:
@@ -127,10 +127,10 @@ class Job:
         return [self.outputs[start:end] for start, end in zip(starts, self.ends, strict=True)]
 
 
-class Work(Protocol):
+class RequestHandler(Protocol):
     """Implementation of one operation for one model. Each thread has its own object, because tokenizers keep state between calls."""
 
-    def prepare(self, inputs: Any, options: Options) -> Prepared:
+    def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Convert the inputs of a request to rows."""
 
     def run(self, rows: Sequence[Row]) -> list[Any]:

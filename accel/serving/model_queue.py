@@ -31,8 +31,8 @@ from ..errors import (
 )
 from ..models.base import ORTModel
 from ..models.processors import companion_of
-from .batching import CostModel, choose
-from .job import Job, Row, Work
+from .batch_formation import CostModel, choose
+from .job import Job, RequestHandler, Row
 from .non_finite import check_answer, check_outputs, find_nan
 from .operations import Operation, operations_of
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class QueueLimits:
     """Limits that apply to each model of an engine; the arguments of `Engine` with the same names describe them."""
 
     max_batch: int = 64
@@ -68,19 +68,19 @@ class Observer(Protocol):
         """Called when a request is refused because the queue is full."""
 
 
-class _Bench:
-    """The `Work` objects (implementations of operations) of one model in one thread. They share one tokenizer."""
+class _ThreadHandlers:
+    """The `RequestHandler` objects (implementations of operations) of one model in one thread. They share one tokenizer."""
 
     def __init__(self, model: ORTModel, first: Operation) -> None:
         self._model = model
         self._tokenizer = None
         if "input_ids" in model.input_names and (model.artifact.path / "tokenizer_config.json").is_file():
             self._tokenizer = companion_of(model, "AutoTokenizer")
-        self._works: dict[str, Work] = {}
+        self._works: dict[str, RequestHandler] = {}
         self.work(first)
 
-    def work(self, operation: Operation) -> Work:
-        """Return the `Work` object that implements an operation; it is created at the first call."""
+    def work(self, operation: Operation) -> RequestHandler:
+        """Return the `RequestHandler` object that implements an operation; it is created at the first call."""
         if operation.name not in self._works:
             self._works[operation.name] = operation.work(self._model, self._tokenizer)
         return self._works[operation.name]
@@ -99,7 +99,9 @@ class ModelQueue:
         operations: Operations of the model by name; the model's own task comes first.
     """
 
-    def __init__(self, name: str, models: Sequence[ORTModel], limits: Limits, observer: Observer | None = None) -> None:
+    def __init__(
+        self, name: str, models: Sequence[ORTModel], limits: QueueLimits, observer: Observer | None = None
+    ) -> None:
         self.name = name
         self.model = models[0]
         self.operations = operations_of(self.model)
@@ -122,12 +124,12 @@ class ModelQueue:
         self._workers = len(models)
         self._process = os.getpid()
         first = next(iter(self.operations.values()))
-        benches = [_Bench(model, first) for model in models]
+        benches = [_ThreadHandlers(model, first) for model in models]
         self._threads = [
             threading.Thread(target=target, args=(bench,), name=f"accel-{name}-{kind}", daemon=True)
             for kind, target, its_benches in (
                 ("worker", self._worker, benches),
-                ("helper", self._helper, [_Bench(self.model, first)]),
+                ("helper", self._helper, [_ThreadHandlers(self.model, first)]),
             )
             for bench in its_benches
         ]
@@ -225,7 +227,7 @@ class ModelQueue:
 
     # Run in the worker and helper threads
 
-    def _worker(self, bench: _Bench) -> None:
+    def _worker(self, bench: _ThreadHandlers) -> None:
         while True:
             rows: list[Row] = []
             jobs: list[Job] = []
@@ -254,7 +256,7 @@ class ModelQueue:
             else:
                 self._prepare(bench, jobs)
 
-    def _helper(self, bench: _Bench) -> None:
+    def _helper(self, bench: _ThreadHandlers) -> None:
         while True:
             computed: list[Job] = []
             jobs: list[Job] = []
@@ -296,7 +298,7 @@ class ModelQueue:
         self._ready = [row for i, row in enumerate(self._ready) if i not in gone]
         return rows
 
-    def _prepare(self, bench: _Bench, jobs: Sequence[Job]) -> None:
+    def _prepare(self, bench: _ThreadHandlers, jobs: Sequence[Job]) -> None:
         """Convert requests to rows. If the inputs of a request are invalid, only that request fails."""
         prepared: list[Job] = []
         for job in jobs:
@@ -327,7 +329,7 @@ class ModelQueue:
             if self._raw and not self._idle:
                 self._for_helpers.notify()
 
-    def _run(self, bench: _Bench, rows: Sequence[Row]) -> None:
+    def _run(self, bench: _ThreadHandlers, rows: Sequence[Row]) -> None:
         jobs = list(dict.fromkeys(row.job for row in rows))
         start = time.perf_counter()
         outputs: list[Any] = []
@@ -384,7 +386,7 @@ class ModelQueue:
         for job in complete:
             self._finish(bench, job)
 
-    def _finish(self, bench: _Bench, job: Job) -> None:
+    def _finish(self, bench: _ThreadHandlers, job: Job) -> None:
         if job.future.cancelled():
             return
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..errors import InputError, TaskError
 from ..interfaces.task_registry import load_task, working_tasks
 from ..models.base import ORTModel
-from .job import Work
+from .job import RequestHandler
 
 if TYPE_CHECKING:
     from .http.endpoints import Endpoint
@@ -57,12 +57,12 @@ class Operation:
         """
         return type(self).work is not Operation.work or self.name in _pipelines(model)
 
-    def work(self, model: ORTModel, tokenizer: Any) -> Work:
-        """Create the `Work` object that implements the operation in one thread. By default, it runs the pipeline `name`."""
+    def work(self, model: ORTModel, tokenizer: Any) -> RequestHandler:
+        """Create the `RequestHandler` object that implements the operation in one thread. By default, it runs the pipeline `name`."""
         from ..models.pipelines.pipeline import pipeline
-        from .pipeline_work import PipelineWork
+        from .pipeline_handler import PipelineHandler
 
-        return PipelineWork(pipeline(self.name, model=model, tokenizer=tokenizer))
+        return PipelineHandler(pipeline(self.name, model=model, tokenizer=tokenizer))
 
     def count(self, inputs: Any) -> int:
         """Return the number of inputs in a request."""
@@ -116,7 +116,7 @@ class Operation:
         return None
 
 
-class Tokenize(Operation):
+class TokenizeOperation(Operation):
     """Return the tokens of texts, without a model call."""
 
     name = "tokenize"
@@ -126,11 +126,11 @@ class Tokenize(Operation):
         """Return whether the model reads token ids."""
         return "input_ids" in model.input_names
 
-    def work(self, model: ORTModel, tokenizer: Any) -> Work:
-        """Create the `Work` object that tokenizes texts in one thread."""
-        from .text_work import Tokenization
+    def work(self, model: ORTModel, tokenizer: Any) -> RequestHandler:
+        """Create the `RequestHandler` object that tokenizes texts in one thread."""
+        from .text_handlers import TokenizationHandler
 
-        return Tokenization(model, tokenizer)
+        return TokenizationHandler(model, tokenizer)
 
     def inputs(self, values: Mapping[str, Any]) -> Any:
         """Return the text of a table row as a list with one text."""
@@ -148,7 +148,7 @@ class Tokenize(Operation):
         return {"ids": [one["id"] for one in tokens], "tokens": [one["text"] for one in tokens]}
 
 
-class RunTensors(Operation):
+class TensorOperation(Operation):
     """Run the graph on tensors and return its outputs.
 
     The outputs may contain infinity; the HTTP protocol checks the outputs that it returns.
@@ -158,14 +158,14 @@ class RunTensors(Operation):
     takes_lists = False
     finite = False
 
-    def work(self, model: ORTModel, tokenizer: Any) -> Work:
-        """Create the `Work` object that runs the graph on tensors in one thread."""
-        from .tensor_work import Tensors
+    def work(self, model: ORTModel, tokenizer: Any) -> RequestHandler:
+        """Create the `RequestHandler` object that runs the graph on tensors in one thread."""
+        from .tensor_handler import TensorHandler
 
-        return Tensors(model, tokenizer)
+        return TensorHandler(model, tokenizer)
 
 
-_EVERY_MODEL = (RunTensors(), Tokenize())
+_EVERY_MODEL = (TensorOperation(), TokenizeOperation())
 
 
 def _pipelines(model: ORTModel) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from .. import progress
 from ..artifact.hub import Location
 from ..artifact.manifest import Artifact, Origin
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
 from ..backends.stage_plan import plan_stage
 from ..config import ExportConfig
@@ -77,7 +77,7 @@ def adopt(
     return artifact
 
 
-def weights_of(resolved: Resolved, config: ExportConfig | None = None) -> Artifact:
+def weights_of(resolved: ResolvedModel, config: ExportConfig | None = None) -> Artifact:
     """Return an artifact for the PyTorch weights of a transformers or adapter folder. PyTorch runs it; nothing is
     written.
 

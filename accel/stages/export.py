@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
+from ..artifact.accel_home import accel_home
 from ..artifact.checksums import folder_digest
-from ..artifact.home import accel_home
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
-from ..backends.plan import Plan, RunSettings, make_plan
+from ..backends.plan import Plan, RunPreferences, make_plan
 from ..backends.sessions import open_plan
 from ..backends.stage_plan import StagePlan, plan_stage
 from ..config import ExportConfig, check_names, checked_arguments
@@ -117,7 +117,7 @@ def export(
 
 @capture.one_thread_at_a_time()
 def export_resolved(
-    resolved: Resolved,
+    resolved: ResolvedModel,
     out: Path,
     *,
     plan: StagePlan,
@@ -255,7 +255,7 @@ def _write_configs(source: capture.Source, folder: Path) -> None:
 
 
 def load_source(
-    resolved: Resolved,
+    resolved: ResolvedModel,
     config: ExportConfig,
     *,
     sample: Mapping[str, torch.Tensor] | None = None,
@@ -283,10 +283,10 @@ def _check(
     """
     devices = registry.probe(registry.describe(backend)).devices
     on_host = artifact.manifest.run is None and any(device.type == "cpu" for device in devices)
-    settings = RunSettings(backend=backend, device="cpu" if on_host else None)
+    settings = RunPreferences(backend=backend, device="cpu" if on_host else None)
     dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     try:
-        opened = open_plan(make_plan(Resolved.of_artifact(artifact, hub), settings), few_calls=True)
+        opened = open_plan(make_plan(ResolvedModel.of_artifact(artifact, hub), settings), few_calls=True)
         try:
             return compare_with_model(opened.sessions, cases, config.atol, dtype, model)
         finally:
@@ -332,7 +332,7 @@ def was_removed(artifact: Artifact, before: tuple[int, int] | None) -> bool:
     return not there and artifact.path.parent == accel_home() / "exports"
 
 
-def source_digest(resolved: Resolved) -> str:
+def source_digest(resolved: ResolvedModel) -> str:
     """Return a digest of a model's files: its folder, the base model of an adapter, and code in other repositories.
 
     Raises:
@@ -347,7 +347,7 @@ def source_digest(resolved: Resolved) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest() if len(parts) > 1 else parts[0]
 
 
-def cached_export(resolved: Resolved, plan: StagePlan, *, config: ExportConfig) -> Artifact:
+def cached_export(resolved: ResolvedModel, plan: StagePlan, *, config: ExportConfig) -> Artifact:
     """Export a model into `ACCEL_HOME`, or load a cached export with the same files, settings and package versions."""
     location = resolved.location
     key = {

@@ -1,6 +1,6 @@
 """Resolve a model once: a Hub id, a folder, an artifact or a module in memory.
 
-All loading starts with `resolve`. Its result, a `Resolved`, is passed to the other functions, so that they need not
+All loading starts with `resolve`. Its result, a `ResolvedModel`, is passed to the other functions, so that they need not
 inspect the folder again.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
-from ..artifact.resolved_model import Kind, Resolved
+from ..artifact.resolved_model import Kind, ResolvedModel
 from ..artifact.sentence_settings import sentence_kind, sentence_settings
 from ..artifact.writing import checkpoint_weights
 from ..config import ExportConfig, check_type
@@ -50,7 +50,7 @@ def resolve(
     variant: str | None = None,
     weights: bool = False,
     export: bool | None = None,
-) -> Resolved:
+) -> ResolvedModel:
     """Resolve a model. A Hub id is downloaded if it is not in the cache.
 
     Args:
@@ -70,15 +70,15 @@ def resolve(
         ConfigError: The argument is not a model.
     """
     hub = hub or HubOptions()
-    if isinstance(model, Resolved):
+    if isinstance(model, ResolvedModel):
         return model
     unwrapped = getattr(model, "artifact", model)
     if isinstance(unwrapped, Artifact):
-        return Resolved.of_artifact(unwrapped, hub)
+        return ResolvedModel.of_artifact(unwrapped, hub)
     if not isinstance(model, str | os.PathLike):
         if not hasattr(model, "forward"):
             raise ConfigError(f"{model!r} is not a model.", fix="pass a Hub id, a folder, or a torch.nn.Module.")
-        return Resolved(
+        return ResolvedModel(
             kind="module", id=type(model).__name__, task=_task_of_module(model, task), module=model, hub=hub
         )
     for word, value in (("file_name", file_name), ("variant", variant)):
@@ -106,7 +106,7 @@ def resolve(
         choose_graphs=partial(graphs_to_fetch, os.fspath(model), file_name=file_name, variant=variant),
     )
     folder = location.folder
-    resolved = Resolved(
+    resolved = ResolvedModel(
         kind="weights", id=location.id, task=any_graph_task(), folder=folder, revision=location.revision, hub=hub
     )
     has_weights = (folder / "config.json").is_file() and resolved.has_weights
@@ -301,7 +301,7 @@ def artifact_of(model: Any, *, hub: HubOptions | None = None) -> Artifact:
     return resolved.artifact
 
 
-def original(resolved: Resolved, *, local_files_only: bool = False) -> Resolved:
+def original(resolved: ResolvedModel, *, local_files_only: bool = False) -> ResolvedModel:
     """Return the PyTorch model that an artifact was made from, or the model itself if it is a PyTorch model.
 
     Raises:

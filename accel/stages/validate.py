@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from .. import capture, progress
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import Artifact
-from ..artifact.resolved_model import Resolved
-from ..backends.plan import RunSettings, make_plan
+from ..artifact.resolved_model import ResolvedModel
+from ..backends.plan import RunPreferences, make_plan
 from ..backends.sessions import open_plan
 from ..capture.graph_forms import FormVerdict, HasForms
 from ..config import ExportConfig, check_number, checked_arguments
@@ -98,7 +98,7 @@ def validate(
         name: _for_graph(artifact, source, of_part) if len(artifact.components) == 1 else of_part
         for name, of_part in capture.cases_by_part(source).items()
     }
-    plan = make_plan(Resolved.of_artifact(artifact, hub), RunSettings(backend=backend, device=device))
+    plan = make_plan(ResolvedModel.of_artifact(artifact, hub), RunPreferences(backend=backend, device=device))
     opened = open_plan(plan)
     progress.report("comparing", 1, 2)
     rounding = recorded_rounding(artifact)

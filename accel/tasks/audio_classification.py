@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..interfaces.task import Task
-from ..measuring.accuracy.predictors import Classes, Predictor
+from ..measuring.accuracy.predictors import ClassPredictor, Predictor
 from ..models.modality_models import SoundModel
 
 
@@ -21,4 +21,4 @@ class AudioClassification(Task):
     model = ORTModelForAudioClassification
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Classes
+        return ClassPredictor

@@ -33,7 +33,7 @@ def _frame_sums(predictions: Values, references: Values) -> Floats:
 _ACCURACY = metric_of_sums("accuracy", _frame_sums, {"accuracy": ratio})
 
 
-class Frames(Predictor):
+class FramePredictor(Predictor):
     """Predicts the class id of each frame."""
 
     kind = "frames"
@@ -71,4 +71,4 @@ class AudioFrameClassification(Task):
     model = ORTModelForAudioFrameClassification
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Frames
+        return FramePredictor

@@ -11,7 +11,7 @@ from ..data.labels import numbers
 from ..errors import InputError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Metric, Values
-from ..measuring.accuracy.predictors import Cosines, Predictor
+from ..measuring.accuracy.predictors import CosinePredictor, Predictor
 from ..models.modality_models import SoundModel
 
 
@@ -41,7 +41,7 @@ _EER = Metric(name="eer", key="eer", compute=_equal_error_rate, higher_is_better
 """Equal error rate: the error rate at the threshold where false rejections are as frequent as false acceptances."""
 
 
-class Voices(Cosines):
+class SpeakerSimilarityPredictor(CosinePredictor):
     """Predicts the cosine similarity of the embeddings of a row's two voices; the reference is 1 for one speaker and 0 for two."""
 
     kind = "voices"
@@ -66,4 +66,4 @@ class AudioXvector(Task):
         return VoiceEmbedder(module)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Voices
+        return SpeakerSimilarityPredictor

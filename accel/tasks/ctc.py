@@ -39,7 +39,7 @@ def _edit_rate(name: str) -> Metric:
     return Metric(name=name, key=name, compute=compute, sums=sums, finish=ratio, higher_is_better=False)
 
 
-class Transcripts(Predictor):
+class TranscriptPredictor(Predictor):
     """Predicts the transcript of each row: the likeliest token of each frame, decoded by the processor."""
 
     kind = "transcripts"
@@ -62,4 +62,4 @@ class Ctc(Task):
     model = ORTModelForCTC
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Transcripts
+        return TranscriptPredictor

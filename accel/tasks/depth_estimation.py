@@ -35,7 +35,7 @@ _SCORES: Mapping[str, Callable[[Floats], Floats]] = {
 }
 
 
-class Depths(PicturePredictor):
+class DepthErrorPredictor(PicturePredictor):
     """Predicts three errors of each image's depth map: mean relative error, fraction of pixels within a factor of 1.25, mean squared error.
 
     Models of metric depth (`depth_estimation_type` "metric", GLPN, ZoeDepth, DepthPro) are compared in the unit of the data. Models of
@@ -96,4 +96,4 @@ class DepthEstimation(Task):
     model = ORTModelForDepthEstimation
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Depths
+        return DepthErrorPredictor

@@ -12,9 +12,9 @@ import torch
 
 from .. import progress
 from ..capture.document_samples import document_sample
-from ..data.encoded_rows import Encoded, from_tokenizer
+from ..data.encoded_rows import EncodedRows, from_tokenizer
 from ..data.labels import accepted_answers, texts
-from ..data.rows import Rows
+from ..data.rows import DatasetRows
 from ..errors import InputError
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.metrics import Floats, Values, edits, metric_of_sums, ratio
@@ -54,7 +54,7 @@ _NOWHERE = [0] * 4
 _LEAST = 0.5  # similarities below this value count as 0
 
 
-def _encode_documents(rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+def _encode_documents(rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
     """Tokenize each question together with the words of its document; the document is truncated if both are too long.
 
     Raises:
@@ -148,7 +148,7 @@ ignoring case; values below 0.5 count as 0.
 """
 
 
-class DocumentAnswers(Predictor):
+class DocumentAnswerPredictor(Predictor):
     """Predicts the answer in each document with transformers' pipeline, which processes long documents in windows."""
 
     kind = "document answers"
@@ -163,14 +163,14 @@ class DocumentAnswers(Predictor):
             )
         return answers
 
-    def _encode(self) -> Encoded:
+    def _encode(self) -> EncodedRows:
         words = self.rows.column("words")
         self._documents = [
             list(zip(words[i], _boxes_of(value, len(words[i]), i), strict=True))
             for i, value in enumerate(self.rows.column("boxes"))
         ]
         # The pipeline prepares the inputs itself.
-        return Encoded()
+        return EncodedRows()
 
     def predict(self, model: Model, what: str) -> list[Any]:
         """Return the answers as texts."""
@@ -194,11 +194,11 @@ class DocumentQuestionAnswering(Task):
     def sample(self, module: Any, folder: Path | None) -> Sample | None:
         return document_sample(module, folder)
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         return _encode_documents(rows, processor, max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return DocumentAnswers
+        return DocumentAnswerPredictor
 
     def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
         batch: dict[str, torch.Tensor] = texts(rows)

@@ -12,20 +12,20 @@ from transformers import modeling_outputs
 
 from ..artifact.sentence_settings import embedding_roles, sentence_settings
 from ..capture.sentence_embeddings import Normalize, sentence_layers
-from ..data.encoded_rows import Encoded, from_tokenizer
+from ..data.encoded_rows import EncodedRows, from_tokenizer
 from ..data.labels import numbers, texts
-from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
+from ..deploying.triton.text_fronts import TextFront, TextModelFacts, TritonTensor
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import correlation
-from ..measuring.accuracy.predictors import Cosines, Predictor
+from ..measuring.accuracy.predictors import CosinePredictor, Predictor
 from ..models.base import ORTModel
 from ..models.outputs import SentenceEmbeddingOutput
 from ..models.text_rows import COUNTED, Embedder, SentenceRows, SentenceVectors, TokenRow, in_batches, prompt_length
-from ..serving.batching import can_pad
-from ..serving.job import Options, Prepared, Row
+from ..serving.batch_formation import can_pad
+from ..serving.job import Options, PreparedRequest, Row
 from ..serving.operations import READS_TEXT, Operation
-from ..serving.text_work import check_lengths, check_options, cutting, find_prompt, text_row
+from ..serving.text_handlers import check_lengths, check_options, cutting, find_prompt, text_row
 from ..stages.resolution import recorded_export
 from ..upstream.library_output import quiet
 
@@ -127,7 +127,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         return result[0] if single else result
 
 
-class Similarities(Cosines):
+class SimilarityPredictor(CosinePredictor):
     """Predicts the similarity of the embeddings of a row's two texts: the cosine, or the function that the model's files define."""
 
     kind = "similarities"
@@ -141,7 +141,7 @@ class Similarities(Cosines):
         own_limit = self.settings.max_length
         return longest if own_limit is None or (longest is not None and longest < own_limit) else own_limit
 
-    def _encode(self) -> Encoded:
+    def _encode(self) -> EncodedRows:
         both = texts(self.rows, "text") + texts(self.rows, "text_pair")
         self._vectors = SentenceVectors(self.settings)
         reader = SentenceRows(self.processor, self.settings, self.max_length)
@@ -160,16 +160,16 @@ class FeatureExtraction(Task):
     model = ORTModelForFeatureExtraction
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Similarities
+        return SimilarityPredictor
 
     def operations(self) -> Sequence[Operation]:
-        return (Embed(), HiddenStates())
+        return (EmbeddingOperation(), HiddenStatesOperation())
 
     def fronts(self) -> Mapping[str, TextFront]:
         return dict.fromkeys(("feature-extraction", "sentence-similarity"), EMBEDDINGS)
 
 
-class HiddenStates(Operation):
+class HiddenStatesOperation(Operation):
     """Operation that returns the last hidden states of a text's tokens."""
 
     name = "feature-extraction"
@@ -185,7 +185,7 @@ class HiddenStates(Operation):
         return {"features": rows}
 
 
-class Embed(Operation):
+class EmbeddingOperation(Operation):
     """Operation that returns one embedding per text."""
 
     name = "embed"
@@ -218,8 +218,8 @@ class Embed(Operation):
         from starlette.responses import Response
 
         from ..serving.http.bodies import Body
-        from ..serving.http.endpoints import Call, Endpoint
-        from ..serving.http.replies import Json, text_error
+        from ..serving.http.endpoints import Endpoint, HttpCall
+        from ..serving.http.replies import JsonReply, text_error
         from ..serving.http.text_bodies import Direction, TokenIds, cut_options, listed
 
         class EmbedBody(Body):
@@ -233,14 +233,14 @@ class Embed(Operation):
             prompt_name: str | None = None
             dimensions: int | None = Field(default=None, ge=1)
 
-        async def answer(call: Call, body: EmbedBody) -> Response:
+        async def answer(call: HttpCall, body: EmbedBody) -> Response:
             texts = listed(body.inputs)
             call.check_batch(len(texts))
             embeddings = await call.ask(
                 texts, operation=self.name, model=body.model, normalize_embeddings=body.normalize, truncate_dim=body.dimensions,
                 prompt_name=body.prompt_name, **cut_options(body.truncate, body.truncation_direction),
             )  # fmt: skip
-            return Json(embeddings.tolist())
+            return JsonReply(embeddings.tolist())
 
         return Endpoint(
             path="/embed",
@@ -267,7 +267,7 @@ class Embedding:
         self._embedder = Embedder(model, tokenizer)
         self._pads = self._embedder.pads and can_pad(model)
 
-    def prepare(self, inputs: Any, options: Options) -> Prepared:
+    def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Tokenize the inputs into rows; see `Work.prepare`."""
         check_options(options, ("normalize_embeddings", "truncate_dim", "prompt_name", "truncation", "truncation_side"))
         items = [inputs] if isinstance(inputs, str) else _texts_or_ids(inputs)
@@ -287,7 +287,7 @@ class Embedding:
                 "The prompt of this model is not pooled, and a text that is cut at its beginning loses it.",
                 fix="have texts cut at their end.",
             )
-        return Prepared([[text_row("embed", self._pads, row)] for row in rows])
+        return PreparedRequest([[text_row("embed", self._pads, row)] for row in rows])
 
     def _row_of_ids(self, ids: Sequence[int], number: int) -> TokenRow:
         tokenizer = self._embedder.tokenizer
@@ -346,7 +346,7 @@ def _texts_or_ids(inputs: Any) -> list[Any]:
     return list(inputs)
 
 
-def _embedding(facts: Facts) -> dict[str, Any]:
+def _embedding(facts: TextModelFacts) -> dict[str, Any]:
     settings = sentence_settings(facts.artifact.path)
     component = facts.artifact.component()
     roles = embedding_roles(component.inputs, component.outputs)
@@ -380,7 +380,7 @@ def _embedding(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _hidden_size(facts: Facts) -> int:
+def _hidden_size(facts: TextModelFacts) -> int:
     settings = _embedding(facts)
     size = facts.sizes(settings["output"])[-1]
     if not isinstance(size, int):
@@ -391,8 +391,8 @@ def _hidden_size(facts: Facts) -> int:
 
 EMBEDDINGS = TextFront(
     service="embeddings:TextEmbedder",
-    inputs=(Tensor(name="TEXT", dtype="string"),),
-    outputs=lambda facts: (Tensor(name="EMBEDDING", dtype="float32", dims=(_hidden_size(facts),)),),
+    inputs=(TritonTensor(name="TEXT", dtype="string"),),
+    outputs=lambda facts: (TritonTensor(name="EMBEDDING", dtype="float32", dims=(_hidden_size(facts),)),),
     reads=lambda facts: (_embedding(facts)["output"],),
     options=_embedding,
     limit=lambda facts: sentence_settings(facts.artifact.path).max_length,

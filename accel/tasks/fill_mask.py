@@ -25,10 +25,10 @@ class FillMask(Task):
     model = ORTModelForMaskedLM
 
     def operations(self) -> Sequence[Operation]:
-        return (Fill(),)
+        return (FillMaskOperation(),)
 
 
-class Fill(Operation):
+class FillMaskOperation(Operation):
     """Operation that returns likely tokens for each mask token."""
 
     name = "fill-mask"
@@ -48,9 +48,9 @@ class Fill(Operation):
         from pydantic import Field
 
         from ..serving.http.endpoints import Endpoint
-        from ..serving.http.text_bodies import Texts, pipeline_answer
+        from ..serving.http.text_bodies import TextsBody, pipeline_answer
 
-        class FillMaskBody(Texts):
+        class FillMaskBody(TextsBody):
             """Body of `/fill-mask`."""
 
             top_k: int = Field(default=5, ge=1, le=1000)

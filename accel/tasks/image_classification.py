@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..interfaces.task import Task
-from ..measuring.accuracy.predictors import Classes, Predictor
+from ..measuring.accuracy.predictors import ClassPredictor, Predictor
 from ..models.modality_models import ImageModel
 
 
@@ -21,4 +21,4 @@ class ImageClassification(Task):
     model = ORTModelForImageClassification
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Classes
+        return ClassPredictor

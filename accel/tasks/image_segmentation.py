@@ -89,7 +89,7 @@ def _share(sums: Floats, which: str) -> Floats:
 _SCORES = {name: functools.partial(_share, which=name) for name in ("mean_iou", "pixel_accuracy", "mean_accuracy")}
 
 
-class Segments(PicturePredictor):
+class SegmentationPredictor(PicturePredictor):
     """Predicts pixel counts of an image's classes: `(class, correct pixels, predicted pixels, true pixels)`."""
 
     kind = "areas"
@@ -131,4 +131,4 @@ class ImageSegmentation(Task):
     model = ORTModelForImageSegmentation
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Segments
+        return SegmentationPredictor

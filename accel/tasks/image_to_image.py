@@ -32,7 +32,7 @@ def _decibel_sums(predictions: Values, _: Values) -> Floats:
 _PSNR = metric_of_sums("psnr", _decibel_sums, {"psnr": ratio}, points=1.0)
 
 
-class Pixels(PicturePredictor):
+class PixelErrorPredictor(PicturePredictor):
     """Predicts the peak signal-to-noise ratio of each image compared with its reference, in decibels."""
 
     kind = "pixels"
@@ -61,7 +61,7 @@ class ImageToImage(Task):
     model = ORTModelForImageToImage
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Pixels
+        return PixelErrorPredictor
 
     def pipeline(self, name: str) -> type[Any]:
         from .image_to_image_pipeline import ImageToImagePipeline

@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from ..data.columns import inner
 from ..data.labels import translation
-from ..data.rows import Rows
+from ..data.rows import DatasetRows
 from ..errors import InputError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values
@@ -72,7 +72,7 @@ class Box:
     crowd: bool = False
 
 
-def boxes(rows: Rows, config: Any) -> list[list[Box]]:
+def boxes(rows: DatasetRows, config: Any) -> list[list[Box]]:
     """Return the objects of each row from a column in COCO's format.
 
     Each value is `{"bbox": [[x, y, width, height], ...], "category": [...]}` in pixels, or a list with a dictionary per object.
@@ -100,7 +100,7 @@ def boxes(rows: Rows, config: Any) -> list[list[Box]]:
     ]
 
 
-def categories(rows: Rows) -> list[str]:
+def categories(rows: DatasetRows) -> list[str]:
     """Return the class names of the objects: the names declared by the data set, or all names that occur, sorted.
 
     Raises:
@@ -120,14 +120,14 @@ def categories(rows: Rows) -> list[str]:
     return sorted(names)
 
 
-def _fields(rows: Rows) -> Mapping[str, Any]:
+def _fields(rows: DatasetRows) -> Mapping[str, Any]:
     """Return the feature types of an object's fields, by field name."""
     feature = rows.feature("objects")
     fields: Mapping[str, Any] = feature if isinstance(feature, Mapping) else inner(feature)
     return fields
 
 
-def _field(fields: Mapping[str, Any], known: Sequence[str], rows: Rows) -> str:
+def _field(fields: Mapping[str, Any], known: Sequence[str], rows: DatasetRows) -> str:
     """Return the first of the known field names that the objects have.
 
     Raises:
@@ -290,7 +290,7 @@ def _box_metric(name: str, part: slice) -> Metric:
     return Metric(name=name, key=name, compute=compute, resampled=resampled)
 
 
-class Detections(PicturePredictor):
+class DetectionPredictor(PicturePredictor):
     """Predicts boxes in each image: `(label, score, left, top, right, bottom)`, without a score threshold."""
 
     kind = "boxes"
@@ -330,4 +330,4 @@ class ObjectDetection(Task):
     model = ORTModelForObjectDetection
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Detections
+        return DetectionPredictor

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from .. import progress
-from ..data.encoded_rows import Encoded, from_tokenizer
+from ..data.encoded_rows import EncodedRows, from_tokenizer
 from ..data.labels import accepted_answers, texts
-from ..data.rows import Rows
-from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
+from ..data.rows import DatasetRows
+from ..deploying.triton.text_fronts import TextFront, TextModelFacts, TritonTensor
 from ..errors import ConfigError, InputError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Values, divide, metric_of_sums, ratio
@@ -72,7 +72,7 @@ _SQUAD = metric_of_sums(
 _EXACT_MATCH = metric_of_sums("exact_match", _answer_sums, {"exact_match": ratio}, rowwise=True)
 
 
-class Answers(Predictor):
+class AnswerPredictor(Predictor):
     """Predicts the answer in each context with the question answering pipeline, which splits long contexts into windows."""
 
     kind = "answers"
@@ -107,12 +107,12 @@ class QuestionAnswering(Task):
 
     model = ORTModelForQuestionAnswering
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         limits = {"truncation": "only_second", "max_length": min(max_length or _LONGEST, _LONGEST)}
         return from_tokenizer(processor(texts(rows, "question"), texts(rows, "context"), **limits), processor)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Answers
+        return AnswerPredictor
 
     def pipeline(self, name: str) -> type[Any]:
         from .question_answering_pipeline import QuestionAnsweringPipeline
@@ -120,13 +120,13 @@ class QuestionAnswering(Task):
         return QuestionAnsweringPipeline
 
     def operations(self) -> Sequence[Operation]:
-        return (AnswerQuestion(),)
+        return (AnswerOperation(),)
 
     def fronts(self) -> Mapping[str, TextFront]:
         return {"question-answering": ANSWERS}
 
 
-class AnswerQuestion(Operation):
+class AnswerOperation(Operation):
     """Operation that returns the part of a text that answers a question."""
 
     name = "question-answering"
@@ -156,8 +156,8 @@ class AnswerQuestion(Operation):
         from starlette.responses import Response
 
         from ..serving.http.bodies import Body
-        from ..serving.http.endpoints import Call, Endpoint
-        from ..serving.http.replies import Json
+        from ..serving.http.endpoints import Endpoint, HttpCall
+        from ..serving.http.replies import JsonReply
 
         class QaBody(Body):
             """Body of `/qa`."""
@@ -169,11 +169,11 @@ class AnswerQuestion(Operation):
             max_answer_len: int = Field(default=15, ge=1, le=1000)
             handle_impossible_answer: bool = False
 
-        async def answer(call: Call, body: QaBody) -> Response:
+        async def answer(call: HttpCall, body: QaBody) -> Response:
             inputs = {"question": body.question, "context": body.context}
             names = ("top_k", "max_answer_len", "handle_impossible_answer")
             options = {name: getattr(body, name) for name in names}
-            return Json(await call.ask(inputs, operation=self.name, model=body.model, **options))
+            return JsonReply(await call.ask(inputs, operation=self.name, model=body.model, **options))
 
         return Endpoint(
             path="/qa",
@@ -186,7 +186,7 @@ class AnswerQuestion(Operation):
         )
 
 
-def _windows(facts: Facts) -> dict[str, Any]:
+def _windows(facts: TextModelFacts) -> dict[str, Any]:
     if facts.artifact.component().max_sizes.get("sequence", 384) < 16:
         raise ConfigError("The model reads fewer than 16 tokens.", fix="deploy it with layout='graph'.")
     return {"longest": 384, "no_answer": facts.tokenizer.cls_token_id}
@@ -194,12 +194,12 @@ def _windows(facts: Facts) -> dict[str, Any]:
 
 ANSWERS = TextFront(
     service="answer_spans:QuestionAnswerer",
-    inputs=(Tensor(name="QUESTION", dtype="string"), Tensor(name="CONTEXT", dtype="string")),
+    inputs=(TritonTensor(name="QUESTION", dtype="string"), TritonTensor(name="CONTEXT", dtype="string")),
     outputs=lambda _: (
-        Tensor(name="ANSWER", dtype="string", dims=(-1,)),
-        Tensor(name="SCORE", dtype="float32", dims=(-1,)),
-        Tensor(name="START", dtype="int64", dims=(-1,)),
-        Tensor(name="END", dtype="int64", dims=(-1,)),
+        TritonTensor(name="ANSWER", dtype="string", dims=(-1,)),
+        TritonTensor(name="SCORE", dtype="float32", dims=(-1,)),
+        TritonTensor(name="START", dtype="int64", dims=(-1,)),
+        TritonTensor(name="END", dtype="int64", dims=(-1,)),
     ),
     reads=lambda _: ("start_logits", "end_logits"),
     options=_windows,

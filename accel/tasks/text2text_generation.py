@@ -64,10 +64,13 @@ class Text2textGeneration(Task):
         }[name]
 
     def operations(self) -> Sequence[Operation]:
-        return (Write("summarization", "summary_text"), Write("translation", "translation_text"))
+        return (
+            TextToTextOperation("summarization", "summary_text"),
+            TextToTextOperation("translation", "translation_text"),
+        )
 
 
-class Write(Operation):
+class TextToTextOperation(Operation):
     """Operation that generates one text from another, such as a summary or a translation."""
 
     reads = READS_TEXT

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from ..data.encoded_rows import Encoded, cut, from_tokenizer
+from ..data.encoded_rows import EncodedRows, cut, from_tokenizer
 from ..data.labels import numbers, texts
-from ..data.rows import Rows
-from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
+from ..data.rows import DatasetRows
+from ..deploying.triton.text_fronts import TextFront, TextModelFacts, TritonTensor
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Values, correlation, metric_of_sums, ratio
-from ..measuring.accuracy.predictors import Classes, Model, Predictor
+from ..measuring.accuracy.predictors import ClassPredictor, Model, Predictor
 from ..models.base import ORTModel
 from ..models.modality_models import TextModel
 from ..models.text_rows import Activation, PairScorer, activation_of, in_batches
-from ..serving.batching import can_pad
-from ..serving.job import Options, Prepared, Row
+from ..serving.batch_formation import can_pad
+from ..serving.job import Options, PreparedRequest, Row
 from ..serving.operations import READS_TEXT, Operation
-from ..serving.text_work import check_lengths, check_options, check_texts, cutting, text_row
+from ..serving.text_handlers import check_lengths, check_options, check_texts, cutting, text_row
 
 if TYPE_CHECKING:
     from ..serving.http.endpoints import Endpoint
@@ -138,7 +138,7 @@ def _squares(predictions: Values, references: Values) -> Floats:
 _MSE = metric_of_sums("mse", _squares, {"mse": ratio}, points=1.0, higher_is_better=False)
 
 
-class Numbers(Predictor):
+class RegressionPredictor(Predictor):
     """Predicts one number per row (regression)."""
 
     kind = "numbers"
@@ -157,7 +157,7 @@ class TextClassification(Task):
 
     model = ORTModelForSequenceClassification
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         both = [texts(rows, use) for use in ("text", "text_pair") if rows.has(use)]
         return from_tokenizer(processor(*both, **cut(max_length)), processor)
 
@@ -165,7 +165,7 @@ class TextClassification(Task):
         kind = getattr(config, "problem_type", None)
         if kind == "multi_label_classification":
             raise TaskError("Models with several labels a row cannot be measured yet.", fix="measure them yourself.")
-        return Numbers if kind == "regression" or getattr(config, "num_labels", 2) == 1 else Classes
+        return RegressionPredictor if kind == "regression" or getattr(config, "num_labels", 2) == 1 else ClassPredictor
 
     def can_serve(self, pipeline: str, config: Any) -> bool:
         # Zero-shot classification needs a label that means entailment: it tests whether the text entails each candidate label.
@@ -173,13 +173,13 @@ class TextClassification(Task):
         return pipeline != "zero-shot-classification" or any(str(one).lower().startswith("entail") for one in labels)
 
     def operations(self) -> Sequence[Operation]:
-        return (Rank(), Classify(), ZeroShot())
+        return (RankingOperation(), ClassificationOperation(), ZeroShotOperation())
 
     def fronts(self) -> Mapping[str, TextFront]:
         return {"text-classification": CLASSIFICATION, "zero-shot-classification": ZERO_SHOT}
 
 
-class Classify(Operation):
+class ClassificationOperation(Operation):
     """Operation that returns the labels of a text or a pair of texts."""
 
     name = "text-classification"
@@ -216,8 +216,8 @@ class Classify(Operation):
         from starlette.responses import Response
 
         from ..serving.http.bodies import Body
-        from ..serving.http.endpoints import Call, Endpoint
-        from ..serving.http.replies import Json
+        from ..serving.http.endpoints import Endpoint, HttpCall
+        from ..serving.http.replies import JsonReply
 
         class Pair(Body):
             """Two texts that are classified as a pair."""
@@ -237,7 +237,7 @@ class Classify(Operation):
         def plain(one: str | Pair) -> Any:
             return one.model_dump() if isinstance(one, Pair) else one
 
-        async def answer(call: Call, body: ClassifyBody) -> Response:
+        async def answer(call: HttpCall, body: ClassifyBody) -> Response:
             many = isinstance(body.inputs, list)
             inputs = [plain(one) for one in body.inputs] if isinstance(body.inputs, list) else plain(body.inputs)
             call.check_batch(len(inputs) if many else 1)
@@ -247,7 +247,7 @@ class Classify(Operation):
                 options["top_k"] = body.top_k
             if body.function_to_apply is not None:
                 options["function_to_apply"] = body.function_to_apply
-            return Json(await call.ask(inputs, operation=self.name, model=body.model, **options))
+            return JsonReply(await call.ask(inputs, operation=self.name, model=body.model, **options))
 
         return Endpoint(
             path="/classify",
@@ -260,7 +260,7 @@ class Classify(Operation):
         )
 
 
-class ZeroShot(Operation):
+class ZeroShotOperation(Operation):
     """Operation that returns the candidate labels of a request, sorted by how well they fit the text."""
 
     name = "zero-shot-classification"
@@ -281,10 +281,10 @@ class ZeroShot(Operation):
         from pydantic import Field, field_validator
         from starlette.responses import Response
 
-        from ..serving.http.endpoints import Call, Endpoint
-        from ..serving.http.text_bodies import Texts, pipeline_answer
+        from ..serving.http.endpoints import Endpoint, HttpCall
+        from ..serving.http.text_bodies import TextsBody, pipeline_answer
 
-        class ZeroShotBody(Texts):
+        class ZeroShotBody(TextsBody):
             """Body of `/zero-shot`."""
 
             candidate_labels: list[str] = Field(min_length=1)
@@ -301,7 +301,7 @@ class ZeroShot(Operation):
 
         ask = pipeline_answer(self.name, "candidate_labels", "hypothesis_template", "multi_label")
 
-        async def answer(call: Call, body: ZeroShotBody) -> Response:
+        async def answer(call: HttpCall, body: ZeroShotBody) -> Response:
             call.check_batch(len(body.candidate_labels) * (len(body.inputs) if isinstance(body.inputs, list) else 1))
             # The model processes each text once for each label.
             call.check_texts(body.inputs, times=len(body.candidate_labels))
@@ -318,7 +318,7 @@ class ZeroShot(Operation):
         )
 
 
-class Rank(Operation):
+class RankingOperation(Operation):
     """Operation that ranks documents by their relevance to a query."""
 
     name = "rank"
@@ -365,8 +365,8 @@ class Rank(Operation):
         from starlette.responses import Response
 
         from ..serving.http.bodies import Body
-        from ..serving.http.endpoints import Call, Endpoint
-        from ..serving.http.replies import Json, text_error
+        from ..serving.http.endpoints import Endpoint, HttpCall
+        from ..serving.http.replies import JsonReply, text_error
         from ..serving.http.text_bodies import Direction, cut_options
 
         class RerankBody(Body):
@@ -393,7 +393,7 @@ class Rank(Operation):
                     raise ValueError(f"{', '.join(wrong)} belong to {'texts' if self.texts is None else 'documents'}")
                 return self
 
-        async def answer(call: Call, body: RerankBody) -> Response:
+        async def answer(call: HttpCall, body: RerankBody) -> Response:
             documents = body.texts or body.documents or []
             call.check_batch(len(documents))
             call.check_texts(body.query, times=len(documents))
@@ -407,8 +407,8 @@ class Rank(Operation):
             names = {"corpus_id": "index", "score": score, "text": text}
             results = [{names[name]: value for name, value in document.items()} for document in ranked]
             if body.texts is not None:
-                return Json(results)
-            return Json({"model": model, "results": results, "usage": {"total_tokens": call.timing.tokens}})
+                return JsonReply(results)
+            return JsonReply({"model": model, "results": results, "usage": {"total_tokens": call.timing.tokens}})
 
         return Endpoint(
             path="/rerank",
@@ -430,7 +430,7 @@ class Ranking:
         self._pads = self._scorer.pads and can_pad(model)
         self._activation = activation_of(model)
 
-    def prepare(self, inputs: Any, options: Options) -> Prepared:
+    def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Tokenize a query with each of its documents into rows; see `Work.prepare`."""
         check_options(options, ("top_k", "return_documents", "raw_scores", "truncation", "truncation_side"))
         query, documents = inputs
@@ -438,11 +438,11 @@ class Ranking:
         if not isinstance(query, str):
             raise InputError("The query is no text.", fix="pass (query, documents).")
         if not texts:
-            return Prepared([])
+            return PreparedRequest([])
         with cutting(self._scorer, options):
             rows = self._scorer.rows([query] * len(texts), texts)
         check_lengths(rows, self._scorer.max_length)
-        return Prepared([[text_row("rank", self._pads, row)] for row in rows])
+        return PreparedRequest([[text_row("rank", self._pads, row)] for row in rows])
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Return the logit of each row; see `Work.run`."""
@@ -456,7 +456,7 @@ class Ranking:
         return _ranked(scores, documents, options.get("top_k"), return_documents=bool(options.get("return_documents")))
 
 
-def _function(facts: Facts) -> str:
+def _function(facts: TextModelFacts) -> str:
     """Return the name of the function from logits to scores that transformers' pipeline would use."""
     kind = facts.config.problem_type
     if kind == "regression":
@@ -464,7 +464,7 @@ def _function(facts: Facts) -> str:
     return "sigmoid" if kind == "multi_label_classification" or facts.config.num_labels == 1 else "softmax"
 
 
-def _entailment(facts: Facts) -> dict[str, Any]:
+def _entailment(facts: TextModelFacts) -> dict[str, Any]:
     number = next((i for i, label in enumerate(facts.labels) if label.lower().startswith("entail")), None)
     if number is None:
         raise TaskError(
@@ -476,11 +476,11 @@ def _entailment(facts: Facts) -> dict[str, Any]:
 
 CLASSIFICATION = TextFront(
     service="classification:TextClassifier",
-    inputs=(Tensor(name="TEXT", dtype="string"), Tensor(name="TEXT_PAIR", dtype="string", optional=True)),
+    inputs=(TritonTensor(name="TEXT", dtype="string"), TritonTensor(name="TEXT_PAIR", dtype="string", optional=True)),
     outputs=lambda facts: (
-        Tensor(name="LABEL", dtype="string"),
-        Tensor(name="SCORE", dtype="float32"),
-        Tensor(name="SCORES", dtype="float32", dims=(facts.config.num_labels,)),
+        TritonTensor(name="LABEL", dtype="string"),
+        TritonTensor(name="SCORE", dtype="float32"),
+        TritonTensor(name="SCORES", dtype="float32", dims=(facts.config.num_labels,)),
     ),
     options=lambda facts: {"labels": facts.labels, "function": _function(facts)},
     sample={"TEXT": ["The card has not arrived."]},
@@ -490,12 +490,12 @@ CLASSIFICATION = TextFront(
 ZERO_SHOT = TextFront(
     service="zero_shot:ZeroShotClassifier",
     inputs=(
-        Tensor(name="TEXT", dtype="string"),
-        Tensor(name="CANDIDATE_LABELS", dtype="string", dims=(-1,), ragged=True),
+        TritonTensor(name="TEXT", dtype="string"),
+        TritonTensor(name="CANDIDATE_LABELS", dtype="string", dims=(-1,), ragged=True),
     ),
     outputs=lambda _: (
-        Tensor(name="LABELS", dtype="string", dims=(-1,)),
-        Tensor(name="SCORES", dtype="float32", dims=(-1,)),
+        TritonTensor(name="LABELS", dtype="string", dims=(-1,)),
+        TritonTensor(name="SCORES", dtype="float32", dims=(-1,)),
     ),
     options=_entailment,
     sample={"TEXT": ["The card has not arrived."], "CANDIDATE_LABELS": ["delivery", "fees"]},

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ..artifact.sentence_settings import sentence_settings
-from ..data.encoded_rows import Encoded, cut, from_tokenizer
+from ..data.encoded_rows import EncodedRows, cut, from_tokenizer
 from ..data.labels import texts
-from ..data.rows import Rows
-from ..deploying.triton.text_fronts import Facts, Tensor, TextFront
+from ..data.rows import DatasetRows
+from ..deploying.triton.text_fronts import TextFront, TextModelFacts, TritonTensor
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Values, metric_of_sums
@@ -20,19 +20,24 @@ from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.text_rows import activation_path
 from ..serving.operations import Operation
 from ..upstream.library_output import quiet
-from .text_classification import CLASSIFICATION, Classify, ORTModelForSequenceClassification, Rank
+from .text_classification import (
+    CLASSIFICATION,
+    ClassificationOperation,
+    ORTModelForSequenceClassification,
+    RankingOperation,
+)
 
 _SIDES = ("positive", "negative")
 _CUT = 10
 
 
-def _documents(rows: Rows, uses: Sequence[str] = _SIDES) -> list[tuple[list[str], ...]]:
+def _documents(rows: DatasetRows, uses: Sequence[str] = _SIDES) -> list[tuple[list[str], ...]]:
     """Return the documents of each row: one list of texts per use (`positive`, `negative`)."""
     columns = [[[one] if isinstance(one, str) else list(one or []) for one in rows.column(use)] for use in uses]
     return list(zip(*columns, strict=True))
 
 
-def _encode_queries(rows: Rows, processor: Any, max_length: int | None, prompt: str = "") -> Encoded:
+def _encode_queries(rows: DatasetRows, processor: Any, max_length: int | None, prompt: str = "") -> EncodedRows:
     """Tokenize a (query, document) pair for each document of each row, with the prompt before each query.
 
     Columns that the data lacks are skipped: calibration data may have no irrelevant documents.
@@ -69,7 +74,7 @@ def _gain_sums(predictions: Values, references: Values) -> Floats:
 _SCORES = {name: lambda sums, i=i: sums[..., i] / sums[..., -1] for i, name in enumerate(("ndcg@10", "mrr@10", "map"))}
 
 
-class Rankings(Predictor):
+class RankingPredictor(Predictor):
     """Predicts a score for each document of a row's query; the reference is 1 for relevant documents and 0 for others."""
 
     kind = "rankings"
@@ -85,7 +90,7 @@ class Rankings(Predictor):
                 )
         return [[1.0] * len(good) + [0.0] * len(bad) for good, bad in documents]
 
-    def _encode(self) -> Encoded:
+    def _encode(self) -> EncodedRows:
         with quiet():
             return _encode_queries(self.rows, self.processor, self.max_length, self.settings.prompt())
 
@@ -112,20 +117,20 @@ class TextRanking(Task):
 
     model = ORTModelForSequenceClassification
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         return _encode_queries(rows, processor, max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Rankings
+        return RankingPredictor
 
     def operations(self) -> Sequence[Operation]:
-        return (Rank(), Classify())
+        return (RankingOperation(), ClassificationOperation())
 
     def fronts(self) -> Mapping[str, TextFront]:
         return {"text-ranking": RANKING, "text-classification": CLASSIFICATION}
 
 
-def _ranking(facts: Facts) -> dict[str, Any]:
+def _ranking(facts: TextModelFacts) -> dict[str, Any]:
     if facts.config.num_labels != 1:
         raise TaskError(
             f"A model that ranks has one output, and this one has {facts.config.num_labels}.",
@@ -147,10 +152,13 @@ _FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
 
 RANKING = TextFront(
     service="document_scores:DocumentRanker",
-    inputs=(Tensor(name="QUERY", dtype="string"), Tensor(name="DOCUMENTS", dtype="string", dims=(-1,), ragged=True)),
+    inputs=(
+        TritonTensor(name="QUERY", dtype="string"),
+        TritonTensor(name="DOCUMENTS", dtype="string", dims=(-1,), ragged=True),
+    ),
     outputs=lambda _: (
-        Tensor(name="SCORES", dtype="float32", dims=(-1,)),
-        Tensor(name="RANKING", dtype="int64", dims=(-1,)),
+        TritonTensor(name="SCORES", dtype="float32", dims=(-1,)),
+        TritonTensor(name="RANKING", dtype="int64", dims=(-1,)),
     ),
     options=_ranking,
     limit=lambda facts: sentence_settings(facts.artifact.path).max_length,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from ..data.encoded_rows import Encoded, cut, from_tokenizer
+from ..data.encoded_rows import EncodedRows, cut, from_tokenizer
 from ..data.labels import IGNORED, label_ids
-from ..data.rows import Rows
-from ..deploying.triton.text_fronts import Tensor, TextFront
+from ..data.rows import DatasetRows
+from ..deploying.triton.text_fronts import TextFront, TritonTensor
 from ..errors import InputError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Values, divide, metric_of_sums
@@ -75,7 +75,7 @@ _SEQEVAL = metric_of_sums(
 _ACCURACY = metric_of_sums("accuracy", _span_sums, {"accuracy": lambda sums: divide(sums[..., 3], sums[..., 4])})
 
 
-class Tags(Predictor):
+class TagPredictor(Predictor):
     """Predicts a tag for each labelled word, from the word's first token."""
 
     kind = "tags"
@@ -87,7 +87,7 @@ class Tags(Predictor):
             [names.get(i) if i != IGNORED else None for i in row] for row in label_ids(self.rows, "tags", self.config)
         ]
 
-    def _encode(self) -> Encoded:
+    def _encode(self) -> EncodedRows:
         encoded = super()._encode()
         assert encoded.words is not None
         self._kept = [self._words(i, words) for i, words in enumerate(encoded.words)]
@@ -133,7 +133,7 @@ class TokenClassification(Task):
 
     model = ORTModelForTokenClassification
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         if not getattr(processor, "is_fast", False):
             raise InputError(
                 "Rows of words need a fast tokenizer, which maps tokens to words.", fix="load it with AutoTokenizer."
@@ -143,16 +143,16 @@ class TokenClassification(Task):
         return replace(from_tokenizer(encoding, processor), words=words)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Tags
+        return TagPredictor
 
     def operations(self) -> Sequence[Operation]:
-        return (FindEntities(),)
+        return (EntityOperation(),)
 
     def fronts(self) -> Mapping[str, TextFront]:
         return {"token-classification": TAGS}
 
 
-class FindEntities(Operation):
+class EntityOperation(Operation):
     """Operation that returns named entities and similar tags of a text."""
 
     name = "token-classification"
@@ -182,9 +182,9 @@ class FindEntities(Operation):
 
     def endpoint(self) -> Endpoint:
         from ..serving.http.endpoints import Endpoint
-        from ..serving.http.text_bodies import Texts, pipeline_answer
+        from ..serving.http.text_bodies import TextsBody, pipeline_answer
 
-        class NerBody(Texts):
+        class NerBody(TextsBody):
             """Body of `/ner`."""
 
             aggregation_strategy: Literal["none", "simple", "first", "average", "max"] = "simple"
@@ -203,8 +203,8 @@ class FindEntities(Operation):
 
 TAGS = TextFront(
     service="tags:TokenClassifier",
-    inputs=(Tensor(name="TEXT", dtype="string"),),
-    outputs=lambda _: (Tensor(name="ENTITIES", dtype="string"),),
+    inputs=(TritonTensor(name="TEXT", dtype="string"),),
+    outputs=lambda _: (TritonTensor(name="ENTITIES", dtype="string"),),
     options=lambda facts: {"labels": facts.labels, "unknown": facts.tokenizer.unk_token_id},
     sample={"TEXT": ["Wolfgang lives in Berlin."]},
     one_row=True,

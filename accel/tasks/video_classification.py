@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.encoded_rows import Encoded, LazyColumn
+from ..data.encoded_rows import EncodedRows, LazyColumn
 from ..data.image_rows import rgb
-from ..data.rows import Rows
+from ..data.rows import DatasetRows
 from ..errors import InputError
 from ..interfaces.task import Task
-from ..measuring.accuracy.predictors import Classes, Predictor
+from ..measuring.accuracy.predictors import ClassPredictor, Predictor
 from ..models.modality_models import ImageModel
 
 
@@ -55,11 +55,11 @@ class VideoClassification(Task):
 
     model = ORTModelForVideoClassification
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return Encoded(media=(LazyColumn([rows.lazy_column("video")], _frames_of), processor))
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
+        return EncodedRows(media=(LazyColumn([rows.lazy_column("video")], _frames_of), processor))
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return Classes
+        return ClassPredictor
 
     def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
         shape = (rows, config.num_frames, 3, config.image_size, config.image_size)

@@ -11,13 +11,13 @@ import torch
 from transformers.utils import ModelOutput
 
 from ..capture.sound_text_samples import sound_text_sample
-from ..data.encoded_rows import Encoded
+from ..data.encoded_rows import EncodedRows
 from ..data.image_rows import tokenized
 from ..data.labels import candidate_texts
-from ..data.rows import Rows
+from ..data.rows import DatasetRows
 from ..data.sound_rows import encode_sounds
 from ..interfaces.task import Sample, Task
-from ..measuring.accuracy.predictors import Candidates, Predictor
+from ..measuring.accuracy.predictors import Predictor, ZeroShotPredictor
 from ..models.base import ORTModel
 
 
@@ -49,14 +49,14 @@ class ORTModelForZeroShotAudioClassification(ORTModel):
         return self._run({"input_ids": input_ids, "input_features": input_features, **inputs})
 
 
-class SoundCandidates(Candidates):
+class ZeroShotSoundPredictor(ZeroShotPredictor):
     """Predicts the class of each sound by comparing it with a text for each class name."""
 
     template = "This is a sound of {}."
     output = "logits_per_audio"
 
     @staticmethod
-    def encode(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+    def encode(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
         """Encode the sounds; every batch contains the same texts."""
         return encode_sounds(rows, processor, None).beside(tokenized(processor, candidates, max_length))
 
@@ -69,11 +69,11 @@ class ZeroShotAudioClassification(Task):
     def sample(self, module: Any, folder: Path | None) -> Sample | None:
         return sound_text_sample(module, folder)
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return SoundCandidates.encode(rows, processor, candidate_texts(rows), max_length)
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
+        return ZeroShotSoundPredictor.encode(rows, processor, candidate_texts(rows), max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return SoundCandidates
+        return ZeroShotSoundPredictor
 
     def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
         sounds = {"input_features": torch.randn((rows, 1, 201, 16), generator=draw)}

@@ -11,12 +11,12 @@ import torch
 from transformers.utils import ModelOutput
 
 from ..capture.image_text_samples import image_text_sample
-from ..data.encoded_rows import Encoded
+from ..data.encoded_rows import EncodedRows
 from ..data.image_rows import encode_images, tokenized
 from ..data.labels import candidate_texts
-from ..data.rows import Rows
+from ..data.rows import DatasetRows
 from ..interfaces.task import Sample, Task
-from ..measuring.accuracy.predictors import Candidates, Predictor
+from ..measuring.accuracy.predictors import Predictor, ZeroShotPredictor
 from ..models.modality_models import ImageTextModel
 
 
@@ -44,14 +44,14 @@ class ORTModelForZeroShotImageClassification(ImageTextModel):
     output_class = ImageTextOutput
 
 
-class ImageCandidates(Candidates):
+class ZeroShotImagePredictor(ZeroShotPredictor):
     """Predicts the class of each image by comparing it with a text for each class name."""
 
     template = "This is a photo of {}."
     output = "logits_per_image"
 
     @staticmethod
-    def encode(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+    def encode(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
         """Encode the images; every batch contains the same texts."""
         images = encode_images(rows, processor.image_processor, None)
         return images.beside(tokenized(processor, candidates, max_length))
@@ -65,11 +65,11 @@ class ZeroShotImageClassification(Task):
     def sample(self, module: Any, folder: Path | None) -> Sample | None:
         return image_text_sample(module, folder)
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
-        return ImageCandidates.encode(rows, processor, candidate_texts(rows), max_length)
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
+        return ZeroShotImagePredictor.encode(rows, processor, candidate_texts(rows), max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return ImageCandidates
+        return ZeroShotImagePredictor
 
     def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
         images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}

@@ -11,15 +11,15 @@ import torch
 
 from ..capture.image_text_samples import detection_sample
 from ..data.columns import inner
-from ..data.encoded_rows import Encoded
+from ..data.encoded_rows import EncodedRows
 from ..data.image_rows import rgb_images, tokenized
 from ..data.labels import candidate_texts
-from ..data.rows import Rows
+from ..data.rows import DatasetRows
 from ..errors import InputError
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.modality_models import ImageTextModel
-from .object_detection import Detections, ObjectDetectionOutput, categories
+from .object_detection import DetectionPredictor, ObjectDetectionOutput, categories
 
 
 class ORTModelForZeroShotObjectDetection(ImageTextModel):
@@ -49,7 +49,7 @@ class ORTModelForZeroShotObjectDetection(ImageTextModel):
         return super().forward(input_ids, pixel_values, **inputs)
 
 
-def _with_each(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+def _with_each(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
     """Encode each image as its own batch, repeated once per text, so that each row is one image with one text.
 
     This equals transformers' zero-shot detection pipeline, which processes one image and one text at a time.
@@ -60,7 +60,7 @@ def _with_each(rows: Rows, processor: Any, candidates: Sequence[str], max_length
         inputs = processor.image_processor(pictures, return_tensors=return_tensors)
         return {name: value.repeat_interleave(len(candidates), 0) for name, value in inputs.items()} | tokens
 
-    return Encoded(media=(rgb_images(rows), each), alone=True)
+    return EncodedRows(media=(rgb_images(rows), each), alone=True)
 
 
 def _names_in(features: Any) -> list[str]:
@@ -73,7 +73,7 @@ def _names_in(features: Any) -> list[str]:
     return []
 
 
-class DetectionsByName(Detections):
+class ZeroShotDetectionPredictor(DetectionPredictor):
     """Predicts boxes of the data's classes from the class names, with one image and one name at a time."""
 
     def _references(self) -> list[Any]:
@@ -82,10 +82,10 @@ class DetectionsByName(Detections):
         self.config = SimpleNamespace(label2id=numbers, id2label=dict(enumerate(self._names)), num_labels=len(numbers))
         return super()._references()
 
-    def _encode(self) -> Encoded:
+    def _encode(self) -> EncodedRows:
         return self._encoded_for(self._names[0])
 
-    def _encoded_for(self, name: str) -> Encoded:
+    def _encoded_for(self, name: str) -> EncodedRows:
         # One name at a time: padding would change which tokens Grounding DINO combines into a phrase.
         return _with_each(self.rows, self.processor, [name], self.max_length)
 
@@ -113,11 +113,11 @@ class ZeroShotObjectDetection(Task):
     def sample(self, module: Any, folder: Path | None) -> Sample | None:
         return detection_sample(module, folder)
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         return _with_each(rows, processor, candidate_texts(rows, _names_in), max_length)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return DetectionsByName
+        return ZeroShotDetectionPredictor
 
     def tiny_batch(self, config: Any, rows: int, draw: torch.Generator, texts: Any) -> dict[str, torch.Tensor]:
         images = {"pixel_values": torch.randn((rows, 3, 32, 32), generator=draw)}

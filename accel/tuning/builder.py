@@ -17,11 +17,11 @@ from ..artifact.writing import discard
 from ..config import available_processors
 from ..errors import AccelError, ConfigError, SessionError, StageError, TaskError
 from ..interfaces.protocols import Feeds
-from ..measuring.processes import Helper
+from ..measuring.processes import HelperProcess
 from .candidates import Recipe
 from .jobs import ArtifactFacts, CalibrationData, build, facts_of
-from .store import Store, data_digest
-from .subject import BuiltArtifact, Clock, Subject
+from .store import ResultStore, data_digest
+from .subject import BuiltArtifact, SearchSubject, TimeBudget
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _SameThread(Executor):
         return future
 
 
-class Builder:
+class ArtifactBuilder:
     """Builds the artifacts of recipes. A recipe that cannot be built becomes a rejected candidate.
 
     Args:
@@ -56,17 +56,17 @@ class Builder:
 
     def __init__(
         self,
-        subject: Subject,
-        store: Store,
-        clock: Clock,
+        subject: SearchSubject,
+        store: ResultStore,
+        clock: TimeBudget,
         *,
         calibration: CalibrationData | Iterable[Feeds] | None = None,
         processes: int = 2,
     ) -> None:
         self._subject, self._store, self._clock = subject, store, clock
         self._calibration = calibration
-        self._helpers = [Helper() for _ in range(min(processes, available_processors()))]
-        self._free: SimpleQueue[Helper] = SimpleQueue()
+        self._helpers = [HelperProcess() for _ in range(min(processes, available_processors()))]
+        self._free: SimpleQueue[HelperProcess] = SimpleQueue()
         for helper in self._helpers:
             self._free.put(helper)
         self._pool: Executor = ThreadPoolExecutor(len(self._helpers)) if processes else _SameThread()

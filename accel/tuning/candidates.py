@@ -113,34 +113,34 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class SkippedCandidate:
     """Name of a declared candidate that is not tried, and the reason."""
 
     name: str
     reason: str
 
 
-def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[BackendSpec], list[Skipped]]:
+def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[BackendSpec], list[SkippedCandidate]]:
     """Return the backends to try, the backends that were not requested, and all skipped backends with the reason."""
     specs, broken = registry.describe_all()
-    skipped = [Skipped(name=name, reason=str(reason)) for name, reason in broken.items()]
+    skipped = [SkippedCandidate(name=name, reason=str(reason)) for name, reason in broken.items()]
     requested = None if backends is None else {registry.describe(name).name for name in backends}
     good, others = [], []
     for spec in specs:
         if requested is not None and spec.name not in requested:
             others.append(spec)
-            skipped.append(Skipped(name=spec.name, reason="not among the backends asked for"))
+            skipped.append(SkippedCandidate(name=spec.name, reason="not among the backends asked for"))
             continue
         probe = registry.probe(spec)
         if probe.available:
             good.append(spec)
         else:
             why = "; ".join(str(reason) for reason in probe.reasons) or "it found no device"
-            skipped.append(Skipped(name=spec.name, reason=why))
+            skipped.append(SkippedCandidate(name=spec.name, reason=why))
     return good, others, skipped
 
 
-class Space:
+class SearchSpace:
     """The candidates that the installed backends declare for a task.
 
     Args:
@@ -342,7 +342,7 @@ class Space:
         return [*(replace(candidate, options=one_change) for one_change in changed), *others]
 
     def _skip(self, name: str, reason: str) -> None:
-        skipped = Skipped(name=name, reason=reason)
+        skipped = SkippedCandidate(name=name, reason=reason)
         if skipped not in self.skipped:
             self.skipped.append(skipped)
 

@@ -22,17 +22,17 @@ from ..config import check_number
 from ..errors import AccelError, BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.benchmark import Effort, measure_variants, pytorch_variant
+from ..measuring.latency.benchmark import BenchmarkEffort, measure_variants, pytorch_variant
 from ..measuring.latency.results import Benchmark
 from ..measuring.latency.variants import Traffic
-from ..measuring.latency.workloads import Load
+from ..measuring.latency.workloads import WorkloadSettings
 from ..measuring.report import write_html
 from ..stages.resolution import original, resolve
-from .candidates import Recipe, Space
+from .candidates import Recipe, SearchSpace
 from .jobs import CalibrationData
 from .search import Preset, Proposal, Search
-from .store import Store
-from .subject import BuiltArtifact, Clock, Subject
+from .store import ResultStore
+from .subject import BuiltArtifact, SearchSubject, TimeBudget
 from .trials import Constraints, Goal
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def convert(
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     target = check_output(out, as_folder(model))
     resolved = original(resolve(model, task=task, hub=hub, weights=True))
-    space = Space(
+    space = SearchSpace(
         task=resolved.task, device=None, backends=backends, half_exports=False, calibrated=calibration is not None
     )
     # Skip the format of PyTorch weights: PyTorch is the baseline, not a target of the conversion.
@@ -120,15 +120,15 @@ def convert(
             fix="run `accel doctor`: it says what each backend lacks.",
         )
     _check_words(recipes, space, level, scheme)
-    subject = Subject(model=resolved, baseline=pytorch_variant(resolved), digest="")
-    load = Load(batch=tuple(batch), sequence=tuple(sequence), threads=threads)
+    subject = SearchSubject(model=resolved, baseline=pytorch_variant(resolved), digest="")
+    load = WorkloadSettings(batch=tuple(batch), sequence=tuple(sequence), threads=threads)
     artifacts: dict[str, Artifact] = {}
     variants = [subject.baseline]
     with staging(target) as folder:
         search = Search(
             subject=subject, data=None, calibration=CalibrationData(data=calibration) if calibration is not None else None,
-            goal=Goal(objective="latency", constraints=Constraints()), load=load, store=Store(folder / "search"),
-            clock=Clock(limit_s=None), watch=watch, processes=0,
+            goal=Goal(objective="latency", constraints=Constraints()), load=load, store=ResultStore(folder / "search"),
+            clock=TimeBudget(limit_s=None), watch=watch, processes=0,
         )  # fmt: skip
         try:
             built, errors = search.run(_preset(search, space, recipes, level, scheme))
@@ -148,7 +148,7 @@ def convert(
         measured = measure_variants(
             variants,
             load,
-            Effort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds)),
+            BenchmarkEffort(warmup=warmup, rounds=rounds, calls=max(1, nb_measures // rounds)),
             Traffic(),
             watch=watch,
         )
@@ -162,7 +162,7 @@ def convert(
 
 
 def _preset(
-    search: Search, space: Space, recipes: Sequence[Recipe], level: str | None, scheme: str | None
+    search: Search, space: SearchSpace, recipes: Sequence[Recipe], level: str | None, scheme: str | None
 ) -> Preset[tuple[list[BuiltArtifact], dict[str, AccelError]]]:
     """Build every export, and its optimized and quantized artifacts; return all artifacts, and the errors by subfolder."""
     built: list[BuiltArtifact] = []
@@ -185,7 +185,7 @@ def _label(recipe: Recipe) -> str:
     return recipe.format if recipe.parent is None else f"{recipe.parent.format}-{recipe.setting.lower()}"
 
 
-def _check_words(recipes: Sequence[Recipe], space: Space, level: str | None, scheme: str | None) -> None:
+def _check_words(recipes: Sequence[Recipe], space: SearchSpace, level: str | None, scheme: str | None) -> None:
     """Raise if no backend has the level or scheme; called before anything is exported."""
     levels = {r.setting for recipe in recipes for r in space.optimizations(recipe, recipe.setting)}
     schemes = {r.setting for recipe in recipes for r in space.quantizations(recipe, recipe.setting)}

@@ -15,7 +15,7 @@ import torch
 
 from .. import progress
 from ..artifact.manifest import Artifact
-from ..backends.plan import RunSettings, make_plan
+from ..backends.plan import RunPreferences, make_plan
 from ..errors import AccelError
 from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.evaluation import EvaluationSet
@@ -23,7 +23,7 @@ from ..models.base import ORTModel
 from .candidates import Candidate, Recipe
 from .jobs import build
 from .search import Preset, Proposal, Search
-from .subject import Subject, Tried
+from .subject import SearchSubject, TriedCandidate
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class FloatLayers:
     def __init__(
         self,
         search: Search,
-        subject: Subject,
+        subject: SearchSubject,
         artifact: Artifact,
         prepared: EvaluationSet,
         calibration: Iterable[Feeds] | None,
@@ -61,8 +61,8 @@ class FloatLayers:
     ) -> None:
         self._search, self._subject, self._artifact, self._prepared = search, subject, artifact, prepared
         self._calibration, self._backend, self._work = calibration, backend, work
-        self.attempts: list[tuple[Recipe, tuple[str, ...], Tried | None, float]] = []
-        self.fitting: list[Tried] = []
+        self.attempts: list[tuple[Recipe, tuple[str, ...], TriedCandidate | None, float]] = []
+        self.fitting: list[TriedCandidate] = []
         self.sensitivity: dict[str, dict[str, float]] = {}
 
     def proposals(self, recipes: Sequence[Recipe]) -> Preset[None]:
@@ -72,13 +72,13 @@ class FloatLayers:
             if tried is not None and not self.fitting and len(layers) > 1:
                 yield from self._fall_back(recipe, layers)
 
-    def _attempt(self, recipe: Recipe, layers: Sequence[str] = ()) -> Preset[tuple[Tried | None, list[str]]]:
+    def _attempt(self, recipe: Recipe, layers: Sequence[str] = ()) -> Preset[tuple[TriedCandidate | None, list[str]]]:
         """Build and measure a recipe with the given layers in float; return the candidate, and the layers that it quantizes."""
         started = time.perf_counter()
         built = yield Proposal(stage="quantize", action="build", items=[with_float_layers(recipe, layers)])
-        group = [Tried(Candidate(recipe=b.recipe, backend=self._backend or "", device=""), b) for b in built]
+        group = [TriedCandidate(Candidate(recipe=b.recipe, backend=self._backend or "", device=""), b) for b in built]
         graded = yield Proposal(stage="measure accuracy", action="accuracy", items=group)
-        tried: Tried | None = graded[0] if graded else None
+        tried: TriedCandidate | None = graded[0] if graded else None
         seconds = round(time.perf_counter() - started, 2)
         self.attempts.append((recipe, tuple(layers), tried, seconds))
         if tried is None:
@@ -122,7 +122,7 @@ class FloatLayers:
         rows = list(range(len(self._prepared.predictor.encoded)))
         rows = rows[:: max(1, len(rows) // _PROBE_ROWS)][:_PROBE_ROWS]
         expected = self._outputs(self._artifact, None, rows)
-        calibration = None if self._calibration is None else _First(self._calibration, _PROBE_BATCHES)
+        calibration = None if self._calibration is None else _FirstBatches(self._calibration, _PROBE_BATCHES)
         harm: dict[str, float] = {}
         for layer in progress.track(layers, f"ranking layers ({recipe.setting})"):
             others = tuple(name for name in layers if name != layer)
@@ -143,7 +143,7 @@ class FloatLayers:
 
     def _outputs(self, artifact: Artifact, backend: str | None, rows: Sequence[int]) -> list[torch.Tensor]:
         """Return all floating-point outputs for some rows, without padding positions."""
-        model = ORTModel.from_plan(make_plan(artifact, RunSettings(backend=backend)))
+        model = ORTModel.from_plan(make_plan(artifact, RunPreferences(backend=backend)))
         outputs: list[torch.Tensor] = []
         try:
             for _, feeds, output in self._prepared.predictor.batches(model, "ranking layers", rows):
@@ -166,11 +166,11 @@ def with_float_layers(recipe: Recipe, layers: Sequence[str]) -> Recipe:
     return replace(recipe, settings={**recipe.settings, "exclude": (*recipe.settings.get("exclude", ()), *layers)})
 
 
-def _remove(tried: Tried) -> None:
+def _remove(tried: TriedCandidate) -> None:
     shutil.rmtree(tried.artifact.path, ignore_errors=True)
 
 
-class _First:
+class _FirstBatches:
     """The first batches of an iterable; can be iterated several times."""
 
     def __init__(self, batches: Iterable[Feeds], count: int) -> None:

@@ -11,20 +11,20 @@ from concurrent.futures import Future
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from ..artifact.reading import build
+from ..artifact.json_reading import build
 from ..errors import AccelError
 from ..measuring.accuracy.comparison import Comparison
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
-from ..measuring.latency.workloads import Load
-from .builder import Builder
+from ..measuring.latency.workloads import WorkloadSettings
+from .builder import ArtifactBuilder
 from .jobs import Accuracy, accuracy
-from .store import Store, data_digest
-from .subject import Subject, Tried
+from .store import ResultStore, data_digest
+from .subject import SearchSubject, TriedCandidate
 
 logger = logging.getLogger(__name__)
 
 
-class Grader:
+class AccuracyGrader:
     """Measures the accuracy of candidates on labelled rows, and reuses results of earlier searches.
 
     Args:
@@ -40,7 +40,12 @@ class Grader:
     """
 
     def __init__(
-        self, subject: Subject, data: EvaluationData | EvaluationSet | None, store: Store, builder: Builder, load: Load
+        self,
+        subject: SearchSubject,
+        data: EvaluationData | EvaluationSet | None,
+        store: ResultStore,
+        builder: ArtifactBuilder,
+        load: WorkloadSettings,
     ) -> None:
         self._subject, self._store, self._builder = subject, store, builder
         self.batch_sizes = tuple(sorted(set(load.batch)))
@@ -82,7 +87,7 @@ class Grader:
             )
         return self._reference
 
-    def grade(self, tried: Tried) -> None:
+    def grade(self, tried: TriedCandidate) -> None:
         """Measure the accuracy of a candidate, and set its `accuracy`; if this fails, set its `reason`."""
         candidate, subject = tried.candidate, self._subject
         key = {

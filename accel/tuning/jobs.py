@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..artifact.manifest import Artifact
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..artifact.writing import discard
 from ..backends.stage_plan import plan_stage
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
 from ..data.batches import calibration_batches
 from ..interfaces.protocols import Feeds
-from ..measuring.accuracy.comparison import Comparison, Scored
+from ..measuring.accuracy.comparison import Comparison, ScoredRows
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.latency.variants import Variant, planned_variant
 from ..models.base import ORTModel
@@ -78,7 +78,7 @@ class Accuracy:
         higher_is_better: Whether larger values are better.
         scored: Value and predictions; without predictions if they have already been compared.
         rows: Number of rows.
-        data: The sample of rows; see `accel.data.rows.Sample`.
+        data: The sample of rows; see `accel.data.rows.SampleRecord`.
         comparison: Comparison with the baseline; `None` for the baseline itself.
         batch_size: Number of rows in each call; if several batch sizes were measured, the one with the largest drop.
         by_batch: Value of the metric for each batch size.
@@ -86,7 +86,7 @@ class Accuracy:
 
     metric: str
     higher_is_better: bool
-    scored: Scored
+    scored: ScoredRows
     rows: int
     data: Mapping[str, Any]
     comparison: Comparison | None = None
@@ -98,7 +98,7 @@ def build(
     recipe: Recipe,
     parent: Path | Artifact | None,
     out: Path,
-    source: Resolved,
+    source: ResolvedModel,
     calibration: CalibrationData | Iterable[Feeds] | None,
 ) -> ArtifactFacts:
     """Build the artifact of a recipe's last step.
@@ -155,7 +155,7 @@ def _rewritten(
 def accuracy(
     variant: Variant,
     data: EvaluationData | EvaluationSet,
-    reference: tuple[str, Scored] | None,
+    reference: tuple[str, ScoredRows] | None,
     batch_sizes: Sequence[int] = (),
 ) -> Accuracy:
     """Measure the accuracy of a model on labelled rows.
@@ -183,7 +183,7 @@ def accuracy(
     return replace(worst, scored=replace(worst.scored, seconds=seconds), by_batch=by_batch)
 
 
-def _scored(model: Any, prepared: EvaluationSet, reference: tuple[str, Scored] | None, name: str) -> Accuracy:
+def _scored(model: Any, prepared: EvaluationSet, reference: tuple[str, ScoredRows] | None, name: str) -> Accuracy:
     """Measure the accuracy with one batch size."""
     scored = prepared.measure(model, f"measuring {name}")
     compared = None if reference is None else prepared.compare(scored, reference[1], reference[0])

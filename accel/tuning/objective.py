@@ -10,8 +10,8 @@ from statistics import geometric_mean
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import Cell, VariantResult
 from ..measuring.statistics import Ratio, speedup
-from .candidates import Candidate, Space
-from .subject import Tried
+from .candidates import Candidate, SearchSpace
+from .subject import TriedCandidate
 from .trials import Goal, Trial
 
 _EPSILON = 1e-9
@@ -19,7 +19,7 @@ _EPSILON = 1e-9
 _DISTURBED = 3.0
 
 
-class Judge:
+class CandidateComparison:
     """Compares candidates by an objective and by constraints.
 
     Attributes:
@@ -28,14 +28,14 @@ class Judge:
 
     def __init__(self, goal: Goal) -> None:
         self._objective, self._constraints = goal.objective, goal.constraints
-        self.tried: dict[str, Tried] = {}
+        self.tried: dict[str, TriedCandidate] = {}
 
-    def ranked(self) -> list[Tried]:
+    def ranked(self) -> list[TriedCandidate]:
         """Return the timed candidates, best first."""
         timed = [tried for tried in self.tried.values() if tried.screen is not None or tried.final is not None]
         return sorted(timed, key=lambda tried: -self.speed(tried))
 
-    def speed(self, tried: Tried) -> float:
+    def speed(self, tried: TriedCandidate) -> float:
         """Return the number by which candidates are ranked: the objective relative to the baseline, from the last measurement.
 
         For candidates with only a short measurement (screen), latencies are compared by their 20th percentile. The
@@ -45,11 +45,11 @@ class Judge:
         """
         return self._screened(tried) if tried.final is None else self.speedup(tried).value
 
-    def speedup(self, tried: Tried) -> Ratio:
+    def speedup(self, tried: TriedCandidate) -> Ratio:
         """Return the objective relative to the baseline of the same measurement; tables print this number."""
         return self._ratio(tried.last.result, tried.last.anchor)
 
-    def beside(self, survivor: Tried, other: Tried) -> Ratio:
+    def beside(self, survivor: TriedCandidate, other: TriedCandidate) -> Ratio:
         """Return how many times better `survivor` is than `other`."""
         if _calls(survivor.last.anchor) == _calls(other.last.anchor):
             # Both candidates were measured in the same rounds.
@@ -59,7 +59,7 @@ class Judge:
         high = first.high / second.low if second.low > 0 else float("inf")
         return Ratio(value=first.value / second.value, low=low, high=high)
 
-    def best(self, fitting: Sequence[Tried]) -> Tried | None:
+    def best(self, fitting: Sequence[TriedCandidate]) -> TriedCandidate | None:
         """Return the simplest candidate that is as good as the best one.
 
         `Ratio.equal` decides which candidates are as good. `Candidate.complexity` decides which is the simplest; among equally simple
@@ -69,7 +69,7 @@ class Judge:
         order = list(map(id, self.tried.values()))
         return min(equal, key=lambda tried: (tried.candidate.complexity, order.index(id(tried))), default=None)
 
-    def _screened(self, tried: Tried) -> float:
+    def _screened(self, tried: TriedCandidate) -> float:
         """Return the objective relative to the baseline, from the short measurement."""
         if self._objective != "latency":
             return self.speedup(tried).value
@@ -79,14 +79,14 @@ class Judge:
         base = [sorted(cell)[len(cell) // 2] for cell in zip(*anchors, strict=True)]
         return geometric_mean([a / b for a, b in zip(base, _quintiles(screen.result), strict=True)])
 
-    def measured_again(self, trial: Trial, winner: Tried) -> Trial:
+    def measured_again(self, trial: Trial, winner: TriedCandidate) -> Trial:
         """Return the winner's trial, updated with its last measurement."""
         gain = self.speedup(winner)
         return replace(
             trial, result=winner.last.result, speed=gain.value, speedup=gain, disturbed=winner.last.disturbance.signs
         )
 
-    def disturbance(self, winner: Tried) -> Disturbance:
+    def disturbance(self, winner: TriedCandidate) -> Disturbance:
         """Return the signs of other programs, from the winner's measurement and from all latencies of PyTorch."""
         disturbance = winner.last.disturbance
         more = self.disturbed()
@@ -122,7 +122,7 @@ class Judge:
         spent = cell.round_seconds if self._objective == "throughput" else cell.round_processor_seconds
         return [max(seconds, 1e-9) / len(calls) for seconds, calls in zip(spent, cell.milliseconds, strict=True)]
 
-    def cheap_violation(self, tried: Tried) -> str:
+    def cheap_violation(self, tried: TriedCandidate) -> str:
         """Return why the short measurement excludes a candidate as winner; an empty string if it does not."""
         limits, screen = self._constraints, tried.last.result
         size, memory = tried.artifact.facts.bytes / 1e6, (screen.peak_memory_bytes or 0) / 1e6
@@ -136,7 +136,7 @@ class Judge:
             return f"median {worst:.2f} ms in the screen; accepted: {limits.max_latency_ms:g}"
         return ""
 
-    def violations(self, tried: Tried) -> dict[str, float]:
+    def violations(self, tried: TriedCandidate) -> dict[str, float]:
         """Return by how much a candidate misses each constraint; constraints that it meets are left out."""
         limits, missed = self._constraints, {}
         last, accuracy = tried.final or tried.screen, tried.accuracy
@@ -153,11 +153,13 @@ class Judge:
             missed["max_size_mb"] = tried.artifact.facts.bytes / 1e6 - limits.max_size_mb
         return {name: by for name, by in missed.items() if by > _EPSILON}
 
-    def finals(self) -> list[Tried]:
+    def finals(self) -> list[TriedCandidate]:
         """Return candidates with a long measurement and a measured accuracy, best first."""
         return [t for t in self.ranked() if t.final is not None and t.accuracy is not None]
 
-    def trials(self, winner: Tried, failed: Mapping[str, tuple[Candidate | None, str]], space: Space) -> list[Trial]:
+    def trials(
+        self, winner: TriedCandidate, failed: Mapping[str, tuple[Candidate | None, str]], space: SearchSpace
+    ) -> list[Trial]:
         """Return a trial for every candidate, best first, each with the reason why it did not win."""
         finals = self.finals()
         trials = [self._trial(tried, winner, finals) for tried in self.ranked()]
@@ -167,7 +169,7 @@ class Judge:
         trials += [Trial(name=skipped.name, backend="", device="", reason=skipped.reason) for skipped in space.skipped]
         return trials
 
-    def _trial(self, tried: Tried, winner: Tried, finals: Sequence[Tried]) -> Trial:
+    def _trial(self, tried: TriedCandidate, winner: TriedCandidate, finals: Sequence[TriedCandidate]) -> Trial:
         accuracy, facts, shown = tried.accuracy, tried.artifact.facts, tried.last
         return Trial(
             name=str(tried.candidate),
@@ -187,13 +189,13 @@ class Judge:
             reason=self._why_not(tried, winner),
         )
 
-    def _dominated(self, tried: Tried, finals: Iterable[Tried]) -> bool:
+    def _dominated(self, tried: TriedCandidate, finals: Iterable[TriedCandidate]) -> bool:
         """Return whether another candidate is at least as good in both speed and accuracy, and better in one of them."""
         mine = (self.speed(tried), _worth(tried))
         others = [(self.speed(other), _worth(other)) for other in finals]
         return any(o[0] >= mine[0] and o[1] >= mine[1] and o != mine for o in others)
 
-    def _why_not(self, tried: Tried, winner: Tried) -> str:
+    def _why_not(self, tried: TriedCandidate, winner: TriedCandidate) -> str:
         if tried is winner:
             return ""
         if tried.reason:
@@ -219,7 +221,7 @@ def _memory_mb(result: VariantResult) -> float:
     return math.inf if result.peak_memory_bytes is None else result.peak_memory_bytes / 1e6
 
 
-def _worth(tried: Tried) -> float:
+def _worth(tried: TriedCandidate) -> float:
     """Return the metric, negated if smaller values are better."""
     assert tried.accuracy is not None
     value = tried.accuracy.scored.value

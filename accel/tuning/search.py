@@ -23,15 +23,15 @@ from ..errors import BudgetError, SessionError
 from ..interfaces.protocols import Feeds
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.disturbance import MachineWatch
-from ..measuring.latency.workloads import Load
-from .builder import Builder
+from ..measuring.latency.workloads import WorkloadSettings
+from .builder import ArtifactBuilder
 from .candidates import Candidate, Recipe
-from .grader import Grader
+from .grader import AccuracyGrader
 from .jobs import CalibrationData
-from .objective import Judge
-from .store import Store
-from .subject import BuiltArtifact, Clock, Subject, Tried
-from .timer import Timer
+from .objective import CandidateComparison
+from .store import ResultStore
+from .subject import BuiltArtifact, SearchSubject, TimeBudget, TriedCandidate
+from .timer import CandidateTimer
 from .trials import Goal
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,11 @@ class Proposal:
 
     Attributes:
         stage: Name of the stage to which the time is added.
-        action: `build`: build recipes; returns a `BuiltArtifact` for each success. `screen`: time new candidates briefly; returns a
-            `Tried` for each candidate that ran. `accuracy`: measure the accuracy of `Tried`; returns those with a result. `time`: time
-            several `Tried` and the baseline in the same rounds; returns the same `Tried`. `alone`: the same for one `Tried`.
-        items: Recipes, candidates or `Tried`.
+        action: The work to do with the items. `build`: build recipes; returns a `BuiltArtifact` for each success. `screen`: time
+            new candidates briefly; returns a `TriedCandidate` for each candidate that ran. `accuracy`: measure the accuracy of
+            the items; returns the items with a result. `time`: time several items and the baseline in the same rounds; returns
+            the items. `alone`: the same for one item.
+        items: Recipes (`build`), candidates (`screen`) or `TriedCandidate`s (all other actions).
         share: Fraction of the time limit after which the remaining work is skipped.
     """
 
@@ -86,16 +87,16 @@ class Search:
     """
 
     def __init__(
-        self, *, subject: Subject, data: EvaluationData | EvaluationSet | None,
-        calibration: CalibrationData | Iterable[Feeds] | None, goal: Goal, load: Load, store: Store, clock: Clock,
+        self, *, subject: SearchSubject, data: EvaluationData | EvaluationSet | None,
+        calibration: CalibrationData | Iterable[Feeds] | None, goal: Goal, load: WorkloadSettings, store: ResultStore, clock: TimeBudget,
         watch: MachineWatch | None = None, processes: int = 2,
     ) -> None:  # fmt: skip
         self.subject, self.goal, self.load, self.store, self.clock = subject, goal, load, store, clock
-        self.builder = Builder(subject, store, clock, calibration=calibration, processes=processes)
+        self.builder = ArtifactBuilder(subject, store, clock, calibration=calibration, processes=processes)
         callers = available_processors() if goal.objective == "throughput" else 1
-        self.timer = Timer(subject, load, store, clock, self.builder, callers=callers, watch=watch)
-        self.grader = Grader(subject, data, store, self.builder, load)
-        self.judge = Judge(goal)
+        self.timer = CandidateTimer(subject, load, store, clock, self.builder, callers=callers, watch=watch)
+        self.grader = AccuracyGrader(subject, data, store, self.builder, load)
+        self.judge = CandidateComparison(goal)
         self.failed: dict[str, tuple[Candidate | None, str]] = {}
         self.stages: dict[str, float] = {}
         self._baseline_missing = data is not None
@@ -105,7 +106,7 @@ class Search:
         self.builder.close()
         self.timer.close()
 
-    def fits(self, tried: Tried) -> bool:
+    def fits(self, tried: TriedCandidate) -> bool:
         """Return whether a candidate meets all constraints."""
         return not self.judge.violations(tried)
 
@@ -161,12 +162,12 @@ class Search:
         # Reserve time to measure accuracy, because timings without accuracy are useless.
         self.clock.keep(_LOAD_S + _TIMES * len(self.grader.batch_sizes) * seconds)
 
-    def _screen(self, candidates: Sequence[Candidate], share: float) -> list[Tried]:
+    def _screen(self, candidates: Sequence[Candidate], share: float) -> list[TriedCandidate]:
         """Time new candidates briefly. If several candidates run the same files in the same way, time only the simplest."""
         same = {t.identity: str(t.candidate) for t in self.judge.tried.values()}
-        fresh: dict[str, Tried] = {}
+        fresh: dict[str, TriedCandidate] = {}
         for candidate in sorted(candidates, key=lambda c: c.complexity):
-            name, tried = str(candidate), Tried(candidate, self.builder[candidate.recipe])
+            name, tried = str(candidate), TriedCandidate(candidate, self.builder[candidate.recipe])
             if name in self.judge.tried or name in self.failed or name in fresh:
                 continue
             if (twin := same.setdefault(tried.identity, name)) != name:
@@ -189,9 +190,9 @@ class Search:
                 logger.info("%s: %s", name, why)
         return timed
 
-    def _grade(self, group: Sequence[Tried], share: float) -> list[Tried]:
+    def _grade(self, group: Sequence[TriedCandidate], share: float) -> list[TriedCandidate]:
         """Measure accuracy. Near the end of the time limit, stop after the first candidate that meets the constraints."""
-        graded: list[Tried] = []
+        graded: list[TriedCandidate] = []
         for tried in progress.track(group, "measuring accuracy"):
             if self.clock.left(share) < self.grader.seconds and any(map(self.fits, graded)):
                 tried.reason = "its accuracy was not measured: the time limit was near"

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..measuring.accuracy.comparison import Comparison
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult
 from ..measuring.latency.variants import Variant
-from ..measuring.latency.workloads import Load
+from ..measuring.latency.workloads import WorkloadSettings
 from .candidates import Candidate, Recipe
 from .jobs import Accuracy, ArtifactFacts
 from .store import digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class SearchSubject:
     """The model and the machine: everything that measurements depend on and that is the same for all candidates.
 
     Attributes:
@@ -34,7 +34,7 @@ class Subject:
         versions: Versions of the libraries that results depend on.
     """
 
-    model: Resolved
+    model: ResolvedModel
     baseline: Variant
     digest: str
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Subject:
         )  # fmt: skip
 
 
-def load_key(load: Load) -> dict[str, Any]:
+def load_key(load: WorkloadSettings) -> dict[str, Any]:
     """Return the settings that identify the calls of a search, as part of the store's keys."""
     values = {name: getattr(load, name) for name in ("batch", "sequence", "max_length", "threads", "seed")}
     return {**values, "texts": digest(load.texts) if load.texts is not None else None}
@@ -93,7 +93,7 @@ class Measurement:
 
 
 @dataclass(slots=True)
-class Tried:
+class TriedCandidate:
     """A candidate and its measurements.
 
     Attributes:
@@ -135,7 +135,7 @@ class Tried:
 
 
 @dataclass(slots=True, kw_only=True)
-class Clock:
+class TimeBudget:
     """A time limit that is divided among the stages of a search. Work in other processes is stopped when the limit is reached.
 
     Attributes:

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .. import progress
-from ..artifact.reading import build
+from ..artifact.json_reading import build
 from ..errors import BudgetError, SessionError
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency import rounds
 from ..measuring.latency.results import Cell, result
-from ..measuring.latency.rounds import Measured
+from ..measuring.latency.rounds import MeasuredVariant
 from ..measuring.latency.variants import Traffic, Variant, Workload
-from ..measuring.latency.worker import Worker
-from ..measuring.latency.workloads import Load, text_workloads, workloads_of
-from .builder import LATE, Builder
-from .store import Store
-from .subject import Clock, Measurement, Subject, Tried, load_key
+from ..measuring.latency.worker import VariantProcess
+from ..measuring.latency.workloads import WorkloadSettings, text_workloads, workloads_of
+from .builder import LATE, ArtifactBuilder
+from .store import ResultStore
+from .subject import Measurement, SearchSubject, TimeBudget, TriedCandidate, load_key
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _RESERVE_S = 2.0  # seconds to end the processes of a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
+class MeasurementLength:
     """Length of a measurement.
 
     Attributes:
@@ -48,11 +48,11 @@ class Amount:
     hopeless: float | None = None
 
 
-SCREEN = Amount(rounds=4, calls=6, budget_s=15)
-FINAL = Amount(rounds=12, calls=12, budget_s=45)
+SCREEN = MeasurementLength(rounds=4, calls=6, budget_s=15)
+FINAL = MeasurementLength(rounds=12, calls=12, budget_s=45)
 
 
-class Timer:
+class CandidateTimer:
     """Times candidates, and reuses timings of earlier searches.
 
     Args:
@@ -70,11 +70,11 @@ class Timer:
 
     def __init__(
         self,
-        subject: Subject,
-        load: Load,
-        store: Store,
-        clock: Clock,
-        builder: Builder,
+        subject: SearchSubject,
+        load: WorkloadSettings,
+        store: ResultStore,
+        clock: TimeBudget,
+        builder: ArtifactBuilder,
         *,
         callers: int,
         watch: MachineWatch | None = None,
@@ -83,7 +83,7 @@ class Timer:
         self.traffic = Traffic(callers=callers)
         self._search = secrets.token_hex(8)
         self._watch = watch or MachineWatch()
-        self._anchor: Measured | None = None
+        self._anchor: MeasuredVariant | None = None
         self._workloads: list[Workload] = []
         # Estimated duration of a group and of its loading, in seconds, until the first group has been measured.
         self._heat_s, self._loading_s = 10.0, 5.0
@@ -101,7 +101,7 @@ class Timer:
         for workload in text_workloads(self._load, self._subject.baseline, limits):
             yield from (case["input_ids"].shape[1] for case in workload.cases)
 
-    def screen(self, group: Sequence[Tried], share: float, *, hopeless: float | None) -> None:
+    def screen(self, group: Sequence[TriedCandidate], share: float, *, hopeless: float | None) -> None:
         """Time candidates with short measurements, one group after the other, until a fraction of the time limit is used up.
 
         Args:
@@ -137,7 +137,7 @@ class Timer:
                 if not lost:
                     self._store.put("screens", self._key(tried, "screen"), record)
 
-    def finals(self, group: Sequence[Tried], *, alone: bool = False) -> None:
+    def finals(self, group: Sequence[TriedCandidate], *, alone: bool = False) -> None:
         """Time candidates for longer, all of them together with the baseline; each gets its `final`.
 
         If too little time is left, the earlier measurements are used.
@@ -148,7 +148,7 @@ class Timer:
                 processes, which fill the caches with their data, calls are 10 to 15 % slower (MiniLM 1x32 in int8).
         """
         kind, folder, what = ("alone", "alone", "timing the winner") if alone else ("final", "finals", "timing")
-        records: list[tuple[Tried, dict[str, Any]]] = []
+        records: list[tuple[TriedCandidate, dict[str, Any]]] = []
         waiting = []
         for tried in group:
             if (record := self._store.get(folder, self._key(tried, kind))) is not None:
@@ -170,7 +170,7 @@ class Timer:
             elif not alone:
                 tried.final, tried.reason = None, measurement.result.error
 
-    def _key(self, tried: Tried, kind: str) -> dict[str, Any]:
+    def _key(self, tried: TriedCandidate, kind: str) -> dict[str, Any]:
         return {
             "what": tried.identity,
             "kind": kind,
@@ -184,7 +184,7 @@ class Timer:
             "cell": [field.name for field in fields(Cell)],
         }
 
-    def _variant(self, tried: Tried) -> Variant:
+    def _variant(self, tried: TriedCandidate) -> Variant:
         return self._subject.variant(tried.candidate, tried.artifact.path)
 
     def _until(self) -> float | None:
@@ -192,8 +192,8 @@ class Timer:
         return None if left == math.inf else time.perf_counter() + left
 
     def _heat(
-        self, heat: Sequence[Tried], amount: Amount, what: str
-    ) -> list[tuple[Tried, dict[str, Any], bool]] | None:
+        self, heat: Sequence[TriedCandidate], amount: MeasurementLength, what: str
+    ) -> list[tuple[TriedCandidate, dict[str, Any], bool]] | None:
         """Time a group of candidates in turns with the baseline.
 
         Return for each candidate its record, and whether its process ended early; return `None` if the time limit was reached.
@@ -202,7 +202,9 @@ class Timer:
             self._builder.files(tried.artifact)
         started = time.perf_counter()
         # Start all processes before the baseline, so that all of them import at the same time.
-        others = [Measured(v, Worker(v, self._load.threads, self._until())) for v in map(self._variant, heat)]
+        others = [
+            MeasuredVariant(v, VariantProcess(v, self._load.threads, self._until())) for v in map(self._variant, heat)
+        ]
         group = others
         try:
             anchor = self._start_anchor()
@@ -235,19 +237,19 @@ class Timer:
             for tried, timed, measured in zip(heat, results, others, strict=True)
         ]
 
-    def _start_anchor(self) -> Measured:
+    def _start_anchor(self) -> MeasuredVariant:
         """Load the baseline, which stays loaded for all groups and creates the inputs of the workloads; return it."""
         if self._anchor is not None:
             return self._anchor
         variant = self._subject.baseline
-        anchor = self._anchor = Measured(variant, Worker(variant, self._load.threads, self._until()))
+        anchor = self._anchor = MeasuredVariant(variant, VariantProcess(variant, self._load.threads, self._until()))
         anchor.load()
         if anchor.worker is None or anchor.loaded is None:
             raise self._no_anchor(anchor)
         self._workloads = workloads_of(self._load, anchor.worker, anchor.loaded)
         return anchor
 
-    def _no_anchor(self, anchor: Measured) -> SessionError:
+    def _no_anchor(self, anchor: MeasuredVariant) -> SessionError:
         name = self._subject.reference
         return SessionError(f"{name} failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..artifact.hub import HubOptions, as_folder
 from ..artifact.json_text import finite, json_text
 from ..artifact.manifest import Artifact, RunRecord
-from ..artifact.resolved_model import Resolved
+from ..artifact.resolved_model import ResolvedModel
 from ..artifact.writing import check_output, staging, tool_versions
 from ..backends import registry
 from ..backends.machine import machine, tools
@@ -22,14 +22,14 @@ from ..errors import ConfigError
 from ..measuring.accuracy.evaluation import EvaluationData
 from ..measuring.latency.benchmark import pytorch_variant
 from ..measuring.latency.results import VariantResult
-from ..measuring.latency.workloads import Load, read_texts
+from ..measuring.latency.workloads import WorkloadSettings, read_texts
 from ..stages.export import source_digest
 from ..stages.resolution import original, resolve
-from .candidates import Space
+from .candidates import SearchSpace
 from .jobs import CalibrationData
 from .search import Preset, Proposal, Search
-from .store import Store
-from .subject import Clock, Subject, Tried, load_key
+from .store import ResultStore
+from .subject import SearchSubject, TimeBudget, TriedCandidate, load_key
 from .trials import Constraints, Goal, Objective, Trial, Tuning, no_fit
 from .tune_proposals import tune_proposals
 
@@ -121,7 +121,7 @@ def tune(
     if data is None:
         raise ConfigError("A search needs labelled data to measure accuracy on.", fix="pass data=... (--data FILE).")
     check_number("time_limit_s", time_limit_s, above=0)
-    clock = Clock(limit_s=time_limit_s)
+    clock = TimeBudget(limit_s=time_limit_s)
     goal = Goal(
         objective=objective,
         constraints=Constraints(
@@ -142,18 +142,18 @@ def tune(
             data=calibration, columns=calibration_columns or columns, split=calibration_split, max_length=max_length,
             samples=calibration_samples,
         )  # fmt: skip
-    store = Store(fresh=fresh)
+    store = ResultStore(fresh=fresh)
     search = Search(
         subject=_subject(resolved, device),
         data=rows,
         calibration=calibrating,
         goal=goal,
-        load=Load(batch=tuple(batch), sequence=tuple(sequence), texts=_lines(texts, resolved.task), max_length=max_length,
+        load=WorkloadSettings(batch=tuple(batch), sequence=tuple(sequence), texts=_lines(texts, resolved.task), max_length=max_length,
                    threads=threads, seed=seed),
         store=store,
         clock=clock,
     )  # fmt: skip
-    space = Space(
+    space = SearchSpace(
         task=resolved.task,
         device=device,
         backends=backends,
@@ -170,7 +170,7 @@ def tune(
         search.close()
 
 
-def _preset(search: Search, space: Space, target: Path) -> Preset[Tuning]:
+def _preset(search: Search, space: SearchSpace, target: Path) -> Preset[Tuning]:
     """Propose the candidates of `accel.tune`, choose the winner, and write it.
 
     Raises:
@@ -204,7 +204,9 @@ def _preset(search: Search, space: Space, target: Path) -> Preset[Tuning]:
     return replace(tuning, artifact=artifact)
 
 
-def _tuning(search: Search, winner: Tried, trials: Sequence[Trial], side_by_side: VariantResult | None) -> Tuning:
+def _tuning(
+    search: Search, winner: TriedCandidate, trials: Sequence[Trial], side_by_side: VariantResult | None
+) -> Tuning:
     facts = machine()
     del facts["home"], facts["executable"]
     blocks = winner.last.result.cells[0].milliseconds
@@ -234,7 +236,7 @@ def _tuning(search: Search, winner: Tried, trials: Sequence[Trial], side_by_side
     )
 
 
-def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
+def _write(winner: TriedCandidate, tuning: Tuning, target: Path) -> Artifact:
     """Write the winner's artifact with its run options, so that it is loaded with the measured options."""
     accuracy, result, speedup = winner.accuracy, tuning.winner.result, tuning.winner.speedup
     assert result is not None
@@ -272,7 +274,7 @@ def _write(winner: Tried, tuning: Tuning, target: Path) -> Artifact:
     return winning
 
 
-def _subject(model: Resolved, device: str | None) -> Subject:
+def _subject(model: ResolvedModel, device: str | None) -> SearchSubject:
     facts = machine()
     devices = [
         f"{spec.name}: {device} {device.name} {device.arch}"
@@ -280,7 +282,7 @@ def _subject(model: Resolved, device: str | None) -> Subject:
         for device in registry.probe(spec).devices
     ]
     here = {key: facts[key] for key in ("platform", "processors", "processors_of_machine")}
-    return Subject(
+    return SearchSubject(
         model=model,
         baseline=pytorch_variant(model, device=device),
         digest=source_digest(model),

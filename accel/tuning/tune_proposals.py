@@ -13,9 +13,9 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..measuring.latency.workloads import check_sequences
-from .candidates import Candidate, Recipe, Space, combined
+from .candidates import Candidate, Recipe, SearchSpace, combined
 from .search import Proposal, Search
-from .subject import BuiltArtifact, Tried
+from .subject import BuiltArtifact, TriedCandidate
 
 _VARIED = 3  # number of recipes whose run options are varied
 _SURVIVORS = 5  # number of candidates whose accuracy is measured before checking whether one meets the constraints
@@ -28,7 +28,7 @@ _EXPORT, _REWRITE, _SCREEN, _COMPOSE, _VARY, _GRADE = 0.6, 0.35, 0.4, 0.2, 0.3, 
 Proposals = Generator[Proposal, list[Any], None]
 
 
-def tune_proposals(search: Search, space: Space) -> Proposals:
+def tune_proposals(search: Search, space: SearchSpace) -> Proposals:
     """Propose all exports, rewrites and ways to run them; vary and combine the fastest; measure the survivors.
 
     Raises:
@@ -65,7 +65,7 @@ def in_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [c for row in itertools.zip_longest(*by_backend.values()) for c in row if c is not None]
 
 
-def _rewrites(space: Space, exports: Sequence[BuiltArtifact]) -> list[Recipe]:
+def _rewrites(space: SearchSpace, exports: Sequence[BuiltArtifact]) -> list[Recipe]:
     """Return optimizations and quantizations of the exports, alternating, so that a time limit skips some of each kind."""
     kinds = [
         offers(made.recipe, made.facts.dtype)
@@ -75,7 +75,7 @@ def _rewrites(space: Space, exports: Sequence[BuiltArtifact]) -> list[Recipe]:
     return [recipe for row in itertools.zip_longest(*kinds) for recipe in row if recipe is not None]
 
 
-def _compositions(search: Search, space: Space) -> list[Recipe]:
+def _compositions(search: Search, space: SearchSpace) -> list[Recipe]:
     """Return, for each format, the two best quantization schemes applied to the best optimized artifact of that format."""
     recipes = []
     ranking = search.judge.ranked()
@@ -94,7 +94,7 @@ def _compositions(search: Search, space: Space) -> list[Recipe]:
     return recipes
 
 
-def _vary(search: Search, space: Space) -> Proposals:
+def _vary(search: Search, space: SearchSpace) -> Proposals:
     """Change the run options of the best recipes one by one, then combine the changes that made them faster."""
     judge, share = search.judge, search.clock.until(_VARY)
     changes: dict[str, list[Candidate]] = {}
@@ -116,15 +116,15 @@ def _vary(search: Search, space: Space) -> Proposals:
     yield Proposal(stage="vary run options", action="screen", items=together, share=share)
 
 
-def _bases(search: Search) -> list[Tried]:
+def _bases(search: Search) -> list[TriedCandidate]:
     """Return the candidates to vary: the best recipes, and the best recipe of each backend that is not quantized.
 
     Float candidates are included because another compute dtype costs less accuracy than quantization, so they win with a tight budget.
     """
-    best: dict[str, Tried] = {}
+    best: dict[str, TriedCandidate] = {}
     for tried in search.judge.ranked():
         best.setdefault(str(tried.artifact.recipe), tried)
-    exact: dict[str, Tried] = {}
+    exact: dict[str, TriedCandidate] = {}
     for tried in best.values():
         if not tried.artifact.recipe.quantizes:
             exact.setdefault(tried.candidate.backend, tried)
@@ -132,7 +132,7 @@ def _bases(search: Search) -> list[Tried]:
     return [tried for tried in best.values() if tried in kept]
 
 
-def _survivors(search: Search) -> Generator[Proposal, list[Any], list[Tried]]:
+def _survivors(search: Search) -> Generator[Proposal, list[Any], list[TriedCandidate]]:
     """Measure the accuracy of the best candidates, a few at a time, until one meets the constraints; return all that were measured."""
     ranked = []
     for tried in search.judge.ranked():

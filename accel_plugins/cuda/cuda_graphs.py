@@ -9,7 +9,7 @@ import torch
 
 from accel.errors import InputError, SessionError
 
-from .forms.masks import Held, Plan, counting_weights, flags_of, held_by_flags
+from .forms.masks import MaskContent, MaskPlan, counting_weights, flags_of, held_by_flags
 from .forms.packing import Packing
 from .runtime import Runtime
 
@@ -117,7 +117,7 @@ def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
             raise CaptureError(f"{what} gives another {name}")
 
 
-class LateCheck:
+class DeferredIdCheck:
     """Reports token ids on the GPU that are out of bounds, without waiting for the GPU.
 
     If the call does not wait for an attention mask either, an invalid id is reported by a later call.
@@ -158,7 +158,7 @@ class LateCheck:
         )
 
 
-class Bounded:
+class ClampedInputs:
     """Inputs with bounds, clamped to valid values before the graph reads them.
 
     Without clamping, a fused kernel for embeddings and normalization would read beyond its tables.
@@ -168,7 +168,7 @@ class Bounded:
         inputs: All inputs by name; only their shapes, data types and device are used.
     """
 
-    def __init__(self, late: LateCheck | None, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, late: DeferredIdCheck | None, inputs: Mapping[str, torch.Tensor]) -> None:
         self.given: dict[str, torch.Tensor] = {}
         self.within: dict[str, torch.Tensor] = {}
         self._late = late
@@ -201,7 +201,7 @@ class Bounded:
                 self._late.note(given.clamp(least, most) != given)
 
 
-class MaskCheck:
+class GpuMaskCheck:
     """Determines the kind of padding in a mask on the GPU, and whether ids are within bounds.
 
     The check runs while the GPU computes the call under an assumption about the mask.
@@ -211,7 +211,7 @@ class MaskCheck:
         bounded: The inputs with bounds.
     """
 
-    def __init__(self, mask: torch.Tensor, bounded: Bounded) -> None:
+    def __init__(self, mask: torch.Tensor, bounded: ClampedInputs) -> None:
         self._stream = torch.cuda.Stream(mask.device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -235,7 +235,7 @@ class MaskCheck:
         """Record an event on the stream `current`, after the mask was written to its buffer."""
         self._ready.record(current)
 
-    def held(self) -> Held:
+    def held(self) -> MaskContent:
         """Return the kind of padding in the mask of the last `mark` call.
 
         Wait only for that mask, not for work that was enqueued later.
@@ -263,24 +263,24 @@ class ShapeGraphs:
         runtime: Runtime,
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        late: LateCheck | None = None,
+        late: DeferredIdCheck | None = None,
     ) -> None:
         self._runtime = runtime
         buffers = {name: torch.empty_like(t, device=runtime.device) for name, t in inputs.items()}
-        self._bounded = Bounded(late, buffers)
+        self._bounded = ClampedInputs(late, buffers)
         self.inputs = {**buffers, **self._bounded.given}
         self.input_list = list(self.inputs.values())
         self.outputs = {
             name: torch.empty(shape, dtype=dtype, device=runtime.device) for name, (shape, dtype) in outputs.items()
         }
         self.load(list(inputs.values()))
-        self.graphs: dict[Plan, torch.cuda.CUDAGraph] = {}
-        self.expected = Plan("general")
+        self.graphs: dict[MaskPlan, torch.cuda.CUDAGraph] = {}
+        self.expected = MaskPlan("general")
         self.waits = False
         self._packings: list[Packing] = []
         self._mask = self.inputs.get(runtime.mask) if runtime.mask is not None else None
         checked = runtime.options.padding == "check"
-        self.check = MaskCheck(self._mask, self._bounded) if self._mask is not None and checked else None
+        self.check = GpuMaskCheck(self._mask, self._bounded) if self._mask is not None and checked else None
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Copy inputs into the fixed buffers on the current stream.
@@ -291,7 +291,7 @@ class ShapeGraphs:
         for buffer, value in zip(self.input_list, values, strict=True):
             buffer.copy_(value, non_blocking=not value.is_pinned())
 
-    def capture(self, plan: Plan) -> torch.cuda.CUDAGraph:
+    def capture(self, plan: MaskPlan) -> torch.cuda.CUDAGraph:
         """Return the CUDA graph of a plan; at the first request, capture it with the current values of the input buffers.
 
         A capture takes the time of a few runs.
@@ -312,7 +312,7 @@ class ShapeGraphs:
         self.waits = self.waits or plan.form == "packed"
         return graph
 
-    def _prepared(self, plan: Plan) -> Callable[[], None]:
+    def _prepared(self, plan: MaskPlan) -> Callable[[], None]:
         """Return a function that enqueues a run with the fixed buffers; buffers for packing are created first."""
         runtime, mask, bounded = self._runtime, self._mask, self._bounded
         inputs = {**self.inputs, **bounded.within}
@@ -328,7 +328,7 @@ class ShapeGraphs:
             bounded.clamp()
             if packing is not None and mask is not None:
                 packing.fill(mask)
-            # A `MaskCheck` also checks the bounds of ids, so do not check them twice.
+            # A `GpuMaskCheck` also checks the bounds of ids, so do not check them twice.
             if self.check is not None or not bounded.within:
                 runtime.enqueue(plan.form, binding)
                 return

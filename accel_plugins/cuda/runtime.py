@@ -16,8 +16,7 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.capture.graph_forms import Form as Described
-from accel.capture.graph_forms import FormChecks, FormVerdict
+from accel.capture.graph_forms import FormChecks, FormVerdict, GraphForm
 from accel.config import SessionOptions
 from accel.errors import SessionError
 from accel.interfaces.protocols import Feeds
@@ -31,7 +30,17 @@ from ..ortkit.runtime.assignment import Assignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.upstream import ort_value_as_tensor
-from .forms.masks import PACKED_FROM, SHORT_UP_TO, Form, Held, Plan, in_form, mask_input, packs, plan_for
+from .forms.masks import (
+    PACKED_FROM,
+    SHORT_UP_TO,
+    FormName,
+    MaskContent,
+    MaskPlan,
+    in_form,
+    mask_input,
+    packs,
+    plan_for,
+)
 from .forms.packing import Packing, packed_rows
 from .options import CudaOptions
 from .upstream import current_stream_number
@@ -48,9 +57,9 @@ ELEMENT_TYPES = {dtype: int(ir.tensor_adapters.from_torch_dtype(dtype)) for dtyp
 RUN_ERRORS = (*upstream.RUN_ERRORS, RuntimeError)
 
 # For each form, the form that is used instead if the results of the former are not correct.
-_INSTEAD: Mapping[Form, Form] = {"packed": "lengths", "short": "full", "full": "general", "lengths": "general"}
+_INSTEAD: Mapping[FormName, FormName] = {"packed": "lengths", "short": "full", "full": "general", "lengths": "general"}
 # The sequence length at which each form is compared: a length that calls of this form typically have.
-_CHECKED_LENGTH: Mapping[Form, int] = {
+_CHECKED_LENGTH: Mapping[FormName, int] = {
     "packed": 128,
     "short": SHORT_UP_TO // 2,
     "full": 80,
@@ -159,14 +168,14 @@ class Runtime:
         self._short = checked and _capability(request.device) >= _HOPPER and _KERNELS not in options.provider
         self._path = path
         self._session_options = session
-        self._sessions: dict[Form, ort.InferenceSession] = {}
+        self._sessions: dict[FormName, ort.InferenceSession] = {}
         # Share weights only if allowed: shared weights are outside of ONNX Runtime's arena, so `gpu_mem_limit` would
         # not apply to them, and they cannot be added to the user's own options object.
         shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
         self._weights = SharedWeights(path, self.device) if shared else None
         self.graph_obstacle = _graph_obstacle(path) if options.cuda_graphs else "cuda_graphs=0"
         # Forms whose results agreed with those of the general form.
-        self._right: set[Form] = {"general"}
+        self._right: set[FormName] = {"general"}
         # Whether the whole graph runs on the GPU, as far as is known.
         self._whole = True
         self._run_options = ort.RunOptions()
@@ -191,7 +200,7 @@ class Runtime:
         return self._last
 
     @property
-    def safe_form(self) -> Form:
+    def safe_form(self) -> FormName:
         """The form of the graph that is correct for every mask that the options allow."""
         return "lengths" if self.mask is not None and self.options.padding == "right" else "general"
 
@@ -201,21 +210,21 @@ class Runtime:
         opened = next(iter(self._sessions.values()), None)
         return assignment_of(opened, CUDA) if opened is not None else None
 
-    def plan(self, held: Held, mask: torch.Tensor) -> Plan:
+    def plan(self, held: MaskContent, mask: torch.Tensor) -> MaskPlan:
         """Return the fastest plan for a call with this mask `(batch, sequence)`, using only forms that gave correct results."""
         plan = plan_for(held, mask.shape, packs=self.packs, short=self._short)
         while plan.form not in self._right:
             if self._verdict(plan.form).passed:
                 self._right.add(plan.form)
             else:
-                plan = Plan(_INSTEAD[plan.form])
+                plan = MaskPlan(_INSTEAD[plan.form])
         return plan
 
     def check_forms(self) -> list[FormVerdict]:
         """Compare every form that calls may use with the general form, and return the verdicts."""
         if self.mask is None:
             return []
-        forms: list[Form] = ["lengths"]
+        forms: list[FormName] = ["lengths"]
         if self.options.padding == "check":
             forms.append("full")
             if self._short:
@@ -224,26 +233,26 @@ class Runtime:
                 forms.append("packed")
         return [self._verdict(form) for form in forms]
 
-    def _verdict(self, form: Form) -> FormVerdict:
+    def _verdict(self, form: FormName) -> FormVerdict:
         """Return the verdict on a form's results; compare the form with the general form if there is no stored verdict."""
         limit = self.component.max_sizes.get("sequence", _CHECKED_LENGTH[form])
         sequence = min(_CHECKED_LENGTH[form], limit)
         batch = max(_CHECKED_ROWS, 2 * PACKED_FROM // sequence) if form == "packed" else _CHECKED_ROWS
-        described = Described(
+        described = GraphForm(
             name=form,
             sizes={"batch": batch, "sequence": sequence},
             padding="right" if form in ("lengths", "packed") else "none",
             context={"provider": dict(self.options.provider), "kernels": _MEMORY_EFFICIENT if form == "short" else ""},
         )
 
-        def compute(feeds: Feeds, form: Form = form) -> dict[str, torch.Tensor]:
+        def compute(feeds: Feeds, form: FormName = form) -> dict[str, torch.Tensor]:
             assert self.mask is not None
             rows = packed_rows(int(feeds[self.mask].sum()), batch * sequence) if form == "packed" else 0
-            return self._computed(Plan(form, rows), feeds)
+            return self._computed(MaskPlan(form, rows), feeds)
 
         return self.checks.check(described, compute, lambda feeds: compute(feeds, "general"))
 
-    def _computed(self, plan: Plan, feeds: Feeds) -> dict[str, torch.Tensor]:
+    def _computed(self, plan: MaskPlan, feeds: Feeds) -> dict[str, torch.Tensor]:
         """Run the graph once without a CUDA graph, and return copies of all outputs in CPU memory; waits for the GPU.
 
         Raises:
@@ -262,7 +271,7 @@ class Runtime:
 
     def launch(
         self,
-        plan: Plan,
+        plan: MaskPlan,
         inputs: Mapping[str, torch.Tensor],
         results: Mapping[str, torch.Tensor | None],
         current: torch.cuda.Stream,
@@ -286,28 +295,28 @@ class Runtime:
         current.wait_stream(self.stream)
         return binding
 
-    def without_packing(self, held: Held, error: Exception) -> Plan:
+    def without_packing(self, held: MaskContent, error: Exception) -> MaskPlan:
         """Return the plan for a call after its packed form failed; the packed form is not tried again."""
         self.packs = False
         self.checks.refuse("packed", error)
-        return Plan(held.form)
+        return MaskPlan(held.form)
 
-    def session(self, form: Form) -> ort.InferenceSession:
+    def session(self, form: FormName) -> ort.InferenceSession:
         """Return ONNX Runtime's session of a form of the graph; it is opened at the first request."""
         session = self._sessions.get(form)
         if session is None:
             session = self._sessions[form] = self._open(self._model(form), form)
         return session
 
-    def _model(self, form: Form) -> bytes | None:
+    def _model(self, form: FormName) -> bytes | None:
         """Return the graph in a form, serialized; `None` for the unchanged file."""
         return in_form(self._path, form) if form != "general" else None
 
-    def _kernels(self, form: Form) -> dict[str, str]:
+    def _kernels(self, form: FormName) -> dict[str, str]:
         """Return the provider option that selects attention kernels, if a form needs particular kernels."""
         return {_KERNELS: _MEMORY_EFFICIENT} if form == "short" else {}
 
-    def _open(self, model: bytes | None, form: Form) -> ort.InferenceSession:
+    def _open(self, model: bytes | None, form: FormName) -> ort.InferenceSession:
         """Open a form of the graph, with support for CUDA graphs if the whole graph runs on the GPU."""
         extra = self._kernels(form)
         if self._whole:
@@ -338,7 +347,9 @@ class Runtime:
             disabled_optimizers=self.disabled_optimizers,
         )
 
-    def bind(self, form: Form, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> Any:
+    def bind(
+        self, form: FormName, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]
+    ) -> Any:
         """Return an IO binding of tensors by address; `None` lets ONNX Runtime allocate an output on the GPU.
 
         The tensors have the shapes of the call. Entries of `inputs` that this form of the graph does not have are
@@ -362,7 +373,7 @@ class Runtime:
                 binding.bind_output(name, "cuda", index, kind, tuple(given.shape), given.data_ptr())
         return binding
 
-    def enqueue(self, form: Form, binding: Any) -> None:
+    def enqueue(self, form: FormName, binding: Any) -> None:
         """Enqueue a run on `stream`. If the whole graph runs on the GPU, this returns before the run is finished."""
         session = self.session(form)
         session.run_with_iobinding(binding, self._run_options if self._whole else self._waiting_options)
@@ -442,10 +453,10 @@ class DecoderRuntime(Runtime):
         """Whether a layer attends only to a window of the last tokens."""
         return self._form.windowed
 
-    def _model(self, form: Form) -> bytes | None:
+    def _model(self, form: FormName) -> bytes | None:
         return self._form.model
 
-    def _kernels(self, form: Form) -> dict[str, str]:
+    def _kernels(self, form: FormName) -> dict[str, str]:
         return {_KERNELS: _ALL_BUT_FLASH} if self._form.rotary_inside else {}
 
     def compute(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor | None]) -> None:
@@ -453,4 +464,4 @@ class DecoderRuntime(Runtime):
 
         Inputs and outputs are tensors by name, on the GPU, with the shapes that the graph declares.
         """
-        self.launch(Plan("general"), inputs, outputs, self.follow())
+        self.launch(MaskPlan("general"), inputs, outputs, self.follow())

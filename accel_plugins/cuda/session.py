@@ -24,14 +24,14 @@ from accel.interfaces.state import State
 
 from ..ortkit.runtime.nvidia import on_gpu
 from ..ortkit.upstream import ort_value_as_tensor
-from .cuda_graphs import CaptureError, LateCheck, MaskCheck, ShapeGraphs
-from .forms.masks import Form, Held, Plan, held_by
+from .cuda_graphs import CaptureError, DeferredIdCheck, GpuMaskCheck, ShapeGraphs
+from .forms.masks import FormName, MaskContent, MaskPlan, held_by
 from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, on_device
 from .upstream import current_device
 
 logger = logging.getLogger(__name__)
 
-_RIGHT_FOR: Mapping[Form, tuple[Form, ...]] = {
+_RIGHT_FOR: Mapping[FormName, tuple[FormName, ...]] = {
     "full": ("full",),
     "short": ("full",),
     "lengths": ("full", "lengths"),
@@ -76,7 +76,7 @@ class CudaSession(BaseSession[R]):
         axes = {axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)}
         self._known_shapes = all(isinstance(d, int) or d in axes for s in component.outputs for d in s.shape)
         bounds = self._check_values.bounds
-        self._late = LateCheck(bounds, self._where) if bounds else None
+        self._late = DeferredIdCheck(bounds, self._where) if bounds else None
         self._graphs: dict[Key, ShapeGraphs] = {}
         self._seen: set[Key] = set()
         self._told: set[str] = set()
@@ -258,7 +258,7 @@ class CudaSession(BaseSession[R]):
                 graphs.expected = runtime.plan(held, mask)
         return results
 
-    def _found(self, check: MaskCheck) -> Held:
+    def _found(self, check: GpuMaskCheck) -> MaskContent:
         """Return the kind of padding in the mask of this call.
 
         Raises:
@@ -269,10 +269,10 @@ class CudaSession(BaseSession[R]):
             self._late.report()
         return held
 
-    def _captured(self, runtime: Runtime, graphs: ShapeGraphs, held: Held) -> torch.cuda.CUDAGraph:
+    def _captured(self, runtime: Runtime, graphs: ShapeGraphs, held: MaskContent) -> torch.cuda.CUDAGraph:
         """Return the fastest CUDA graph for a mask; the next call of this shape is expected to use the same plan."""
         mask = graphs.input_list[self._mask_position]
-        plan = runtime.plan(held, mask) if runtime.mask is not None else Plan(held.form)
+        plan = runtime.plan(held, mask) if runtime.mask is not None else MaskPlan(held.form)
         try:
             graph = graphs.capture(plan)
         except (SessionError, *RUN_ERRORS) as error:
@@ -290,10 +290,10 @@ class CudaSession(BaseSession[R]):
         check_buffer_shape(name, buffer, value.shape)
         return buffer.copy_(value)
 
-    def _held(self, runtime: Runtime, tensors: Feeds) -> Held:
+    def _held(self, runtime: Runtime, tensors: Feeds) -> MaskContent:
         """Return the kind of padding in the mask, or that which the options assume; waits for a mask on the GPU."""
         if runtime.mask is None or runtime.options.padding != "check":
-            return Held(runtime.safe_form, 0)
+            return MaskContent(runtime.safe_form, 0)
         return held_by(tensors[runtime.mask])
 
     # Runs without CUDA graphs
@@ -310,7 +310,7 @@ class CudaSession(BaseSession[R]):
         self._check_values.waiting(tensors)
         held = self._held(runtime, tensors)
         inputs = {name: on_device(tensor, self._where) for name, tensor in tensors.items()}
-        plan = Plan(held.form) if runtime.mask is None else runtime.plan(held, inputs[runtime.mask])
+        plan = MaskPlan(held.form) if runtime.mask is None else runtime.plan(held, inputs[runtime.mask])
         results: dict[str, torch.Tensor | None] = dict.fromkeys(names)
         if self._known_shapes:
             shapes = self._output_shapes(inputs)

@@ -10,7 +10,7 @@ import torch
 from accel.artifact import Component
 
 from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
-from .cuda_graphs import Bounded, CaptureError, LateCheck, captured, overlapped
+from .cuda_graphs import CaptureError, ClampedInputs, DeferredIdCheck, captured, overlapped
 from .runtime import Runtime, copy_in
 
 _LEAST = 256
@@ -44,7 +44,7 @@ class Slot:
     """
 
     def __init__(
-        self, runtime: Runtime, component: Component, batch: int, capacity: int, late: LateCheck | None = None
+        self, runtime: Runtime, component: Component, batch: int, capacity: int, late: DeferredIdCheck | None = None
     ) -> None:
         self.batch, self.capacity = batch, capacity
         self.user: weakref.ref[object] | None = None
@@ -75,7 +75,7 @@ class Slot:
             for spec in component.inputs
             if spec.shape[:2] == ("batch", "sequence")
         }
-        self._bounded = Bounded(late, tokens)
+        self._bounded = ClampedInputs(late, tokens)
         self.inputs = {**tokens, **self._bounded.given}
         fixed = {
             spec.name: torch.zeros(1, dtype=torch.int64, device=device)
@@ -200,7 +200,7 @@ class Slots:
         late: Checks the values of steps.
     """
 
-    def __init__(self, late: LateCheck | None = None) -> None:
+    def __init__(self, late: DeferredIdCheck | None = None) -> None:
         self._late = late
         self._slots: list[Slot] = []
 

@@ -13,7 +13,7 @@ from accel.interfaces.protocols import Feeds
 from accel.interfaces.state import State
 
 from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
-from .forms.rows import Added, Rows
+from .forms.rows import MaskColumns, NewTokenColumns
 from .runtime import on_device
 from .slots import Slot, capacity_for
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class CudaState(State):
     """The KV cache of one batch of sequences.
 
-    Each row's tokens are stored from the start of its buffers, without the padding of the caller's mask (`Rows`). If
+    Each row's tokens are stored from the start of its buffers, without the padding of the caller's mask (`MaskColumns`). If
     several tokens follow a past, the rows are computed one after another, because the attention operator requires it.
 
     Args:
@@ -41,7 +41,7 @@ class CudaState(State):
         super().__init__(session, component, batch)
         assert self.check_step.mask is not None
         self._mask, self._tokens, self._kept = self.check_step.mask, self.check_step.tokens, self.check_step.kept
-        self._rows_held = Rows(batch)
+        self._rows_held = MaskColumns(batch)
         self._slot: Slot | None = None
         self._limit = component.max_sizes.get("total", 0)
         self._each = [spec.name for spec in component.inputs if spec.shape[:2] == ("batch", "sequence")]
@@ -157,7 +157,7 @@ class CudaState(State):
         """Return the new columns whose logits are requested, in CPU memory."""
         return torch.arange(new) if self._kept is None else feeds[self._kept].to("cpu")
 
-    def _prompt(self, slot: Slot, feeds: Feeds, added: Added, columns: torch.Tensor) -> torch.Tensor:
+    def _prompt(self, slot: Slot, feeds: Feeds, added: NewTokenColumns, columns: torch.Tensor) -> torch.Tensor:
         """Run the prompt of all rows together; no row has tokens in the cache yet."""
         tokens = {name: self._placed(feeds[name]) for name in self._each}
         if not added.whole:
@@ -175,7 +175,7 @@ class CudaState(State):
         return logits[torch.arange(self._batch, device=logits.device).unsqueeze(1), chosen]
 
     def _row_by_row(
-        self, slot: Slot, feeds: Feeds, added: Added, before: torch.Tensor, columns: torch.Tensor
+        self, slot: Slot, feeds: Feeds, added: NewTokenColumns, before: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
         """Run rows that already have tokens in the cache one after another; rows without new tokens are skipped."""
         tokens = {name: self._placed(feeds[name]) for name in self._each}

@@ -18,6 +18,7 @@ from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantiz
 from accel.interfaces.specs import Probe, Reason
 
 from .compiled_models import cached
+from .int8_float_fallback import compute_in_float
 from .options import properties
 from .runtime import (
     READ_ERRORS,
@@ -31,7 +32,6 @@ from .runtime import (
     reshape,
     usable_names,
 )
-from .saturation import compute_in_float
 from .session import OpenVinoSession
 
 logger = logging.getLogger(__name__)

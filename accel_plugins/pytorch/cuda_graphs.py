@@ -57,7 +57,7 @@ def captured(
     return graph, result
 
 
-class Turns:
+class StreamOrder:
     """Orders calls on different CUDA streams that use the same GPU memory. An instance must not be used by several
     threads at once.
 

@@ -15,7 +15,7 @@ from accel.interfaces.session import BaseSession
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
-from .cuda_graphs import Turns, captured, on_device
+from .cuda_graphs import StreamOrder, captured, on_device
 from .upstream import copy_all, tree_flatten, tree_unflatten
 
 Module = Callable[..., Any]
@@ -72,7 +72,7 @@ class ModuleSession(BaseSession[Module]):
         return f"{type(error).__name__}: {super()._reason(error)}"
 
 
-class Captured(NamedTuple):
+class CapturedCall(NamedTuple):
     """A CUDA graph of one call, with its input and output tensors.
 
     Attributes:
@@ -102,10 +102,10 @@ class CapturedModule:
 
     def __init__(self, module: Module, device: torch.device) -> None:
         self._module = module
-        self._graphs: dict[Any, Captured] = {}
+        self._graphs: dict[Any, CapturedCall] = {}
         self._turn = threading.Lock()
         self._device = device
-        self._on_device = Turns(device)
+        self._on_device = StreamOrder(device)
 
     def __call__(self, **feeds: Any) -> Any:
         """Run the module on the inputs: replay the graph for their shapes, and capture it first if there is none."""
@@ -118,11 +118,11 @@ class CapturedModule:
                 known = self._graphs[_shapes(feeds)] = self._capture(tensors, settings)
             return self._replayed(known, tensors, None)
 
-    def graph_of(self, feeds: Mapping[str, Any]) -> Captured | None:
+    def graph_of(self, feeds: Mapping[str, Any]) -> CapturedCall | None:
         """Return the graph captured for these input names, shapes and settings, or `None`."""
         return self._graphs.get(_shapes(feeds))
 
-    def replay(self, known: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+    def replay(self, known: CapturedCall, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
         """Replay a captured graph on new inputs and return copies of its outputs.
 
         Args:
@@ -133,7 +133,7 @@ class CapturedModule:
         with self._turn:
             return self._replayed(known, feeds, dtype)
 
-    def _replayed(self, known: Captured, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+    def _replayed(self, known: CapturedCall, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
         self._on_device.take()
         copy_all(list(known.inputs.values()), [feeds[name] for name in known.inputs])
         known.graph.replay()
@@ -145,10 +145,10 @@ class CapturedModule:
         ]
         return tree_unflatten(copies, known.spec)
 
-    def _capture(self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Captured:
+    def _capture(self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> CapturedCall:
         inputs = {name: tensor.clone() for name, tensor in feeds.items()}
         graph, result = captured(lambda: self._module(**inputs, **settings), self._device)
-        return Captured(graph, inputs, *tree_flatten(result))
+        return CapturedCall(graph, inputs, *tree_flatten(result))
 
 
 def _shapes(feeds: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from ..ortkit.runtime.nvidia import CUDA, TENSORRT, judge, on_gpu, survey
 from ..ortkit.runtime.session import for_float8, open_runtime
 from . import FORMAT
 from .building import EngineExporter
-from .caches import Machine, check_target, engine_cache, timing_cache
+from .caches import EngineMachine, check_target, engine_cache, timing_cache
 from .engines import INSTALL, EngineSession
 from .options import TensorrtOptions, precision_flags, precisions, read_options
 from .profiles import complete, provider_options
@@ -85,7 +85,7 @@ class TensorrtBackend:
                 f"{artifact.path} is a decoder with a cache, which TensorRT does not run here.",
                 fix="run it with backend='cpu'; in float16 with our own export, with backend='cuda'.",
             )
-        machine = Machine.of(request.device, self.probe().versions)
+        machine = EngineMachine.of(request.device, self.probe().versions)
         if artifact.format == FORMAT:
             if request.options:
                 raise ConfigError(f"An engine has no options, not {sorted(request.options)}.", fix="leave them out.")
@@ -108,7 +108,7 @@ class TensorrtBackend:
 
     @staticmethod
     def _session(
-        artifact: Artifact, component: Component, request: OpenRequest, options: TensorrtOptions, machine: Machine
+        artifact: Artifact, component: Component, request: OpenRequest, options: TensorrtOptions, machine: EngineMachine
     ) -> DeviceSession:
         """Open ONNX Runtime's session; nodes that TensorRT has no kernels for run on the CUDA provider."""
         usual = {**usual_sizes_in(artifact.path, component.inputs), **(request.shapes or {})}

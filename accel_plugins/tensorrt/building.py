@@ -18,14 +18,14 @@ from ..ortkit.export.exporter import OnnxExporter
 from ..ortkit.graph.editing import MICROSOFT, load_graph
 from ..ortkit.runtime.nvidia import on_gpu
 from . import FORMAT
-from .caches import Machine, timing_cache
+from .caches import EngineMachine, timing_cache
 from .engines import EngineSession, build_plan, check_precisions
 from .options import precisions
 from .profiles import complete
 
 
 def build(
-    artifact: Artifact, out: Path, *, device: DeviceSpec, machine: Machine, profile: Profile | None = None
+    artifact: Artifact, out: Path, *, device: DeviceSpec, machine: EngineMachine, profile: Profile | None = None
 ) -> Artifact:
     """Build an engine for every graph of an ONNX artifact into the existing folder `out`. Takes minutes.
 
@@ -113,4 +113,4 @@ class EngineExporter:
         device = probe.devices[0]
         with scratch() as folder:
             graph = OnnxExporter("tensorrt").export(source, task=task, config=config, out=folder)
-            return build(graph, out, device=device, machine=Machine.of(device, probe.versions), profile=profile)
+            return build(graph, out, device=device, machine=EngineMachine.of(device, probe.versions), profile=profile)

@@ -18,7 +18,7 @@ from accel.interfaces.specs import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class EngineMachine:
     """The machine that an engine is built on.
 
     Attributes:
@@ -34,7 +34,7 @@ class Machine:
     driver: str
 
     @classmethod
-    def of(cls, device: DeviceSpec, versions: Mapping[str, str]) -> Machine:
+    def of(cls, device: DeviceSpec, versions: Mapping[str, str]) -> EngineMachine:
         """Return the description of this machine, from the device and versions of a probe."""
         return cls(
             gpu=device.name,
@@ -51,7 +51,7 @@ class Machine:
         return {"gpu": self.gpu, "arch": self.arch, "tensorrt": self.tensorrt}
 
 
-def check_target(artifact: Artifact, machine: Machine) -> None:
+def check_target(artifact: Artifact, machine: EngineMachine) -> None:
     """Check that an engine was built for this GPU and TensorRT version.
 
     Raises:
@@ -68,7 +68,7 @@ def check_target(artifact: Artifact, machine: Machine) -> None:
         )
 
 
-def engine_cache(artifact: Artifact, name: str, machine: Machine, profile: Profile, precision: str) -> Path:
+def engine_cache(artifact: Artifact, name: str, machine: EngineMachine, profile: Profile, precision: str) -> Path:
     """Create and return the cache folder for a graph's engines, with a file that describes the engines."""
     key = {
         "artifact": artifact.digest,
@@ -87,7 +87,7 @@ def engine_cache(artifact: Artifact, name: str, machine: Machine, profile: Profi
     return folder
 
 
-def timing_cache(machine: Machine) -> Path:
+def timing_cache(machine: EngineMachine) -> Path:
     """Create and return the cache folder for kernel times.
 
     All graphs share it, because kernel times depend only on the GPU, TensorRT and the driver.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from accel.interfaces.shape_profiles import Sizes, read_profile
+from accel.interfaces.shape_profiles import AxisSizes, read_profile
 from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.runtime.nvidia import TENSORRT, check_option_names, device_index
@@ -60,7 +60,7 @@ class TensorrtOptions:
         provider: ONNX Runtime's provider options, as strings.
     """
 
-    profile: Mapping[str, Sizes] = field(default_factory=dict)
+    profile: Mapping[str, AxisSizes] = field(default_factory=dict)
     provider: Mapping[str, str] = field(default_factory=dict)
 
 

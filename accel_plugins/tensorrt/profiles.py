@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from accel.artifact import Component
 from accel.errors import ConfigError
-from accel.interfaces.shape_profiles import LONGEST, Profile, Sizes, axes_of, shapes_text
+from accel.interfaces.shape_profiles import LONGEST, AxisSizes, Profile, axes_of, shapes_text
 
 
-def complete(component: Component, given: Profile, shapes: Mapping[str, int] | None = None) -> dict[str, Sizes]:
+def complete(component: Component, given: Profile, shapes: Mapping[str, int] | None = None) -> dict[str, AxisSizes]:
     """Return a profile with every axis of a graph.
 
     The sizes come from `given`, then from the fixed `shapes`, then from defaults: 1 to 32 rows, other axes up to the
@@ -28,8 +28,8 @@ def complete(component: Component, given: Profile, shapes: Mapping[str, int] | N
     profile = {}
     for axis in axes:
         most = component.max_sizes.get(axis, LONGEST)
-        usual = Sizes(1, 8, 32) if axis == "batch" else Sizes(1, min(128, most), most)
-        profile[axis] = given.get(axis) or (Sizes(*[shapes[axis]] * 3) if shapes and axis in shapes else usual)
+        usual = AxisSizes(1, 8, 32) if axis == "batch" else AxisSizes(1, min(128, most), most)
+        profile[axis] = given.get(axis) or (AxisSizes(*[shapes[axis]] * 3) if shapes and axis in shapes else usual)
     return profile
 
 

@@ -19,17 +19,17 @@ import transformers
 
 from accel import capture
 from accel.artifact import Artifact
-from accel.backends.plan import RunSettings, make_plan
+from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.config import OptimizeConfig, SessionOptions
 from accel.interfaces.protocols import Session
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import rescale, tiny_model
-from accel_plugins.cuda.forms.masks import Form, held_by, in_form, mask_input, packs
+from accel_plugins.cuda.forms.masks import FormName, held_by, in_form, mask_input, packs
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
-from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, Target, fusions_for
+from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, FusionTarget, fusions_for
 from accel_plugins.ortkit.optimization.padding import MASK_NAME
 from accel_plugins.ortkit.optimization.pooled_token import compute_pooled_token
 
@@ -57,7 +57,7 @@ def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempP
 def session_of(artifact: Artifact) -> Session:
     # Disable input checks, which would reject a row with only padding. Fused operators must compute such a row like the
     # original graph.
-    settings = RunSettings(backend="cpu", options=SessionOptions(check_inputs=False))
+    settings = RunPreferences(backend="cpu", options=SessionOptions(check_inputs=False))
     return open_plan(make_plan(artifact, settings)).sessions["model"]
 
 
@@ -163,7 +163,7 @@ def test_graph_forms_agree_on_supported_masks(fused: Fused, family: str) -> None
     artifact = fused(family)
     path = artifact.file()
     sessions = {}
-    forms: tuple[Form, ...] = ("general", "lengths", "full")
+    forms: tuple[FormName, ...] = ("general", "lengths", "full")
     for form in forms:
         options = ort.SessionOptions()
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
@@ -431,7 +431,7 @@ def test_other_activations_are_kept(tmp_path: Path, activation: str) -> None:
 
 
 @pytest.mark.parametrize("target", [CPU, CUDA, TENSORRT], ids=["cpu", "cuda", "tensorrt"])
-def test_every_fusion_has_summary_and_unique_name(target: Target) -> None:
+def test_every_fusion_has_summary_and_unique_name(target: FusionTarget) -> None:
     fusions = fusions_for(target)
     assert all(fusion.summary for fusion in fusions)
     assert len({fusion.name for fusion in fusions}) == len(fusions)

@@ -18,7 +18,7 @@ from accel.config import AccelerateConfig
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.inductor import compiled_model, packing
 from accel_plugins.pytorch.inductor.packing import Tokens, asked_tokens, attending, packable
-from accel_plugins.pytorch.inductor.sizes import Sizes
+from accel_plugins.pytorch.inductor.sizes import CallSizes
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
@@ -50,7 +50,7 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, f"{packing.__package__}.kernels", SimpleNamespace(attention=masked))
 
 
-def computed(call: dict[str, torch.Tensor], have: Sizes, want: Sizes) -> Tokens:
+def computed(call: dict[str, torch.Tensor], have: CallSizes, want: CallSizes) -> Tokens:
     """Return the number of tokens that the encoder layers compute for the inputs `call`, or `None` if the call is not
     packed.
     """
@@ -134,12 +134,12 @@ def test_float32_is_not_packed() -> None:
 def test_number_of_computed_tokens(real: int, tokens: int | str) -> None:
     mask = torch.zeros(4096, dtype=torch.int64)
     mask[:real] = 1
-    sizes = Sizes(16, 256)
+    sizes = CallSizes(16, 256)
     assert computed({"attention_mask": mask.view(256, 16).t()}, sizes, sizes) == tokens
 
 
 def test_left_padded_rows_are_computed_with_padding() -> None:
-    sizes = Sizes(16, 256)
+    sizes = CallSizes(16, 256)
     mask = torch.ones(16, 256, dtype=torch.int64)
     mask[3, :100] = 0
     assert computed({"attention_mask": mask}, sizes, sizes) is None
@@ -147,24 +147,24 @@ def test_left_padded_rows_are_computed_with_padding() -> None:
 
 
 def test_small_calls_are_not_packed() -> None:
-    sizes = Sizes(1, 128)
+    sizes = CallSizes(1, 128)
     assert computed({"attention_mask": torch.zeros(1, 128)}, sizes, sizes) is None
     assert computed({"input_ids": torch.zeros(1, 128)}, sizes, sizes) is None
     pairs = {"attention_mask": torch.ones(16, 1, 256, 256)}
-    assert computed(pairs, Sizes(16, 256), Sizes(16, 256)) is None
+    assert computed(pairs, CallSizes(16, 256), CallSizes(16, 256)) is None
 
 
 @pytest.mark.parametrize(
-    ("have", "tokens"), [(Sizes(16, 256), "all"), (Sizes(16, 200), 3328), (Sizes(12, 256), "all")], ids=str
+    ("have", "tokens"), [(CallSizes(16, 256), "all"), (CallSizes(16, 200), 3328), (CallSizes(12, 256), "all")], ids=str
 )
-def test_calls_without_mask_count_only_added_rows_as_padding(have: Sizes, tokens: int | str) -> None:
-    assert computed({"input_ids": torch.zeros(have.batch, have.length)}, have, Sizes(16, 256)) == tokens
+def test_calls_without_mask_count_only_added_rows_as_padding(have: CallSizes, tokens: int | str) -> None:
+    assert computed({"input_ids": torch.zeros(have.batch, have.length)}, have, CallSizes(16, 256)) == tokens
 
 
 def test_rows_added_to_fill_a_batch_are_counted() -> None:
     mask = torch.zeros(24, 128, dtype=torch.int64)
     mask[:, :10] = 1
-    assert computed({"attention_mask": mask}, Sizes(24, 128), Sizes(32, 128)) == 1280
+    assert computed({"attention_mask": mask}, CallSizes(24, 128), CallSizes(32, 128)) == 1280
 
 
 @pytest.mark.parametrize(

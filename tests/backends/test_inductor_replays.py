@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accel_plugins.pytorch.inductor.forms import Plan
+from accel_plugins.pytorch.inductor.forms import CompilationPlan
 from accel_plugins.pytorch.inductor.packing import Asked, Tokens
-from accel_plugins.pytorch.inductor.replays import Repeated
-from accel_plugins.pytorch.inductor.sizes import Sizes
+from accel_plugins.pytorch.inductor.replays import ReplayedCalls
+from accel_plugins.pytorch.inductor.sizes import CallSizes
 
 
-def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Asked]]:
-    """Return a `Repeated` object with graphs for 256 tokens and for all tokens, and a function that creates mask
+def known(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], Asked]]:
+    """Return a `ReplayedCalls` object with graphs for 256 tokens and for all tokens, and a function that creates mask
     readers.
 
     Each graph appends its number of tokens to `done` when it runs. A mask reader appends "mask", or "mask, later" if a
@@ -34,8 +34,10 @@ def known(done: list[object]) -> tuple[Repeated, Callable[[Tokens], Asked]]:
 
         return wait
 
-    sizes = Sizes(16, 256)
-    return Repeated(Plan("", sizes, 0, sizes), {tokens: graph(tokens) for tokens in ("all", 256)}), asked
+    sizes = CallSizes(16, 256)
+    return ReplayedCalls(
+        CompilationPlan("", sizes, 0, sizes), {tokens: graph(tokens) for tokens in ("all", 256)}
+    ), asked
 
 
 def test_graph_starts_early_after_eight_equal_calls() -> None:

@@ -26,7 +26,7 @@ from accel.stages.export import load_source
 from accel.stages.quantize import quantize
 from accel.stages.resolution import resolve
 from accel.testing.generators import save_generator
-from accel.tuning.candidates import Space
+from accel.tuning.candidates import SearchSpace
 from accel_plugins.neural_compressor.upstream import library, mapped
 from accel_plugins.neural_compressor.weights import check_algorithm
 
@@ -176,7 +176,7 @@ def test_doctor_lists_missing_algorithms() -> None:
 
 
 def test_tune_exports_quantized_models() -> None:
-    space = Space(task="text-classification", device=None, backends=None, half_exports=False, calibrated=True)
+    space = SearchSpace(task="text-classification", device=None, backends=None, half_exports=False, calibrated=True)
     torch_export = next(recipe for recipe in space.exports() if recipe.format == "torch")
     offered = space.quantizations(torch_export, "float32")
     ours = [str(recipe) for recipe in offered if BACKEND in str(recipe)]

@@ -34,7 +34,7 @@ from accel import (
 )
 from accel.artifact import Artifact, TensorSpec
 from accel.backends import registry
-from accel.backends.plan import RunSettings, make_plan
+from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.errors import (
     AccelError,
@@ -49,7 +49,7 @@ from accel.errors import (
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
-from accel.testing.folders import as_foreign
+from accel.testing.foreign_copies import as_foreign
 from accel.testing.models import tiny_model
 from accel.testing.pictures import PICTURES
 from accel_plugins.openvino.exporter import output_specs
@@ -222,7 +222,7 @@ def test_settings_without_openvino_counterpart_raise(options: dict[str, Any], ti
 
 
 def test_options_reach_the_runtime(tiny_ir: Callable[..., Artifact]) -> None:
-    settings = RunSettings(
+    settings = RunPreferences(
         provider_options={"performance_hint": "throughput", "streams": 2, "pinning": True},
         options=SessionOptions(threads=2, native={"ENABLE_HYPER_THREADING": False}),
     )
@@ -274,7 +274,7 @@ def test_auto_device_refuses_cache_dir(tiny_ir: Callable[..., Artifact], tmp_pat
 
 
 def test_profile_is_written(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
-    opened = open_plan(make_plan(tiny_ir(), RunSettings(options=SessionOptions(profile=str(tmp_path)))))
+    opened = open_plan(make_plan(tiny_ir(), RunPreferences(options=SessionOptions(profile=str(tmp_path)))))
     opened.sessions["model"].run(text())
     opened.sessions["model"].close()
     nodes = json.loads((tmp_path / "openvino-model.json").read_text())
@@ -601,7 +601,7 @@ def test_onnx_image_models_match_onnx_runtime(family: str, tiny_artifact: Callab
     artifact = tiny_artifact(family, PICTURES[family][0])
     component = artifact.component()
     both = [
-        open_plan(make_plan(artifact, RunSettings(backend=name))).sessions[component.name]
+        open_plan(make_plan(artifact, RunPreferences(backend=name))).sessions[component.name]
         for name in ("cpu", "openvino")
     ]
     (images,) = (spec for spec in component.inputs if spec.name == "pixel_values")

@@ -25,7 +25,7 @@ from accel.errors import ConfigError, OptimizeError, QuantizeError
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
 from accel.testing.models import rescale
-from accel_plugins.openvino import backend, quantizer, saturation
+from accel_plugins.openvino import backend, int8_float_fallback, quantizer
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +168,7 @@ def test_model_quantized_for_this_cpu_stays_int8(
     ]
     assert max(tables) > 128
     with caplog.at_level(logging.WARNING):
-        saturation.compute_in_float(model, "a model")
+        int8_float_fallback.compute_in_float(model, "a model")
     assert [node.get_type_name() for node in model.get_ops()] == before
     assert not caplog.text
 
@@ -192,7 +192,7 @@ def test_scaling_product_is_kept(through_integers: bool) -> None:
     model = ov.Model([outcome], [left, right])
     values = np.random.default_rng(0).uniform(-1, 1, (2, 4, 4)).astype(np.float32)
     expected = (values[0] @ (0.5 * values[1]).T) @ np.array([[-128, 127]] * 4, np.float32)
-    saturation.compute_in_float(model, "a model")
+    int8_float_fallback.compute_in_float(model, "a model")
     assert sum(node.get_type_name() == "FakeQuantize" for node in model.get_ops()) == 1
     found = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(list(values))[0]
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()

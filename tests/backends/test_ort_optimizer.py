@@ -14,7 +14,7 @@ import transformers
 from onnx_ir.passes import PostconditionError, PreconditionError
 
 from accel.artifact import Artifact
-from accel.backends.plan import RunSettings, make_plan
+from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.config import OptimizeConfig, SessionOptions
 from accel.errors import ConfigError, OptimizeError, ValidationError
@@ -96,7 +96,9 @@ def feeds_of(artifact: Artifact, batch: int = 3, sequence: int = 11) -> dict[str
 def run(artifact: Artifact, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
     # Disable input checks, which would reject a row with only padding. Fused operators must compute such a row like the
     # original graph.
-    session = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(check_inputs=False)))).sessions["model"]
+    session = open_plan(make_plan(artifact, RunPreferences(options=SessionOptions(check_inputs=False)))).sessions[
+        "model"
+    ]
     try:
         return session.run(feeds)["logits"]
     finally:
@@ -250,7 +252,7 @@ def test_rewrite_checks_its_postconditions(tiny_artifact: Get, change: Callable[
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("target", [fusions.CPU, fusions.CUDA], ids=["cpu", "cuda"])
-def test_second_run_of_a_rewrite_changes_nothing(artifact_of: Get, model: str, target: fusions.Target) -> None:
+def test_second_run_of_a_rewrite_changes_nothing(artifact_of: Get, model: str, target: fusions.FusionTarget) -> None:
     graph = _graph(artifact_of(model))
     for fusion in fusions.chosen_fusions(OptimizeConfig(level="O3"), target):
         assert fusion.rewrite is not None

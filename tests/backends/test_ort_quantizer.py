@@ -25,7 +25,7 @@ from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import add_initializer, constant, load_graph, save_graph
 from accel_plugins.ortkit.quantization import layers, presets
 from accel_plugins.ortkit.quantization.calibrators import Calibrator, entropy_range, percentile_range
-from accel_plugins.ortkit.quantization.integer import Rewriter, activation_scale
+from accel_plugins.ortkit.quantization.integer import IntegerRewriter, activation_scale
 from accel_plugins.ortkit.quantization.layers import find_layers
 from accel_plugins.ortkit.quantization.presets import PRESETS, choose_preset
 from accel_plugins.ortkit.quantization.weight_only import pack, quantize_blocks
@@ -549,7 +549,7 @@ def test_smoothing_reduces_error_of_outlier_channels(tmp_path: Path) -> None:
         divisor = divisors.get(name, np.float32(1))
         limits = (float((x / divisor).min()), float((x / divisor).max()))
         ranges = {name: limits, f"{name}.smoothed": limits}
-        Rewriter(per_channel=True, symmetric=True, reduce_range=False).static(layers, ranges, signed=False)
+        IntegerRewriter(per_channel=True, symmetric=True, reduce_range=False).static(layers, ranges, signed=False)
         save_graph(model, tmp_path / "model.onnx")
         found = exact_session(tmp_path / "model.onnx").run(None, {"x": x})[0]
         return float(np.abs(found - x @ weight).max())
@@ -582,7 +582,7 @@ def test_products_in_subgraphs_are_quantized(tmp_path: Path) -> None:
     fix_input(model, "w", weight)
     layers = find_layers(model)
     assert len(layers) == 1
-    Rewriter(per_channel=True, symmetric=True, reduce_range=False).dynamic(layers)
+    IntegerRewriter(per_channel=True, symmetric=True, reduce_range=False).dynamic(layers)
     save_graph(model, tmp_path / "model.onnx")
     session = exact_session(tmp_path / "model.onnx")
     x = np.random.default_rng(1).normal(size=(3, 16)).astype(np.float32)

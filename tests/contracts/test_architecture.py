@@ -161,7 +161,7 @@ def test_one_search() -> None:
             elif isinstance(function, ast.Attribute) and (owner, function.attr) == ("search", "run"):
                 presets.add(path.stem)
     assert calls == {("accel/tuning/search.py", name) for name in (*_MEASURES, "Builder", "Timer", "Grader")}
-    assert presets == {"accuracy_budget", "conversion", "tune"}
+    assert presets == {"quantize_within_budget", "conversion", "tune"}
 
 
 _MEASURES = ("begin", "finish", "screen", "finals", "grade")

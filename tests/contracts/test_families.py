@@ -38,7 +38,11 @@ EXCEPTIONS = (
     ("__name__", ("accel/data/columns.py",), "classes of `datasets`, which is not imported for them"),
     (
         "__name__",
-        ("accel/artifact/companions.py", "accel/tasks/question_answering_pipeline.py", "accel/deploying/triton/"),
+        (
+            "accel/artifact/processor_loading.py",
+            "accel/tasks/question_answering_pipeline.py",
+            "accel/deploying/triton/",
+        ),
         "classes of tokenizers' Rust code, which cannot be imported",
     ),
 )

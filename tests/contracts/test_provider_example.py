@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from accel.artifact import Artifact
-from accel.backends.plan import RunSettings, make_plan
+from accel.backends.plan import RunPreferences, make_plan
 from accel.errors import BackendUnavailableError
 from accel.interfaces.entry_points import group_of
 from accel.interfaces.protocols import Backend
@@ -75,7 +75,7 @@ class TestExample(BackendConformance):
     def test_graphs_with_other_operators_are_refused_with_a_remedy(self, artifact: Artifact, tmp_path: Path) -> None:
         fused = optimize(artifact, tmp_path / "fused", level="O2", backend="cpu")
         with pytest.raises(BackendUnavailableError, match="no operators of com.microsoft") as info:
-            make_plan(fused, RunSettings(backend="coreml")).check()
+            make_plan(fused, RunPreferences(backend="coreml")).check()
         assert "accel optimize EXPORT OUT --backend coreml" in str(info.value.fix)
         plain = optimize(artifact, tmp_path / "plain", level="O1", backend="coreml")
         assert plain.domains == ("",)

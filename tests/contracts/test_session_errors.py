@@ -17,7 +17,7 @@ import transformers
 
 import accel
 from accel.artifact import Artifact
-from accel.backends.plan import RunSettings, make_plan
+from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.config import SessionOptions
 from accel.errors import AccelError, InputError
@@ -93,13 +93,13 @@ def sessions(
     """Sessions of one model on every installed backend, and with buckets."""
     onnx, weights = tiny_artifact(), weights_of(resolve(tiny_folder()))
     ways = {
-        "cpu": (onnx, RunSettings(backend="cpu")),
-        "openvino": (onnx, RunSettings(backend="openvino")),
-        "openvino's own format": (tiny_ir(), RunSettings(backend="openvino")),
-        "pytorch": (weights, RunSettings(backend="pytorch")),
-        "cpu with buckets": (onnx, RunSettings(backend="cpu", options=SessionOptions(buckets=(8, 16)))),
-        "openvino with buckets": (onnx, RunSettings(backend="openvino", options=SessionOptions(buckets=(8, 16)))),
-        "openvino in steps": (onnx, RunSettings(backend="openvino", options=SessionOptions(pad_to_multiple_of=8))),
+        "cpu": (onnx, RunPreferences(backend="cpu")),
+        "openvino": (onnx, RunPreferences(backend="openvino")),
+        "openvino's own format": (tiny_ir(), RunPreferences(backend="openvino")),
+        "pytorch": (weights, RunPreferences(backend="pytorch")),
+        "cpu with buckets": (onnx, RunPreferences(backend="cpu", options=SessionOptions(buckets=(8, 16)))),
+        "openvino with buckets": (onnx, RunPreferences(backend="openvino", options=SessionOptions(buckets=(8, 16)))),
+        "openvino in steps": (onnx, RunPreferences(backend="openvino", options=SessionOptions(pad_to_multiple_of=8))),
     }
     opened = {name: open_plan(make_plan(artifact, settings)) for name, (artifact, settings) in ways.items()}
     yield {name: one.sessions["model"] for name, one in opened.items()}
@@ -146,7 +146,7 @@ def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact
         (tiny_artifact(), "openvino"),
         (weights_of(resolve(tiny_folder())), "pytorch"),
     ):
-        opened = open_plan(make_plan(artifact, RunSettings(backend=backend)))
+        opened = open_plan(make_plan(artifact, RunPreferences(backend=backend)))
         opened.close()
         with pytest.raises(accel.AccelError) as caught:
             opened.sessions["model"].run(right())
@@ -186,7 +186,7 @@ def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfPictures
         sessions = []
         for backend, format in (("cpu", "onnx"), ("openvino", "openvino_ir")):
             artifact = accel.export(folder / "weights", folder / backend, format=format)
-            opened.append(open_plan(make_plan(artifact, RunSettings(backend=backend))))
+            opened.append(open_plan(make_plan(artifact, RunPreferences(backend=backend))))
             sessions.append(opened[-1].sessions["model"])
         return model, sessions[0], sessions[1]
 
@@ -258,7 +258,7 @@ def decoders(generator: Callable[..., Artifact]) -> Iterator[Callable[[str], Any
 
     @functools.cache
     def opened(backend: str) -> Any:
-        made = open_plan(make_plan(generator("bart", backend), RunSettings(backend=backend)))
+        made = open_plan(make_plan(generator("bart", backend), RunPreferences(backend=backend)))
         closing.callback(made.close)
         return made.sessions["decoder"]
 

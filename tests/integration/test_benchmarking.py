@@ -20,7 +20,7 @@ from accel.artifact import Artifact
 from accel.errors import ConfigError
 from accel.measuring.latency.benchmark import Baselines
 from accel.measuring.latency.variants import Variant
-from accel.measuring.processes import Helper
+from accel.measuring.processes import HelperProcess
 from accel.measuring.report import html_page, write_png
 from accel.stages.resolution import resolve
 
@@ -140,9 +140,9 @@ def _die() -> None:
 
 def test_terminated_process_is_reported(tiny_artifact) -> None:
     from accel.errors import SessionError
-    from accel.measuring.latency.worker import Worker
+    from accel.measuring.latency.worker import VariantProcess
 
-    worker = Worker(Variant(name="doomed", path=tiny_artifact().path, task="text-classification"), 1)
+    worker = VariantProcess(Variant(name="doomed", path=tiny_artifact().path, task="text-classification"), 1)
     try:
         worker.load()
         with pytest.raises(SessionError, match=r"The process of doomed died \(exit code 7\)"):
@@ -211,7 +211,7 @@ def test_helper_processes_start_in_a_forked_child() -> None:
     the child.
     """
     for _ in range(2):
-        helper = Helper()
+        helper = HelperProcess()
         assert helper.call(os.getpid) != os.getpid()
         helper.close()
         child = multiprocessing.get_context("fork").Process(target=_nothing)

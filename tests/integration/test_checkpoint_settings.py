@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import GenerationConfig
 
 import accel
-from accel.artifact.companions import open_generation_config
+from accel.artifact.processor_loading import open_generation_config
 from accel.errors import InputError, IntegrityError
 from accel.testing.generators import save_generator, tiny_generator
 from accel.testing.models import tiny_tokenizer

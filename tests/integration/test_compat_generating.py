@@ -18,7 +18,7 @@ from PIL import Image
 from accel.artifact import Artifact
 from accel.capture import CACHE_NAME
 from accel.compat import optimum
-from accel.compat.optimum.parts import file_name_of
+from accel.compat.optimum.graph_parts import file_name_of
 from accel.errors import ConfigError, InputError
 
 IDS = torch.tensor([[5, 6, 7, 3]])

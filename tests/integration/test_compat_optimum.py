@@ -311,12 +311,12 @@ def test_feature_outputs_equal_optimums_and_pytorchs(
 
 
 def test_installed_optimum_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.compat.optimum import standing
+    from accel.compat.optimum import import_conflicts
 
-    standing.stand_in_for("no-such-distribution")
-    monkeypatch.setattr(standing.metadata, "version", lambda name: "9.9")
+    import_conflicts.refuse_if_installed("no-such-distribution")
+    monkeypatch.setattr(import_conflicts.metadata, "version", lambda name: "9.9")
     with pytest.raises(BackendUnavailableError, match="optimum-onnx 9.9") as caught:
-        standing.stand_in_for("optimum-onnx")
+        import_conflicts.refuse_if_installed("optimum-onnx")
     assert "pip uninstall optimum-onnx" in str(caught.value)
     assert isinstance(caught.value, ImportError | AccelError)
 

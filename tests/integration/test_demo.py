@@ -17,7 +17,7 @@ from accel.backends import registry
 from accel.data.rows import load_rows
 from accel.demo import walkthrough
 from accel.interfaces.specs import Probe, Reason
-from accel.measuring.latency.benchmark import Effort
+from accel.measuring.latency.benchmark import BenchmarkEffort
 
 _OPENVINO = importlib.util.find_spec("openvino") is not None
 
@@ -37,7 +37,7 @@ def test_demo_runs_with_a_small_model(
     monkeypatch.setenv("ACCEL_PLUGINS", "cpu")
     shorten(monkeypatch, tmp_path, demo.read_test_set()[0][:40], ["LABEL_0", "LABEL_1"] * 20)
     monkeypatch.setattr(walkthrough, "MODEL", tiny_folder())
-    monkeypatch.setattr(walkthrough, "_EFFORT", Effort(rounds=1, calls=3, processes=1, warmup=1))
+    monkeypatch.setattr(walkthrough, "_EFFORT", BenchmarkEffort(rounds=1, calls=3, processes=1, warmup=1))
     searched: list[Path] = []
     monkeypatch.setattr(walkthrough, "_search", searched.append)
     report = walkthrough.run(tmp_path / "demo")

@@ -39,7 +39,7 @@ from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
 from accel.stages.adoption import adopt
 from accel.stages.optimize import optimize
-from accel.testing.folders import as_foreign
+from accel.testing.foreign_copies import as_foreign
 
 # The tolerance is for float32 logits of up to 5, which different kernels compute.
 CLOSE = 1e-4

@@ -16,13 +16,13 @@ import torch
 
 import accel
 from accel import Artifact, ORTModelForSequenceClassification
+from accel.artifact.accel_home import accel_home
 from accel.artifact.cache import clear
 from accel.artifact.checksums import recall, remember, sha256
-from accel.artifact.home import accel_home
 from accel.artifact.writing import discard
 from accel.backends.machine import machine
 from accel.errors import AccelError, ConfigError, OutputFolderError
-from accel.tuning.store import Store
+from accel.tuning.store import ResultStore
 
 ROWS = [{"text": "my card is lost", "label": "LABEL_0"}, {"text": "the fee is bad", "label": "LABEL_1"}] * 4
 
@@ -42,7 +42,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home, access = tmp_path / "home", os.access
     home.mkdir()
     monkeypatch.setenv("ACCEL_HOME", str(home))
-    monkeypatch.setattr("accel.artifact.home.os.access", lambda path, mode: path != home and access(path, mode))
+    monkeypatch.setattr("accel.artifact.accel_home.os.access", lambda path, mode: path != home and access(path, mode))
 
 
 def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_search_that_cannot_store_results_names_the_setting(monkeypatch: pytest.
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     (tmp_path / "tune").write_text("")
     with pytest.raises(OutputFolderError, match="cannot be kept") as caught:
-        Store().put("accuracy", {"a": 1}, {"b": 2})
+        ResultStore().put("accuracy", {"a": 1}, {"b": 2})
     assert "ACCEL_HOME" in str(caught.value.fix)
 
 

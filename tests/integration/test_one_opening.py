@@ -18,12 +18,12 @@ from accel.backends import plan, registry
 from accel.cli import app
 from accel.config import SessionOptions
 from accel.measuring.latency.variants import Variant
-from accel.measuring.latency.worker import _Served
+from accel.measuring.latency.worker import _VariantServer
 from accel.serving.engine import Engine
 from accel.serving.worker_models import open_all
 from accel.stages import export as exporting
 from accel.stages import resolution
-from accel.testing.folders import edit_manifest
+from accel.testing.foreign_copies import edit_manifest
 
 ONCE = {"resolved": 1, "chosen": 1, "opened": 1}
 
@@ -77,7 +77,7 @@ def measured(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> Path:
 
 def loads(folder: Path) -> dict[str, Callable[[], Any]]:
     def benchmark() -> Any:
-        return _Served().load(Variant(name="one", path=folder, task="text-classification"), 1)
+        return _VariantServer().load(Variant(name="one", path=folder, task="text-classification"), 1)
 
     def serve() -> None:
         with Engine(folder):

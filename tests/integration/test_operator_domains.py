@@ -16,14 +16,14 @@ from onnx import TensorProto, helper
 from accel.artifact import Artifact
 from accel.artifact.tensors import TensorSpec
 from accel.backends import registry
-from accel.backends.plan import RunSettings, make_plan
+from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.errors import BackendUnavailableError, SessionError
 from accel.interfaces.specs import DeviceSpec, Probe
 from accel.stages.adoption import adopt
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
-from accel.testing.folders import as_foreign, edit_manifest
+from accel.testing.foreign_copies import as_foreign, edit_manifest
 
 MICROSOFT = "com.microsoft"
 
@@ -90,9 +90,9 @@ def test_tensorrt_refuses_domains_before_opening(
     monkeypatch.setattr(registry, "probe", lambda spec: gpu if spec.name == "tensorrt" else real(spec))
     monkeypatch.setattr(registry, "load", lambda spec: pytest.fail("opened"))
     with pytest.raises(BackendUnavailableError, match="no operators of com.microsoft, which this graph uses") as info:
-        open_plan(make_plan(fused, RunSettings(backend="tensorrt")))
+        open_plan(make_plan(fused, RunPreferences(backend="tensorrt")))
     assert "accel optimize EXPORT OUT --backend tensorrt" in str(info.value.fix)
-    assert make_plan(tiny_artifact(), RunSettings(backend="tensorrt")).why_not is None
+    assert make_plan(tiny_artifact(), RunPreferences(backend="tensorrt")).why_not is None
 
 
 def test_older_artifacts_without_domains_open(fused: Artifact, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_older_artifacts_without_domains_open(fused: Artifact, tmp_path: Path) -
     before = Artifact.load(folder)
     assert before.domains is None
     assert before.digest == fused.digest
-    opened = open_plan(make_plan(before, RunSettings(backend="cpu")))
+    opened = open_plan(make_plan(before, RunPreferences(backend="cpu")))
     opened.close()
 
 
@@ -110,7 +110,7 @@ def test_openvino_names_unsupported_operators(fused: Artifact, tmp_path: Path) -
     unsupported operator raises when the graph opens.
     """
     pytest.importorskip("openvino")
-    open_plan(make_plan(fused, RunSettings(backend="openvino"))).close()
+    open_plan(make_plan(fused, RunPreferences(backend="openvino"))).close()
     graph = helper.make_graph(
         [helper.make_node("NoSuchOperator", ["x"], ["y"], domain=MICROSOFT)], "g",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch"])],
@@ -123,5 +123,5 @@ def test_openvino_names_unsupported_operators(fused: Artifact, tmp_path: Path) -
     component = replace(made.components[0], inputs=(spec,), outputs=(replace(spec, name="y"),))
     artifact = Artifact(made.path, replace(made.manifest, components=(component,)))
     with pytest.raises(SessionError, match="NoSuchOperator") as info:
-        open_plan(make_plan(artifact, RunSettings(backend="openvino")))
+        open_plan(make_plan(artifact, RunPreferences(backend="openvino")))
     assert "before it was optimized" in str(info.value.fix)

@@ -25,9 +25,9 @@ from accel.measuring.latency.results import Cell, VariantResult
 from accel.measuring.statistics import summarize
 from accel.stages.export import export
 from accel.testing.models import tiny_model, tiny_tokenizer
-from accel.tuning.accuracy_budget import Attempt
-from accel.tuning.subject import Measurement, Tried
-from accel.tuning.timer import Timer
+from accel.tuning.quantize_within_budget import Attempt
+from accel.tuning.subject import Measurement, TriedCandidate
+from accel.tuning.timer import CandidateTimer
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
 SENSITIVE = "bert.encoder.layer.1.attention.output.dense"
@@ -87,13 +87,13 @@ def timed(monkeypatch: pytest.MonkeyPatch, anchor: Sequence[float], *others: Seq
     """
     sizes: list[int] = []
 
-    def finals(self: Timer, group: Sequence[Tried], **named: Any) -> None:
+    def finals(self: CandidateTimer, group: Sequence[TriedCandidate], **named: Any) -> None:
         sizes.append(len(self._load.call["input_ids"]))
         base = _result(anchor)
         for tried, rounds in zip(group, itertools.cycle(others)):
             tried.final = Measurement(result=_result(rounds), anchor=base)
 
-    monkeypatch.setattr(Timer, "finals", finals)
+    monkeypatch.setattr(CandidateTimer, "finals", finals)
     return sizes
 
 

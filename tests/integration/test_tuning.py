@@ -25,7 +25,7 @@ from accel.errors import BudgetError, ConfigError, InputError, OutputFolderError
 from accel.measuring.report import html_page
 from accel.testing.models import save_tiny
 from accel.tuning import timer
-from accel.tuning.store import Store
+from accel.tuning.store import ResultStore
 from accel.tuning.trials import Tuning, render
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
@@ -207,16 +207,16 @@ def test_too_short_time_limit_raises_soon(
 def test_short_measurements_are_used_at_the_time_limit(
     what: str, found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heat = timer.Timer._heat
+    heat = timer.CandidateTimer._heat
 
-    def late(self: timer.Timer, group: Any, amount: Any, kind: str) -> Any:
+    def late(self: timer.CandidateTimer, group: Any, amount: Any, kind: str) -> Any:
         if kind == what:
             return None
         return heat(self, group, amount, kind)
 
     # Use a different seed. Otherwise the search would use stored results instead of new measurements.
     how = {**HOW, "backends": ["toy"], "seed": 7}
-    monkeypatch.setattr(timer.Timer, "_heat", late)
+    monkeypatch.setattr(timer.CandidateTimer, "_heat", late)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
     assert again.winner.backend == "toy"
     assert again.artifact.manifest.run is not None
@@ -231,7 +231,7 @@ def test_subset_of_rows_is_reported(found: Tuning) -> None:
 def test_searches_lock_a_shared_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If two searches need the same artifact, only one search builds it. An artifact that a search uses is not removed."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    one, two = Store(), Store()
+    one, two = ResultStore(), ResultStore()
     with one.in_use():
         with one.alone() as alone:
             assert alone
@@ -247,7 +247,7 @@ def test_searches_lock_a_shared_store(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_results_of_a_running_search_are_not_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    store = Store()
+    store = ResultStore()
     with store.in_use():
         store.put("screens", {"a": 1}, {"found": 1})
         assert cache.clear() == []
@@ -260,8 +260,8 @@ def test_results_of_a_running_search_are_not_cleared(tmp_path: Path, monkeypatch
 
 def test_fresh_store_ignores_old_results_and_stores_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    Store().put("screens", {"a": 1}, {"found": 1})
-    fresh = Store(fresh=True)
+    ResultStore().put("screens", {"a": 1}, {"found": 1})
+    fresh = ResultStore(fresh=True)
     assert fresh.get("screens", {"a": 1}) is None
     fresh.put("screens", {"a": 1}, {"found": 2})
     assert fresh.get("screens", {"a": 1}) == {"found": 2}

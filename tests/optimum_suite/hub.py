@@ -23,7 +23,7 @@ from tokenizers import AddedToken, pre_tokenizers
 
 from accel.errors import TaskError
 from accel.interfaces.task_registry import all_tasks, task_spec
-from accel.testing.folders import as_foreign
+from accel.testing.foreign_copies import as_foreign
 from accel.testing.models import tiny_tokenizer
 from accel.testing.pictures import PICTURES, tiny_processor
 from tests.sweep import building, cases

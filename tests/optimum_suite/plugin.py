@@ -46,7 +46,7 @@ def _answer_for_the_hub() -> None:
 
     # Patch every auto class, because each has its own `from_pretrained`.
     loaders = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")]
-    for cls in (*(one for one in loaders if hasattr(one, "_model_mapping")), models.Words):
+    for cls in (*(one for one in loaders if hasattr(one, "_model_mapping")), models.OptimumModelMixin):
         _load_local(cls, hub.task_of)
     pipeline = models.pipeline
     models.pipeline = lambda task=None, model=None, **settings: pipeline(

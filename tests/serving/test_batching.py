@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from accel.serving.batching import CostModel, choose
+from accel.serving.batch_formation import CostModel, choose
 from accel.serving.job import Row
 
 

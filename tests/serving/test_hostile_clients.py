@@ -19,7 +19,7 @@ import pytest
 
 import accel
 from accel.serving.http.app import create_app
-from accel.serving.http.middleware import Front
+from accel.serving.http.middleware import OuterMiddleware
 from accel.serving.http.server_process import serve
 from accel.serving.http.server_settings import ServerSettings
 from accel.testing.generators import save_generator
@@ -30,7 +30,7 @@ HELP = json.dumps({"inputs": "help"}).encode()
 
 
 @contextmanager
-def running(front: Front) -> Iterator[int]:
+def running(front: OuterMiddleware) -> Iterator[int]:
     """Run the server in a thread, yield its port, and shut it down after the `with` block."""
     ready = threading.Event()
     url: list[str] = []

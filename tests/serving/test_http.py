@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 import accel
 from accel.serving.http.app import create_app
-from accel.serving.http.endpoints import Call, Endpoint
+from accel.serving.http.endpoints import Endpoint, HttpCall
 from accel.serving.http.server_settings import ServerSettings
 from tests.serving.conftest import Gate, close, post, send_binary
 
@@ -252,7 +252,7 @@ def test_a_full_queue_is_429_with_retry_after(gated: tuple[accel.ORTModel, Gate]
 def test_a_late_event_loop_refuses_requests(served: Served) -> None:
     begun = threading.Event()
 
-    async def slow(call: Call, body: Any) -> Response:
+    async def slow(call: HttpCall, body: Any) -> Response:
         begun.set()
         time.sleep(0.3)  # block the event loop, as heavy load would
         await asyncio.sleep(0.2)

@@ -13,7 +13,7 @@ import yaml
 
 from accel.serving.http.app import endpoints
 from accel.serving.http.server_settings import ServerSettings
-from accel.serving.model_queue import Limits
+from accel.serving.model_queue import QueueLimits
 from accel.serving.ray.ray_deployment import ARGUMENTS, Replicas
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scale-out.md"
@@ -63,7 +63,7 @@ def test_ray_is_given_arguments_that_exist() -> None:
     assert set(arguments) <= set(ARGUMENTS)
     assert Replicas(count=arguments["replicas"], cpus=arguments["cpus"]).options(256)["autoscaling_config"]
     ServerSettings(**arguments["settings"])
-    assert set(arguments["engine"]) <= {field.name for field in fields(Limits)}
+    assert set(arguments["engine"]) <= {field.name for field in fields(QueueLimits)}
 
 
 @pytest.mark.parametrize(

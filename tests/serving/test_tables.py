@@ -11,7 +11,7 @@ import pytest
 
 from accel.errors import ConfigError, InputError, TaskError
 from accel.serving.batch.row_inputs import find_columns, inputs_of
-from accel.serving.batch.table_files import Broken, scan
+from accel.serving.batch.table_files import FailedRow, scan
 from accel.serving.operations import all_operations
 
 VALUES = ["plain", 'a "quoted", one', "two\nlines", "Zürich 你好", "x" * 200_000, "", "last"]
@@ -150,5 +150,5 @@ def test_columns_that_cannot_be_found_are_errors() -> None:
 )
 def test_a_value_of_another_type_is_named(operation: str, row: dict[str, Any], reason: str) -> None:
     found = inputs_of(all_operations()[operation], row, {name: name for name in row})
-    assert isinstance(found, Broken)
+    assert isinstance(found, FailedRow)
     assert reason in found.reason

@@ -363,12 +363,12 @@ def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list
     import onnxruntime
 
     from accel.deploying.triton import deploy
-    from accel.deploying.triton.served.text_batches import Request, TextBatches
+    from accel.deploying.triton.served.text_batches import Request, TextRequestHandler
 
     with accel.ORTModel.from_pretrained(folder) as model:
         artifact = model.artifact
     made = deploy(artifact, out / "repository", task=task, name="front")
-    batches = TextBatches(made.path / "front" / "1")
+    batches = TextRequestHandler(made.path / "front" / "1")
     session = onnxruntime.InferenceSession(
         str(artifact.path / artifact.components[0].file), providers=["CPUExecutionProvider"]
     )

@@ -108,7 +108,7 @@ def _preload() -> None:
     warnings.simplefilter("ignore")
     for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
                  "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
-                 "accel.tuning.accuracy_budget", "accel.models.encoder_decoder", "accel.tasks.text_classification"):  # fmt: skip
+                 "accel.tuning.quantize_within_budget", "accel.models.encoder_decoder", "accel.tasks.text_classification"):  # fmt: skip
         # Hide GPUs during imports: torchao looks for GPUs when it is imported, and the process could then not be forked.
         with contextlib.suppress(ImportError), patch("torch.cuda.is_available", return_value=False):
             importlib.import_module(name)

@@ -21,10 +21,10 @@ pytest.importorskip("tritonclient.grpc", reason="the extra triton is not install
 
 from tokenizers import Tokenizer
 
-from accel.artifact.reading import read_json
+from accel.artifact.json_reading import read_json
 from accel.deploying.triton import deploy
 from accel.deploying.triton.served.text_decoder import TextDecoder
-from accel.deploying.triton.served.tokens import NotFinite, Refused
+from accel.deploying.triton.served.tokens import InvalidRequestError, NonFiniteOutputError
 
 from .families import FAMILIES, LONG, SHORT, save_family
 from .families import PROMPTS as BYTE_PROMPTS
@@ -114,7 +114,7 @@ def test_nan_ends_only_its_row(decoder: TextDecoder, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(decoder, "_run", spoiled)
     bad = start(decoder, "a", max_new_tokens=4)
-    assert isinstance(bad.ended[0], NotFinite)
+    assert isinstance(bad.ended[0], NonFiniteOutputError)
     monkeypatch.undo()
     finish(decoder)
     assert (good.ended, bad.pieces) == ([None], [])
@@ -174,7 +174,7 @@ def test_texts_end_before_long_rope_changes_its_angles(
     decoder = decoder_of(artifact, tmp_path)
     assert "LongRoPE" in caplog.text
     texts = [start(decoder, prompt, max_new_tokens=100) for prompt in BYTE_PROMPTS]
-    with pytest.raises(Refused, match=f"model {SHORT} positions"):
+    with pytest.raises(InvalidRequestError, match=f"model {SHORT} positions"):
         start(decoder, "dog " * SHORT)
     finish(decoder)
     for prompt, text in zip(BYTE_PROMPTS, texts, strict=True):
@@ -248,7 +248,7 @@ def test_a_failure_ends_all_rows_but_not_the_loop(decoder: TextDecoder) -> None:
     ids=str,
 )
 def test_invalid_parameters_are_refused(decoder: TextDecoder, options: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match=next(iter(options))):
+    with pytest.raises(InvalidRequestError, match=next(iter(options))):
         start(decoder, PROMPTS[0], **options)
 
 

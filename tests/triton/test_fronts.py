@@ -24,9 +24,9 @@ from .made import make_artifact
 pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 
 from accel.deploying.triton import deploy
-from accel.deploying.triton.served.call_costs import Calls
-from accel.deploying.triton.served.text_batches import Request, TextBatches
-from accel.deploying.triton.served.tokens import NotFinite, Refused
+from accel.deploying.triton.served.call_costs import CallCosts
+from accel.deploying.triton.served.text_batches import Request, TextRequestHandler
+from accel.deploying.triton.served.tokens import InvalidRequestError, NonFiniteOutputError
 
 TEXTS = [
     "Where is my new card?",
@@ -53,7 +53,7 @@ class Front:
     calls: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.batches = TextBatches(self.folder)
+        self.batches = TextRequestHandler(self.folder)
         self.session = onnxruntime.InferenceSession(
             str(self.artifact / "model.onnx"), providers=["CPUExecutionProvider"]
         )
@@ -65,7 +65,7 @@ class Front:
 
     def ask(self, inputs: Mapping[str, Sequence[str]], **options: Any) -> dict[str, Any]:
         (answer,) = self.ask_all([inputs], **options)
-        if isinstance(answer, Refused):
+        if isinstance(answer, InvalidRequestError):
             raise answer
         return answer
 
@@ -92,7 +92,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
             made[key] = Front(found.path / "front" / "1", artifact.path)
         made[key].calls.clear()
         # Reset the measured call costs, so that earlier tests have no influence.
-        made[key].batches._calls = Calls()
+        made[key].batches._calls = CallCosts()
         return made[key]
 
     return get
@@ -135,7 +135,7 @@ def test_a_text_without_a_required_token_is_refused_alone(tmp_path: Path) -> Non
     front = Front(found.path / "front" / "1", artifact.path)
     right, refused = front.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": [TEXTS[1]]}])
     assert right["LABEL"].shape == (1, 1)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, InvalidRequestError)
     assert "has no token" in str(refused)
 
 
@@ -238,9 +238,9 @@ def test_large_batches_are_divided_by_length(front: Fronts) -> None:
         np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
 
 
-def taught(call_s: float, token_s: float, count: int = 40) -> Calls:
+def taught(call_s: float, token_s: float, count: int = 40) -> CallCosts:
     """Return call costs measured from calls of many sizes, with the given cost of a call and of a token in seconds."""
-    calls = Calls()
+    calls = CallCosts()
     for tokens in np.random.default_rng(0).integers(8, 600, size=count).tolist():
         calls.note(tokens, call_s + tokens * token_s)
     return calls
@@ -252,7 +252,7 @@ LENGTHS = [4, 5, 5, 6, 40, 42, 90]
 @pytest.mark.parametrize(
     ("calls", "parts"),
     [
-        (Calls(), [(0, 7)]),
+        (CallCosts(), [(0, 7)]),
         (taught(1e-3, 1e-3, count=7), [(0, 7)]),
         (taught(8e-3, 0.0), [(0, 7)]),
         (taught(1.0, 1e-4), [(0, 7)]),
@@ -261,7 +261,7 @@ LENGTHS = [4, 5, 5, 6, 40, 42, 90]
     ],
     ids=["nothing known", "too little known", "an accelerator", "dear calls", "dear tokens", "in between"],
 )
-def test_rows_are_divided_by_costs(calls: Calls, parts: list[tuple[int, int]]) -> None:
+def test_rows_are_divided_by_costs(calls: CallCosts, parts: list[tuple[int, int]]) -> None:
     assert calls.divide(LENGTHS, 32) == parts
 
 
@@ -319,7 +319,7 @@ def test_a_refused_request_leaves_the_others_answered(front: Fronts) -> None:
     wanted = one.ask({"TEXT": [TEXTS[0]]})
     found = one.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": ["pay " * 100]}])
     np.testing.assert_allclose(found[0]["SCORES"], wanted["SCORES"], atol=ATOL)
-    assert isinstance(found[1], Refused)
+    assert isinstance(found[1], InvalidRequestError)
     assert "102 tokens" in str(found[1])
 
 
@@ -339,7 +339,7 @@ def test_nan_leaves_the_other_requests_answered(front: Fronts, task: str, spread
 
     requests = [Request({"TEXT": texts(text)}, {}) for text in TEXTS[:3]]
     answers = served.batches.answer(requests, call)
-    assert isinstance(answers[1], NotFinite)
+    assert isinstance(answers[1], NonFiniteOutputError)
     assert "NaN" in str(answers[1])
     expected = served.ask_all([{"TEXT": [text]} for text in TEXTS[:3]])
     for i in (0, 2):
@@ -355,7 +355,7 @@ def test_infinity_in_an_answer_is_an_error(front: Fronts) -> None:
         return {name: values + np.inf for name, values in served.call(feeds).items()}
 
     (answer,) = served.batches.answer([Request({"TEXT": texts("pay")}, {})], call)
-    assert isinstance(answer, NotFinite)
+    assert isinstance(answer, NonFiniteOutputError)
 
 
 def test_a_long_text_can_be_cut(front: Fronts, local: Local) -> None:
@@ -386,14 +386,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 def test_refused_requests_name_the_reason(front: Fronts, case: str) -> None:
     task, inputs, options, words = REFUSED[case]
     of = {"zero-shot-classification": "text-classification"}.get(task)
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(InvalidRequestError, match=words):
         front(task, of).ask(inputs, **options)
 
 
 def test_bytes_that_are_not_utf_8_are_refused(front: Fronts) -> None:
     one = front("text-classification")
     (answer,) = one.batches.answer([Request({"TEXT": np.array([[b"\xff\xfe"]], dtype=object)}, {})], one.call)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, InvalidRequestError)
 
 
 # Replacements for the classes that Triton passes to Python models, reduced to the parts that the models use.

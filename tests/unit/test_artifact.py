@@ -36,7 +36,7 @@ from accel.artifact import (
 from accel.artifact.checksums import folder_digest
 from accel.artifact.hub import HubOptions, locate
 from accel.artifact.manifest import sealed
-from accel.artifact.unrecorded import kind_of
+from accel.artifact.unrecorded_files import kind_of
 from accel.artifact.writing import check_output, held, scratch, staging
 from accel.errors import ArtifactError, ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
 from accel.interfaces.row_tokens import with_row_tokens

@@ -17,7 +17,7 @@ from accel.artifact import Artifact
 from accel.config import QuantizeConfig
 from accel.data.batches import Batches, calibration_batches, longest
 from accel.data.columns import map_columns
-from accel.data.encoded_rows import Encoded
+from accel.data.encoded_rows import EncodedRows
 from accel.data.labels import label_ids
 from accel.data.rows import is_rows, load_rows, take
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, QuantizeError
@@ -282,7 +282,7 @@ class TestLabels:
 
 class TestEncoding:
     def test_batches_contain_similar_lengths_and_are_padded(self) -> None:
-        encoded = Encoded(
+        encoded = EncodedRows(
             tokens={"input_ids": [[5, 6, 7], [5], [5, 6]], "attention_mask": [[1, 1, 1], [1], [1, 1]]},
             padding={"input_ids": 9},
         )
@@ -292,11 +292,11 @@ class TestEncoding:
         assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
 
     def test_padding_on_the_left(self) -> None:
-        encoded = Encoded(tokens={"input_ids": [[5, 6], [7]]}, padding={"input_ids": 9}, left=True)
+        encoded = EncodedRows(tokens={"input_ids": [[5, 6], [7]]}, padding={"input_ids": 9}, left=True)
         assert encoded.batch([0, 1])["input_ids"].tolist() == [[5, 6], [9, 7]]
 
     def test_lengths_are_not_mixed_without_padding_token(self) -> None:
-        encoded = Encoded(tokens={"input_ids": [[1, 2], [3], [4, 5]]})
+        encoded = EncodedRows(tokens={"input_ids": [[1, 2], [3], [4, 5]]})
         assert encoded.plan(8) == [[1], [0, 2]]
 
     def test_maximum_length(self) -> None:

@@ -19,7 +19,7 @@ from accel.interfaces.specs import (
     Reason,
     SchemeSettings,
 )
-from accel.tuning.candidates import Candidate, Recipe, Space, buckets_for, combined
+from accel.tuning.candidates import Candidate, Recipe, SearchSpace, buckets_for, combined
 from accel.tuning.tune_proposals import in_turns
 
 VENDOR = BackendSpec(
@@ -38,7 +38,7 @@ ABSENT = BackendSpec(name="absent", summary="not here", extra="absent", impl="no
 
 
 @pytest.fixture
-def space(monkeypatch: pytest.MonkeyPatch) -> Space:
+def space(monkeypatch: pytest.MonkeyPatch) -> SearchSpace:
     probes = {
         "vendor": Probe(devices=(DeviceSpec("cpu"),)),
         "absent": Probe(reasons=(Reason("not-installed", "absent is not installed", "pip install absent"),)),
@@ -46,10 +46,10 @@ def space(monkeypatch: pytest.MonkeyPatch) -> Space:
     monkeypatch.setattr(registry, "describe_all", lambda: ((VENDOR, ABSENT), {}))
     monkeypatch.setattr(registry, "describe", lambda name: {"vendor": VENDOR, "absent": ABSENT}[name])
     monkeypatch.setattr(registry, "probe", lambda spec: probes[spec.name])
-    return Space(task="text-classification", device=None, backends=None, half_exports=False, calibrated=False)
+    return SearchSpace(task="text-classification", device=None, backends=None, half_exports=False, calibrated=False)
 
 
-def test_every_declared_step_is_a_recipe(space: Space) -> None:
+def test_every_declared_step_is_a_recipe(space: SearchSpace) -> None:
     (export,) = space.exports()
     assert str(export) == "vendor_graph float32"
     assert [str(r) for r in space.optimizations(export, "float32")] == ["vendor_graph float32 > fast"]
@@ -57,7 +57,7 @@ def test_every_declared_step_is_a_recipe(space: Space) -> None:
     assert [str(c) for c in space.candidates(export, "float32")] == ["vendor: vendor_graph float32"]
 
 
-def test_scheme_trials_are_limited_to_their_tasks(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheme_trials_are_limited_to_their_tasks(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Capability(
         stage="quantize", consumes="vendor_graph", produces="vendor_graph", schemes=("weight-4",),
         settings=(SchemeSettings("weight-4", ("block_size",), (OptionTrial("block_size", 128, tasks=(GENERATES,)),)),),
@@ -69,12 +69,12 @@ def test_scheme_trials_are_limited_to_their_tasks(space: Space, monkeypatch: pyt
         ("text-classification", ["weight-4"]),
         ("text-generation", ["weight-4", "weight-4 block_size=128"]),
     ):
-        other = Space(task=task, device=None, backends=None, half_exports=False, calibrated=True)
+        other = SearchSpace(task=task, device=None, backends=None, half_exports=False, calibrated=True)
         found = [str(recipe) for recipe in other.quantizations(other.exports()[0], "float32")]
         assert [one.split(" > ")[1] for one in found if "weight-4" in one] == sizes
 
 
-def test_run_only_backend_uses_exports_of_another_backend(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_only_backend_uses_exports_of_another_backend(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = next(one for one in VENDOR.capabilities if one.stage == "run")
     runner = BackendSpec(
         name="runner", summary="runs alone", extra="runner", impl="nowhere:Nothing", capabilities=(runs,)
@@ -83,14 +83,16 @@ def test_run_only_backend_uses_exports_of_another_backend(space: Space, monkeypa
     monkeypatch.setattr(registry, "describe_all", lambda: (tuple(specs.values()), {}))
     monkeypatch.setattr(registry, "describe", lambda name: specs[name])
     monkeypatch.setattr(registry, "probe", lambda spec: Probe(devices=(DeviceSpec("cpu"),)))
-    asked = Space(task="text-classification", device=None, backends=["runner"], half_exports=False, calibrated=False)
+    asked = SearchSpace(
+        task="text-classification", device=None, backends=["runner"], half_exports=False, calibrated=False
+    )
     (export,) = asked.exports()
     assert export.backend == "vendor"
     assert [str(one) for one in asked.candidates(export, "float32")] == ["runner: vendor_graph float32"]
     assert not asked.optimizations(export, "float32")
 
 
-def test_skipped_candidates_have_a_reason(space: Space) -> None:
+def test_skipped_candidates_have_a_reason(space: SearchSpace) -> None:
     (export,) = space.exports()
     space.quantizations(export, "float32")
     reasons = {skipped.name: skipped.reason for skipped in space.skipped}
@@ -99,7 +101,7 @@ def test_skipped_candidates_have_a_reason(space: Space) -> None:
     assert "size, not time" in reasons["vendor: vendor_graph float16"]
 
 
-def test_exported_formats_are_not_converted_again(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_formats_are_not_converted_again(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     converter = BackendSpec(
         name="converter",
         summary="made up",
@@ -114,14 +116,14 @@ def test_exported_formats_are_not_converted_again(space: Space, monkeypatch: pyt
     )
     monkeypatch.setattr(registry, "describe_all", lambda: ((VENDOR, converter), {}))
     monkeypatch.setattr(registry, "probe", lambda spec: Probe(devices=(DeviceSpec("cpu"),)))
-    both = Space(task="text-classification", device=None, backends=None, half_exports=False, calibrated=True)
+    both = SearchSpace(task="text-classification", device=None, backends=None, half_exports=False, calibrated=True)
     export = next(recipe for recipe in both.exports() if recipe.format == "vendor_graph")
     assert [r.backend for r in both.optimizations(export, "float32")] == ["vendor"]
     assert {r.backend for r in both.quantizations(export, "float32")} == {"vendor"}
     assert [s.name for s in both.skipped if "better graphs" in s.reason] == ["converter: vendor_graph to other"]
 
 
-def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_options_vary_one_at_a_time(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 4)
     (candidate,) = space.candidates(space.exports()[0], "float32")
     varied = space.variations(candidate, dtype="float32", lengths=[20, 32], masked=True)
@@ -135,7 +137,7 @@ def test_run_options_vary_one_at_a_time(space: Space, monkeypatch: pytest.Monkey
     assert not any(c.options.buckets for c in without_mask)
 
 
-def test_backend_options_are_tried_on_their_devices(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_options_are_tried_on_their_devices(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = (OptionTrial("quantization", "odd"), OptionTrial("quantization", "float8", ("cuda",)))
     runs = Capability(stage="run", consumes="vendor_graph", trials=trials)
     vendor = replace(VENDOR, capabilities=(VENDOR.capabilities[0], runs), recorded_options=("quantization",))
@@ -185,7 +187,7 @@ def test_plain_exports_are_screened_last_and_backends_alternate() -> None:
     ]
 
 
-def test_options_without_effect_are_not_tried(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_without_effect_are_not_tried(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 2)
     (candidate,) = space.candidates(space.exports()[0], "bfloat16")
 

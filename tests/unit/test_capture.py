@@ -21,7 +21,7 @@ from accel.artifact.manifest import OWN_ROUNDING, Origin
 from accel.artifact.tensors import TensorSpec
 from accel.capture import CACHE_NAME, Case, Source, split
 from accel.capture.cached_attention import CacheLayer, _attend_plainly, _Trace
-from accel.capture.cached_layers import TOKENS, Kept, described
+from accel.capture.cached_layers import TOKENS, CachedTensorSpec, described
 from accel.capture.graph_repairs import divide_sizes, keep_padding
 from accel.capture.position_limits import has_position_table, max_sizes_of, position_bounds, text_rows
 from accel.capture.reference_cases import own_defaults_of, reference_cases
@@ -153,7 +153,9 @@ def test_values_derived_from_the_cache_are_not_cache_values() -> None:
 def test_encoder_decoder_cache_is_read_without_encoder() -> None:
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     cache.self_attention_cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5), 0)
-    assert described(cache, "Model") == [{"key": Kept((2, TOKENS, 4)), "value": Kept((2, TOKENS, 5))}]
+    assert described(cache, "Model") == [
+        {"key": CachedTensorSpec((2, TOKENS, 4)), "value": CachedTensorSpec((2, TOKENS, 5))}
+    ]
 
 
 def test_unknown_cache_contents_are_refused() -> None:
@@ -167,7 +169,9 @@ def test_unknown_cache_contents_are_refused() -> None:
 def test_sliding_window_cache_has_keys_and_values() -> None:
     cache = DynamicCache(config=transformers.MistralConfig(**{**TINY, "num_key_value_heads": 2}, sliding_window=4))
     cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
-    assert described(cache, "Model") == [{"key": Kept((2, TOKENS, 8)), "value": Kept((2, TOKENS, 8))}]
+    assert described(cache, "Model") == [
+        {"key": CachedTensorSpec((2, TOKENS, 8)), "value": CachedTensorSpec((2, TOKENS, 8))}
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import transformers
 from accel.artifact.tensors import TensorSpec
 from accel.capture.speech_samples import longest_sound
 from accel.errors import InputError
-from accel.interfaces.session_contract import MaskCheck, ShapeCheck, ValueCheck, read_feeds
+from accel.interfaces.session_contract import InputValueCheck, MaskCheck, ShapeCheck, read_feeds
 
 AXES = ("batch", "sequence")
 
@@ -23,14 +23,14 @@ def spec(name: str = "attention_mask", *, most: int = 1, axes: tuple[str, ...] =
     return TensorSpec(name, "int64", axes, role="mask", bounds=(0, most))
 
 
-def both_ways(check: ValueCheck, mask: torch.Tensor) -> list[str]:
+def both_ways(check: InputValueCheck, mask: torch.Tensor) -> list[str]:
     """Return the errors for a mask that is passed by name, and for the same mask passed as an array in the graph's
     input order.
     """
     return errors(check, {"attention_mask": mask})
 
 
-def errors(check: ValueCheck, feeds: Mapping[str, torch.Tensor]) -> list[str]:
+def errors(check: InputValueCheck, feeds: Mapping[str, torch.Tensor]) -> list[str]:
     found = []
     calls: list[Callable[[], None]] = [
         lambda: check(feeds),
@@ -47,7 +47,7 @@ def errors(check: ValueCheck, feeds: Mapping[str, torch.Tensor]) -> list[str]:
 @pytest.mark.parametrize("length", [4, 40], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
 def test_masks_of_any_dtype(length: int, dtype: torch.dtype) -> None:
-    check = ValueCheck([spec()])
+    check = InputValueCheck([spec()])
     mask = torch.ones(3, length, dtype=dtype)
     mask[1, 2:] = 0
     mask[2, :-1] = 0
@@ -62,46 +62,46 @@ def test_masks_of_any_dtype(length: int, dtype: torch.dtype) -> None:
 def test_other_values_in_masks_are_refused(length: int, value: int) -> None:
     mask = torch.ones(2, length, dtype=torch.int64)
     mask[1, 1] = value
-    found = both_ways(ValueCheck([spec()]), mask)
+    found = both_ways(InputValueCheck([spec()]), mask)
     assert len(found) == 2
     assert all(f"holds {value}; the model has 0 to 1" in message for message in found)
 
 
 def test_mask_with_global_attention() -> None:
     mask = torch.tensor([[2, 1, 1, 0]])
-    assert both_ways(ValueCheck([spec(most=2)]), mask) == []
-    assert len(both_ways(ValueCheck([spec(most=2)]), mask + 1)) == 2
+    assert both_ways(InputValueCheck([spec(most=2)]), mask) == []
+    assert len(both_ways(InputValueCheck([spec(most=2)]), mask + 1)) == 2
 
 
 @pytest.mark.parametrize("axes", [("batch", "choices", "sequence"), AXES])
 def test_masks_of_any_rank(axes: tuple[str, ...]) -> None:
     mask = torch.ones([2] * len(axes), dtype=torch.int64)
-    assert both_ways(ValueCheck([spec(axes=axes)]), mask) == []
+    assert both_ways(InputValueCheck([spec(axes=axes)]), mask) == []
     mask[-1, ...] = 0
-    assert len(both_ways(ValueCheck([spec(axes=axes)]), mask)) == 2
+    assert len(both_ways(InputValueCheck([spec(axes=axes)]), mask)) == 2
 
 
 def test_prompt_chunk_may_have_rows_without_a_token() -> None:
-    check = ValueCheck([spec(axes=("batch", "total"))])
+    check = InputValueCheck([spec(axes=("batch", "total"))])
     assert both_ways(check, torch.tensor([[0, 0], [1, 1]])) == []
     assert len(both_ways(check, torch.tensor([[0, 3], [1, 1]]))) == 2
 
 
 def test_masks_of_wrong_rank_are_left_to_the_shape_check() -> None:
-    check = ValueCheck([spec()])
+    check = InputValueCheck([spec()])
     for mask in (torch.tensor(0), torch.zeros(3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)):
         assert both_ways(check, mask) == []
 
 
 def test_masks_without_bounds_are_not_checked() -> None:
-    check = ValueCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")])
+    check = InputValueCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")])
     assert both_ways(check, torch.full((2, 3), 7)) == []
     assert both_ways(check, torch.zeros(2, 3, dtype=torch.int64)) == []
 
 
 def test_masks_are_not_clamped_on_the_gpu() -> None:
     ids = TensorSpec("input_ids", "int64", AXES, bounds=(0, 9))
-    assert ValueCheck([ids, spec()]).bounds == {"input_ids": (0, 9)}
+    assert InputValueCheck([ids, spec()]).bounds == {"input_ids": (0, 9)}
 
 
 def test_rows_are_checked_only_for_masks_without_bounds() -> None:
@@ -158,7 +158,7 @@ def test_each_row_must_contain_the_required_token(order: tuple[str, str]) -> Non
     def found(*, equal_counts: bool, rows: int) -> list[str]:
         specs = {"input_ids": TensorSpec("input_ids", "int64", AXES, required=2, equal_counts=equal_counts)}
         specs["attention_mask"] = TensorSpec("attention_mask", "int64", AXES, role="mask")
-        check = ValueCheck([specs[name] for name in order])
+        check = InputValueCheck([specs[name] for name in order])
         return errors(check, {name: given[name][:rows] for name in order})
 
     assert found(equal_counts=False, rows=2) == []

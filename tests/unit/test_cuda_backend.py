@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from accel.backends import registry
-from accel.backends.plan import Question, Selection
+from accel.backends.plan import Selection, SelectionRequest
 from accel.backends.plan import select as select_backend
 from accel.backends.stage_plan import plan_stage
 from accel.errors import ConfigError
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
 from accel_plugins.cuda.backend import CudaBackend
-from accel_plugins.cuda.forms.masks import Held, Plan, held_by, plan_for
+from accel_plugins.cuda.forms.masks import MaskContent, MaskPlan, held_by, plan_for
 from accel_plugins.cuda.forms.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, Packing, packed_rows
 from accel_plugins.cuda.options import read_options
-from accel_plugins.ortkit.runtime.nvidia import Facts, judge, visible
+from accel_plugins.ortkit.runtime.nvidia import NvidiaFacts, judge, visible
 
 GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
 HEALTHY: dict[str, Any] = {
@@ -36,7 +36,7 @@ CPU_BUILD = {"providers": ("CPUExecutionProvider",), "build_cuda": None}
 
 
 def verdict(**changes: Any) -> Probe:
-    return judge(Facts(**{**HEALTHY, **changes}))
+    return judge(NvidiaFacts(**{**HEALTHY, **changes}))
 
 
 # The tests below check the availability probe.
@@ -114,7 +114,7 @@ def select(probe: Probe, **asked: Any) -> Selection:
     )
     named = inventory.spec(asked.pop("backend")) if "backend" in asked else None
     question = {"format": "onnx", "task": "text-classification", "dtype": "float32", **asked}
-    return select_backend(Question(**question), inventory, named)
+    return select_backend(SelectionRequest(**question), inventory, named)
 
 
 def test_gpu_is_preferred_to_cpu() -> None:
@@ -200,7 +200,7 @@ MASKS = {
 def test_form_for_a_mask(kind: str, dtype: torch.dtype) -> None:
     mask = torch.tensor(MASKS[kind]).to(dtype)
     expected = kind if kind in ("full", "lengths") else "general"
-    assert held_by(mask) == Held(expected, int(mask.sum()))  # type: ignore[arg-type]
+    assert held_by(mask) == MaskContent(expected, int(mask.sum()))  # type: ignore[arg-type]
 
 
 def test_form_for_every_small_mask() -> None:
@@ -217,7 +217,7 @@ def test_form_for_every_small_mask() -> None:
 
 
 def test_nonzero_mask_values_keep_a_token() -> None:
-    assert held_by(torch.tensor([[5, 5, -1, 0]])) == Held("lengths", 3)
+    assert held_by(torch.tensor([[5, 5, -1, 0]])) == MaskContent("lengths", 3)
 
 
 # The tests below check packing, which skips padding tokens.
@@ -226,19 +226,21 @@ def test_nonzero_mask_values_keep_a_token() -> None:
 @pytest.mark.parametrize(
     ("held", "shape", "packs", "short", "expected"),
     [
-        (Held("lengths", 4000), (16, 384), True, True, Plan("packed", 4224)),
-        (Held("lengths", 4000), (16, 384), False, True, Plan("lengths")),
-        (Held("lengths", 4700), (16, 384), True, True, Plan("lengths")),
-        (Held("full", 6144), (16, 384), True, True, Plan("full")),
-        (Held("general", 3000), (16, 384), True, True, Plan("general")),
-        (Held("lengths", 200), (33, 31), True, True, Plan("lengths")),
-        (Held("full", 64), (1, 64), True, True, Plan("short")),
-        (Held("full", 64), (1, 64), True, False, Plan("full")),
-        (Held("full", 65), (1, 65), True, True, Plan("full")),
-        (Held("lengths", 60), (1, 64), True, True, Plan("lengths")),
+        (MaskContent("lengths", 4000), (16, 384), True, True, MaskPlan("packed", 4224)),
+        (MaskContent("lengths", 4000), (16, 384), False, True, MaskPlan("lengths")),
+        (MaskContent("lengths", 4700), (16, 384), True, True, MaskPlan("lengths")),
+        (MaskContent("full", 6144), (16, 384), True, True, MaskPlan("full")),
+        (MaskContent("general", 3000), (16, 384), True, True, MaskPlan("general")),
+        (MaskContent("lengths", 200), (33, 31), True, True, MaskPlan("lengths")),
+        (MaskContent("full", 64), (1, 64), True, True, MaskPlan("short")),
+        (MaskContent("full", 64), (1, 64), True, False, MaskPlan("full")),
+        (MaskContent("full", 65), (1, 65), True, True, MaskPlan("full")),
+        (MaskContent("lengths", 60), (1, 64), True, True, MaskPlan("lengths")),
     ],
 )
-def test_fastest_plan_for_a_mask(held: Held, shape: tuple[int, int], packs: bool, short: bool, expected: Plan) -> None:
+def test_fastest_plan_for_a_mask(
+    held: MaskContent, shape: tuple[int, int], packs: bool, short: bool, expected: MaskPlan
+) -> None:
     assert plan_for(held, shape, packs=packs, short=short) == expected
 
 

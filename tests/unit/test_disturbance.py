@@ -11,8 +11,8 @@ import pytest
 from accel.measuring import disturbance as module
 from accel.measuring.disturbance import Disturbance, MachineWatch, disturbance
 from accel.measuring.latency.results import Benchmark, Cell, VariantResult, result
-from accel.measuring.latency.rounds import Measured
-from accel.measuring.latency.variants import Block, Variant, Workload
+from accel.measuring.latency.rounds import MeasuredVariant
+from accel.measuring.latency.variants import CallBlock, Variant, Workload
 from accel.measuring.report import html_page, text_table
 
 WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
@@ -21,9 +21,9 @@ QUIET = [10.0, 10.1, 10.2, 9.9, 10.0, 10.3, 9.8, 10.0]
 HIT = [10.0, 10.1, 10.2, 9.9, 600.0, 900.0, 500.0, 700.0]
 
 
-def measured(name: str, rounds: list[float]) -> Measured:
-    one = Measured(Variant(name=name, path=Path(), task="text-classification"))
-    one.blocks["1x8"] = [Block((ms,) * 5, 5 * ms / 1000, 5 * ms / 1000) for ms in rounds]
+def measured(name: str, rounds: list[float]) -> MeasuredVariant:
+    one = MeasuredVariant(Variant(name=name, path=Path(), task="text-classification"))
+    one.blocks["1x8"] = [CallBlock((ms,) * 5, 5 * ms / 1000, 5 * ms / 1000) for ms in rounds]
     return one
 
 

@@ -19,12 +19,12 @@ from accel.artifact import Artifact
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, TaskError
 from accel.measuring.accuracy.comparison import bootstrap, difference_interval, mcnemar, paired_proportions
 from accel.measuring.accuracy.metrics import TokenScores
-from accel.measuring.accuracy.predictors import Classes, metric_for, predictor_for
-from accel.tasks.feature_extraction import Similarities
-from accel.tasks.question_answering import Answers
-from accel.tasks.text_classification import Numbers
-from accel.tasks.text_generation import NextTokens
-from accel.tasks.token_classification import Tags, entities
+from accel.measuring.accuracy.predictors import ClassPredictor, metric_for, predictor_for
+from accel.tasks.feature_extraction import SimilarityPredictor
+from accel.tasks.question_answering import AnswerPredictor
+from accel.tasks.text_classification import RegressionPredictor
+from accel.tasks.text_generation import NextTokenPredictor
+from accel.tasks.token_classification import TagPredictor, entities
 from accel.testing.models import tiny_model, tiny_tokenizer
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()
@@ -36,7 +36,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 
 def test_numeric_predictions_have_no_agreement() -> None:
-    predictor = object.__new__(Classes)
+    predictor = object.__new__(ClassPredictor)
     assert predictor.agreement([1, 2], [1, 3]) == 0.5
     assert predictor.agreement([0.25, 0.5], [0.25, 0.5]) is None
     assert predictor.agreement([np.float32(0.5)], [np.float32(0.5)]) is None
@@ -57,10 +57,10 @@ class TestMetrics:
     found = (0, 1, 2, 1, 1, 0, 0, 1, 2, 0)
 
     @pytest.mark.parametrize("classes", [2, 3])
-    @pytest.mark.parametrize("name", list(Classes.metrics(3)))
+    @pytest.mark.parametrize("name", list(ClassPredictor.metrics(3)))
     def test_class_metrics_equal_scikit_learns(self, name: str, classes: int) -> None:
         predictions, truth = ([min(one, classes - 1) for one in some] for some in (self.found, self.truth))
-        metric = metric_for(name, Classes, classes=classes)
+        metric = metric_for(name, ClassPredictor, classes=classes)
         which, _, average = name.partition("_")
         if which in ("accuracy", "matthews"):
             reference = {"accuracy": sklearn_metrics.accuracy_score, "matthews": sklearn_metrics.matthews_corrcoef}[
@@ -74,10 +74,10 @@ class TestMetrics:
 
     def test_correlations(self) -> None:
         scores, found = [0.0, 1.0, 2.0, 3.0, 4.0], [0.1, 0.4, 0.2, 0.8, 0.9]
-        pearson = metric_for("pearson", Similarities)
+        pearson = metric_for("pearson", SimilarityPredictor)
         expected = stats.pearsonr(found, scores)[0]
         assert pearson.compute(found, scores)["pearsonr"] == pytest.approx(expected)
-        assert metric_for(None, Similarities).compute(found, scores)["spearmanr"] == pytest.approx(0.9)
+        assert metric_for(None, SimilarityPredictor).compute(found, scores)["spearmanr"] == pytest.approx(0.9)
 
     @pytest.mark.parametrize(
         ("tags", "spans"),
@@ -95,7 +95,7 @@ class TestMetrics:
         assert entities(tags.split()) == spans
 
     def test_seqeval_counts_whole_entities(self) -> None:
-        metric = metric_for(None, Tags)
+        metric = metric_for(None, TagPredictor)
         scores = metric.compute([["B-PER", "O", "B-LOC"]], [["B-PER", "I-PER", "B-LOC"]])
         assert scores == {
             "overall_precision": 0.5,
@@ -105,26 +105,26 @@ class TestMetrics:
         }
 
     def test_squad_ignores_articles_and_punctuation(self) -> None:
-        metric = metric_for(None, Answers)
+        metric = metric_for(None, AnswerPredictor)
         scores = metric.compute(["The bank!", "", "old money"], [["bank"], [], ["money", "old cash"]])
         assert scores["exact_match"] == pytest.approx(200 / 3)
         assert scores["f1"] == pytest.approx(100 * (1 + 1 + 2 / 3) / 3)
 
     def test_drop_is_in_points(self) -> None:
-        assert metric_for("accuracy", Classes).drop(0.93, 0.9) == pytest.approx(3)
-        assert metric_for("squad", Answers).drop(93, 90) == pytest.approx(3)
-        assert metric_for("mse", Numbers).drop(1.0, 1.5) == pytest.approx(0.5)
+        assert metric_for("accuracy", ClassPredictor).drop(0.93, 0.9) == pytest.approx(3)
+        assert metric_for("squad", AnswerPredictor).drop(93, 90) == pytest.approx(3)
+        assert metric_for("mse", RegressionPredictor).drop(1.0, 1.5) == pytest.approx(0.5)
 
     def test_misspelled_metric_gets_a_suggestion(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="Did you mean 'accuracy'"):
-            metric_for("acuracy", Classes)
+            metric_for("acuracy", ClassPredictor)
 
     def test_metric_of_another_task_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="squad does not measure classes"):
-            metric_for("squad", Classes)
+            metric_for("squad", ClassPredictor)
 
     def test_perplexity(self) -> None:
-        metric = metric_for(None, NextTokens)
+        metric = metric_for(None, NextTokenPredictor)
         rows = [TokenScores(6.0, 4, (0,) * 4), TokenScores(2.0, 1, (0,)), TokenScores(0.0, 0, ())]
         scores = metric.compute(rows, [None] * 3)
         assert scores["perplexity"] == pytest.approx(np.exp(8 / 5))
@@ -133,11 +133,11 @@ class TestMetrics:
         assert metric.finish(metric.sums(rows, [None] * 3).sum(0)) == pytest.approx(scores["perplexity"])
         assert metric.drop(reference=10.0, value=10.5) == pytest.approx(0.5), "lower is better"
         with pytest.raises(ConfigError, match="perplexity does not measure classes"):
-            metric_for("perplexity", Classes)
+            metric_for("perplexity", ClassPredictor)
 
     def test_hub_metric_scripts_require_trust_remote_code(self) -> None:
         with pytest.raises(ConfigError, match="trust_remote_code=True"):
-            metric_for("somebody/metric", Classes)
+            metric_for("somebody/metric", ClassPredictor)
 
     def test_metric_script_through_evaluate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate = pytest.importorskip("evaluate")
@@ -154,7 +154,7 @@ class TestMetrics:
             "        return {'off_by': sum(abs(a - b) for a, b in zip(predictions, references)) / len(references)}\n",
             encoding="utf-8",
         )
-        metric = metric_for(str(script), Classes)
+        metric = metric_for(str(script), ClassPredictor)
         assert metric.compute([1, 2, 3], [1, 2, 5])[metric.key] == pytest.approx(2 / 3)
 
 
@@ -203,7 +203,7 @@ class TestIntervals:
         truth = generator.integers(0, 3, 2000)
         first = np.where(generator.random(2000) < 0.9, truth, (truth + 1) % 3)
         second = np.where(generator.random(2000) < 0.97, first, (first + 1) % 3)
-        metric = metric_for("accuracy", Classes)
+        metric = metric_for("accuracy", ClassPredictor)
         exact = difference_interval(metric, list(first), list(second), list(truth))
         resampled = bootstrap(metric, list(first), list(second), list(truth))
         assert "Tango" in exact.method
@@ -215,14 +215,14 @@ class TestIntervals:
     def test_bootstrap_is_paired(self) -> None:
         truth = [0, 1] * 50
         found = [0, 1, 1, 0] * 25
-        metric = metric_for("f1", Classes, classes=2)
+        metric = metric_for("f1", ClassPredictor, classes=2)
         same = difference_interval(metric, found, found, truth)
         assert (same.low, same.high) == (0.0, 0.0)
 
     def test_many_classes_need_little_memory(self) -> None:
         generator = np.random.default_rng(3)
         truth = generator.integers(0, 1000, 5000)
-        metric = metric_for("f1", Classes, classes=1000)
+        metric = metric_for("f1", ClassPredictor, classes=1000)
         assert metric.sums is not None
         # A dense confusion matrix would need 120 MB.
         assert metric.sums(truth, truth).data.nbytes == 3 * 5000 * 8
@@ -233,7 +233,7 @@ class TestIntervals:
         generator = np.random.default_rng(2)
         truth = generator.normal(size=80)
         first, second = truth + 0.1 * generator.normal(size=80), truth + generator.normal(size=80)
-        metric = metric_for("spearmanr", Similarities)
+        metric = metric_for("spearmanr", SimilarityPredictor)
         found = bootstrap(metric, list(first), list(second), list(truth), resamples=200)
         assert -1 < found.low < found.high < 0
 

@@ -13,16 +13,16 @@ import torch
 
 import accel
 from accel.artifact import Artifact
-from accel.artifact.home import accel_home
+from accel.artifact.accel_home import accel_home
 from accel.backends import registry
-from accel.backends.plan import Plan, RunSettings, make_plan
+from accel.backends.plan import Plan, RunPreferences, make_plan
 from accel.backends.sessions import OpenSessions, open_plan
-from accel.capture.graph_forms import Form, FormChecks
+from accel.capture.graph_forms import FormChecks, GraphForm
 from accel.config import SessionOptions
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
 
-PACKED = Form(name="packed", sizes={"batch": 3, "sequence": 6}, padding="right")
+PACKED = GraphForm(name="packed", sizes={"batch": 3, "sequence": 6}, padding="right")
 
 
 def checks_of(artifact: Artifact, compute_dtype: str = "float32", **versions: str) -> FormChecks:
@@ -123,7 +123,7 @@ def test_wrong_bucket_is_not_used(
 
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-bucket"))
     monkeypatch.setattr(backend, "open", open_wrong)
-    session = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(buckets=(8,))))).sessions["model"]
+    session = open_plan(make_plan(artifact, RunPreferences(options=SessionOptions(buckets=(8,))))).sessions["model"]
     with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
         assert (session.run(feeds)["logits"] - expected).abs().max() < 1e-5
     assert "'bucket of 8'" in caplog.text
@@ -136,9 +136,9 @@ def test_wrong_padding_multiples_are_not_used(
     """If the results of a runtime depend on padding, the first padded call detects this before it returns."""
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-steps"))
     plain = open_plan(make_plan(artifact)).sessions["model"]
-    session: Any = open_plan(make_plan(artifact, RunSettings(options=SessionOptions(pad_to_multiple_of=8)))).sessions[
-        "model"
-    ]
+    session: Any = open_plan(
+        make_plan(artifact, RunPreferences(options=SessionOptions(pad_to_multiple_of=8)))
+    ).sessions["model"]
     right = session._plain.run
 
     def run(feeds: dict[str, torch.Tensor], **rest: Any) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def test_left_padded_rows_are_not_padded_if_padding_changes_results(
         feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
         feeds = {spec.name: feeds[spec.name] for spec in artifact.components[0].inputs}
         expected = open_plan(make_plan(artifact)).sessions["model"].run(feeds)["logits"]
-        session = open_plan(make_plan(artifact, RunSettings(options=options))).sessions["model"]
+        session = open_plan(make_plan(artifact, RunPreferences(options=options))).sessions["model"]
         torch.testing.assert_close(session.run(feeds)["logits"], expected, atol=1e-5, rtol=0)
     assert [record.message for record in caplog.records if "padding in front" in record.message]
     assert not [

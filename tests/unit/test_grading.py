@@ -13,22 +13,22 @@ from typing import Any, cast
 
 import pytest
 
-from accel.artifact.reading import build
+from accel.artifact.json_reading import build
 from accel.config import SessionOptions
-from accel.data.encoded_rows import Encoded
+from accel.data.encoded_rows import EncodedRows
 from accel.errors import ConfigError
-from accel.measuring.accuracy.comparison import Comparison, Interval, Scored
+from accel.measuring.accuracy.comparison import Comparison, Interval, ScoredRows
 from accel.measuring.accuracy.evaluation import EvaluationData, rows_a_call
 from accel.measuring.latency.variants import Variant
-from accel.measuring.latency.workloads import Load
+from accel.measuring.latency.workloads import WorkloadSettings
 from accel.tuning import jobs
 from accel.tuning.candidates import Candidate, Recipe
-from accel.tuning.grader import Grader
+from accel.tuning.grader import AccuracyGrader
 from accel.tuning.jobs import Accuracy
-from accel.tuning.subject import Subject, Tried
+from accel.tuning.subject import SearchSubject, TriedCandidate
 
 DATA = EvaluationData(data=[{"text": "a", "label": 0}])
-LOAD = Load(batch=(4, 1), sequence=(8,), texts=None, max_length=None, threads=1, seed=0)
+LOAD = WorkloadSettings(batch=(4, 1), sequence=(8,), texts=None, max_length=None, threads=1, seed=0)
 
 
 def scored(value: float, batch_size: int, drop: float | None = None) -> Accuracy:
@@ -40,7 +40,7 @@ def scored(value: float, batch_size: int, drop: float | None = None) -> Accuracy
             drop_interval=(0.0, 0.0), agreement=1.0,
         )  # fmt: skip
     return Accuracy(
-        metric="accuracy", higher_is_better=True, scored=Scored(value=value, scores={}, predictions=(), seconds=2.0),
+        metric="accuracy", higher_is_better=True, scored=ScoredRows(value=value, scores={}, predictions=(), seconds=2.0),
         rows=1, data={}, comparison=comparison, batch_size=batch_size,
     )  # fmt: skip
 
@@ -73,19 +73,19 @@ class NoStore:
 
 
 def test_accuracy_is_measured_with_batch_and_options_of_the_workload() -> None:
-    subject = Subject(
+    subject = SearchSubject(
         model=cast(Any, type("Model", (), {"task": "text-classification", "hub": type("Hub", (), {"trust_remote_code": False})})),
         baseline=Variant(name="PyTorch", path=Path(), task="text-classification"), digest="", machine={}, versions={},
     )  # fmt: skip
     builder = FakeBuilder()
-    grader = Grader(subject, DATA, cast(Any, NoStore()), cast(Any, builder), LOAD)
+    grader = AccuracyGrader(subject, DATA, cast(Any, NoStore()), cast(Any, builder), LOAD)
     grader.begin()
     recipe = Recipe(stage="quantize", backend="cpu", format="onnx", setting="dynamic-int8")
     candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(buckets=(8, 16)))
     made = cast(
         Any, type("BuiltArtifact", (), {"path": Path(), "recipe": recipe, "facts": type("Facts", (), {"digest": "a"})})
     )
-    tried = Tried(candidate, made)
+    tried = TriedCandidate(candidate, made)
     grader.grade(tried)
     (_, _, data, _), (_, variant, _, _, sizes) = builder.asked
     assert data.batch_size == 4
@@ -114,10 +114,10 @@ def test_largest_drop_of_several_batch_sizes_counts(monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_keep_their_order_if_by_length_is_false() -> None:
-    encoded = Encoded(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]}, padding={"input_ids": 0})
+    encoded = EncodedRows(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]}, padding={"input_ids": 0})
     assert encoded.plan(2) == [[1, 3], [2, 0]]
     assert encoded.plan(2, by_length=False) == [[0, 1], [2, 3]]
-    without_padding = Encoded(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]})
+    without_padding = EncodedRows(tokens={"input_ids": [[1] * 5, [1], [1] * 3, [1]]})
     assert without_padding.plan(2, by_length=False) == [[1, 3], [2], [0]], "unequal lengths cannot share a call"
 
 
@@ -132,4 +132,4 @@ def test_rows_per_call_as_text() -> None:
 @pytest.mark.parametrize("batch", [(), (0,)])
 def test_invalid_batch_size_raises(batch: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="batch is"):
-        Load(batch=batch, sequence=(8,), texts=None, max_length=None, threads=None, seed=0)
+        WorkloadSettings(batch=batch, sequence=(8,), texts=None, max_length=None, threads=None, seed=0)

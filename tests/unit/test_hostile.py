@@ -22,8 +22,8 @@ import transformers
 import accel
 from accel import ORTModel, ORTModelForSequenceClassification, SessionOptions
 from accel.artifact import Artifact
-from accel.artifact.companions import open_companion
 from accel.artifact.manifest import sealed
+from accel.artifact.processor_loading import open_companion
 from accel.data.batches import load_processor
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError
 

@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 
 from accel.config import SessionOptions
-from accel.measuring.accuracy.comparison import Scored
+from accel.measuring.accuracy.comparison import ScoredRows
 from accel.measuring.disturbance import Disturbance
 from accel.measuring.latency.results import Cell, VariantResult
 from accel.measuring.statistics import summarize
 from accel.tuning.candidates import Candidate, Recipe
 from accel.tuning.jobs import Accuracy, ArtifactFacts
-from accel.tuning.objective import Judge
-from accel.tuning.subject import BuiltArtifact, Measurement, Tried
+from accel.tuning.objective import CandidateComparison
+from accel.tuning.subject import BuiltArtifact, Measurement, TriedCandidate
 from accel.tuning.trials import Constraints, Goal
 
 
@@ -34,17 +34,17 @@ def beside(result: VariantResult, anchor: VariantResult, search: str = "") -> Me
     return Measurement(result=result, anchor=anchor, search=search)
 
 
-def screened(name: str, search: str, *, ms: float, pytorch_ms: float) -> Tried:
+def screened(name: str, search: str, *, ms: float, pytorch_ms: float) -> TriedCandidate:
     recipe = Recipe(stage="export", backend=name, format="onnx", setting="float32")
     candidate = Candidate(recipe=recipe, backend=name, device="cpu")
-    return Tried(candidate, cast(Any, None), screen=beside(measured(ms), measured(pytorch_ms), search))
+    return TriedCandidate(candidate, cast(Any, None), screen=beside(measured(ms), measured(pytorch_ms), search))
 
 
 def test_earlier_results_use_the_baseline_of_their_search() -> None:
     """Each result is compared with the baseline of its own search. In this test, other programs made everything in the
     first search a hundred times slower, and the search was interrupted.
     """
-    judge = Judge(Goal(objective="latency", constraints=Constraints()))
+    judge = CandidateComparison(Goal(objective="latency", constraints=Constraints()))
     tried = {
         "before": screened("before", "first", ms=200.0, pytorch_ms=400.0),
         "after": screened("after", "second", ms=1.0, pytorch_ms=4.0),
@@ -61,7 +61,7 @@ def test_candidates_use_the_median_baseline_of_their_search() -> None:
     """A candidate is compared with the median baseline of its search. In this test, another program slowed PyTorch in
     only one round.
     """
-    judge = Judge(Goal(objective="latency", constraints=Constraints()))
+    judge = CandidateComparison(Goal(objective="latency", constraints=Constraints()))
     names = ("one", "two", "hit")
     for name in names:
         judge.tried[name] = screened(name, "first", ms=2.0, pytorch_ms=400.0 if name == "hit" else 4.0)
@@ -72,7 +72,7 @@ def test_other_programs_are_detected_by_pytorch_latencies() -> None:
     """Another program that uses one of two processors is detected: PyTorch's latency is much longer in one measurement
     than in the other, and the candidate's latency is not.
     """
-    judge = Judge(Goal(objective="latency", constraints=Constraints()))
+    judge = CandidateComparison(Goal(objective="latency", constraints=Constraints()))
     judge.tried["one"] = screened("one", "first", ms=1.0, pytorch_ms=3.0)
     judge.tried["two"] = screened("two", "first", ms=1.0, pytorch_ms=4.0)
     assert not judge.disturbed()
@@ -95,10 +95,10 @@ def rounds(times: list[float]) -> VariantResult:
     return VariantResult(name="one", cells=(cell,))
 
 
-def survivor(recipe: Recipe, times: list[float], anchor: list[float] = PYTORCH, **options: Any) -> Tried:
+def survivor(recipe: Recipe, times: list[float], anchor: list[float] = PYTORCH, **options: Any) -> TriedCandidate:
     candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(**options))
     comparison = cast(Any, SimpleNamespace(excess=lambda budget: 0.0, in_a_table=dict))
-    scored = Scored(value=0.9, scores={}, predictions=(), seconds=1.0)
+    scored = ScoredRows(value=0.9, scores={}, predictions=(), seconds=1.0)
     accuracy = Accuracy(
         metric="accuracy", higher_is_better=True, scored=scored, rows=10, data={}, comparison=comparison, batch_size=1,
         by_batch={"1": 0.9},
@@ -107,11 +107,11 @@ def survivor(recipe: Recipe, times: list[float], anchor: list[float] = PYTORCH, 
         recipe, Path(), ArtifactFacts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0)
     )
     measurement = beside(rounds(times), rounds(anchor))
-    return Tried(candidate, built, screen=measurement, final=measurement, accuracy=accuracy)
+    return TriedCandidate(candidate, built, screen=measurement, final=measurement, accuracy=accuracy)
 
 
-def judged(*group: Tried, objective: Any = "latency") -> Judge:
-    judge = Judge(Goal(objective=objective, constraints=Constraints()))
+def judged(*group: TriedCandidate, objective: Any = "latency") -> CandidateComparison:
+    judge = CandidateComparison(Goal(objective=objective, constraints=Constraints()))
     judge.tried.update({str(one.candidate): one for one in group})
     return judge
 
@@ -119,7 +119,7 @@ def judged(*group: Tried, objective: Any = "latency") -> Judge:
 NOISE = [1.02, 0.97, 1.0, 0.98, 1.01, 0.96, 0.99, 0.97, 1.03, 0.98, 0.97, 1.01]
 
 
-def kept(*group: Tried, objective: Any = "latency") -> tuple[str, dict[str, str]]:
+def kept(*group: TriedCandidate, objective: Any = "latency") -> tuple[str, dict[str, str]]:
     judge = judged(*group, objective=objective)
     winner = judge.best(judge.finals())
     assert winner is not None

@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from accel.measuring.accuracy.comparison import Scored, compare
+from accel.measuring.accuracy.comparison import ScoredRows, compare
 from accel.measuring.accuracy.predictors import metric_for
-from accel.tasks.depth_estimation import Depths
-from accel.tasks.image_segmentation import Segments
-from accel.tasks.image_to_image import Pixels
-from accel.tasks.object_detection import Detections
+from accel.tasks.depth_estimation import DepthErrorPredictor
+from accel.tasks.image_segmentation import SegmentationPredictor
+from accel.tasks.image_to_image import PixelErrorPredictor
+from accel.tasks.object_detection import DetectionPredictor
 
-METRICS = {name: metric for kind in (Detections, Segments, Depths, Pixels) for name, metric in kind.metrics(2).items()}
+METRICS = {
+    name: metric
+    for kind in (DetectionPredictor, SegmentationPredictor, DepthErrorPredictor, PixelErrorPredictor)
+    for name, metric in kind.metrics(2).items()
+}
 
 SQUARE = (10.0, 10.0, 50.0, 50.0)
 
@@ -103,7 +107,7 @@ class TestBoxes:
         references = [[object_at(*SQUARE)]] * 20
         metric = METRICS["map"]
         scored = [
-            Scored(value=metric.compute(one, references)["map"], scores={}, predictions=tuple(one), seconds=1.0)
+            ScoredRows(value=metric.compute(one, references)["map"], scores={}, predictions=tuple(one), seconds=1.0)
             for one in (good, bad)
         ]
         comparison = compare(metric, *scored, references, against="good", agreement=None)
@@ -123,7 +127,7 @@ class TestAreas:
         assert scores["mean_accuracy"] == pytest.approx((2 / 3 + 6 / 7) / 2)
 
     def test_row_sums_give_the_metric(self) -> None:
-        for name in Segments.metrics(2):
+        for name in SegmentationPredictor.metrics(2):
             metric = METRICS[name]
             assert metric.sums is not None
             assert metric.finish is not None
@@ -145,6 +149,6 @@ def test_psnr_is_the_mean_of_rows() -> None:
 
 
 def test_metrics_are_found_by_name() -> None:
-    assert metric_for(None, Segments).name == "mean_iou"
+    assert metric_for(None, SegmentationPredictor).name == "mean_iou"
     for name, metric in METRICS.items():
         assert metric.name == name

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from accel.artifact import Artifact, RunRecord
-from accel.backends.plan import RunSettings, make_plan
+from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.config import SessionOptions, available_processors
 from accel.errors import ConfigError
@@ -66,7 +66,7 @@ def test_recorded_provider_options_not_in_the_spec_are_refused(
 @pytest.mark.parametrize("name", ["threads", "inter_op_threads"])
 def test_a_million_threads_are_refused(recorded: Callable[..., Artifact], name: str) -> None:
     with pytest.raises(ConfigError, match=f"SessionOptions.{name} is 1000000"):
-        open_plan(make_plan(recorded(), RunSettings(options=SessionOptions(**{name: 1_000_000}))))
+        open_plan(make_plan(recorded(), RunPreferences(options=SessionOptions(**{name: 1_000_000}))))
 
 
 def test_recorded_threads_are_limited_to_the_processors(recorded: Callable[..., Artifact]) -> None:
@@ -84,7 +84,7 @@ def test_settings_recorded_by_tune_are_applied(recorded: Callable[..., Artifact]
 
 def test_user_settings_override_refused_recorded_settings(recorded: Callable[..., Artifact], tmp_path: Path) -> None:
     artifact = recorded(session={"profile": str(tmp_path / "no")})
-    own = RunSettings(options=SessionOptions(profile=str(tmp_path / "yes")))
+    own = RunPreferences(options=SessionOptions(profile=str(tmp_path / "yes")))
     opened = open_plan(make_plan(artifact, own))
     opened.close()
     assert not (tmp_path / "no").exists()

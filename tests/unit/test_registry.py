@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accel.artifact import Artifact
-from accel.artifact.resolved_model import Resolved
+from accel.artifact.resolved_model import ResolvedModel
 from accel.backends import doctor, plan, registry
 from accel.backends.stage_plan import plan_stage
 from accel.config import PrepareConfig
@@ -46,7 +46,7 @@ def select(specs: list[BackendSpec], probes: list[Probe], **changes: object) -> 
     found = {s.name: p for s, p in zip(specs, probes, strict=True)}
     inventory = registry.Inventory(specs=tuple(specs), probe=lambda spec: found[spec.name], missing=lambda spec: None)
     named = inventory.spec(backend) if isinstance(backend, str) else None
-    return plan.select(plan.Question(**question), inventory, named)  # type: ignore[arg-type]
+    return plan.select(plan.SelectionRequest(**question), inventory, named)  # type: ignore[arg-type]
 
 
 def test_backend_with_highest_priority_is_selected() -> None:
@@ -155,7 +155,7 @@ def test_only_candidates_are_probed_until_one_fits() -> None:
         return probes[spec.name]
 
     inventory = registry.Inventory(specs=specs, probe=probe, missing=lambda spec: None)
-    question = plan.Question("onnx", "text-classification", "float32")
+    question = plan.SelectionRequest("onnx", "text-classification", "float32")
     assert plan.select(question, inventory).backend == "b"
     assert probed == ["c", "b"]
 
@@ -164,7 +164,7 @@ def test_plan_depends_only_on_its_arguments(tiny_artifact: Callable[..., Artifac
     export = Capability(stage="export", produces="onnx")
     made = standard_only("a", export)
     inventory = registry.Inventory(specs=(made,), probe=lambda spec: CPU, missing=lambda spec: None)
-    weights = Resolved(kind="weights", id="org/name", task="text-classification", folder=tmp_path)
+    weights = ResolvedModel(kind="weights", id="org/name", task="text-classification", folder=tmp_path)
     found = plan.make_plan(weights, inventory=inventory)
     assert (found.backend, found.artifact, str(found.device)) == (made, None, "cpu")
     assert found.exporter is not None
@@ -306,7 +306,7 @@ def test_missing_extra_is_the_remedy(monkeypatch: pytest.MonkeyPatch, tiny_artif
         monkeypatch, ("v", "spec_v", spec("v", requires=("no_such_vendor",), impl="accel_plugins.v:B", extra="vendor"))
     )
     with pytest.raises(BackendUnavailableError, match="no_such_vendor is not installed") as info:
-        plan.make_plan(artifact, plan.RunSettings(backend="v")).check()
+        plan.make_plan(artifact, plan.RunPreferences(backend="v")).check()
     assert 'pip install "accel-transformers[vendor]"' in str(info.value)
 
 

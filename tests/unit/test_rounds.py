@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from accel.measuring.latency import rounds
-from accel.measuring.latency.rounds import Measured, restart, warm_up
-from accel.measuring.latency.variants import Block, Variant, Workload
+from accel.measuring.latency.rounds import MeasuredVariant, restart, warm_up
+from accel.measuring.latency.variants import CallBlock, Variant, Workload
 from accel.measuring.processes import WorkerLostError
 from accel.measuring.report import text_table
 
@@ -28,24 +28,26 @@ class FakeWorker:
 
     def prepare(self, workload: Workload) -> None: ...
 
-    def time(self, workload: str, calls: int, first: int = 0, traffic: Any = None, timeout_s: float = 600.0) -> Block:
+    def time(
+        self, workload: str, calls: int, first: int = 0, traffic: Any = None, timeout_s: float = 600.0
+    ) -> CallBlock:
         if self.dies:
             raise WorkerLostError("it died")
         if self.calls and self.milliseconds > self.never:
             raise WorkerLostError("no answer", late=True)
         self.calls += calls
-        return Block((self.milliseconds,) * calls, calls * self.milliseconds / 1000, 0.0)
+        return CallBlock((self.milliseconds,) * calls, calls * self.milliseconds / 1000, 0.0)
 
     def hang_up(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def measured(name: str, worker: FakeWorker) -> Measured:
-    return Measured(Variant(name=name, path=Path(), task="text-classification"), worker)  # type: ignore[arg-type]
+def measured(name: str, worker: FakeWorker) -> MeasuredVariant:
+    return MeasuredVariant(Variant(name=name, path=Path(), task="text-classification"), worker)  # type: ignore[arg-type]
 
 
-def group(*workers: FakeWorker) -> list[Measured]:
+def group(*workers: FakeWorker) -> list[MeasuredVariant]:
     return [measured(str(place), worker) for place, worker in enumerate((FakeWorker(10.0), *workers))]
 
 

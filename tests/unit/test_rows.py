@@ -1,4 +1,4 @@
-"""Tests of `Rows`, which stores the rows of a padded batch without padding."""
+"""Tests of `MaskColumns`, which stores the rows of a padded batch without padding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel.errors import InputError
-from accel_plugins.cuda.forms.rows import Rows
+from accel_plugins.cuda.forms.rows import MaskColumns
 
 
 def mask_of(*rows: str) -> torch.Tensor:
@@ -14,7 +14,7 @@ def mask_of(*rows: str) -> torch.Tensor:
 
 
 def test_padding_moves_after_the_tokens() -> None:
-    rows = Rows(3)
+    rows = MaskColumns(3)
     added = rows.extend(mask_of("0011", "1111", "1100"))
     assert added.counts.tolist() == [2, 4, 2]
     assert added.order.tolist() == [[2, 3, 0, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
@@ -25,12 +25,12 @@ def test_padding_moves_after_the_tokens() -> None:
 
 
 def test_columns_with_only_padding_are_dropped() -> None:
-    added = Rows(2).extend(mask_of("0011", "0001"))
+    added = MaskColumns(2).extend(mask_of("0011", "0001"))
     assert added.order.tolist() == [[2, 3], [3, 0]]
 
 
 def test_steps_crops_and_selections() -> None:
-    rows = Rows(2)
+    rows = MaskColumns(2)
     rows.extend(mask_of("011", "111"))
     rows.step()
     rows.step()
@@ -47,7 +47,7 @@ def test_steps_crops_and_selections() -> None:
 
 
 def test_changed_mask_is_refused() -> None:
-    rows = Rows(1)
+    rows = MaskColumns(1)
     rows.extend(mask_of("011"))
     with pytest.raises(InputError, match="earlier"):
         rows.extend(mask_of("1111"))
@@ -58,13 +58,13 @@ def test_changed_mask_is_refused() -> None:
 
 @pytest.mark.parametrize(("row", "unbroken"), [("0011", True), ("1100", True), ("1011", False), ("1111", True)])
 def test_padding_between_tokens_is_detected(row: str, unbroken: bool) -> None:
-    rows = Rows(2)
+    rows = MaskColumns(2)
     rows.extend(mask_of("1111", row))
     assert rows.unbroken is unbroken
 
 
 def test_tokens_after_right_padding_are_not_contiguous() -> None:
-    rows = Rows(1)
+    rows = MaskColumns(1)
     rows.extend(mask_of("1100"))
     assert rows.unbroken
     rows.step()

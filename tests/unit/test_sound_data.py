@@ -19,10 +19,10 @@ from accel.data.rows import load_rows
 from accel.data.sound_rows import encode_sounds, wave_of
 from accel.errors import InputError
 from accel.measuring.accuracy.predictors import metric_for
-from accel.tasks.audio_frame_classification import Frames
-from accel.tasks.audio_xvector import Voices
-from accel.tasks.ctc import Transcripts
-from accel.tasks.text_ranking import Rankings
+from accel.tasks.audio_frame_classification import FramePredictor
+from accel.tasks.audio_xvector import SpeakerSimilarityPredictor
+from accel.tasks.ctc import TranscriptPredictor
+from accel.tasks.text_ranking import RankingPredictor
 from accel.testing.sounds import RATE, tiny_sound
 
 WAVE = tiny_sound(0.5)
@@ -154,13 +154,13 @@ def test_wav_without_samples_is_refused() -> None:
 )
 def test_error_rates(found: list[str], true: list[str], wer: float, cer: float | None) -> None:
     """The error rates equal values computed by hand: the number of edits divided by the length of the reference."""
-    assert metric_for(None, Transcripts).compute(found, true)["wer"] == pytest.approx(wer)
+    assert metric_for(None, TranscriptPredictor).compute(found, true)["wer"] == pytest.approx(wer)
     if cer is not None:
-        assert metric_for("cer", Transcripts).compute(found, true)["cer"] == pytest.approx(cer)
+        assert metric_for("cer", TranscriptPredictor).compute(found, true)["cer"] == pytest.approx(cer)
 
 
 def test_equal_error_rate() -> None:
-    eer = metric_for(None, Voices)
+    eer = metric_for(None, SpeakerSimilarityPredictor)
     assert eer.compute([0.9, 0.8, 0.2, 0.1], [1, 1, 0, 0])["eer"] == pytest.approx(0.0)
     # At any threshold between 0.4 and 0.6, one of the four positive pairs and one of the four negative pairs are
     # misclassified.
@@ -171,7 +171,7 @@ def test_equal_error_rate() -> None:
 
 
 def test_frame_accuracy_ignores_unlabelled_frames() -> None:
-    found = metric_for(None, Frames).compute([[0, 1, 2], [1]], [[0, 2, -100], [1]])
+    found = metric_for(None, FramePredictor).compute([[0, 1, 2], [1]], [[0, 2, -100], [1]])
     assert found["accuracy"] == pytest.approx(2 / 3)
 
 
@@ -180,7 +180,7 @@ def test_ranking_metrics() -> None:
     from sklearn.metrics import ndcg_score
 
     rows = [([0.9, 0.1, 0.5, 0.3], [0.0, 1.0, 1.0, 0.0]), ([0.2, 0.8], [0.0, 1.0])]
-    scores = metric_for(None, Rankings).compute([row[0] for row in rows], [row[1] for row in rows])
+    scores = metric_for(None, RankingPredictor).compute([row[0] for row in rows], [row[1] for row in rows])
     expected = np.mean([ndcg_score([true], [found], k=10) for found, true in rows])
     assert scores["ndcg@10"] == pytest.approx(expected)
     assert scores["mrr@10"] == pytest.approx((1 / 2 + 1) / 2)
@@ -189,7 +189,7 @@ def test_ranking_metrics() -> None:
 
 @pytest.mark.parametrize("name", ["ndcg@10", "mrr@10", "map"])
 def test_equal_scores_give_a_low_ranking_metric(name: str) -> None:
-    metric = metric_for(name, Rankings)
+    metric = metric_for(name, RankingPredictor)
     assert (
         metric.compute([[0.5] * 3], [[1.0, 0.0, 0.0]])[name]
         < metric.compute([[0.5, 0.1, 0.1]], [[1.0, 0.0, 0.0]])[name]

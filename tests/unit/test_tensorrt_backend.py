@@ -21,7 +21,7 @@ import torch
 
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
-from accel.backends.plan import Question, select
+from accel.backends.plan import SelectionRequest, select
 from accel.backends.stage_plan import plan_stage
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
@@ -33,25 +33,25 @@ from accel.errors import (
     TargetMismatchError,
 )
 from accel.interfaces.protocols import OpenRequest
-from accel.interfaces.session_contract import ValueCheck
-from accel.interfaces.shape_profiles import Sizes, read_profile, shapes_of
+from accel.interfaces.session_contract import InputValueCheck
+from accel.interfaces.shape_profiles import AxisSizes, read_profile, shapes_of
 from accel.interfaces.specs import DeviceSpec, Probe
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import tiny_model
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
-from accel_plugins.ortkit.runtime.nvidia import TENSORRT, Facts, judge
+from accel_plugins.ortkit.runtime.nvidia import TENSORRT, NvidiaFacts, judge
 from accel_plugins.tensorrt import FORMAT, SPEC, building, engines
 from accel_plugins.tensorrt import backend as backend_module
 from accel_plugins.tensorrt.backend import TensorrtBackend
 from accel_plugins.tensorrt.building import EngineExporter, build
-from accel_plugins.tensorrt.caches import Machine, engine_cache, timing_cache
+from accel_plugins.tensorrt.caches import EngineMachine, engine_cache, timing_cache
 from accel_plugins.tensorrt.engines import build_plan, check_precisions, computed_types
 from accel_plugins.tensorrt.options import precision_flags, precisions, read_options
 from accel_plugins.tensorrt.profiles import complete, provider_options
 
 GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
-HERE = Machine(gpu="NVIDIA H200", arch="sm_90", tensorrt="10.13.0", driver="580.159")
+HERE = EngineMachine(gpu="NVIDIA H200", arch="sm_90", tensorrt="10.13.0", driver="580.159")
 IDS = TensorSpec("input_ids", "int64", ("batch", "sequence"))
 PAST = TensorSpec("past.0.key", "float32", ("batch", 12, "past_sequence", 64), role="cache")
 COMPONENT = Component(
@@ -79,7 +79,7 @@ HEALTHY: dict[str, Any] = {
 
 def test_profiles_are_parsed() -> None:
     found = read_profile("batch=1:8:32, sequence=128")
-    assert found == {"batch": Sizes(1, 8, 32), "sequence": Sizes(128, 128, 128)}
+    assert found == {"batch": AxisSizes(1, 8, 32), "sequence": AxisSizes(128, 128, 128)}
     assert read_profile("") == {}
 
 
@@ -90,20 +90,20 @@ def test_invalid_profiles_are_refused(text: str) -> None:
 
 
 def test_profile_covers_every_axis() -> None:
-    assert complete(COMPONENT, {}) == {"batch": Sizes(1, 8, 32), "sequence": Sizes(1, 128, 384)}
-    assert complete(COMPONENT, {"batch": Sizes(1, 1, 1)}, {"sequence": 64, "batch": 9}) == {
-        "batch": Sizes(1, 1, 1),
-        "sequence": Sizes(64, 64, 64),
+    assert complete(COMPONENT, {}) == {"batch": AxisSizes(1, 8, 32), "sequence": AxisSizes(1, 128, 384)}
+    assert complete(COMPONENT, {"batch": AxisSizes(1, 1, 1)}, {"sequence": 64, "batch": 9}) == {
+        "batch": AxisSizes(1, 1, 1),
+        "sequence": AxisSizes(64, 64, 64),
     }
     cached = replace(COMPONENT, inputs=(IDS, PAST))
-    assert complete(cached, {})["past_sequence"] == Sizes(1, 128, 512)
+    assert complete(cached, {})["past_sequence"] == AxisSizes(1, 128, 512)
 
 
 def test_profile_must_fit_the_graph() -> None:
     with pytest.raises(ConfigError, match="no axis 'length'"):
-        complete(COMPONENT, {"length": Sizes(1, 1, 1)})
+        complete(COMPONENT, {"length": AxisSizes(1, 1, 1)})
     with pytest.raises(ConfigError, match="the model has 384"):
-        complete(COMPONENT, {"sequence": Sizes(1, 128, 512)})
+        complete(COMPONENT, {"sequence": AxisSizes(1, 128, 512)})
 
 
 def test_profiles_become_provider_options() -> None:
@@ -127,7 +127,7 @@ def test_graphs_with_fixed_shapes_need_no_profile() -> None:
 
 def test_options_are_read() -> None:
     found = read_options({"trt_max_workspace_size": 1 << 30, "trt_sparsity_enable": True, "profile": "batch=4"}, GPU)
-    assert found.profile == {"batch": Sizes(4, 4, 4)}
+    assert found.profile == {"batch": AxisSizes(4, 4, 4)}
     assert found.provider == {"trt_max_workspace_size": "1073741824", "trt_sparsity_enable": "1", "device_id": "0"}
 
 
@@ -206,14 +206,14 @@ def test_precision_of_an_engine() -> None:
 
 
 def test_cache_folders_depend_on_all_settings(portable: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:
-    profile = {"batch": Sizes(1, 8, 32)}
+    profile = {"batch": AxisSizes(1, 8, 32)}
     base = engine_cache(portable, "model", HERE, profile, "float16")
     assert base == engine_cache(portable, "model", HERE, dict(profile), "float16")
     assert json.loads((base / "engine.json").read_text())["profile"] == {"batch": "1:8:32"}
     others = [
         engine_cache(tiny_artifact("bert"), "model", HERE, profile, "float16"),
         engine_cache(portable, "decoder", HERE, profile, "float16"),
-        engine_cache(portable, "model", HERE, {"batch": Sizes(1, 8, 33)}, "float16"),
+        engine_cache(portable, "model", HERE, {"batch": AxisSizes(1, 8, 33)}, "float16"),
         engine_cache(portable, "model", HERE, profile, "int8"),
     ]
     others += [
@@ -281,14 +281,14 @@ def test_engine_for_another_machine_is_refused(
 def test_each_missing_requirement_has_reason_and_remedy(
     changes: dict[str, Any], code: str, says: str, remedy: str
 ) -> None:
-    probe = judge(Facts(**{**HEALTHY, **changes}))
+    probe = judge(NvidiaFacts(**{**HEALTHY, **changes}))
     assert [reason.code for reason in probe.reasons] == [code]
     assert says in probe.reasons[0].message
     assert remedy in probe.reasons[0].remedy
 
 
 def test_machine_without_the_tensorrt_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "survey", lambda provider: Facts(**HEALTHY))
+    monkeypatch.setattr(backend_module, "survey", lambda provider: NvidiaFacts(**HEALTHY))
     monkeypatch.setattr(backend_module, "tensorrt_version", lambda: None)
     assert [reason.code for reason in TensorrtBackend().probe().reasons] == ["no-tensorrt"]
     monkeypatch.setattr(backend_module, "tensorrt_version", lambda: "10.13.0")
@@ -298,7 +298,7 @@ def test_machine_without_the_tensorrt_package(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_probe_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(provider: str) -> Facts:
+    def broken(provider: str) -> NvidiaFacts:
         raise OSError("a library in an unknown state")
 
     monkeypatch.setattr(backend_module, "survey", broken)
@@ -309,7 +309,7 @@ def test_tensorrt_is_selected_only_by_name() -> None:
     cpu = registry.describe("cpu")
     probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "tensorrt": Probe(devices=(GPU,))}
     inventory = registry.Inventory(specs=(cpu, SPEC), probe=lambda spec: probes[spec.name], missing=lambda spec: None)
-    question = Question("onnx", "text-classification", "float32")
+    question = SelectionRequest("onnx", "text-classification", "float32")
     assert select(question, inventory).backend == "cpu"
     assert select(question, inventory, SPEC).backend == "tensorrt"
     assert registry.describe("TensorrtExecutionProvider") is SPEC
@@ -466,7 +466,7 @@ def test_artifact_with_an_engine(
 ) -> None:
     out = tmp_path / "engine"
     out.mkdir()
-    made = build(portable, out, device=GPU, machine=HERE, profile={"batch": Sizes(1, 2, 4)})
+    made = build(portable, out, device=GPU, machine=HERE, profile={"batch": AxisSizes(1, 2, 4)})
     loaded = Artifact.load(out)
     assert loaded.format == FORMAT
     assert loaded.manifest.target == {"gpu": "NVIDIA H200", "arch": "sm_90", "tensorrt": "10.13.0"}
@@ -535,7 +535,7 @@ def test_engine_session_checks_its_inputs(
     session = TensorrtBackend().open(made, OpenRequest(device=GPU))["model"]
     ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
     waited: list[bool] = []
-    monkeypatch.setattr(ValueCheck, "waiting", lambda self, feeds: waited.append(True))
+    monkeypatch.setattr(InputValueCheck, "waiting", lambda self, feeds: waited.append(True))
     assert session.run({"input_ids": ids, "attention_mask": mask})["logits"].shape == (2, 3)
     assert waited, "ids on the GPU are looked at as well"
     limit = component.max_sizes["sequence"]
@@ -581,5 +581,5 @@ def test_profile_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe(devices=(GPU,), versions={"tensorrt": "10.13.0", "driver": "1"})
     config = ExportConfig(options={"profile": "batch=1:4:16"})
     EngineExporter(lambda: probe).export(None, task="x", config=config, out=Path("out"))  # type: ignore[arg-type]
-    assert seen["profile"] == {"batch": Sizes(1, 4, 16)}
+    assert seen["profile"] == {"batch": AxisSizes(1, 4, 16)}
     assert seen["machine"].target() == HERE.target()

@@ -131,7 +131,7 @@ class CalibrationRanges:
     config: CalibrationConfig
 
 
-class Recorded(list[dict[str, Any]]):
+class RecordedBatches(list[dict[str, Any]]):
     """Calibration batches with a record of their data set for the manifest."""
 
     def __init__(self, ranges: CalibrationRanges) -> None:

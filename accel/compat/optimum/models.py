@@ -21,7 +21,7 @@ from ...models import base
 from ...models.encoder_decoder import EncoderDecoder
 from ...models.generation_mixin import Generator
 from ...models.persistence import save_model
-from .parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, files_before, runtime_of
+from .graph_parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, file_name_of, files_before, runtime_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class PooledOutput(BaseModelOutputWithPooling, BaseModelOutput):  # type: ignore
     """
 
 
-class Words(base.ORTModel):
+class OptimumModelMixin(base.ORTModel):
     """Base class with Optimum's behaviour: saving replaces existing files, and there are more arguments and attributes."""
 
     _use_cache: bool | None = None
@@ -178,7 +178,7 @@ class Words(base.ORTModel):
         save_model(self.artifact, config, target, generation_config=generation, overwrite=True, companions=False)
 
 
-class Writes(Words, Generator):
+class OptimumGenerationMixin(OptimumModelMixin, Generator):
     """Base class of generating models with Optimum's behaviour."""
 
     @property
@@ -199,7 +199,7 @@ class Writes(Words, Generator):
         )
 
 
-class WithEncoder(Writes, EncoderDecoder):
+class OptimumEncoderDecoderMixin(OptimumGenerationMixin, EncoderDecoder):
     """Base class of encoder-decoder models. Scripts for Optimum access their graphs individually."""
 
     # Whisper's `generate` sets this attribute. A model with several graphs has no single session.
@@ -234,7 +234,7 @@ class WithEncoder(Writes, EncoderDecoder):
         return [*found, following] if following is not None and following.path != self.decoder.path else found
 
 
-class ORTModel(Words):
+class ORTModel(OptimumModelMixin):
     """A model for any task. `from_pretrained` returns an instance of the class for the model's task."""
 
     _any_task = True
@@ -244,7 +244,7 @@ class ORTModel(Words):
         return ort_class(base.model_class(task).__name__) if cls is ORTModel else super()._for_task(task)
 
 
-class OVModel(Words):
+class OVModel(OptimumModelMixin):
     """A model for any task on OpenVINO. If a folder has only PyTorch weights, they are exported."""
 
     _any_task = True
@@ -336,13 +336,13 @@ class OVModel(Words):
         self._open()
 
 
-def _of_kind(name: str, kind: type[Words], original: type[base.ORTModel]) -> type[Any]:
+def _of_kind(name: str, kind: type[OptimumModelMixin], original: type[base.ORTModel]) -> type[Any]:
     facts = {"__module__": __name__, "__doc__": original.__doc__, "task": original.task}
     kinds: tuple[type[Any], ...] = (kind,)
     if issubclass(original, EncoderDecoder):
-        kinds = (WithEncoder, kind)
+        kinds = (OptimumEncoderDecoderMixin, kind)
     elif issubclass(original, Generator):
-        kinds = (Writes, kind)
+        kinds = (OptimumGenerationMixin, kind)
     made = type(name, (*kinds, original), facts)
     # Pickle finds the class by its name in this module.
     globals()[name] = made
@@ -392,7 +392,7 @@ def pipeline(
     if task is not None:
         for name in set(unknown_arguments(pipeline_class(task), settings)) - loading_arguments():
             logger.warning("The pipeline %s passes %s=%r over.", task, name, settings.pop(name))
-    kind: type[Words] = OVModel if accelerator in ("ov", "openvino") else ORTModel
+    kind: type[OptimumModelMixin] = OVModel if accelerator in ("ov", "openvino") else ORTModel
     settings = {name: value for name, value in settings.items() if name != "use_fast"}
     if model is None:
         model, settings["revision"] = usual_model(task, settings.get("revision"))

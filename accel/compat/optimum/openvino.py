@@ -16,11 +16,11 @@ from ...config import QuantizeConfig, SessionOptions
 from ...errors import ConfigError, QuantizeError, did_you_mean
 from ...models.arguments import session_options_of
 from ...stages.quantize import quantize
-from ...tuning.accuracy_budget import quantize as quantize_with_data
+from ...tuning.quantize_within_budget import quantize as quantize_with_data
 from .calibration import batches_of, calibration_rows, only_inputs
-from .placing import without_mark
+from .output_folders import without_mark
 from .predefined import OTHERS, PREDEFINED, predefined_rows
-from .records import Record
+from .records import SavedSettings
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ def settings_from(config: Any) -> Quantization:
     return OVQuantizationConfig(**values) if static else OVWeightQuantizationConfig(**values)
 
 
-class OVConfig(Record):
+class OVConfig(SavedSettings):
     """optimum-intel's settings file, `openvino_config.json`.
 
     Attributes:

@@ -18,13 +18,13 @@ from ...stages.quantize import quantize
 from .calibration import (
     CalibrationConfig,
     CalibrationRanges,
-    Recorded,
+    RecordedBatches,
     batches_of,
     calibration_rows,
     member,
     only_inputs,
 )
-from .placing import nodes_of, place, source_of
+from .output_folders import nodes_of, place, source_of
 from .records import ORTConfig
 
 logger = logging.getLogger(__name__)
@@ -381,7 +381,7 @@ class ORTQuantizer:
         if quantization_config.nodes_to_quantize:
             others = _other_nodes(self._source, quantization_config.nodes_to_quantize)
             config = QuantizeConfig.from_dict({**config.to_dict(), "exclude": (*config.exclude, *others)})
-        calibration = Recorded(ranges) if static and ranges else None
+        calibration = RecordedBatches(ranges) if static and ranges else None
         with scratch() as folder:
             made = quantize(self._source, folder / "made", calibration=calibration, config=config)
             target = place(made, save_dir, file_suffix)

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ...artifact.reading import read_json
+from ...artifact.json_reading import read_json
 from ...errors import ArtifactNotFoundError
 
 
@@ -24,7 +24,7 @@ def as_json(value: Any) -> Any:
     return [as_json(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-class Record:
+class SavedSettings:
     """Base class for settings that are saved in a file of a folder."""
 
     CONFIG_NAME: ClassVar[str]
@@ -53,7 +53,7 @@ class Record:
         return cls(**read_json(path))
 
 
-class ORTConfig(Record):
+class ORTConfig(SavedSettings):
     """The settings that a graph was made with, saved as `ort_config.json`.
 
     Attributes:

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ...artifact.companions import open_generation_config
+from ...artifact.processor_loading import open_generation_config
 from ...errors import ConfigError, TaskError
 from ...models.generation_mixin import length_of_short_texts
-from .text_fronts import Facts
+from .text_fronts import TextModelFacts
 from .triton_config import TritonConfig
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _OFF: Mapping[str, tuple[object, ...]] = {
 _OF_BEAMS = ("early_stopping", "length_penalty", "diversity_penalty")
 
 
-def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
+def generator_settings(facts: TextModelFacts, config: TritonConfig) -> dict[str, Any]:
     """Return the settings of the generation loop.
 
     Raises:
@@ -87,7 +87,7 @@ def generator_settings(facts: Facts, config: TritonConfig) -> dict[str, Any]:
     }
 
 
-def _limit(facts: Facts) -> int | None:
+def _limit(facts: TextModelFacts) -> int | None:
     """Return the greatest number of tokens in the prompt and the generated text together, or `None`.
 
     With LongRoPE, the limit is the original training length: if one row becomes longer, the rotary angles change for all rows of the batch.
@@ -107,7 +107,7 @@ def _limit(facts: Facts) -> int | None:
     return short
 
 
-def _generation(facts: Facts) -> dict[str, Any]:
+def _generation(facts: TextModelFacts) -> dict[str, Any]:
     """Return the ids of the end tokens, and the default options from the model's generation config."""
     config = open_generation_config(facts.artifact.path, facts.config)
     fields = {name: value for name, value in config.to_diff_dict().items() if not name.startswith(("_", "output_"))}

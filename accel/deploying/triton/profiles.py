@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from ...artifact.manifest import Artifact
 from ...errors import ConfigError
-from ...interfaces.shape_profiles import LONGEST, Sizes, axes_of, read_profile
+from ...interfaces.shape_profiles import LONGEST, AxisSizes, axes_of, read_profile
 
 
-def profile_of(artifact: Artifact, configured: str, rows: int, length: int | None) -> dict[str, Sizes]:
+def profile_of(artifact: Artifact, configured: str, rows: int, length: int | None) -> dict[str, AxisSizes]:
     """Return the smallest, usual and largest size of every dynamic input axis.
 
     The sizes come from the configured profile, or from the profile that an engine was built with. Axes without a profile get a range that
@@ -40,8 +40,8 @@ def profile_of(artifact: Artifact, configured: str, rows: int, length: int | Non
     if unknown:
         raise ConfigError(f"The graph has no axis {min(unknown)!r}.", fix=f"use {', '.join(axes)}.")
     most = length or component.max_sizes.get("sequence", LONGEST)
-    usual = {"batch": Sizes(1, min(8, rows), rows)}
-    profile = {axis: asked.get(axis) or usual.get(axis) or Sizes(1, min(128, most), most) for axis in axes}
+    usual = {"batch": AxisSizes(1, min(8, rows), rows)}
+    profile = {axis: asked.get(axis) or usual.get(axis) or AxisSizes(1, min(128, most), most) for axis in axes}
     for axis, needed in (("batch", rows), ("sequence", length)):
         sizes = profile.get(axis)
         if not built and sizes is not None and needed is not None and not (sizes.least <= 1 and sizes.most >= needed):

@@ -13,8 +13,8 @@ from typing import Any
 
 from ... import progress
 from ...artifact.checksums import sha256
-from ...artifact.companions import open_companion
 from ...artifact.manifest import Artifact
+from ...artifact.processor_loading import open_companion
 from ...artifact.writing import check_output, staging
 from ...data.batches import longest
 from ...errors import ArtifactNotFoundError, ConfigError, TaskError
@@ -34,7 +34,7 @@ from .graph_models import (
     write_graph,
 )
 from .model_config import model_config, tensor, write
-from .text_fronts import Facts, Tensor, TextFront
+from .text_fronts import TextFront, TextModelFacts, TritonTensor
 from .triton_config import TritonConfig
 
 logger = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class _TextWriter(_Writer):
                 "Triton's backend for this graph fixes its batch, and an ensemble needs it free.",
                 fix="deploy it with --layout text.",
             )
-        text = (Tensor(name="TEXT", dtype="string"),)
+        text = (TritonTensor(name="TEXT", dtype="string"),)
         component, reads = self.artifact.components[0], self.front.reads(self.facts)
         ids = tensors(component.inputs, 1)
         returned = tensors([spec for spec in component.outputs if spec.name in reads], 1)
@@ -324,7 +324,7 @@ class _TextWriter(_Writer):
         self._labels(folder)
         return {self.name: "ensemble", tokenizer: "python", last: "python"}
 
-    def _interface(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Fields:
+    def _interface(self, name: str, inputs: Sequence[TritonTensor], outputs: Sequence[TritonTensor]) -> Fields:
         """Return the configuration fields of a Python model or an ensemble: name, tensors and version policy."""
         return {
             "name": name,
@@ -368,7 +368,7 @@ class _TextWriter(_Writer):
             (folder / LABELS).write_text("".join(f"{label}\n" for label in self.facts.labels), encoding="utf-8")
 
 
-def _facts(artifact: Artifact) -> Facts:
+def _facts(artifact: Artifact) -> TextModelFacts:
     """Read the config and the tokenizer from the artifact's folder.
 
     Raises:
@@ -393,7 +393,7 @@ def _facts(artifact: Artifact) -> Facts:
             "inside Triton, does not say.",
             fix="deploy it with --layout graph, and tokenize where the client is.",
         )
-    return Facts(artifact, config, tokenizer)
+    return TextModelFacts(artifact, config, tokenizer)
 
 
 def _padding(tokenizer: Any) -> int:

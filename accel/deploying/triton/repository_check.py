@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...artifact.checksums import sha256
-from ...artifact.reading import read_json
+from ...artifact.json_reading import read_json
 from ...errors import ArtifactNotFoundError, ConfigError, IntegrityError
 from .graph_models import BACKENDS
 from .model_config import CONFIG, read, type_name

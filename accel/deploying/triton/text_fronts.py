@@ -14,7 +14,7 @@ from ...errors import TaskError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class TritonTensor:
     """An input or output of a Triton model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TextModelFacts:
     """The artifact, transformers config and tokenizer of a model, from which the settings of its front model are computed."""
 
     artifact: Artifact
@@ -79,13 +79,13 @@ class TextFront:
         generates: Whether the model generates text and sends it in pieces.
     """
 
-    inputs: tuple[Tensor, ...]
-    outputs: Callable[[Facts], tuple[Tensor, ...]]
+    inputs: tuple[TritonTensor, ...]
+    outputs: Callable[[TextModelFacts], tuple[TritonTensor, ...]]
     service: str = ""
-    reads: Callable[[Facts], tuple[str, ...]] = lambda _: ("logits",)
+    reads: Callable[[TextModelFacts], tuple[str, ...]] = lambda _: ("logits",)
     makes: tuple[str, ...] = ()
-    options: Callable[[Facts], dict[str, Any]] = lambda _: {}
-    limit: Callable[[Facts], int | None] = lambda _: None
+    options: Callable[[TextModelFacts], dict[str, Any]] = lambda _: {}
+    limit: Callable[[TextModelFacts], int | None] = lambda _: None
     sample: Mapping[str, list[str]] = field(default_factory=dict)
     one_row: bool = False
     labels: str = ""

@@ -18,6 +18,6 @@ from .step_check import StepCheck as StepCheck
 from .step_check import check_state as check_state
 from .step_check import no_state as no_state
 from .values import FiniteCheck as FiniteCheck
+from .values import InputValueCheck as InputValueCheck
 from .values import MaskCheck as MaskCheck
-from .values import ValueCheck as ValueCheck
 from .values import check_filled as check_filled

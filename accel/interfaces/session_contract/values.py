@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FEW = 32  # Up to this number, values are checked faster as a Python list.
 
 
-class ValueCheck:
+class InputValueCheck:
     """Check that input values are within the declared bounds, and that each row has a token.
 
     Invalid token ids and positions, and mask values other than 0 and 1, are errors of the caller. Without this check, some runtimes
@@ -243,7 +243,7 @@ class _HostCheck:
 class MaskCheck(_HostCheck):
     """Check that masks without bounds have a token in each row, for runtimes that compute a fully masked row differently from PyTorch.
 
-    `ValueCheck` checks masks with bounds, on every backend. Masks of older artifacts have no bounds.
+    `InputValueCheck` checks masks with bounds, on every backend. Masks of older artifacts have no bounds.
 
     Args:
         inputs: Specs of the graph's inputs.

@@ -23,7 +23,7 @@ _EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredRows:
     """Scores and predictions of one model on a set of rows.
 
     Attributes:
@@ -229,8 +229,8 @@ def difference_interval(
 
 def compare(
     metric: Metric,
-    first: Scored,
-    second: Scored,
+    first: ScoredRows,
+    second: ScoredRows,
     references: Values,
     *,
     against: str,

@@ -15,18 +15,18 @@ import torch
 
 from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
-from ...artifact.resolved_model import Resolved
-from ...backends.plan import RunSettings, make_plan
+from ...artifact.resolved_model import ResolvedModel
+from ...backends.plan import RunPreferences, make_plan
 from ...config import SessionOptions, check_number, checked_arguments
 from ...data.batches import BATCH_SIZE, load_processor
 from ...data.columns import map_columns
-from ...data.rows import Rows, load_rows, take
+from ...data.rows import DatasetRows, load_rows, take
 from ...errors import ConfigError, InputError, PluginError
 from ...interfaces.task_registry import task_spec
 from ...models.base import ORTModel
 from ...stages.adoption import weights_of
 from ...stages.resolution import original, recorded_export, resolve
-from .comparison import Comparison, Scored, compare
+from .comparison import Comparison, ScoredRows, compare
 from .metrics import Metric
 from .predictors import Model, Predictor, metric_for, predictor_for
 
@@ -43,7 +43,7 @@ class Evaluation:
         scores: All scores that the metric returns, by name.
         task: Task of the model.
         rows: Number of rows that were evaluated.
-        data: The sample of rows; see `accel.data.rows.Sample`.
+        data: The sample of rows; see `accel.data.rows.SampleRecord`.
         backend: Backend that ran the model; `pytorch` for a PyTorch model.
         compute_dtype: Data type used for computation.
         batch_size: Number of rows in each call. The metric depends on it, because dynamic quantization computes ranges for each call.
@@ -158,7 +158,7 @@ class EvaluationSet:
             trust_remote_code=settings.trust_remote_code,
         )
         loaded = load_rows(settings.data, split=settings.split, revision=settings.revision, token=settings.token)
-        self.rows: Rows = take(map_columns(loaded, self.task, settings.columns), settings.samples, settings.seed)
+        self.rows: DatasetRows = take(map_columns(loaded, self.task, settings.columns), settings.samples, settings.seed)
         self.predictor: Predictor = kind(
             self.rows,
             task=self.task,
@@ -176,7 +176,7 @@ class EvaluationSet:
         """Text for messages: the number of rows in each call."""
         return rows_a_call([self.predictor.batch_size])
 
-    def measure(self, model: Model, what: str = "evaluating") -> Scored:
+    def measure(self, model: Model, what: str = "evaluating") -> ScoredRows:
         """Run a model over all rows and compute the metric.
 
         Raises:
@@ -198,9 +198,9 @@ class EvaluationSet:
                 f"{self.metric.name} is {value}: the predictions or the references are all alike, or not finite.",
                 fix="measure more rows, or with another metric.",
             )
-        return Scored(value=value, scores=scores, predictions=tuple(predictions), seconds=seconds)
+        return ScoredRows(value=value, scores=scores, predictions=tuple(predictions), seconds=seconds)
 
-    def compare(self, scored: Scored, other: Scored, name: str, confidence: float = 0.95) -> Comparison:
+    def compare(self, scored: ScoredRows, other: ScoredRows, name: str, confidence: float = 0.95) -> Comparison:
         """Compare a model with the model called `name`, both measured on these rows."""
         return compare(
             self.metric,
@@ -273,7 +273,7 @@ def evaluate(
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence is {confidence}.", fix="use a number between 0 and 1, such as 0.95.")
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
-    run = RunSettings(backend=backend, device=device, options=session_options)
+    run = RunPreferences(backend=backend, device=device, options=session_options)
     resolved = resolve(model, task=task, hub=hub)
     opened: Model = (
         _at_hand(model, run)
@@ -334,13 +334,13 @@ def _usual_calls(artifact: Artifact) -> tuple[int, bool]:
     return 1 if dynamic else BATCH_SIZE, True
 
 
-def _at_hand(model: Model, run: RunSettings) -> Model:
+def _at_hand(model: Model, run: RunPreferences) -> Model:
     """Return a model that the caller has already loaded, in evaluation mode.
 
     Raises:
         ConfigError: The caller passed settings that can only be applied while a model is loaded.
     """
-    if run != RunSettings():
+    if run != RunPreferences():
         raise ConfigError(
             "backend, device and session_options are for a model given by id or folder.",
             fix="load the model with them.",
@@ -362,7 +362,7 @@ def _folder(model: Model) -> Path | None:
     return Path(name) if name and Path(name).is_dir() else None
 
 
-def _other(against: Any, resolved: Resolved) -> tuple[Model | None, str]:
+def _other(against: Any, resolved: ResolvedModel) -> tuple[Model | None, str]:
     """Load the model to compare with; return the model and its name."""
     if against is None or against is False:
         return None, ""
@@ -375,7 +375,7 @@ def _other(against: Any, resolved: Resolved) -> tuple[Model | None, str]:
     return _open_original(other) if other.artifact is None else (ORTModel.from_plan(make_plan(other)), other.name)
 
 
-def _open_original(resolved: Resolved) -> tuple[ORTModel, str]:
+def _open_original(resolved: ResolvedModel) -> tuple[ORTModel, str]:
     """Load the float32 PyTorch model from which a model was made; return the PyTorch model and its name.
 
     Raises:

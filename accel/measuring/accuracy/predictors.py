@@ -18,9 +18,9 @@ import torch
 from ... import progress
 from ...artifact.sentence_settings import SentenceSettings, sentence_settings
 from ...data.batches import encode, for_graph, longest
-from ...data.encoded_rows import Encoded
+from ...data.encoded_rows import EncodedRows
 from ...data.labels import label_ids, texts
-from ...data.rows import Rows
+from ...data.rows import DatasetRows
 from ...errors import ConfigError, InputError
 from ...interfaces.task_registry import load_task, measured_tasks
 from ...interfaces.wrapper import unwrapped
@@ -64,7 +64,7 @@ class Predictor(abc.ABC):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: DatasetRows,
         *,
         task: str,
         config: Any,
@@ -93,7 +93,7 @@ class Predictor(abc.ABC):
     def _references(self) -> list[Any]:
         """Return the correct answers, one for each row."""
 
-    def _encode(self) -> Encoded:
+    def _encode(self) -> EncodedRows:
         return encode(self.rows, self.task, self.processor, self.max_length)
 
     @abc.abstractmethod
@@ -137,7 +137,7 @@ class Predictor(abc.ABC):
         return predictions
 
 
-class Classes(Predictor):
+class ClassPredictor(Predictor):
     """Predictor of the most likely class of a row, as a class number."""
 
     kind = "classes"
@@ -155,7 +155,7 @@ class Classes(Predictor):
         return self._by_row(model, what, lambda logits, _: logits.argmax(-1).tolist())
 
 
-class Candidates(Classes):
+class ZeroShotPredictor(ClassPredictor):
     """Zero-shot predictor: compare each row with the class names of the data, and predict the most likely class.
 
     Attributes:
@@ -187,13 +187,13 @@ class Candidates(Classes):
         self.names = sorted(set(texts(self.rows, "label")))
         return [self.names.index(value) for value in values]
 
-    def _encode(self) -> Encoded:
+    def _encode(self) -> EncodedRows:
         candidates = [self.template.format(name) for name in self.names]
         return self.encode(self.rows, self.processor, candidates, self.max_length)
 
     @staticmethod
     @abc.abstractmethod
-    def encode(rows: Rows, processor: Any, candidates: Sequence[str], max_length: int | None) -> Encoded:
+    def encode(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
         """Encode the rows; each batch also contains the inputs of all candidate classes."""
 
     def predict(self, model: Model, what: str) -> list[Any]:
@@ -205,7 +205,7 @@ class Candidates(Classes):
         return predictions
 
 
-class Cosines(Predictor):
+class CosinePredictor(Predictor):
     """Predictor of the similarity of the embeddings of a row's two entries.
 
     The encoded inputs are the first entries of all rows, followed by the second entries of all rows.

@@ -17,10 +17,10 @@ from typing import Literal
 
 from ...artifact.hub import HubOptions
 from ...artifact.manifest import Artifact
-from ...artifact.resolved_model import Resolved
+from ...artifact.resolved_model import ResolvedModel
 from ...backends import registry
 from ...backends.machine import machine
-from ...backends.plan import RunSettings, make_plan
+from ...backends.plan import RunPreferences, make_plan
 from ...backends.stage_plan import plan_stage
 from ...config import ExportConfig, SessionOptions, available_processors, check_number, checked_arguments
 from ...errors import AccelError, ConfigError, SessionError
@@ -30,9 +30,9 @@ from ...stages.export import with_artifact
 from ...stages.resolution import original, resolve
 from ..disturbance import MachineWatch
 from .results import Benchmark, result
-from .rounds import Measured, check, restart, start, take_turns, warm_up
+from .rounds import MeasuredVariant, check, restart, start, take_turns, warm_up
 from .variants import Traffic, Variant, Workload, process_path
-from .workloads import Load, lengths, workloads_of
+from .workloads import WorkloadSettings, lengths, workloads_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,11 +114,11 @@ def benchmark(
     watch = MachineWatch()
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     several = [models] if isinstance(models, str | os.PathLike | Artifact | Variant) else list(models)
-    load = Load(
+    load = WorkloadSettings(
         batch=_sizes(batch), sequence=_sizes(sequence), texts=texts, tokenize=tokenize, max_length=max_length,
         new_tokens=new_tokens, seed=seed, threads=threads,
     )  # fmt: skip
-    effort = Effort(warmup=warmup, rounds=rounds, calls=calls, processes=processes)
+    effort = BenchmarkEffort(warmup=warmup, rounds=rounds, calls=calls, processes=processes)
     traffic = Traffic(callers=callers, rate=rate, seed=seed)
     baselines = Baselines(
         eager=tuple(pytorch), compiled=tuple(compiled), cuda_graph=None if cuda_graph is None else tuple(cuda_graph)
@@ -134,7 +134,7 @@ def _sizes(sizes: int | Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class BenchmarkEffort:
     """Number of calls, rounds and processes of a benchmark.
 
     Attributes:
@@ -168,7 +168,7 @@ class Baselines:
         for dtype in (*self.eager, *self.compiled, *(self.cuda_graph or ())):
             ExportConfig.from_dict({"dtype": dtype})
 
-    def variants(self, model: Resolved, device: str | None) -> list[Variant]:
+    def variants(self, model: ResolvedModel, device: str | None) -> list[Variant]:
         """Return one variant for each dtype and way to run the PyTorch model; eager float32 is the first."""
         captured = self.cuda_graph
         if captured is None:
@@ -185,8 +185,8 @@ class Baselines:
 
 def measure_variants(
     variants: Sequence[Variant],
-    load: Load,
-    effort: Effort,
+    load: WorkloadSettings,
+    effort: BenchmarkEffort,
     traffic: Traffic,
     atol: float | None = None,
     watch: MachineWatch | None = None,
@@ -249,7 +249,11 @@ def measure_variants(
 
 
 def _take_all_turns(
-    group: Sequence[Measured], workloads: Sequence[Workload], effort: Effort, traffic: Traffic, threads: int | None
+    group: Sequence[MeasuredVariant],
+    workloads: Sequence[Workload],
+    effort: BenchmarkEffort,
+    traffic: Traffic,
+    threads: int | None,
 ) -> None:
     """Run all rounds; each variant runs in several processes, one after the other."""
     ends = [effort.rounds * (n + 1) // effort.processes for n in range(effort.processes)]
@@ -281,7 +285,7 @@ def variants_of(
         ConfigError: The models have different tasks, or a variant occurs twice.
     """
     variants: list[Variant] = []
-    originals: dict[Path, Resolved] = {}
+    originals: dict[Path, ResolvedModel] = {}
     for model in models:
         if isinstance(model, Variant):
             variants.append(model)
@@ -292,7 +296,7 @@ def variants_of(
             originals.setdefault(source.location.folder, source)
         for backend in backends or (_runner(resolved),):
             # Export now, so that load times do not include the export.
-            artifact = with_artifact(make_plan(resolved, RunSettings(backend=backend, device=device))).artifact
+            artifact = with_artifact(make_plan(resolved, RunPreferences(backend=backend, device=device))).artifact
             assert artifact is not None
             spec = registry.describe(backend) if backend is not None else None
             label = f"{resolved.name} [{spec.name}]" if spec is not None else resolved.name
@@ -312,7 +316,7 @@ def variants_of(
 
 
 def pytorch_variant(
-    model: Resolved, *, dtype: str = "float32", device: str | None = None, way: Way | None = None
+    model: ResolvedModel, *, dtype: str = "float32", device: str | None = None, way: Way | None = None
 ) -> Variant:
     """Return a variant that runs the model of a transformers folder with PyTorch.
 
@@ -341,7 +345,7 @@ def pytorch_variant(
     )
 
 
-def _runner(resolved: Resolved) -> str | None:
+def _runner(resolved: ResolvedModel) -> str | None:
     """Return the backend of a model if the caller named none.
 
     `None` selects the automatic choice. If no automatic backend runs the format, return the first backend that does.
@@ -358,7 +362,7 @@ def _unused(name: str, variants: Sequence[Variant]) -> str:
     return next(n for n in (name, *(f"{name} ({i})" for i in range(2, 1000))) if n not in taken)
 
 
-def _original_here(resolved: Resolved) -> Resolved | None:
+def _original_here(resolved: ResolvedModel) -> ResolvedModel | None:
     """Return the PyTorch model from which a model was made, or the PyTorch model itself; `None` if it is not on this machine."""
     try:
         source = original(resolved, local_files_only=True)

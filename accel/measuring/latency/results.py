@@ -15,7 +15,7 @@ from ...artifact.manifest import MANIFEST, Artifact
 from ...artifact.writing import checkpoint_weights
 from ..disturbance import Disturbance
 from ..statistics import Ratio, Summary, speedup, summarize
-from .rounds import Measured
+from .rounds import MeasuredVariant
 from .variants import Variant, Workload
 
 
@@ -162,7 +162,7 @@ def ratio_of(values: Mapping[str, Any]) -> Ratio:
     return Ratio(**{**values, "high": math.inf if values["high"] is None else values["high"]})
 
 
-def result(measured: Measured, base: Measured, workloads: Sequence[Workload]) -> VariantResult:
+def result(measured: MeasuredVariant, base: MeasuredVariant, workloads: Sequence[Workload]) -> VariantResult:
     """Return the result of a measured variant; `base` holds the measurements of the baseline."""
     cells: list[Cell] = []
     for workload in workloads:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ... import progress
 from ...errors import SessionError
 from ..processes import WorkerLostError
-from .variants import Block, Loaded, Traffic, Variant, Workload
-from .worker import Worker
+from .variants import CallBlock, LoadedVariantFacts, Traffic, Variant, Workload
+from .worker import VariantProcess
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +28,13 @@ _SHORT_MS = 30.0
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredVariant:
     """A variant with its process and its measurements so far."""
 
     variant: Variant
-    worker: Worker | None = None
-    loaded: Loaded | None = None
-    blocks: dict[str, list[Block]] = field(default_factory=dict)
+    worker: VariantProcess | None = None
+    loaded: LoadedVariantFacts | None = None
+    blocks: dict[str, list[CallBlock]] = field(default_factory=dict)
     warmup_s: float = 0.0
     peak_memory: int | None = None
     difference: float | None = None
@@ -43,7 +43,7 @@ class Measured:
     error: str | None = None
     lost: bool = False  # its process ended or did not answer in time
 
-    def attempt(self, action: Callable[[Worker], Any]) -> Any:
+    def attempt(self, action: Callable[[VariantProcess], Any]) -> Any:
         """Call `action` with the variant's process. If it fails, mark only this variant as failed and return `None`."""
         if self.worker is None:
             return None
@@ -71,15 +71,15 @@ class Measured:
             self.worker = None
 
 
-def start(variants: Sequence[Variant], threads: int | None = None) -> list[Measured]:
+def start(variants: Sequence[Variant], threads: int | None = None) -> list[MeasuredVariant]:
     """Start a process for each variant, then load the variants one after the other."""
-    group = [Measured(variant, Worker(variant, threads)) for variant in variants]
+    group = [MeasuredVariant(variant, VariantProcess(variant, threads)) for variant in variants]
     for measured in progress.track(group, "loading"):
         measured.load()
     return group
 
 
-def close(group: Sequence[Measured]) -> None:
+def close(group: Sequence[MeasuredVariant]) -> None:
     """End all processes. They shut down at the same time."""
     for measured in group:
         if measured.worker is not None:
@@ -89,7 +89,7 @@ def close(group: Sequence[Measured]) -> None:
 
 
 def restart(
-    group: Sequence[Measured],
+    group: Sequence[MeasuredVariant],
     workloads: Sequence[Workload],
     calls: int,
     threads: int | None = None,
@@ -111,7 +111,7 @@ def restart(
     running = [measured for measured in group if measured.worker is not None and not measured.variant.lasting]
     close(running)
     for measured in reversed(running) if backwards else running:
-        measured.worker = Worker(measured.variant, threads)
+        measured.worker = VariantProcess(measured.variant, threads)
         measured.attempt(lambda worker: worker.load())
     first = [measured.warmup_s for measured in group]
     for workload in workloads:
@@ -120,7 +120,7 @@ def restart(
         measured.warmup_s = seconds
 
 
-def warm_up(group: Sequence[Measured], workload: Workload, calls: int, *, hopeless: float | None = None) -> None:
+def warm_up(group: Sequence[MeasuredVariant], workload: Workload, calls: int, *, hopeless: float | None = None) -> None:
     """Make calls that are not counted: every case of the workload at least once, up to 64 cases.
 
     Args:
@@ -137,17 +137,17 @@ def warm_up(group: Sequence[Measured], workload: Workload, calls: int, *, hopele
         if hopeless is not None and place > 0:
             measured.warmup_s += _seconds(measured.attempt(lambda worker: worker.time(workload.name, 1)))
             _give_up_if_slow(measured, workload, base_ms, hopeless)
-        block: Block | None = measured.attempt(lambda worker: worker.time(workload.name, calls))
+        block: CallBlock | None = measured.attempt(lambda worker: worker.time(workload.name, calls))
         measured.warmup_s += _seconds(block)
         if place == 0 and block is not None:
             base_ms = max(block.milliseconds[-3:])
 
 
-def _seconds(block: Block | None) -> float:
+def _seconds(block: CallBlock | None) -> float:
     return block.seconds if block is not None else 0.0
 
 
-def _give_up_if_slow(measured: Measured, workload: Workload, base_ms: float, factor: float) -> None:
+def _give_up_if_slow(measured: MeasuredVariant, workload: Workload, base_ms: float, factor: float) -> None:
     """Skip a variant after three calls that are all above the limit, or one call that takes a second longer than the limit.
 
     Measured: OpenVINO 2026.4 computes the float part of an int8 graph in float16 with its reference kernels on a Xeon with AMX,
@@ -174,7 +174,7 @@ def _too_slow(took_ms: float, base_ms: float, workload: Workload) -> str:
 
 
 def take_turns(
-    group: Sequence[Measured],
+    group: Sequence[MeasuredVariant],
     workload: Workload,
     *,
     rounds: int,
@@ -202,11 +202,11 @@ def take_turns(
                 measured.blocks.setdefault(workload.name, []).append(block)
 
 
-def _time(worker: Worker, *, workload: str, calls: int, turn: int, traffic: Traffic | None) -> Block:
+def _time(worker: VariantProcess, *, workload: str, calls: int, turn: int, traffic: Traffic | None) -> CallBlock:
     return worker.time(workload, calls, turn * calls, traffic)
 
 
-def check(group: Sequence[Measured], workload: Workload, atol: float | None, *, judge: bool = True) -> None:
+def check(group: Sequence[MeasuredVariant], workload: Workload, atol: float | None, *, judge: bool = True) -> None:
     """Compare each variant's outputs with the first variant's outputs. Variants whose difference is too large are not timed.
 
     Args:
@@ -220,7 +220,7 @@ def check(group: Sequence[Measured], workload: Workload, atol: float | None, *, 
 
     from ... import capture
 
-    def answers(measured: Measured) -> dict[str, torch.Tensor] | None:
+    def answers(measured: MeasuredVariant) -> dict[str, torch.Tensor] | None:
         arrays = measured.attempt(lambda worker: worker.outputs(workload.name))
         return None if arrays is None else {name: torch.from_numpy(value) for name, value in arrays.items()}
 

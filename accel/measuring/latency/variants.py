@@ -53,13 +53,13 @@ def process_path(artifact: Artifact) -> Path:
 def planned_variant(variant: Variant) -> Plan:
     """Return the plan to run a variant. If the model has no artifact yet, export it first."""
     from ...artifact.hub import HubOptions
-    from ...backends.plan import RunSettings, make_plan
+    from ...backends.plan import RunPreferences, make_plan
     from ...stages.export import with_artifact
     from ...stages.resolution import resolve
 
     hub = HubOptions(local_files_only=True, trust_remote_code=variant.trust_remote_code)
     resolved = resolve(variant.path, task=variant.task, hub=hub)
-    settings = RunSettings(
+    settings = RunPreferences(
         backend=variant.backend,
         device=variant.device,
         provider_options=variant.provider_options,
@@ -69,7 +69,7 @@ def planned_variant(variant: Variant) -> Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedVariantFacts:
     """Facts about a loaded variant.
 
     Attributes:
@@ -142,7 +142,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CallBlock:
     """Timings of calls without a break between them.
 
     Attributes:

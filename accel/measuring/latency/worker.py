@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...artifact.companions import open_companion
+from ...artifact.processor_loading import open_companion
 from ...config import available_processors
 from ...errors import AccelError, SessionError
-from ..processes import ANSWER_TIMEOUT_S, Helper, WorkerLostError, peak_memory
-from .variants import Block, Loaded, Traffic, Variant, Workload, planned_variant
+from ..processes import ANSWER_TIMEOUT_S, HelperProcess, WorkerLostError, peak_memory
+from .variants import CallBlock, LoadedVariantFacts, Traffic, Variant, Workload, planned_variant
 
 if TYPE_CHECKING:
     from ...artifact.manifest import Artifact
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PROMPT = ("input_ids", "attention_mask", "pixel_values", "flattened_patches", "input_features", "input_values")
 
 
-class Worker(Helper):
+class VariantProcess(HelperProcess):
     """A separate process that runs one variant.
 
     Args:
@@ -43,9 +43,9 @@ class Worker(Helper):
         self._until = until
         self.start()
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedVariantFacts:
         """Load the variant in the process."""
-        loaded: Loaded = self._ask("load", self.variant, self._threads)
+        loaded: LoadedVariantFacts = self._ask("load", self.variant, self._threads)
         return loaded
 
     def sample(self, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Any]:
@@ -69,9 +69,9 @@ class Worker(Helper):
         first: int = 0,
         traffic: Traffic | None = None,
         timeout_s: float = ANSWER_TIMEOUT_S,
-    ) -> Block:
+    ) -> CallBlock:
         """Time calls of a workload, starting at the case with index `first`."""
-        block: Block = self._ask("time", workload, calls, first, traffic or Traffic(), patience=timeout_s)
+        block: CallBlock = self._ask("time", workload, calls, first, traffic or Traffic(), patience=timeout_s)
         return block
 
     def peak_memory(self) -> int:
@@ -104,7 +104,7 @@ def _inputs(artifact: Artifact) -> tuple[TensorSpec, ...]:
     return tuple(spec for component in artifact.components for spec in component.inputs if spec.name not in outputs)
 
 
-class _Served:
+class _VariantServer:
     """The variant inside its process, with one method for each request."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class _Served:
         self._names: frozenset[str] = frozenset()
         self._workloads: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {}
 
-    def load(self, variant: Variant, threads: int) -> Loaded:
+    def load(self, variant: Variant, threads: int) -> LoadedVariantFacts:
         import torch
         import transformers
 
@@ -129,7 +129,7 @@ class _Served:
         session = model.sessions[component.name]
         self._names = frozenset(_PROMPT if model.can_generate() else (spec.name for spec in _inputs(artifact)))
         notes = tuple(f"{name}={value}" for name, value in (variant.provider_options or {}).items())
-        return Loaded(
+        return LoadedVariantFacts(
             load_s=time.perf_counter() - started,
             backend=model.backend,
             device=str(session.device),
@@ -201,16 +201,16 @@ class _Served:
             result = {"output": result}
         return {name: value.float().cpu().numpy() for name, value in result.items() if isinstance(value, torch.Tensor)}
 
-    def time(self, workload: str, calls: int, first: int, traffic: Traffic) -> Block:
+    def time(self, workload: str, calls: int, first: int, traffic: Traffic) -> CallBlock:
         call, cases = self._workloads[workload]
         ordered = [cases[(first + i) % len(cases)] for i in range(calls)]
         processor, started = time.process_time(), time.perf_counter()
         alone = traffic.callers == 1 and traffic.rate is None
         times = timed(call, ordered) if alone else _traffic(call, ordered, traffic)
-        return Block(tuple(times), time.perf_counter() - started, time.process_time() - processor)
+        return CallBlock(tuple(times), time.perf_counter() - started, time.process_time() - processor)
 
 
-_served = _Served()
+_served = _VariantServer()
 
 
 def _generate(model: Any, new_tokens: int, **feeds: Any) -> Any:

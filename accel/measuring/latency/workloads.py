@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, InputError
-from .variants import Loaded, Variant, Workload
-from .worker import Worker
+from .variants import LoadedVariantFacts, Variant, Workload
+from .worker import VariantProcess
 
 _CASES_OF_TEXTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class WorkloadSettings:
     """Settings of the calls to time.
 
     Attributes:
@@ -62,7 +62,11 @@ def check_sequences(sequences: Sequence[int], limits: Mapping[str, int]) -> None
 
 
 def grid(
-    worker: Worker, loaded: Loaded, batches: Sequence[int], sequences: Sequence[int], new_tokens: int = 0
+    worker: VariantProcess,
+    loaded: LoadedVariantFacts,
+    batches: Sequence[int],
+    sequences: Sequence[int],
+    new_tokens: int = 0,
 ) -> list[Workload]:
     """Return a workload for each batch size and sequence length, with sample inputs for the model that `worker` runs.
 
@@ -110,7 +114,7 @@ def read_texts(file: str | os.PathLike[str], task: str) -> list[str]:
     return lines
 
 
-def workloads_of(load: Load, worker: Worker, loaded: Loaded) -> list[Workload]:
+def workloads_of(load: WorkloadSettings, worker: VariantProcess, loaded: LoadedVariantFacts) -> list[Workload]:
     """Return the workloads of a load, with inputs for the baseline, which `worker` runs."""
     if load.call is not None:
         return [Workload(name="rows", batch=load.batch[0], sequence=None, cases=(load.call,))]
@@ -119,7 +123,7 @@ def workloads_of(load: Load, worker: Worker, loaded: Loaded) -> list[Workload]:
     return text_workloads(load, worker.variant, loaded.limits)
 
 
-def text_workloads(load: Load, baseline: Variant, limits: Mapping[str, int]) -> list[Workload]:
+def text_workloads(load: WorkloadSettings, baseline: Variant, limits: Mapping[str, int]) -> list[Workload]:
     """Return, for each batch size, a workload of up to 64 batches of texts in random order. Each batch is padded to its longest text.
 
     Args:

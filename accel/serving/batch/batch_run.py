@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ..engine import Engine
 from ..operations import operations_of, usual_operation
 from ..worker_models import Source
-from .ledger import Done, Ledger
+from .ledger import CompletedPart, RunLedger
 from .parts import Format, OnError, RowRequest, compute
 from .row_inputs import find_columns
 from .table_files import Part, Table, scan
@@ -51,7 +51,7 @@ class BatchReport:
     seconds: float
 
 
-Compute = Callable[[Sequence[Part]], Iterator[Done]]
+Compute = Callable[[Sequence[Part]], Iterator[CompletedPart]]
 
 
 def batch(
@@ -177,7 +177,7 @@ def work(
         "keep": list(request.keep),
         "format": request.format,
     }
-    ledger = Ledger(folder)
+    ledger = RunLedger(folder)
     with ledger.opened(run):
         for part in table.parts:
             done = ledger.done.get(part.number)
@@ -202,7 +202,9 @@ def work(
         )
 
 
-def _here(engine: Engine, table: Table, parts: Sequence[Part], request: RowRequest, folder: Path) -> Iterator[Done]:
+def _here(
+    engine: Engine, table: Table, parts: Sequence[Part], request: RowRequest, folder: Path
+) -> Iterator[CompletedPart]:
     """Process parts of a table in this process and yield each part when it is complete."""
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:

@@ -26,7 +26,7 @@ _PREFIX = ".part-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class CompletedPart:
     """A part of the table (consecutive rows) whose output file is complete.
 
     Attributes:
@@ -79,7 +79,7 @@ def _settle(folder: Path) -> None:
         os.close(descriptor)
 
 
-class Ledger:
+class RunLedger:
     """The record of the run in one output folder.
 
     Args:
@@ -88,7 +88,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.done: dict[int, Done] = {}
+        self.done: dict[int, CompletedPart] = {}
 
     @contextmanager
     def opened(self, run: Mapping[str, Any]) -> Iterator[None]:
@@ -142,7 +142,7 @@ class Ledger:
             write_whole(path, whole)
         for line in whole.splitlines():
             try:
-                one = Done(**_parsed(line, path))
+                one = CompletedPart(**_parsed(line, path))
             except TypeError as error:
                 raise _changed(path) from error
             self.done[one.number] = one
@@ -157,7 +157,7 @@ class Ledger:
                         f"{file} was changed since it was written.", fix="remove it, and it is computed again."
                     )
 
-    def add(self, one: Done) -> None:
+    def add(self, one: CompletedPart) -> None:
         """Record a part whose output file is complete.
 
         Raises:

@@ -17,9 +17,9 @@ from ...errors import ConfigError, InputError, NotFiniteError, PluginError, Task
 from ..engine import Engine
 from ..job import UnknownOptionError
 from ..operations import Operation, refuse_options
-from .ledger import Done, write_whole
+from .ledger import CompletedPart, write_whole
 from .row_inputs import inputs_of
-from .table_files import Broken, Part, Table
+from .table_files import FailedRow, Part, Table
 
 Format = Literal["parquet", "jsonl"]
 OnError = Literal["stop", "record"]
@@ -76,7 +76,7 @@ class RowRequest:
             _generation(self.options)
 
 
-def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder: Path) -> Done:
+def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder: Path) -> CompletedPart:
     """Process the rows of a part and write the results to the part's file.
 
     Raises:
@@ -85,19 +85,19 @@ def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder
     columns = tuple(dict.fromkeys((*request.columns.values(), *request.keep)))
     rows = data.read(part, columns)
     results = _answered(engine, [inputs_of(request.operation, row, request.columns) for row in rows], request)
-    wrong = next((i for i, one in enumerate(results) if isinstance(one, Broken)), None)
+    wrong = next((i for i, one in enumerate(results) if isinstance(one, FailedRow)), None)
     if wrong is not None and request.on_error == "stop":
         raise InputError(
             f"Row {part.start + wrong}: {results[wrong].reason.rstrip('.')}.",
             fix="correct it, or have such rows written with what is wrong: --on-error record.",
         )
-    answers = [None if isinstance(one, Broken) else one for one in results]
-    errors = [one.reason if isinstance(one, Broken) else None for one in results]
+    answers = [None if isinstance(one, FailedRow) else one for one in results]
+    errors = [one.reason if isinstance(one, FailedRow) else None for one in results]
     kept = {name: [row[name] for row in rows] for name in request.keep}
     content = _written(_table(request, part.start, kept, data.types(request.keep), answers, errors), request.format)
     name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{request.format}"
     write_whole(folder / name, content)
-    return Done(
+    return CompletedPart(
         number=part.number, file=name, start=part.start, rows=part.rows, broken=sum(one is not None for one in errors),
         sha256=hashlib.sha256(content).hexdigest(),
     )  # fmt: skip
@@ -153,21 +153,22 @@ def _table(
 
 
 def _answered(engine: Engine, inputs: Sequence[Any], request: RowRequest) -> list[Any]:
-    """Return the result of each row, or a `Broken` object for a failed row."""
+    """Return the result of each row, or a `FailedRow` object for a failed row."""
     if request.operation.name == "generate":
         options, generator = _generation(request.options), engine.generator()
         with ThreadPoolExecutor(_READERS) as pool:
             return list(
                 pool.map(
-                    lambda one: _tried(lambda: generator(one, options)) if not isinstance(one, Broken) else one, inputs
+                    lambda one: _tried(lambda: generator(one, options)) if not isinstance(one, FailedRow) else one,
+                    inputs,
                 )
             )
 
     def submit(one: Any) -> Any:
         return engine.submit(one, operation=request.operation.name, **request.options)
 
-    jobs = [one if isinstance(one, Broken) else _tried(partial(submit, one)) for one in inputs]
-    return [job if isinstance(job, Broken) else _tried(job.future.result) for job in jobs]
+    jobs = [one if isinstance(one, FailedRow) else _tried(partial(submit, one)) for one in inputs]
+    return [job if isinstance(job, FailedRow) else _tried(job.future.result) for job in jobs]
 
 
 def _tried(ask: Callable[[], Any]) -> Any:
@@ -177,7 +178,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
         # The options of the request are wrong, so every row would fail: end the run.
         raise
     except (InputError, TaskError, NotFiniteError) as error:
-        return Broken(error.message)
+        return FailedRow(error.message)
 
 
 def _generation(options: Mapping[str, Any]) -> GenerationOptions:

@@ -19,7 +19,7 @@ from ...errors import AccelError, ConfigError
 from ..engine import Engine
 from ..ray.cluster import connected, replicas_of
 from .batch_run import ROWS_A_PART, UNLIMITED, BatchReport, identify, plan, work
-from .ledger import Done
+from .ledger import CompletedPart
 from .parts import RowRequest, compute
 from .table_files import Part, Table, scan
 
@@ -92,7 +92,7 @@ def batch_on_ray(
         # Open the model on a node of the cluster, because this machine may not have the device.
         identity, request = _unpacked(ray, ray.remote(**resources)(look).remote())
 
-        def compute_parts(parts: Sequence[Part]) -> Iterator[Done]:
+        def compute_parts(parts: Sequence[Part]) -> Iterator[CompletedPart]:
             from ray import data as ray_data
 
             ray_data.DataContext.get_current().enable_progress_bars = False
@@ -104,7 +104,7 @@ def batch_on_ray(
             for one in done_rows.iter_rows():
                 if one.get("failure"):
                     raise pickle.loads(one["failure"])  # pickled by `_Actor`
-                yield Done(**{name: one[name] for name in Done.__dataclass_fields__})
+                yield CompletedPart(**{name: one[name] for name in CompletedPart.__dataclass_fields__})
 
         return work(table, request, identity, folder, compute_parts)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError, InputError, TaskError, did_you_mean
 from ..operations import Operation
-from .table_files import Broken
+from .table_files import FailedRow
 
 
 def find_columns(
@@ -54,7 +54,7 @@ def find_columns(
 
 
 def inputs_of(operation: Operation, row: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
-    """Return the engine's inputs for a row of a table, or a `Broken` object with the reason.
+    """Return the engine's inputs for a row of a table, or a `FailedRow` object with the reason.
 
     Args:
         operation: The operation.
@@ -65,11 +65,11 @@ def inputs_of(operation: Operation, row: Mapping[str, Any], columns: Mapping[str
     for use, name in columns.items():
         value = row.get(name)
         if value is None:
-            return Broken(f"{name!r} is missing")
+            return FailedRow(f"{name!r} is missing")
         if use in operation.lists:
             if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-                return Broken(f"{name!r} is {reprlib.repr(value)}, not a list of texts")
+                return FailedRow(f"{name!r} is {reprlib.repr(value)}, not a list of texts")
         elif not isinstance(value, str):
-            return Broken(f"{name!r} is {reprlib.repr(value)}, not a text")
+            return FailedRow(f"{name!r} is {reprlib.repr(value)}, not a text")
         values[use] = value
     return operation.inputs(values)

@@ -15,7 +15,7 @@ from ...errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class FailedRow:
     """A failed row of a table, with the reason."""
 
     reason: str

@@ -7,21 +7,21 @@ from typing import Any
 
 from starlette.responses import Response
 
-from .endpoints import Call, Endpoint
+from .endpoints import Endpoint, HttpCall
 from .openapi import openapi
-from .replies import Json
+from .replies import JsonReply
 
 # Content security policy: the page is a single file and sends requests only to this server.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-async def _docs(call: Call, _: Any) -> Response:
+async def _docs(call: HttpCall, _: Any) -> Response:
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return Response(text, media_type="text/html; charset=utf-8", headers={"content-security-policy": _POLICY})
 
 
-async def _openapi(call: Call, _: Any) -> Response:
-    return Json(openapi(call.server.endpoints))
+async def _openapi(call: HttpCall, _: Any) -> Response:
+    return JsonReply(openapi(call.server.endpoints))
 
 
 ENDPOINTS = (

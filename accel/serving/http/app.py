@@ -25,8 +25,8 @@ from ..operations import all_operations
 from ..server_metrics import Metrics
 from .admission import Admission
 from .bodies import parse
-from .endpoints import Call, Endpoint, Server
-from .middleware import Front, Serve
+from .endpoints import Endpoint, HttpCall, ServerState
+from .middleware import OuterMiddleware, Serve
 from .replies import HttpError, error_reply
 from .server_settings import ServerSettings
 from .unserved_paths import absent, shape_of
@@ -65,7 +65,7 @@ def create_app(
     *,
     more: Sequence[Endpoint] = (),
     traces: bool | Any = False,
-) -> Front:
+) -> OuterMiddleware:
     """Return the ASGI application that serves an engine.
 
     Args:
@@ -78,7 +78,7 @@ def create_app(
     metrics = Metrics()
     engine.observe(metrics)
     table = [*endpoints(), *more]
-    server = Server(engine, settings, metrics, table)
+    server = ServerState(engine, settings, metrics, table)
     keys = _Keys(settings.api_keys)
     tracer = _tracer(traces)
     admission = Admission(engine, metrics)
@@ -114,7 +114,7 @@ def create_app(
     # These endpoints have no path parameters, so they do not need Starlette's routing.
     own = zip(table[: len(table) - len(more)], serving, strict=False)
     direct = {one.path: serve for one, serve in own if one.method == "POST" and "{" not in one.path}
-    return Front(
+    return OuterMiddleware(
         inside, server, frozenset(one.path for one in table if one.open), {} if settings.cors_origins else direct
     )
 
@@ -164,10 +164,10 @@ def _tracer(traces: Any) -> Tracer | None:
     return Tracer(None if traces is True else traces)
 
 
-def _serve(endpoint: Endpoint, server: Server, keys: _Keys, admission: Admission, tracer: Tracer | None) -> Serve:
+def _serve(endpoint: Endpoint, server: ServerState, keys: _Keys, admission: Admission, tracer: Tracer | None) -> Serve:
     async def serve(request: Request) -> ASGIApp:
         request.scope["endpoint_path"] = endpoint.path
-        call = Call(request, request.scope["request_id"], server)
+        call = HttpCall(request, request.scope["request_id"], server)
         start = time.perf_counter()
         try:
             if not endpoint.open:

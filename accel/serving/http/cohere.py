@@ -11,8 +11,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from .bodies import Body
-from .endpoints import Call, Endpoint
-from .replies import Json, message_error
+from .endpoints import Endpoint, HttpCall
+from .replies import JsonReply, message_error
 
 _PRIORITY = {"priority": "All requests wait in one queue."}
 
@@ -71,19 +71,19 @@ _CUT: Mapping[str, dict[str, Any]] = {
 }
 
 
-def _meta(call: Call) -> dict[str, Any]:
+def _meta(call: HttpCall) -> dict[str, Any]:
     return {"api_version": {"version": "2"}, "tokens": {"input_tokens": call.timing.tokens}}
 
 
-async def _rerank(call: Call, body: CohereRerankBody) -> Response:
+async def _rerank(call: HttpCall, body: CohereRerankBody) -> Response:
     call.check_batch(len(body.documents))
     call.check_texts(body.query, times=len(body.documents))
     ranked = await call.ask((body.query, body.documents), operation="rank", model=body.model, top_k=body.top_n)
     results = [{"index": one["corpus_id"], "relevance_score": one["score"]} for one in ranked]
-    return Json({"id": call.id, "results": results, "meta": _meta(call)})
+    return JsonReply({"id": call.id, "results": results, "meta": _meta(call)})
 
 
-async def _embed(call: Call, body: CohereEmbedBody) -> Response:
+async def _embed(call: HttpCall, body: CohereEmbedBody) -> Response:
     call.check_batch(len(body.texts))
     vectors: np.ndarray[Any, Any] = await call.ask(
         body.texts, operation="embed", model=body.model, normalize_embeddings=True, truncate_dim=body.output_dimension,
@@ -92,7 +92,7 @@ async def _embed(call: Call, body: CohereEmbedBody) -> Response:
     embeddings: dict[str, Any] = {}
     for kind in body.embedding_types or ["float"]:
         embeddings[kind] = vectors.tolist() if kind == "float" else [encoded(row) for row in vectors]
-    return Json(
+    return JsonReply(
         {
             "id": call.id,
             "embeddings": embeddings,

@@ -46,7 +46,7 @@ class Endpoint:
     """
 
     path: str
-    answer: Callable[[Call, Any], Awaitable[Response]]
+    answer: Callable[[HttpCall, Any], Awaitable[Response]]
     summary: str
     tag: str
     method: Literal["GET", "POST"] = "POST"
@@ -59,7 +59,7 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class Server:
+class ServerState:
     """The state that is shared by all requests of a server.
 
     Attributes:
@@ -114,7 +114,7 @@ class Server:
 
 
 @dataclass(slots=True)
-class Call:
+class HttpCall:
     """An HTTP request while it is processed.
 
     Attributes:
@@ -127,7 +127,7 @@ class Call:
 
     request: Request
     id: str
-    server: Server
+    server: ServerState
     timing: Timing = field(default_factory=Timing)
     worked: bool = False
 

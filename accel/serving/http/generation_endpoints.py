@@ -17,8 +17,8 @@ from ...errors import RequestTimeoutError
 from ..continuous_batching.generation_engine import GenerationEngine, Prompt, TextPiece
 from ..continuous_batching.token_stream import Generation
 from .bodies import Body
-from .endpoints import Call, Endpoint
-from .replies import Json, http_error, openai_error, plain_error, write_json
+from .endpoints import Endpoint, HttpCall
+from .replies import JsonReply, http_error, openai_error, plain_error, write_json
 
 _OPERATION = "generate"
 _Count = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -217,7 +217,7 @@ class _Answers:
         generations: The generation of each prompt.
     """
 
-    def __init__(self, call: Call, name: str, engine: GenerationEngine, generations: Sequence[Generation]) -> None:
+    def __init__(self, call: HttpCall, name: str, engine: GenerationEngine, generations: Sequence[Generation]) -> None:
         self.name, self.created = name, int(time.time())
         self._call, self._engine, self._generations = call, engine, generations
         self._tokens = [0] * len(generations)
@@ -305,7 +305,9 @@ class _Answers:
         return list(zip(texts, ends, strict=True))
 
 
-async def _started(call: Call, body: Sampling, prompts: Sequence[Prompt], new: int | None, *, draw: bool) -> _Answers:
+async def _started(
+    call: HttpCall, body: Sampling, prompts: Sequence[Prompt], new: int | None, *, draw: bool
+) -> _Answers:
     """Start a generation for each prompt.
 
     Args:
@@ -359,7 +361,7 @@ _Event = Callable[[int, TextPiece], list[dict[str, Any]]]
 
 
 def _streamed(
-    call: Call,
+    call: HttpCall,
     answers: _Answers,
     event: _Event,
     *,
@@ -402,7 +404,7 @@ def _line(item: Any) -> bytes:
     return b"data: " + write_json(item) + b"\n\n"
 
 
-async def _chat(call: Call, body: ChatBody) -> Response:
+async def _chat(call: HttpCall, body: ChatBody) -> Response:
     messages = [message.plain() for message in body.messages]
     new = body.max_completion_tokens or body.max_tokens
     answers = await _started(call, body, [messages], new, draw=True)
@@ -412,7 +414,7 @@ async def _chat(call: Call, body: ChatBody) -> Response:
         ((text, end),) = await answers.whole()
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end}
-        return Json({**head, "choices": [choice], "usage": answers.usage})
+        return JsonReply({**head, "choices": [choice], "usage": answers.usage})
 
     def chunk(delta: dict[str, Any], end: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}
@@ -426,7 +428,7 @@ async def _chat(call: Call, body: ChatBody) -> Response:
     return _streamed(call, answers, event, before=[first], asked=body.stream_options, head=head)
 
 
-async def _completions(call: Call, body: CompletionBody) -> Response:
+async def _completions(call: HttpCall, body: CompletionBody) -> Response:
     answers = await _started(call, body, body.prompts(), body.max_tokens, draw=True)
     head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": answers.created, "model": answers.name}
 
@@ -435,7 +437,7 @@ async def _completions(call: Call, body: CompletionBody) -> Response:
 
     if not body.stream:
         choices = [choice(number, *answer) for number, answer in enumerate(await answers.whole())]
-        return Json({**head, "choices": choices, "usage": answers.usage})
+        return JsonReply({**head, "choices": choices, "usage": answers.usage})
 
     def event(number: int, piece: TextPiece) -> list[dict[str, Any]]:
         if not piece.text and not piece.finish:
@@ -445,11 +447,11 @@ async def _completions(call: Call, body: CompletionBody) -> Response:
     return _streamed(call, answers, event, asked=body.stream_options, head=head)
 
 
-async def _generate(call: Call, body: GenerateBody) -> Response:
+async def _generate(call: HttpCall, body: GenerateBody) -> Response:
     answers = await _started(call, body, [body.inputs], body.max_new_tokens, draw=False)
     if not body.stream:
         ((text, end),) = await answers.whole()
-        return Json({"text": text, "finish_reason": end, "usage": answers.usage})
+        return JsonReply({"text": text, "finish_reason": end, "usage": answers.usage})
 
     def event(_: int, piece: TextPiece) -> list[dict[str, Any]]:
         if not piece.finish:

@@ -6,22 +6,22 @@ from typing import Any
 
 from starlette.responses import Response
 
-from .endpoints import Call, Endpoint
-from .replies import HttpError, Json
+from .endpoints import Endpoint, HttpCall
+from .replies import HttpError, JsonReply
 
 
-async def _health(call: Call, _: Any) -> Response:
-    return Json({"status": "alive"})
+async def _health(call: HttpCall, _: Any) -> Response:
+    return JsonReply({"status": "alive"})
 
 
-async def ready(call: Call, _: Any) -> Response:
+async def ready(call: HttpCall, _: Any) -> Response:
     """Respond with 200 if the server accepts requests, or with 503."""
     if not call.server.ready or call.server.draining:
         raise HttpError(503, "The server accepts no requests.", kind="closing" if call.server.draining else "starting")
-    return Json({"status": "ready", "models": list(call.engine.models)})
+    return JsonReply({"status": "ready", "models": list(call.engine.models)})
 
 
-async def _metrics(call: Call, _: Any) -> Response:
+async def _metrics(call: HttpCall, _: Any) -> Response:
     return Response(call.server.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -15,9 +15,9 @@ from ...artifact.tensors import TensorSpec
 from ..non_finite import find_non_finite, not_finite_error
 from ..operations import Operation
 from .bodies import Body, parse
-from .endpoints import Call, Endpoint
+from .endpoints import Endpoint, HttpCall
 from .health import ready
-from .replies import HttpError, Json, error_text
+from .replies import HttpError, JsonReply, error_text
 from .tensor_formats import DATATYPES, check_datatype, from_binary, from_json, to_binary
 from .text_tensors import SUFFIX, arrays_of, described, input_sizes, rows_of, text_operation
 
@@ -51,12 +51,12 @@ class InferBody(Body):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-async def _server(call: Call, _: Any) -> Response:
-    return Json({"name": "accel", "version": __version__, "extensions": ["binary_tensor_data"]})
+async def _server(call: HttpCall, _: Any) -> Response:
+    return JsonReply({"name": "accel", "version": __version__, "extensions": ["binary_tensor_data"]})
 
 
-async def _live(call: Call, _: Any) -> Response:
-    return Json({"live": True})
+async def _live(call: HttpCall, _: Any) -> Response:
+    return JsonReply({"live": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Target:
     operation: Operation | None
 
 
-def _target(call: Call) -> _Target:
+def _target(call: HttpCall) -> _Target:
     """Return the model in the path of a request.
 
     Raises:
@@ -91,8 +91,8 @@ def _target(call: Call) -> _Target:
     raise HttpError(404, f"There is no model {shown!r} of version {version!r}.", kind="model_not_found")
 
 
-async def _model_ready(call: Call, _: Any) -> Response:
-    return Json({"name": _target(call).shown, "ready": True})
+async def _model_ready(call: HttpCall, _: Any) -> Response:
+    return JsonReply({"name": _target(call).shown, "ready": True})
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
 
 
-async def _metadata(call: Call, _: Any) -> Response:
+async def _metadata(call: HttpCall, _: Any) -> Response:
     target = _target(call)
     model = call.engine.models[target.name]
     session = model.sessions[model.artifact.components[0].name]
@@ -108,7 +108,7 @@ async def _metadata(call: Call, _: Any) -> Response:
         inputs, outputs = described(target.operation, model)
     else:
         inputs, outputs = ([_described(spec) for spec in specs] for specs in (session.inputs, session.outputs))
-    return Json(
+    return JsonReply(
         {
             "name": target.shown,
             "versions": [_VERSION],
@@ -119,7 +119,7 @@ async def _metadata(call: Call, _: Any) -> Response:
     )
 
 
-async def _infer(call: Call, _: Any) -> Response:
+async def _infer(call: HttpCall, _: Any) -> Response:
     target = _target(call)
     whole = await call.read()
     body, binary = _split(whole, call.request.headers.get(_HEADER))
@@ -178,7 +178,7 @@ def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
     return feeds
 
 
-async def _answered(call: Call, name: str, operation: Operation, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _answered(call: HttpCall, name: str, operation: Operation, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
     """Run an operation on input texts and return the output tensors by name."""
     rows = rows_of(operation, feeds)
     sizes = input_sizes(operation)
@@ -219,7 +219,7 @@ def _reply(
     content: dict[str, Any] = {"model_name": name, "model_version": _VERSION, "outputs": outputs}
     if body.id is not None:
         content["id"] = body.id
-    response = Json(content)
+    response = JsonReply(content)
     if not parts:
         return response
     head = bytes(response.body)

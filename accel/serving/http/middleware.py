@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .endpoints import Server
+from .endpoints import ServerState
 from .replies import HttpError, error_reply
 
 Serve = Callable[[Request], Awaitable[ASGIApp]]
@@ -22,7 +22,7 @@ access = logging.getLogger("accel.serving.access")
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
 
-class Front:
+class OuterMiddleware:
     """The outermost ASGI application. It also runs while a response is streamed.
 
     Args:
@@ -33,7 +33,9 @@ class Front:
             of the time that HTTP takes.
     """
 
-    def __init__(self, app: ASGIApp, server: Server, open_paths: frozenset[str], direct: Mapping[str, Serve]) -> None:
+    def __init__(
+        self, app: ASGIApp, server: ServerState, open_paths: frozenset[str], direct: Mapping[str, Serve]
+    ) -> None:
         self._app = app
         self.server = server
         self._open = open_paths

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from .bodies import Body
 from .cohere import encoded
-from .endpoints import Call, Endpoint
-from .replies import HttpError, Json, openai_error
+from .endpoints import Endpoint, HttpCall
+from .replies import HttpError, JsonReply, openai_error
 from .text_bodies import TokenIds, listed
 
 _STARTED = int(time.time())
@@ -32,7 +32,7 @@ class EmbeddingsBody(Body):
     ignored: ClassVar[Mapping[str, str]] = {"user": "It tells OpenAI who asks."}
 
 
-async def _embeddings(call: Call, body: EmbeddingsBody) -> Response:
+async def _embeddings(call: HttpCall, body: EmbeddingsBody) -> Response:
     texts = listed(body.input)
     call.check_batch(len(texts))
     model = call.server.model_for(body.model, "embed")
@@ -42,10 +42,10 @@ async def _embeddings(call: Call, body: EmbeddingsBody) -> Response:
     rows: list[Any] = [encoded(row) for row in vectors] if body.encoding_format == "base64" else vectors.tolist()
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
     usage = {"prompt_tokens": call.timing.tokens, "total_tokens": call.timing.tokens}
-    return Json({"object": "list", "data": data, "model": model, "usage": usage})
+    return JsonReply({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-def _card(call: Call, name: str) -> dict[str, Any]:
+def _card(call: HttpCall, name: str) -> dict[str, Any]:
     model = call.engine.models[name]
     return {
         "id": name,
@@ -59,15 +59,15 @@ def _card(call: Call, name: str) -> dict[str, Any]:
     }
 
 
-async def _models(call: Call, _: Any) -> Response:
-    return Json({"object": "list", "data": [_card(call, name) for name in call.engine.models]})
+async def _models(call: HttpCall, _: Any) -> Response:
+    return JsonReply({"object": "list", "data": [_card(call, name) for name in call.engine.models]})
 
 
-async def _model(call: Call, _: Any) -> Response:
+async def _model(call: HttpCall, _: Any) -> Response:
     name = call.request.path_params["model"]
     if name not in call.engine.models:
         raise HttpError(404, f"There is no model {name!r}.", kind="model_not_found", fix="see /v1/models.")
-    return Json(_card(call, name))
+    return JsonReply(_card(call, name))
 
 
 ENDPOINTS = (

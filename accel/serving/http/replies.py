@@ -26,7 +26,7 @@ from ..non_finite import find_non_finite, not_finite_error
 logger = logging.getLogger(__name__)
 
 
-class Json(Response):
+class JsonReply(Response):
     """A JSON response."""
 
     media_type = "application/json"
@@ -190,4 +190,4 @@ def error_reply(error: Exception, request_id: str, shape: ErrorShape = plain_err
     """Return the error response for a failed request."""
     http = http_error(error, request_id)
     http.message, http.fix = _short(http.message), None if http.fix is None else _short(http.fix)
-    return Json(shape(http, request_id), status_code=http.status, headers=http.headers)
+    return JsonReply(shape(http, request_id), status_code=http.status, headers=http.headers)

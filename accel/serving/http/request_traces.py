@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._version import __version__
 from ...errors import BackendUnavailableError
-from .endpoints import Call
+from .endpoints import HttpCall
 
 _STEPS = ("queue", "tokenization", "inference")
 
@@ -41,7 +41,7 @@ class Tracer:
         self._in_span = trace.set_span_in_context
         self._tracer = self._provider.get_tracer("accel.serving", __version__)
 
-    def record(self, call: Call, path: str, status: int, start_s: float) -> None:
+    def record(self, call: HttpCall, path: str, status: int, start_s: float) -> None:
         """Create the spans of a request that has been answered.
 
         Args:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from .bodies import Body, invalid
-from .endpoints import Call, Endpoint
+from .endpoints import Endpoint, HttpCall
 from .health import ready
 from .replies import HttpError
 
@@ -20,7 +20,7 @@ class InvocationBody(Body):
     parameters: dict[str, Any] | None = None
 
 
-async def _invoke(call: Call, body: InvocationBody) -> Response:
+async def _invoke(call: HttpCall, body: InvocationBody) -> Response:
     """Process a request in the same way as the endpoint of the model's task."""
     names = list(call.engine.models)
     parameters = dict(body.parameters or {})

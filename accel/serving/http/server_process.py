@@ -22,7 +22,7 @@ from types import FrameType
 import uvicorn
 
 from ...errors import ConfigError
-from .middleware import Front
+from .middleware import OuterMiddleware
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ With the default of 5 ms, the event loop and the worker threads wait for each ot
 class _Server(uvicorn.Server):
     """A uvicorn server that shuts down in three steps: refuse new requests, finish accepted ones, close."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, on_ready: Callable[[], None] | None) -> None:
+    def __init__(self, config: uvicorn.Config, front: OuterMiddleware, on_ready: Callable[[], None] | None) -> None:
         super().__init__(config)
         self._on_ready = on_ready
         self._front = front
@@ -119,7 +119,7 @@ def _check_certificate(config: uvicorn.Config) -> None:
 
 
 def serve(
-    front: Front,
+    front: OuterMiddleware,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,

@@ -9,8 +9,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from .bodies import Body
-from .endpoints import Call, Endpoint
-from .replies import Json, text_error
+from .endpoints import Endpoint, HttpCall
+from .replies import JsonReply, text_error
 
 Direction = Literal["left", "right", "Left", "Right"]
 """Side from which a text is truncated."""
@@ -18,7 +18,7 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_l
 """A text as token ids of the model's tokenizer, including special tokens."""
 
 
-class Texts(Body):
+class TextsBody(Body):
     """Request body with one text or several texts."""
 
     model: str | None = None
@@ -37,7 +37,7 @@ def cut_options(truncate: bool | None, direction: Direction) -> dict[str, Any]:
     return {**side, **({"truncation": False} if truncate is False else {})}
 
 
-def pipeline_answer(operation: str, *names: str) -> Callable[[Call, Any], Awaitable[Response]]:
+def pipeline_answer(operation: str, *names: str) -> Callable[[HttpCall, Any], Awaitable[Response]]:
     """Return a function that processes request bodies for a pipeline.
 
     Args:
@@ -45,30 +45,30 @@ def pipeline_answer(operation: str, *names: str) -> Callable[[Call, Any], Awaita
         names: Fields of the body that are options of the pipeline.
     """
 
-    async def answer(call: Call, body: Any) -> Response:
+    async def answer(call: HttpCall, body: Any) -> Response:
         if isinstance(body.inputs, list):
             call.check_batch(len(body.inputs))
         options = {name: value for name in names if (value := getattr(body, name)) is not None}
-        return Json(await call.ask(body.inputs, operation=operation, model=body.model, **options))
+        return JsonReply(await call.ask(body.inputs, operation=operation, model=body.model, **options))
 
     return answer
 
 
-class TokenizeBody(Texts):
+class TokenizeBody(TextsBody):
     """Request body of `/tokenize`."""
 
     add_special_tokens: bool = True
     prompt_name: str | None = None
 
 
-async def _tokenize(call: Call, body: TokenizeBody) -> Response:
+async def _tokenize(call: HttpCall, body: TokenizeBody) -> Response:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     call.check_batch(len(texts))
     tokens = await call.ask(
         texts, operation="tokenize", model=body.model, add_special_tokens=body.add_special_tokens,
         prompt_name=body.prompt_name,
     )  # fmt: skip
-    return Json(tokens)
+    return JsonReply(tokens)
 
 
 ENDPOINTS = (

@@ -25,7 +25,7 @@ from ...ortkit.graph.editing import MICROSOFT, NewNodes, insert_after, read_grap
 from ...ortkit.optimization.padding import MASK_NAME, ROWS_NAME
 from .packing import Packer, can_pack, packed_rows
 
-Form = Literal["general", "lengths", "full", "short", "packed"]
+FormName = Literal["general", "lengths", "full", "short", "packed"]
 """`general`: correct for any mask. `lengths`: each row has at least one token, and padding only on the right. `full`:
 no padding.
 `short`: like `full`, with the attention kernel for short rows. `packed`: like `lengths`, computed without the padding.
@@ -42,18 +42,18 @@ SHORT_UP_TO = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MaskContent:
     """The content of a padding mask: the fastest form that is correct for it at any size, and the number of tokens."""
 
-    form: Form
+    form: FormName
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MaskPlan:
     """The plan for a call: the form of the graph, and for `packed` the number of rows to compute."""
 
-    form: Form
+    form: FormName
     rows: int = 0
 
 
@@ -75,18 +75,18 @@ def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (mask.ne(0).unsqueeze(-1) * weights).sum(1)
 
 
-def held_by_flags(flags: np.ndarray, sequence: int) -> Held:
+def held_by_flags(flags: np.ndarray, sequence: int) -> MaskContent:
     """Return the kind of padding and the number of tokens of a mask, from its `flags: (batch, 2) int64` (see `flags_of`)."""
     counts, places = flags[:, 0], flags[:, 1]
     tokens = int(counts.sum())
     if tokens == flags.shape[0] * sequence:
-        return Held("full", tokens)
+        return MaskContent("full", tokens)
     if counts.min() >= 1 and (places * 2 == counts * (counts - 1)).all():
-        return Held("lengths", tokens)
-    return Held("general", tokens)
+        return MaskContent("lengths", tokens)
+    return MaskContent("general", tokens)
 
 
-def held_by(mask: torch.Tensor) -> Held:
+def held_by(mask: torch.Tensor) -> MaskContent:
     """Return the kind of padding and the number of tokens of a `(batch, sequence)` mask; waits for a mask on a GPU."""
     sequence = mask.shape[1]
     # Only weights in CPU memory are cached: on a GPU, every stream that reads cached weights would have to wait for
@@ -95,7 +95,7 @@ def held_by(mask: torch.Tensor) -> Held:
     return held_by_flags(flags_of(mask, weights).cpu().numpy(), sequence)
 
 
-def plan_for(held: Held, shape: Sequence[int], *, packs: bool, short: bool) -> Plan:
+def plan_for(held: MaskContent, shape: Sequence[int], *, packs: bool, short: bool) -> MaskPlan:
     """Return the fastest plan for a call.
 
     Args:
@@ -107,12 +107,12 @@ def plan_for(held: Held, shape: Sequence[int], *, packs: bool, short: bool) -> P
     batch, sequence = shape
     places = batch * sequence
     if short and held.form == "full" and sequence <= SHORT_UP_TO:
-        return Plan("short")
+        return MaskPlan("short")
     if packs and held.form == "lengths" and places >= PACKED_FROM:
         rows = packed_rows(held.tokens, places)
         if rows <= PACKED_UP_TO * places:
-            return Plan("packed", rows)
-    return Plan(held.form)
+            return MaskPlan("packed", rows)
+    return MaskPlan(held.form)
 
 
 def packs(path: Path) -> bool:
@@ -138,7 +138,7 @@ def mask_input(path: Path) -> str | None:
     return str(source.name) if any(node.op_type in _MASK_INPUT for node in readers(mask)) else None
 
 
-def in_form(path: Path, form: Form) -> bytes:
+def in_form(path: Path, form: FormName) -> bytes:
     """Return the graph of a file in another form, as a serialized model; the weights stay in their files."""
     model = read_graph(path)
     mask = made_by_name(model.graph, MASK_NAME)

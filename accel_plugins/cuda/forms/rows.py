@@ -14,7 +14,7 @@ from accel.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class NewTokenColumns:
     """New tokens, arranged for a KV cache; all tensors are in CPU memory.
 
     Attributes:
@@ -32,7 +32,7 @@ class Added:
     whole: bool
 
 
-class Rows:
+class MaskColumns:
     """The mask columns that each row's tokens come from.
 
     Args:
@@ -71,7 +71,7 @@ class Rows:
         """Return whether a `(batch, columns or more) bool` mask keeps exactly the stored tokens in the earlier columns."""
         return torch.equal(mask[:, : self.columns], self._kept())
 
-    def extend(self, mask: torch.Tensor) -> Added:
+    def extend(self, mask: torch.Tensor) -> NewTokenColumns:
         """Add the new columns of a mask.
 
         Args:
@@ -92,7 +92,7 @@ class Rows:
         self._mask, self._following = mask.clone(), 0
         counts = new.sum(1)
         order = torch.argsort(new.logical_not().int(), dim=1, stable=True)[:, : int(counts.max())]
-        return Added(counts, order, (new.cumsum(1) - 1).clamp(min=0), bool(new.all()))
+        return NewTokenColumns(counts, order, (new.cumsum(1) - 1).clamp(min=0), bool(new.all()))
 
     def crop(self, columns: int) -> None:
         """Remove all columns from this one on."""
@@ -103,8 +103,8 @@ class Rows:
         """Set row `i` to the previous row `index[i]` (`index: (rows,) int64`)."""
         self._mask = self._mask.index_select(0, index)
 
-    def clone(self) -> Rows:
+    def clone(self) -> MaskColumns:
         """Return an independent copy."""
-        copy = Rows(self._mask.shape[0])
+        copy = MaskColumns(self._mask.shape[0])
         copy._mask, copy._following = self._mask.clone(), self._following
         return copy

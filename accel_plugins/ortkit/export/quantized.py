@@ -15,8 +15,8 @@ from onnx_ir.passes import common as passes
 from accel.capture import BLOCK_LINEAR, INTEGER_LINEAR, OPERATOR_DOMAIN
 
 from ..graph.editing import MICROSOFT, constant, layer_name
-from ..quantization.integer import Rewriter
-from ..quantization.layers import Layer, constant_key
+from ..quantization.integer import IntegerRewriter
+from ..quantization.layers import QuantizableLayer, constant_key
 from ..quantization.weight_only import BlockConstants, add_blocks, put_blocks
 from ..quantization.weights import Int8Weight
 
@@ -33,8 +33,8 @@ def lower_quantized_layers(model: ir.Model) -> int:
         The number of replaced layers.
     """
     quantized = [node for node in model.graph if node.domain == OPERATOR_DOMAIN]
-    integers = [Layer(node, layer_name(node)) for node in quantized if node.op_type == INTEGER_LINEAR]
-    blocks = [Layer(node, layer_name(node)) for node in quantized if node.op_type == BLOCK_LINEAR]
+    integers = [QuantizableLayer(node, layer_name(node)) for node in quantized if node.op_type == INTEGER_LINEAR]
+    blocks = [QuantizableLayer(node, layer_name(node)) for node in quantized if node.op_type == BLOCK_LINEAR]
     if not integers and not blocks:
         return 0
     _StoredIntegers().static(integers, {}, signed=False)
@@ -49,23 +49,23 @@ def lower_quantized_layers(model: ir.Model) -> int:
     return len(integers) + len(blocks)
 
 
-class _StoredIntegers(Rewriter):
+class _StoredIntegers(IntegerRewriter):
     """Rewriter that uses the integers stored in quantized layers instead of rounding weights."""
 
-    def _weight_key(self, layer: Layer) -> object:
+    def _weight_key(self, layer: QuantizableLayer) -> object:
         return tuple(constant_key(layer.node.inputs[place]) for place in (3, 4, 5))
 
-    def _weight(self, layer: Layer) -> Int8Weight:
+    def _weight(self, layer: QuantizableLayer) -> Int8Weight:
         weight, scale, zero = (_held(layer, place) for place in (3, 4, 5))
         return Int8Weight(np.ascontiguousarray(weight.T), scale, zero)
 
     def _static_activation(
-        self, layer: Layer, ranges: Mapping[str, tuple[float, float]], signed: bool
+        self, layer: QuantizableLayer, ranges: Mapping[str, tuple[float, float]], signed: bool
     ) -> Sequence[ir.Value]:
         return self._rounded(layer, _held(layer, 1), _held(layer, 2))
 
 
-def _put_blocks(layer: Layer, stored: dict[object, BlockConstants]) -> None:
+def _put_blocks(layer: QuantizableLayer, stored: dict[object, BlockConstants]) -> None:
     """Replace a layer by `MatMulNBits`; layers with the same blocks share the constants in `stored`."""
     sizes = {name: layer.node.attributes.get_int(name, 0) for name in ("bits", "block_size", "inner")}
     packed, scales, zeros = (_held(layer, place) for place in (1, 2, 3))
@@ -78,7 +78,7 @@ def _put_blocks(layer: Layer, stored: dict[object, BlockConstants]) -> None:
     )  # fmt: skip
 
 
-def _far_apart(layer: Layer, inner: int) -> bool:
+def _far_apart(layer: QuantizableLayer, inner: int) -> bool:
     """Return whether a layer's inputs are multiplied by factors of very different sizes, as by AWQ after a ReLU (0.006 to 170).
 
     If one block of such inputs is quantized to 8 bits, the small inputs are lost: the error is 0.14 of the largest
@@ -91,7 +91,7 @@ def _far_apart(layer: Layer, inner: int) -> bool:
     return any(np.abs(factor).max() > _FACTORS_APART * np.abs(factor).min() for factor in factors)
 
 
-def _held(layer: Layer, place: int) -> np.ndarray:
+def _held(layer: QuantizableLayer, place: int) -> np.ndarray:
     """Return the constant at an input of a quantized layer."""
     array = constant(layer.node.inputs[place])
     assert array is not None, f"input {place} of {layer.name} is no constant"

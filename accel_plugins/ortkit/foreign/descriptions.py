@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact.checksums import check_file
-from accel.artifact.reading import read_json
+from accel.artifact.json_reading import read_json
 from accel.errors import ArtifactNotFoundError, IntegrityError
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_registry import infer_task, read_config, text_decoder_task

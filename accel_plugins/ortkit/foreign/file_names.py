@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from accel.artifact.reading import read_json
+from accel.artifact.json_reading import read_json
 from accel.errors import ArtifactNotFoundError, did_you_mean
 from accel.interfaces.folder_reader import Part
 
@@ -31,7 +31,7 @@ _WHOLE = ("", "fp32", "default")
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedGraphFile:
     """A graph file whose name gives the part of the model and the variant (`quantized`, `q4`, ...)."""
 
     file: str
@@ -104,13 +104,13 @@ def _is_graph(file: str) -> bool:
     return file.endswith(_SUFFIX) and PurePosixPath(file).parent.as_posix() in (".", _SUBFOLDER)
 
 
-def named(file: str) -> Named | None:
+def named(file: str) -> NamedGraphFile | None:
     """Parse the part and the variant from a file name; return `None` for an unknown name."""
     stem = PurePosixPath(file).name.removesuffix(_SUFFIX)
     for known, part in _STEMS:
         rest = stem.removeprefix(known)
         if stem.startswith(known) and (not rest or rest.startswith("_")):
-            return Named(file, part, rest[1:])
+            return NamedGraphFile(file, part, rest[1:])
     return None
 
 
@@ -243,7 +243,7 @@ def _missing(
     )
 
 
-def _no_variant(folder: Path | str, variant: str, known: list[Named]) -> ArtifactNotFoundError:
+def _no_variant(folder: Path | str, variant: str, known: list[NamedGraphFile]) -> ArtifactNotFoundError:
     have = sorted({one.variant or _WHOLE[1] for one in known})
     if not have:
         return ArtifactNotFoundError(

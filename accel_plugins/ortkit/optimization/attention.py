@@ -25,7 +25,7 @@ _SPLIT = (0, 2, 1, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """One attention block in a graph.
 
     Attributes:
@@ -89,7 +89,7 @@ def fuse_cpu_attention(model: ir.Model) -> int:
     return count
 
 
-def _is_whole(bias: ir.Value, block: Block) -> bool:
+def _is_whole(bias: ir.Value, block: AttentionBlock) -> bool:
     """Return whether a bias has an entry for each pair of query and key."""
     sizes, query, key = dims(bias), dims(block.query), dims(block.key)
     assert sizes is not None
@@ -101,7 +101,7 @@ def _is_whole(bias: ir.Value, block: Block) -> bool:
 # Matching of attention blocks
 
 
-def _match(softmax: ir.Node, *, reads_padding: bool = True) -> Block | None:
+def _match(softmax: ir.Node, *, reads_padding: bool = True) -> AttentionBlock | None:
     scores_term, other_terms = None, []
     rank = len(dims(softmax.outputs[0]) or ())
     if rank != 4 or softmax.attributes.get_int("axis", -1) not in (-1, 3):
@@ -142,7 +142,7 @@ def _match(softmax: ir.Node, *, reads_padding: bool = True) -> Block | None:
     merged = _merge(end, query[1] * query[2])
     if merged is None:
         return None
-    return Block(
+    return AttentionBlock(
         query=query[0], key=key[0], value=value[0], heads=query[1], scale=scale, padding=padding,
         biases=tuple(biases), empty=empty, zero_empty=zero_empty, low=low, result=merged,
     )  # fmt: skip
@@ -213,7 +213,7 @@ def _is_bias(value: ir.Value, heads: int) -> bool:
 # Replacement of attention blocks
 
 
-def _replace(block: Block, softmax: ir.Node, packed: Packed | None) -> None:
+def _replace(block: AttentionBlock, softmax: ir.Node, packed: Packed | None) -> None:
     """Replace an attention block by a fused operator.
 
     Args:

@@ -55,7 +55,7 @@ class CausalForm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _VisibleKeys:
     """The keys that a condition over (query, key) makes visible; all of the restrictions apply.
 
     Attributes:
@@ -68,9 +68,9 @@ class _Seen:
     padding: bool = False
     window: int = 0
 
-    def also(self, other: _Seen) -> _Seen:
+    def also(self, other: _VisibleKeys) -> _VisibleKeys:
         windows = [window for window in (self.window, other.window) if window]
-        return _Seen(self.causal or other.causal, self.padding or other.padding, min(windows, default=0))
+        return _VisibleKeys(self.causal or other.causal, self.padding or other.padding, min(windows, default=0))
 
 
 def causal_form(path: Path, *, rotary_inside: bool = True) -> CausalForm:
@@ -158,7 +158,7 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     return any(one.window for one in seen)
 
 
-def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _Seen:
+def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
     """Return which keys an attention makes visible.
 
     Raises:
@@ -181,19 +181,19 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _Seen:
     return visible
 
 
-def _read(condition: ir.Value | None, mask: ir.Value) -> _Seen | None:
+def _read(condition: ir.Value | None, mask: ir.Value) -> _VisibleKeys | None:
     """Return which keys a condition makes visible; `None` if any part of the condition is unknown."""
     if condition is None:
         return None
     if bounds(condition) == (1.0, 1.0):
-        return _Seen()
+        return _VisibleKeys()
     both = producer(condition, "And")
     if both is not None:
         one, other = (_read(item, mask) for item in both.inputs)
         return one.also(other) if one is not None and other is not None else None
     source = padding_source(condition)
     if source is not None:
-        return _Seen(padding=True) if _same(source) is mask else None
+        return _VisibleKeys(padding=True) if _same(source) is mask else None
     return _comparison(condition)
 
 
@@ -207,7 +207,7 @@ def _same(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
-def _comparison(condition: ir.Value) -> _Seen | None:
+def _comparison(condition: ir.Value) -> _VisibleKeys | None:
     """Parse the comparisons `key <= query` (causal) and `key > query - window`, in any equivalent form."""
     node = condition.producer()
     if node is None or node.domain or node.op_type not in ("LessOrEqual", "Less", "GreaterOrEqual", "Greater"):
@@ -220,11 +220,11 @@ def _comparison(condition: ir.Value) -> _Seen | None:
     (what, moved), (other, shift) = left, right
     if (what, other) == ("key", "query"):
         # The condition is key + moved <= query + shift, or the same with <.
-        return _Seen(causal=True) if shift - moved - strict == 0 else None
+        return _VisibleKeys(causal=True) if shift - moved - strict == 0 else None
     if (what, other) == ("query", "key"):
         # The condition is query + moved < key + shift: the last (shift - moved) keys are visible; with <=, one more.
         window = shift - moved + (not strict)
-        return _Seen(window=window) if window > 0 else None
+        return _VisibleKeys(window=window) if window > 0 else None
     return None
 
 

@@ -16,7 +16,7 @@ _CPU, _GPU, _ALL = ("cpu",), ("gpu",), ("cpu", "gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class FusionTarget:
     """The kernels that will run a graph, and their properties that decide which fusions apply.
 
     Attributes:
@@ -33,11 +33,11 @@ class Target:
     rewrites_quantized: bool = False
 
 
-CPU = Target(kernels="cpu", rewrites_quantized=True)
+CPU = FusionTarget(kernels="cpu", rewrites_quantized=True)
 """Target for ONNX Runtime's CPU provider."""
-CUDA = Target(kernels="gpu", half_dtypes=("float16", "bfloat16"))
+CUDA = FusionTarget(kernels="gpu", half_dtypes=("float16", "bfloat16"))
 """Target for ONNX Runtime's CUDA provider. These graphs also run on the CPU provider, so tests need no GPU."""
-TENSORRT = Target(kernels="gpu", own_operators=False, half_dtypes=("float16", "bfloat16"))
+TENSORRT = FusionTarget(kernels="gpu", own_operators=False, half_dtypes=("float16", "bfloat16"))
 """Target for TensorRT and other runtimes that support only standard ONNX operators."""
 
 
@@ -101,12 +101,12 @@ FUSIONS = (
 )  # fmt: skip
 
 
-def fusions_for(target: Target) -> list[Fusion]:
+def fusions_for(target: FusionTarget) -> list[Fusion]:
     """Return all fusions that apply to a target, in the order in which they run."""
     return [f for f in FUSIONS if target.kernels in f.targets and (target.own_operators or not f.own_operators)]
 
 
-def chosen_fusions(config: OptimizeConfig, target: Target = CPU) -> list[Fusion]:
+def chosen_fusions(config: OptimizeConfig, target: FusionTarget = CPU) -> list[Fusion]:
     """Return the fusions of a level plus the enabled and minus the disabled ones, in the order in which they run.
 
     Args:

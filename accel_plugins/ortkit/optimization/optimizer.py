@@ -15,7 +15,7 @@ from accel.errors import ConfigError, OptimizeError
 from accel.interfaces.protocols import Feeds
 
 from ..graph.editing import load_graphs, write_artifact
-from .fusions import CPU, Target, chosen_fusions
+from .fusions import CPU, FusionTarget, chosen_fusions
 from .precision import convert
 from .simplifications import count_nodes
 
@@ -30,7 +30,7 @@ class OrtOptimizer:
         target: The kernels that will run the graphs; see `fusions`.
     """
 
-    def __init__(self, backend: str, target: Target = CPU) -> None:
+    def __init__(self, backend: str, target: FusionTarget = CPU) -> None:
         self._backend = backend
         self._target = target
 

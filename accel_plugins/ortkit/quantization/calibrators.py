@@ -101,7 +101,7 @@ def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds)
     return inputs
 
 
-class Prompts:
+class DecoderCalibration:
     """Calibration batches of a decoder, with its other inputs added; can be iterated as often as the original batches."""
 
     def __init__(self, batches: Iterable[Feeds], component: Component) -> None:
@@ -121,7 +121,7 @@ def batches_of(calibration: Iterable[Feeds], component: Component) -> Iterable[F
     """
     parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
     batches = parts.get(component.name, calibration)
-    return Prompts(batches, component) if component.stateful else batches
+    return DecoderCalibration(batches, component) if component.stateful else batches
 
 
 class Calibrator:

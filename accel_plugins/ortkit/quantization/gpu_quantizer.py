@@ -21,7 +21,7 @@ from accel.interfaces.protocols import Batches, Feeds
 
 from ..graph.editing import NewNodes, add_initializer, constant, insert_after, nodes, root_graph
 from .integer import finish
-from .layers import OPERATORS, Layer, check_operator
+from .layers import OPERATORS, QuantizableLayer, check_operator
 from .quantizer import GraphLayers, GraphQuantizer
 
 INT8, FP8 = "static-int8", "static-fp8"
@@ -31,7 +31,7 @@ _FIRST_OPSET = 19  # this opset added float8, and scales other than float32
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class EightBitType:
     """An 8-bit data type for quantized values.
 
     Attributes:
@@ -54,7 +54,7 @@ class Steps:
         return rounded
 
 
-STEPS = {INT8: Steps(ir.DataType.INT8, 127.0), FP8: Steps(ir.DataType.FLOAT8E4M3FN, 448.0)}
+STEPS = {INT8: EightBitType(ir.DataType.INT8, 127.0), FP8: EightBitType(ir.DataType.FLOAT8E4M3FN, 448.0)}
 
 
 class GpuQuantizer(GraphQuantizer):
@@ -125,14 +125,14 @@ def _products(model: ir.Model) -> list[ir.Node]:
 class _Writer:
     """Inserts Q/DQ pairs into a graph; an input or weight that several layers share is quantized once."""
 
-    def __init__(self, steps: Steps, ranges: Mapping[str, tuple[float, float]], *, per_channel: bool) -> None:
+    def __init__(self, steps: EightBitType, ranges: Mapping[str, tuple[float, float]], *, per_channel: bool) -> None:
         self._steps = steps
         self._ranges = ranges
         self._per_channel = per_channel
         self._pairs: dict[int, ir.Value] = {}
         self._weights: dict[object, ir.Value] = {}
 
-    def layer(self, layer: Layer) -> None:
+    def layer(self, layer: QuantizableLayer) -> None:
         new = NewNodes(root_graph(layer.node), str(layer.node.name))
         key = (layer.weight_key, layer.activation.dtype)
         if key not in self._weights:

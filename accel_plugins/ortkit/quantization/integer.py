@@ -9,11 +9,11 @@ import onnx_ir as ir
 
 from ..graph.analysis import only_user
 from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, insert_after, replace_value, root_graph
-from .layers import Layer
+from .layers import QuantizableLayer
 from .weights import Int8Weight, quantize_int8
 
 
-class Rewriter:
+class IntegerRewriter:
     """Replaces layers of one model by integer arithmetic; an input or weight that several layers share is quantized once.
 
     Args:
@@ -29,7 +29,7 @@ class Rewriter:
         self._activations: dict[tuple[object, ...], Sequence[ir.Value]] = {}
         self._weights: dict[tuple[int, object], tuple[Int8Weight, list[ir.Value]]] = {}
 
-    def _stored(self, layer: Layer) -> tuple[Int8Weight, list[ir.Value]]:
+    def _stored(self, layer: QuantizableLayer) -> tuple[Int8Weight, list[ir.Value]]:
         """Return a layer's quantized weight, and its integers, scale and zero point as constants of the graph."""
         graph, base = root_graph(layer.node), str(layer.node.name)
         key = (id(graph), self._weight_key(layer))
@@ -40,10 +40,10 @@ class Rewriter:
             self._weights[key] = (weight, constants)
         return self._weights[key]
 
-    def _weight_key(self, layer: Layer) -> object:
+    def _weight_key(self, layer: QuantizableLayer) -> object:
         return layer.weight_key
 
-    def _weight(self, layer: Layer) -> Int8Weight:
+    def _weight(self, layer: QuantizableLayer) -> Int8Weight:
         return quantize_int8(
             layer.weight(),
             per_channel=self._per_channel,
@@ -51,7 +51,7 @@ class Rewriter:
             reduce_range=self._reduce_range,
         )
 
-    def dynamic(self, layers: Sequence[Layer]) -> None:
+    def dynamic(self, layers: Sequence[QuantizableLayer]) -> None:
         """Rewrite layers so that activations are quantized at run time.
 
         The operators are `DynamicQuantizeLinear` and `MatMulInteger`; ONNX Runtime fuses them into one kernel at load.
@@ -66,7 +66,9 @@ class Rewriter:
             scales = new.op("Mul", x_scale, scale)
             finish(layer, new, new.op("Mul", new.op("Cast", product, to=ir.DataType.FLOAT), scales))
 
-    def static(self, layers: Sequence[Layer], ranges: Mapping[str, tuple[float, float]], *, signed: bool) -> None:
+    def static(
+        self, layers: Sequence[QuantizableLayer], ranges: Mapping[str, tuple[float, float]], *, signed: bool
+    ) -> None:
         """Rewrite layers with Q/DQ pairs: activations get fixed scales, weights are stored as integers.
 
         When ONNX Runtime loads the graph, it fuses the two `DequantizeLinear` nodes and the product into one integer
@@ -96,7 +98,7 @@ class Rewriter:
             finish(layer, new, new.op("Gemm", *operands, bias), added)
 
     def static_operators(
-        self, layers: Sequence[Layer], ranges: Mapping[str, tuple[float, float]], *, signed: bool
+        self, layers: Sequence[QuantizableLayer], ranges: Mapping[str, tuple[float, float]], *, signed: bool
     ) -> None:
         """Rewrite layers like `static`, but directly with the integer operator that ONNX Runtime would create.
 
@@ -115,12 +117,12 @@ class Rewriter:
             finish(layer, new, new.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT), added)
 
     def _static_activation(
-        self, layer: Layer, ranges: Mapping[str, tuple[float, float]], signed: bool
+        self, layer: QuantizableLayer, ranges: Mapping[str, tuple[float, float]], signed: bool
     ) -> Sequence[ir.Value]:
         scale, zero = activation_scale(*ranges[str(layer.activation.name)], signed=signed)
         return self._rounded(layer, scale, zero)
 
-    def _rounded(self, layer: Layer, scale: np.ndarray, zero: np.ndarray) -> Sequence[ir.Value]:
+    def _rounded(self, layer: QuantizableLayer, scale: np.ndarray, zero: np.ndarray) -> Sequence[ir.Value]:
         """Return a layer's quantized activation, scale and zero point; layers with the same input and scale share them."""
         source, new = layer.activation, NewNodes(root_graph(layer.node), str(layer.activation.name))
         key = (id(new.graph), id(source), scale.tobytes(), zero.tobytes(), str(zero.dtype))
@@ -135,7 +137,7 @@ class Rewriter:
             self._activations[key] = (rounded, *constants)
         return self._activations[key]
 
-    def _dynamic_activation(self, layer: Layer) -> Sequence[ir.Value]:
+    def _dynamic_activation(self, layer: QuantizableLayer) -> Sequence[ir.Value]:
         graph, source = root_graph(layer.node), layer.activation
         key = (id(graph), id(source))
         if key not in self._activations:
@@ -173,7 +175,7 @@ def activation_scale(low: float, high: float, *, signed: bool) -> tuple[np.ndarr
     return np.array(scale, np.float32), np.array(zero, np.uint8)
 
 
-def _bias_of(layer: Layer, outer: int) -> tuple[ir.Node, ir.Value] | None:
+def _bias_of(layer: QuantizableLayer, outer: int) -> tuple[ir.Node, ir.Value] | None:
     """Return the node that adds a layer's constant bias, and the bias; `None` if there is no such node.
 
     The node is the `Gemm` itself, or an `Add` that is the only reader of a `MatMul`.
@@ -192,7 +194,9 @@ def _bias_of(layer: Layer, outer: int) -> tuple[ir.Node, ir.Value] | None:
     return None
 
 
-def finish(layer: Layer, new: NewNodes, product: ir.Value, added: tuple[ir.Node, ir.Value] | None = None) -> None:
+def finish(
+    layer: QuantizableLayer, new: NewNodes, product: ir.Value, added: tuple[ir.Node, ir.Value] | None = None
+) -> None:
     """Replace a layer by new nodes, and add the bias of a `Gemm`.
 
     Args:

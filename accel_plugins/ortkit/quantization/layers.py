@@ -18,7 +18,7 @@ OPERATORS = ("MatMul", "Gemm")
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class QuantizableLayer:
     """A product of an activation with a constant matrix.
 
     Attributes:
@@ -80,7 +80,7 @@ def check_operator(operator: str, known: Sequence[str]) -> None:
         )
 
 
-def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list[Layer]:
+def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list[QuantizableLayer]:
     """Return the products with a constant matrix in the graph and its subgraphs, in order.
 
     `operators` limits the result to these operator types; by default all of `OPERATORS` are included.
@@ -92,7 +92,7 @@ def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list
             continue
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0):
             continue
-        layers.append(Layer(node, layer_name(node)))
+        layers.append(QuantizableLayer(node, layer_name(node)))
     return layers
 
 
@@ -113,7 +113,9 @@ def _matrix(value: ir.Value | None) -> np.ndarray | None:
     return source.T if source is not None and source.ndim == 2 and flipped else None
 
 
-def split_excluded(layers: Sequence[Layer], patterns: Sequence[str]) -> tuple[list[Layer], list[Layer]]:
+def split_excluded(
+    layers: Sequence[QuantizableLayer], patterns: Sequence[str]
+) -> tuple[list[QuantizableLayer], list[QuantizableLayer]]:
     """Split layers into those to quantize and those to keep in floating point.
 
     A pattern is the name of a node or a layer, or `re:` and a regular expression that is searched in both names.

@@ -21,8 +21,8 @@ from accel.interfaces.protocols import Batches, Feeds
 from ..graph.editing import load_graph, load_graphs, write_artifact
 from ..graph.rewrites import Rewrite
 from .calibrators import Calibrator, batches_of
-from .integer import Rewriter
-from .layers import OPERATORS, Layer, check_operator, find_layers, split_excluded
+from .integer import IntegerRewriter
+from .layers import OPERATORS, QuantizableLayer, check_operator, find_layers, split_excluded
 from .presets import DYNAMIC, PRESETS, STATIC, WEIGHT_4, Preset, choose_preset
 from .smoothing import grouped, smooth, smoothing_divisors
 from .weight_only import quantize_weights, relative_error
@@ -48,7 +48,7 @@ class GraphLayers:
 
     artifact: Artifact
     component: Component
-    layers: Sequence[Layer]
+    layers: Sequence[QuantizableLayer]
     config: QuantizeConfig
     calibration: Batches | None
     report: dict[str, Any]
@@ -108,8 +108,8 @@ class GraphQuantizer(ABC):
         excluded: list[str] = []
         for component in artifact.components:
             model = models[component.name]
-            kept: list[Layer] = []
-            left: list[Layer] = []
+            kept: list[QuantizableLayer] = []
+            left: list[QuantizableLayer] = []
             for layer in layers[component.name]:
                 # Skip layers in branches of an `If` node: their activations cannot be calibrated.
                 reachable = config.scheme not in CALIBRATED or layer.node.graph is model.graph
@@ -180,7 +180,7 @@ class OrtQuantizer(GraphQuantizer):
     def _rewrite(self, graph_layers: GraphLayers, model: ir.Model) -> int:
         config, layers, report = graph_layers.config, graph_layers.layers, graph_layers.report
         preset = PRESETS[report["preset"]]
-        rewriter = Rewriter(
+        rewriter = IntegerRewriter(
             per_channel=config.per_channel is not False,
             symmetric=config.symmetric is not False,
             reduce_range=preset.reduce_range,
@@ -237,7 +237,7 @@ def check(artifact: Artifact, config: QuantizeConfig, preset: Preset, calibratio
         )
 
 
-def _weight_only(layers: Sequence[Layer], config: QuantizeConfig) -> dict[str, int]:
+def _weight_only(layers: Sequence[QuantizableLayer], config: QuantizeConfig) -> dict[str, int]:
     """Quantize the layers' weights in blocks of 4 or 8 bits; return the number of layers for each number of bits."""
     four = config.scheme == WEIGHT_4
     # Zero points take 5 % of a decoding step, and least-squares scales are as accurate without them. `hqq` requires

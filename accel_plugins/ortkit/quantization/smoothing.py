@@ -9,21 +9,21 @@ import onnx_ir as ir
 
 from ..graph.editing import NewNodes, add_initializer, constant, insert_after, root_graph
 from .calibrators import ChannelRange
-from .layers import Layer
+from .layers import QuantizableLayer
 
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
 
 
-def grouped(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
+def grouped(layers: Sequence[QuantizableLayer]) -> dict[str, list[QuantizableLayer]]:
     """Group layers by the name of the activation that they read."""
-    groups: dict[str, list[Layer]] = {}
+    groups: dict[str, list[QuantizableLayer]] = {}
     for layer in layers:
         groups.setdefault(str(layer.activation.name), []).append(layer)
     return groups
 
 
 def smoothing_divisors(
-    layers: Sequence[Layer], channels: Mapping[str, ChannelRange], exponent: float
+    layers: Sequence[QuantizableLayer], channels: Mapping[str, ChannelRange], exponent: float
 ) -> dict[str, np.ndarray]:
     """Return the divisors `(channels,)` of each activation by name: `max|x|^a / max|w|^(1 - a)`, where `a` is `exponent`.
 
@@ -42,7 +42,7 @@ def smoothing_divisors(
     return divisors
 
 
-def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[str, int]:
+def smooth(layers: Sequence[QuantizableLayer], divisors: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Divide activations by the divisors `(channels,)` and multiply weights by them.
 
     If only these layers read the output of a preceding norm, the division is folded into the norm's weights.
@@ -86,7 +86,7 @@ def smooth(layers: Sequence[Layer], divisors: Mapping[str, np.ndarray]) -> dict[
     return report
 
 
-def _set_weight(layer: Layer, weight: np.ndarray) -> None:
+def _set_weight(layer: QuantizableLayer, weight: np.ndarray) -> None:
     """Set a layer's weight to a new matrix `(inner, outer)`; the old constant stays, because other layers may use it."""
     node = layer.node
     if node.op_type == "Gemm":

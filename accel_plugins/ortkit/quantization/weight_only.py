@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from ..graph.editing import MICROSOFT, NewNodes, add_initializer, root_graph
 from .integer import finish
-from .layers import Layer
+from .layers import QuantizableLayer
 
 # Allow kernels to round activations to 8 bits in blocks: several times faster on CPUs with 8-bit dot products.
 _INT8_ACCUMULATION = 4
@@ -136,7 +136,7 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
     return packed
 
 
-def relative_error(layer: Layer, *, block_size: int, symmetric: bool) -> float:
+def relative_error(layer: QuantizableLayer, *, block_size: int, symmetric: bool) -> float:
     """Return the relative 4-bit error of a layer's weight (root of squared error over squared weights), to rank layers."""
     weight = layer.weight()
     blocks = quantize_blocks(weight, bits=4, block_size=block_size, symmetric=symmetric)
@@ -145,7 +145,12 @@ def relative_error(layer: Layer, *, block_size: int, symmetric: bool) -> float:
 
 
 def quantize_weights(
-    layers: Sequence[Layer], *, bits: Sequence[int], block_size: int, symmetric: bool, algorithm: Literal["rtn", "hqq"]
+    layers: Sequence[QuantizableLayer],
+    *,
+    bits: Sequence[int],
+    block_size: int,
+    symmetric: bool,
+    algorithm: Literal["rtn", "hqq"],
 ) -> None:
     """Replace layers of one model by `MatMulNBits` with a number of bits for each layer; a shared weight is quantized once."""
     stored: dict[tuple[int, object, int], tuple[BlockConstants, tuple[int, int]]] = {}
@@ -172,7 +177,9 @@ BlockConstants = tuple[ir.Value, ...]
 """Constants of a `MatMulNBits` node: values, scales and optional zero points."""
 
 
-def add_blocks(layer: Layer, packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> BlockConstants:
+def add_blocks(
+    layer: QuantizableLayer, packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None
+) -> BlockConstants:
     """Add a block-wise quantized weight to a layer's graph as constants.
 
     Args:
@@ -188,7 +195,7 @@ def add_blocks(layer: Layer, packed: np.ndarray, scales: np.ndarray, zeros: np.n
 
 
 def put_blocks(
-    layer: Layer,
+    layer: QuantizableLayer,
     constants: BlockConstants,
     *,
     inner: int,

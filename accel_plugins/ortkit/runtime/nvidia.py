@@ -27,7 +27,7 @@ _MISSING_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\d.]*): cannot open shared obje
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class NvidiaFacts:
     """Facts about the GPUs, the driver and the software of this machine.
 
     Attributes:
@@ -53,7 +53,7 @@ class Facts:
     load_error: str | None = None
 
 
-def judge(facts: Facts) -> Probe:
+def judge(facts: NvidiaFacts) -> Probe:
     """Return the devices, or all reasons why they cannot be used, each with a fix."""
     reasons = [
         reason
@@ -66,7 +66,7 @@ def judge(facts: Facts) -> Probe:
     return Probe(devices=() if reasons else facts.gpus, reasons=tuple(reasons), versions=versions)
 
 
-def _build(facts: Facts) -> Reason | None:
+def _build(facts: NvidiaFacts) -> Reason | None:
     if facts.provider in facts.providers:
         return None
     if {"onnxruntime", "onnxruntime-gpu"} <= set(facts.distributions):
@@ -79,7 +79,7 @@ def _build(facts: Facts) -> Reason | None:
     return Reason("no-gpu-build", f"{have} is installed, which has no {facts.provider}", _INSTALL)
 
 
-def _driver(facts: Facts) -> Reason | None:
+def _driver(facts: NvidiaFacts) -> Reason | None:
     if facts.driver is None:
         return Reason(
             "no-driver",
@@ -107,7 +107,7 @@ def _driver(facts: Facts) -> Reason | None:
     return None
 
 
-def _torch(facts: Facts) -> Reason | None:
+def _torch(facts: NvidiaFacts) -> Reason | None:
     if facts.torch_cuda is not None:
         return None
     return Reason(
@@ -117,7 +117,7 @@ def _torch(facts: Facts) -> Reason | None:
     )
 
 
-def _library(facts: Facts) -> Reason | None:
+def _library(facts: NvidiaFacts) -> Reason | None:
     if facts.load_error is None or facts.provider not in facts.providers:
         return None
     missing = _MISSING_LIBRARY.search(facts.load_error)
@@ -186,7 +186,7 @@ def on_gpu(index: int) -> AbstractContextManager[object]:
     return torch.cuda.device(index) if torch.cuda.is_available() else nullcontext()
 
 
-def survey(provider: str = CUDA) -> Facts:
+def survey(provider: str = CUDA) -> NvidiaFacts:
     """Collect facts about this machine. Never raises: facts that cannot be read count as missing."""
     import onnxruntime as ort
     import torch
@@ -203,7 +203,7 @@ def survey(provider: str = CUDA) -> Facts:
         except metadata.PackageNotFoundError:
             continue
     folder = Path(ort.__file__).parent / "capi"
-    return Facts(
+    return NvidiaFacts(
         provider=provider,
         providers=providers,
         distributions=distributions,

@@ -14,7 +14,7 @@ from accel.interfaces.protocols import Feeds
 from accel.interfaces.state import State, StateOwner, moved_right
 
 from ..upstream import native_as_tensor
-from .values import Binding
+from .values import ReusedBinding
 
 # Capacity grows in steps. Growing for every token would copy the cache each time; doubling would waste up to half of
 # it.
@@ -89,7 +89,7 @@ class OrtState(State):
         self._bases: dict[str, torch.Tensor] = {}
         # Keep ONNX Runtime's values alive, because they own the memory of the buffers.
         self._held: list[Any] = []
-        self._binding: Binding | None = None
+        self._binding: ReusedBinding | None = None
         self._capacity = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -289,7 +289,7 @@ class OrtState(State):
         placed = mask.gather(1, places.clamp(max=total - 1)) * (places < total)
         return {**feeds, self._mask: placed.contiguous(), LENGTHS: (total - 1 - front).to(torch.int32)}
 
-    def _reserve(self, total: int) -> Binding:
+    def _reserve(self, total: int) -> ReusedBinding:
         """Ensure capacity for `total` tokens and return a binding of the current buffers."""
         if self._in_place and total > self._capacity:
             self._capacity = _roomy(total, self._capacity)
@@ -323,7 +323,7 @@ class OrtState(State):
         self._binding = None
         if len(self._buffers) < len(self._pasts):
             return
-        self._binding = Binding(self._runtime, self._where)
+        self._binding = ReusedBinding(self._runtime, self._where)
         for spec in self._pasts:
             buffer = self._buffers[spec.name]
             self._binding.read(spec.name, buffer)

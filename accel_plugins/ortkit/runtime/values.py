@@ -15,7 +15,7 @@ def as_ort_value(tensor: torch.Tensor) -> Any:
     return ort.OrtValue(native_value(tensor))
 
 
-class Binding:
+class ReusedBinding:
     """An IO binding of a graph's inputs and outputs to tensors by address, reused from run to run.
 
     Args:

@@ -16,7 +16,7 @@ from accel.errors import ConfigError, InputError, PrepareError
 from accel.interfaces.protocols import Batches
 
 from .compiled_model import CompiledModel
-from .model_changes import Watch
+from .model_changes import ModelSnapshot
 from .sizes import MASK
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Acceleration:
         functools.update_wrapper(self, self._forward)
         self.__signature__ = self.engine.signature
         self._generates = False
-        self._watch = Watch(model)
+        self._watch = ModelSnapshot(model)
 
     def install(self) -> None:
         """Replace the model's `forward`, and add `warmup`, `restore` and `acceleration`."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ..upstream import tree_flatten, tree_leaves, tree_unflatten
-from .sizes import Sizes, axes_to_cut, cut
+from .sizes import CallSizes, axes_to_cut, cut
 
 
 def compare(
-    found: Any, expected: Any, have: Sizes, want: Sizes, mask: torch.Tensor | None = None
+    found: Any, expected: Any, have: CallSizes, want: CallSizes, mask: torch.Tensor | None = None
 ) -> tuple[Any, float, list[dict[int, str]]]:
     """Compare the output of compiled code with the original model's output.
 

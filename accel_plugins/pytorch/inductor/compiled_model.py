@@ -25,12 +25,12 @@ from ..session import CapturedModule
 from ..upstream import tree_flatten, tree_map_only, tree_unflatten
 from .comparison import compare, difference
 from .compilation import compiled, compiling
-from .forms import CompiledForm, Plan
+from .forms import CompilationPlan, CompiledForm
 from .packing import Asked, Tokens, asked_tokens, attending, packable, sharing_copy
 from .precision import HALF, computing_copy
-from .products import FewerProducts, join_projections
-from .replays import MOST, Repeats, seen_of
-from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, Sizes, cut, longest, padded, sizes_of, step_up
+from .products import JoinProducts, join_projections
+from .replays import MOST, ReplayCache, seen_of
+from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, CallSizes, cut, longest, padded, sizes_of, step_up
 from .static_caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,10 @@ class CompiledModel:
         self._compute = forward if self._computing is model else self._computing.forward
         rounds = config.quantization is not None or any(isinstance(one, IntegerLinear) for one in model.modules())
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
-        self.forms: dict[tuple[Any, Sizes], CompiledForm] = {}
-        self._plans: dict[Any, Plan] = {}
+        self.forms: dict[tuple[Any, CallSizes], CompiledForm] = {}
+        self._plans: dict[Any, CompilationPlan] = {}
         self._kinds: dict[Any, int] = {}
-        self._repeats = Repeats()
+        self._repeats = ReplayCache()
         self.compilations = 0
         self.uncompiled_calls = 0
         self._told: set[str] = set()
@@ -197,13 +197,13 @@ class CompiledModel:
         else:
             logger.warning("%s: %s. Those run as the model is; pass lengths=... or graphs=....", name, told)
 
-    def _sizes(self, call: Mapping[str, Any]) -> Sizes:
+    def _sizes(self, call: Mapping[str, Any]) -> CallSizes:
         if cache_of(call) is not None:
             first = next((value for value in call.values() if isinstance(value, torch.Tensor)), None)
-            return Sizes(None if first is None else int(first.shape[0]), None)
+            return CallSizes(None if first is None else int(first.shape[0]), None)
         return sizes_of(call, maskable=self._maskable)
 
-    def _plan(self, call: Mapping[str, Any]) -> Plan:
+    def _plan(self, call: Mapping[str, Any]) -> CompilationPlan:
         """Return the plan of a call. Plans are cached, because making one takes longer than launching a CUDA graph."""
         seen = seen_of(call)
         if seen is None:
@@ -216,20 +216,20 @@ class CompiledModel:
             plan = self._plans[seen] = self._planned(call)
         return plan
 
-    def _planned(self, call: Mapping[str, Any]) -> Plan:
+    def _planned(self, call: Mapping[str, Any]) -> CompilationPlan:
         have = self._sizes(call)
         if why := self._why_eager(call):
-            return Plan(why, have, -1, have)
+            return CompilationPlan(why, have, -1, have)
         kind, want = self._key(call, have)
         # Replace the long key by a number: hashing the key in each call would be slow.
-        return Plan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
+        return CompilationPlan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
-    def _asked(self, call: Mapping[str, Any], plan: Plan) -> Asked | None:
+    def _asked(self, call: Mapping[str, Any], plan: CompilationPlan) -> Asked | None:
         """Return a function that counts the tokens which layers compute; `None` if layers compute padding as well."""
         packs = self.config.packing and self._encoder is not None and cache_of(call) is None
         return asked_tokens(call, plan.have, plan.want) if packs else None
 
-    def _form(self, call: Mapping[str, Any], plan: Plan) -> CompiledForm | None:
+    def _form(self, call: Mapping[str, Any], plan: CompilationPlan) -> CompiledForm | None:
         """Return the compiled form for a call and create it if needed. Return `None` or a larger form if the limit of
         forms is reached.
         """
@@ -246,7 +246,7 @@ class CompiledModel:
                     form = self._larger(kind, want)
         return form
 
-    def _larger(self, kind: Any, want: Sizes) -> CompiledForm | None:
+    def _larger(self, kind: Any, want: CallSizes) -> CompiledForm | None:
         """Return the smallest compiled form that the call can be padded to, at most twice its size; `None` if there is
         none.
         """
@@ -261,7 +261,7 @@ class CompiledModel:
         size, found = min(fitting, key=lambda one: one[0], default=(0, None))
         return found if size <= 2 * want.batch * want.length else None
 
-    def _key(self, call: Mapping[str, Any], have: Sizes) -> tuple[Any, Sizes]:
+    def _key(self, call: Mapping[str, Any], have: CallSizes) -> tuple[Any, CallSizes]:
         """Return the key of the compiled code without batch size and length, and the sizes that the call is padded to."""
         cache = cache_of(call)
         want = have
@@ -270,7 +270,7 @@ class CompiledModel:
             length = None if have.length is None else step_up(have.length, lengths)
             if length is not None and self.longest is not None and have.length is not None:
                 length = max(have.length, min(length, self.longest))
-            want = Sizes(None if have.batch is None else step_up(have.batch, BATCHES), length)
+            want = CallSizes(None if have.batch is None else step_up(have.batch, BATCHES), length)
         pads_mask = want.length is not None and MASK not in call
         parts: list[tuple[Any, ...]] = []
         for name in sorted(call):
@@ -283,7 +283,7 @@ class CompiledModel:
             parts.append((name, str(spec), tuple(self._leaf(leaf, have, by_token=by_token) for leaf in leaves)))
         return (tuple(parts), pads_mask), want
 
-    def _leaf(self, leaf: Any, have: Sizes, *, by_token: bool) -> Any:
+    def _leaf(self, leaf: Any, have: CallSizes, *, by_token: bool) -> Any:
         """Return the key of an input: data type, device and shape. Sizes that are padded are replaced by their names."""
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
@@ -294,7 +294,7 @@ class CompiledModel:
             shape[1] = "length"
         return (leaf.dtype, leaf.device, tuple(shape))
 
-    def _new_form(self, call: Mapping[str, Any], want: Sizes, tokens: Tokens) -> CompiledForm:
+    def _new_form(self, call: Mapping[str, Any], want: CallSizes, tokens: Tokens) -> CompiledForm:
         cache = cache_of(call)
         name = str(want) if cache is None else f"one token behind {shape_of(cache)}"
         form = CompiledForm(name if tokens is None else f"{name}, {tokens} of them computed", want, tokens=tokens)
@@ -305,7 +305,7 @@ class CompiledModel:
         if form.attends:
             compute = attending(self._encoder, tokens)
         form.fuses = self._fuses
-        options = {"pre_grad_custom_pass": FewerProducts()} if form.fuses else None
+        options = {"pre_grad_custom_pass": JoinProducts()} if form.fuses else None
         made = compiled(compute, replayed=form.replayed, options=options)
         if graphs and cache is None:
             made = CapturedModule(made, self.device)
@@ -322,7 +322,12 @@ class CompiledModel:
         return "a call that returns a new cache runs as the model is (use_cache=False compiles it)" if caches else ""
 
     def _run(
-        self, form: CompiledForm, code: Any, call: dict[str, Any], have: Sizes, cuts: Sequence[Mapping[int, str]] = ()
+        self,
+        form: CompiledForm,
+        code: Any,
+        call: dict[str, Any],
+        have: CallSizes,
+        cuts: Sequence[Mapping[int, str]] = (),
     ) -> Any:
         given = self._cast(padded(call, have, form.sizes, self._pad_id))
         if form.replayed:
@@ -361,7 +366,7 @@ class CompiledModel:
 
         return {name: each(value) for name, value in call.items()}
 
-    def _first(self, form: CompiledForm, call: dict[str, Any], have: Sizes, kind: tuple[bool, bool]) -> Any:
+    def _first(self, form: CompiledForm, call: dict[str, Any], have: CallSizes, kind: tuple[bool, bool]) -> Any:
         """First call of a form: compile if needed, compare with the original model's output, and time both.
 
         Raises:
@@ -408,7 +413,7 @@ class CompiledModel:
         # identical results.
         return expected if form.call is None and cache is None else found
 
-    def _compile(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> Any:
+    def _compile(self, form: CompiledForm, call: dict[str, Any], have: CallSizes) -> Any:
         try:
             with compiling(freezing=self._freezes):
                 return self._run(form, form.call, call, have)
@@ -421,7 +426,7 @@ class CompiledModel:
             ) from error
 
     def _other_cache(
-        self, form: CompiledForm, call: dict[str, Any], have: Sizes, before: dict[str, Any], expected: Any
+        self, form: CompiledForm, call: dict[str, Any], have: CallSizes, before: dict[str, Any], expected: Any
     ) -> float:
         """Run code that was compiled with one KV cache on another cache. Return the largest difference of the outputs
         and of the caches.
@@ -467,7 +472,7 @@ class CompiledModel:
         self.forms = {key: one for key, one in self.forms.items() if one is not form}
         self._repeats.forget()
 
-    def _time(self, form: CompiledForm, call: dict[str, Any], have: Sizes) -> None:
+    def _time(self, form: CompiledForm, call: dict[str, Any], have: CallSizes) -> None:
         """Time the compiled form and the original model alternately and compare their fastest calls. A slower form is
         not used; a warning is logged.
         """

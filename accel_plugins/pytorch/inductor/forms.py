@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from .packing import Tokens
-from .sizes import Sizes
+from .sizes import CallSizes
 
 
-class Plan(NamedTuple):
+class CompilationPlan(NamedTuple):
     """Plan of how to compute calls with certain input names, types and sizes.
 
     Attributes:
@@ -20,9 +20,9 @@ class Plan(NamedTuple):
     """
 
     why: str
-    have: Sizes
+    have: CallSizes
     kind: int
-    want: Sizes
+    want: CallSizes
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class CompiledForm:
     """
 
     name: str
-    sizes: Sizes
+    sizes: CallSizes
     call: Any = None
     why: str = ""
     compile_s: float = 0.0

@@ -42,7 +42,7 @@ class _Places:
         return list(map(operator.getitem, self._dicts, self._keys))
 
 
-class Watch:
+class ModelSnapshot:
     """Snapshot of a model's weights, modules, settings and hooks, to detect later changes.
 
     PyTorch counts the in-place changes of each tensor, but not changes through `.data`. On the CPU, one value of each

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from accel.capture import CACHE_NAMES
 
 from .precision import HALF
-from .sizes import MASK, Sizes
+from .sizes import MASK, CallSizes
 
 Tokens = int | Literal["all"] | None
 """Number of tokens that layers compute; "all" for a batch without padding; `None` for padded rows."""
@@ -49,7 +49,7 @@ _FASTEST_FIRST = [
 ]  # fmt: skip
 
 
-def asked_tokens(call: Mapping[str, Any], have: Sizes, want: Sizes) -> Asked | None:
+def asked_tokens(call: Mapping[str, Any], have: CallSizes, want: CallSizes) -> Asked | None:
     """Return a function that counts the tokens which the layers of a call must compute, from the call's current mask.
 
     Work that is started on the GPU later does not delay the count.
@@ -167,7 +167,7 @@ def sharing_copy(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Argument that packed layers get in place of an attention mask.
 
     Attributes:
@@ -230,12 +230,12 @@ def _set_attention(model: Any, name: str, attend: Callable[..., Any], mask: Call
             module.config._attn_implementation = name
 
 
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rows:
-    rows: Rows = kwargs[MASK] if MASK in kwargs else args[0]
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedRows:
+    rows: PackedRows = kwargs[MASK] if MASK in kwargs else args[0]
     return rows
 
 
-def _rows(*_: Any, attention_mask: torch.Tensor, tokens: int, **__: Any) -> Rows:
+def _rows(*_: Any, attention_mask: torch.Tensor, tokens: int, **__: Any) -> PackedRows:
     """Return the packing order: tokens that are not padding first, row by row, then masked tokens that are computed as
     filling.
     """
@@ -248,7 +248,7 @@ def _rows(*_: Any, attention_mask: torch.Tensor, tokens: int, **__: Any) -> Rows
     # Masked tokens that are computed form additional rows of at most `length` tokens.
     more = ends[-1] + length * torch.arange(1, -(-tokens // length) + 1, device=ends.device)
     bounds = torch.cat([ends.new_zeros(1), ends, more.clamp(max=tokens)]).to(torch.int32)
-    return Rows(places.view(attention_mask.shape), order[:tokens], bounds)
+    return PackedRows(places.view(attention_mask.shape), order[:tokens], bounds)
 
 
 def _attend(
@@ -256,7 +256,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Rows,
+    attention_mask: PackedRows,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:

@@ -53,7 +53,7 @@ def _join(layers: list[torch.nn.Linear]) -> None:
 
 
 class _Rows:
-    """Forward function of a linear layer that reads a slice of a joined weight. `FewerProducts` recognizes the slice in
+    """Forward function of a linear layer that reads a slice of a joined weight. `JoinProducts` recognizes the slice in
     the graph.
     """
 
@@ -67,7 +67,7 @@ class _Rows:
         return self
 
 
-class FewerProducts(CustomGraphPass):
+class JoinProducts(CustomGraphPass):
     """Graph pass that joins products of the same input and computes activations inside products."""
 
     def __call__(self, graph: Graph) -> None:

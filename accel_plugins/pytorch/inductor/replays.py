@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..session import CapturedModule
-from .forms import Plan
+from .forms import CompilationPlan
 from .packing import Asked, Tokens
 
 # Maximum number of call keys in a cache. A full cache is emptied.
@@ -23,7 +23,7 @@ _SAME = 8
 
 
 @dataclass(slots=True)
-class Repeated:
+class ReplayedCalls:
     """CUDA graphs for calls with the same input names, types and sizes.
 
     Attributes:
@@ -35,7 +35,7 @@ class Repeated:
             time of one replay and doubles this number.
     """
 
-    plan: Plan
+    plan: CompilationPlan
     replays: dict[Tokens, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     last: Tokens = None
     times: int = 0
@@ -67,18 +67,18 @@ class Repeated:
         return None if replay is None else replay(call)
 
 
-class Repeats:
+class ReplayCache:
     """Cache of CUDA graphs for calls that need no padding, by the key of the call."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Repeated] = {}
+        self._known: dict[Any, ReplayedCalls] = {}
 
-    def get(self, seen: Any) -> Repeated | None:
+    def get(self, seen: Any) -> ReplayedCalls | None:
         """Return the CUDA graphs for calls with this key, or `None`."""
         return self._known.get(seen)
 
     def remember(
-        self, seen: Any, plan: Plan, tokens: Tokens, code: Any, given: Mapping[str, Any], dtype: torch.dtype
+        self, seen: Any, plan: CompilationPlan, tokens: Tokens, code: Any, given: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         """Remember the graph of a call for later calls with the same key, if the graph reads only inputs of the call.
 
@@ -99,7 +99,7 @@ class Repeats:
 
         if len(self._known) >= MOST:
             self._known = {}
-        self._known.setdefault(seen, Repeated(plan)).replays[tokens] = replay
+        self._known.setdefault(seen, ReplayedCalls(plan)).replays[tokens] = replay
 
     def forget(self) -> None:
         """Forget all remembered CUDA graphs, so that all calls are planned again."""

@@ -20,7 +20,7 @@ MASK = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CallSizes:
     """Input sizes of a call.
 
     Attributes:
@@ -36,7 +36,7 @@ class Sizes:
         return " of ".join([*parts, *([f"{self.length} tokens"] if self.length is not None else [])]) or "its shapes"
 
 
-def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> Sizes:
+def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> CallSizes:
     """Return the sizes of a call from its inputs.
 
     Args:
@@ -48,14 +48,14 @@ def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> Sizes:
     if first is None or first.ndim < 2:
         rows = {int(tensor.shape[0]) if tensor.ndim else 0 for tensor in tensors.values()}
         alone = rows.pop() if len(rows) == 1 else 0
-        return Sizes(alone or None, None)
+        return CallSizes(alone or None, None)
     batch, length = int(first.shape[0]), int(first.shape[1])
     texts = [tensor for name, tensor in tensors.items() if name in BY_TOKEN]
     agree = all(tensor.shape[:2] == (batch, length) for tensor in texts) and first.ndim == 2
     whole = all(tensor.ndim and tensor.shape[0] == batch for tensor in tensors.values())
     nested = any(isinstance(value, (tuple, list, dict)) for value in call.values())
     can_pad = maskable and agree and whole and not nested
-    return Sizes(batch if whole and not nested else None, length if can_pad else None)
+    return CallSizes(batch if whole and not nested else None, length if can_pad else None)
 
 
 def step_up(size: int, steps: tuple[int, ...]) -> int:
@@ -64,7 +64,7 @@ def step_up(size: int, steps: tuple[int, ...]) -> int:
     return steps[place] if place < len(steps) else size
 
 
-def padded(call: Mapping[str, Any], have: Sizes, want: Sizes, pad_id: int) -> dict[str, Any]:
+def padded(call: Mapping[str, Any], have: CallSizes, want: CallSizes, pad_id: int) -> dict[str, Any]:
     """Pad the inputs of a call: append masked tokens to each row, and copies of the last row to the batch.
 
     Args:
@@ -92,7 +92,7 @@ def padded(call: Mapping[str, Any], have: Sizes, want: Sizes, pad_id: int) -> di
     return found
 
 
-def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: Sizes, want: Sizes) -> dict[int, str] | None:
+def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: CallSizes, want: CallSizes) -> dict[int, str] | None:
     """Return the padded axes of an output, each with the name of its size; `None` if sizes of another axis differ."""
     if found.ndim != expected.ndim:
         return None
@@ -107,7 +107,7 @@ def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: Sizes, want: 
     return axes
 
 
-def cut(tensor: torch.Tensor, axes: Mapping[int, str], have: Sizes) -> torch.Tensor:
+def cut(tensor: torch.Tensor, axes: Mapping[int, str], have: CallSizes) -> torch.Tensor:
     """Remove the padding from an output."""
     for axis, name in axes.items():
         size = getattr(have, name)

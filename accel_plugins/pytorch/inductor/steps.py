@@ -22,7 +22,7 @@ from accel.capture import CACHE_NAME, Source, first_lines
 from accel.capture.graph_forms import relative_tolerance
 from accel.interfaces.specs import DeviceSpec
 
-from ..cuda_graphs import Turns, captured
+from ..cuda_graphs import StreamOrder, captured
 from ..decoder_session import ModuleDecoderSession
 from ..state import CacheState
 from .comparison import difference
@@ -89,7 +89,7 @@ def _attend(
     return torch.matmul(weights, value).reshape(rows, 1, heads, value.shape[-1]), None
 
 
-class _Apart(torch.nn.Module):
+class _SeparateBias(torch.nn.Module):
     """Linear layer that adds its bias as a separate operation, so that the compiler fuses the product instead of
     calling a library.
     """
@@ -155,7 +155,7 @@ class Slot:
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
-        self._on_device = Turns(device)
+        self._on_device = StreamOrder(device)
 
     def fill(self, layers: Sequence[Any], length: int) -> None:
         """Copy the keys and values of `length` tokens into the slot, and clear the rest."""
@@ -394,7 +394,7 @@ def _stepping(model: Any) -> Callable[..., torch.Tensor]:
             module.config._attn_implementation = ATTENTION
         for name, child in list(module.named_children()):
             if type(child) is torch.nn.Linear and child.bias is not None:
-                setattr(module, name, _Apart(child))
+                setattr(module, name, _SeparateBias(child))
 
     def step(
         inputs: Mapping[str, torch.Tensor],

@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from accel import ORTModel
-from accel.data.encoded_rows import Encoded, from_tokenizer
+from accel.data.encoded_rows import EncodedRows, from_tokenizer
 from accel.data.labels import texts
-from accel.data.rows import Rows
-from accel.deploying.triton.text_fronts import Tensor, TextFront
+from accel.data.rows import DatasetRows
+from accel.deploying.triton.text_fronts import TextFront, TritonTensor
 from accel.interfaces.task import Sample, Task
 from accel.measuring.accuracy.metrics import Floats, Values, divide, metric_of_sums
 from accel.measuring.accuracy.predictors import Model, Predictor
@@ -54,7 +54,7 @@ class SpanExtraction(Task):
         axes["label_positions"] = {0: "batch", 1: "labels"}
         return example, axes, ("token_type_ids",)
 
-    def encode(self, rows: Rows, processor: Any, max_length: int | None) -> Encoded:
+    def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         """Encode labels and text of each row as one sequence."""
         asked = [
             ask(processor, labels, text, max_length)
@@ -99,7 +99,7 @@ def ask(tokenizer: Any, labels: Sequence[str], text: str, max_length: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedTexts(Encoded):
+class AskedTexts(EncodedRows):
     """Encoded rows of labels and texts.
 
     Attributes:
@@ -112,7 +112,7 @@ class AskedTexts(Encoded):
         """Return the inputs of some rows; missing labels of a row have the index of its first token."""
         labels = max(len(self.positions[i]) for i in rows)
         filled = [[*self.positions[i], *[0] * (labels - len(self.positions[i]))] for i in rows]
-        return {**Encoded.batch(self, rows), "label_positions": torch.tensor(filled)}
+        return {**EncodedRows.batch(self, rows), "label_positions": torch.tensor(filled)}
 
 
 # Outputs to answers
@@ -241,9 +241,9 @@ class ExtractSpans(Operation):
         from pydantic import Field
 
         from accel.serving.http.endpoints import Endpoint
-        from accel.serving.http.text_bodies import Texts, pipeline_answer
+        from accel.serving.http.text_bodies import TextsBody, pipeline_answer
 
-        class SpansBody(Texts):
+        class SpansBody(TextsBody):
             """Body of `/spans`."""
 
             labels: list[str] = Field(min_length=1)
@@ -258,8 +258,11 @@ class ExtractSpans(Operation):
 
 FRONT = TextFront(
     service=f"{Path(__file__).with_name('triton_spans')}:SpanFinder",
-    inputs=(Tensor(name="TEXT", dtype="string"), Tensor(name="LABELS", dtype="string", dims=(-1,), ragged=True)),
-    outputs=lambda _: (Tensor(name="SPANS", dtype="string"),),
+    inputs=(
+        TritonTensor(name="TEXT", dtype="string"),
+        TritonTensor(name="LABELS", dtype="string", dims=(-1,), ragged=True),
+    ),
+    outputs=lambda _: (TritonTensor(name="SPANS", dtype="string"),),
     reads=lambda _: ("start_logits", "end_logits"),
     makes=("label_positions",),
     options=lambda _: {"longest": _LONGEST},

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import option
-from .tokens import Array, GraphRow, Refused, Tokens
+from .tokens import Array, GraphRow, InvalidRequestError, Tokens
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class QuestionAnswerer:
         question, context = texts["QUESTION"][0], texts["CONTEXT"][0]
         for name, text in (("question", question), ("context", context)):
             if not text.strip():
-                raise Refused(f"the {name} is empty")
+                raise InvalidRequestError(f"the {name} is empty")
         longest = option(options, "max_seq_len", self._longest, int)
         if self._tokens.max_length is not None:
             longest = min(longest, self._tokens.max_length)
@@ -61,7 +61,7 @@ class QuestionAnswerer:
         longest = option(options, "max_answer_len", 15, int)
         whole_words = option(options, "align_to_words", True, bool)
         if count < 1 or longest < 1:
-            raise Refused(f"top_k is {count} and max_answer_len {longest}; both are at least 1")
+            raise InvalidRequestError(f"top_k is {count} and max_answer_len {longest}; both are at least 1")
         spans = count * 2 + 10 if whole_words else count
         side = 0 if self._tokens.left else 1
         answers: dict[str, tuple[Any, ...]] = {}
@@ -86,7 +86,7 @@ class QuestionAnswerer:
             ranked.append((impossible, 0, 0, ""))
         ranked = sorted(ranked, key=lambda one: -one[0])[:count]
         if not ranked:
-            raise Refused("the context holds no tokens")
+            raise InvalidRequestError("the context holds no tokens")
         score, start_of, end_of, answer = zip(*ranked, strict=True)
         return {"ANSWER": list(answer), "SCORE": list(score), "START": list(start_of), "END": list(end_of)}
 

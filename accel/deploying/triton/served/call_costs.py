@@ -11,7 +11,7 @@ _ENOUGH = 8
 _FORGET = 0.98
 
 
-class Calls:
+class CallCosts:
     """Measured cost of calls: the fixed cost of a call, and the cost of each token including padding.
 
     If a call costs much more than a token (a GPU or a small model), all rows run together. If tokens are expensive (a CPU), rows of similar

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import sigmoid
-from .tokens import Array, GraphRow, Refused, Tokens
+from .tokens import Array, GraphRow, InvalidRequestError, Tokens
 
 
 class DocumentRanker:
@@ -33,7 +33,7 @@ class DocumentRanker:
         """Return one row for each document."""
         documents = texts["DOCUMENTS"]
         if not documents:
-            raise Refused("there are no documents")
+            raise InvalidRequestError("there are no documents")
         pairs = [(self._prompt + texts["QUERY"][0], text) for text in documents]
         if self._lower:
             pairs = [(query.lower(), text.lower()) for query, text in pairs]

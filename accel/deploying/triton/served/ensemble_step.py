@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .text_batches import TextBatches
+from .text_batches import TextRequestHandler
 from .text_model import read_request, respond
-from .tokens import Refused
+from .tokens import InvalidRequestError
 
 
 class TritonPythonModel:
@@ -20,7 +20,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer and the settings from the folder of this file."""
-        self._batches = TextBatches(Path(__file__).parent)
+        self._batches = TextRequestHandler(Path(__file__).parent)
         inputs = [one["name"] for one in json.loads(args["model_config"])["input"]]
         self._outputs = [name for name in inputs if name != "TEXT"]
 
@@ -34,5 +34,5 @@ class TritonPythonModel:
             if not self._outputs:
                 return self._batches.encode(texts)
             return self._batches.finish(texts, read_request(request, self._outputs).inputs)
-        except Refused as reason:
+        except InvalidRequestError as reason:
             return reason

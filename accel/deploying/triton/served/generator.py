@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from .text_decoder import TextDecoder, TextRow
-from .tokens import Array, NotFinite, Refused
+from .tokens import Array, InvalidRequestError, NonFiniteOutputError
 
 
 class TritonPythonModel:
@@ -54,7 +54,7 @@ class TritonPythonModel:
                     done=_ends(sender),
                     cancelled=sender.is_cancelled,
                 )
-            except (Refused, UnicodeDecodeError) as reason:
+            except (InvalidRequestError, UnicodeDecodeError) as reason:
                 _ends(sender)(reason)
             else:
                 self._waiting.put(row)
@@ -96,7 +96,7 @@ def _sends(sender: Any) -> Any:
 def _ends(sender: Any) -> Any:
     def done(error: Exception | None) -> None:
         if error is not None:
-            wrong = isinstance(error, Refused) and not isinstance(error, NotFinite)
+            wrong = isinstance(error, InvalidRequestError) and not isinstance(error, NonFiniteOutputError)
             code = pb_utils.TritonError.INVALID_ARG if wrong else pb_utils.TritonError.INTERNAL
             sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), code)))
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

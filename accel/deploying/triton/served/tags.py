@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import option, softmax
-from .tokens import Array, GraphRow, NotFinite, Refused, Tokens
+from .tokens import Array, GraphRow, InvalidRequestError, NonFiniteOutputError, Tokens
 
 STRATEGIES = ("none", "simple", "first", "average", "max")
 
@@ -65,7 +65,7 @@ class TokenClassifier:
         strategy = option(options, "aggregation_strategy", "none", STRATEGIES)
         stride = option(options, "stride", None, int)
         if stride is not None and strategy == "none":
-            raise Refused("a stride joins entities of several windows: it needs an aggregation_strategy")
+            raise InvalidRequestError("a stride joins entities of several windows: it needs an aggregation_strategy")
         windows = self._tokens.encode(texts["TEXT"][0], cut="longest_first", stride=stride or 0)
         windows = windows if stride is not None else windows[:1]
         return _Text(texts["TEXT"][0], windows), [self._tokens.row(one) for one in windows]
@@ -87,7 +87,7 @@ class TokenClassifier:
         try:
             return {"ENTITIES": [json.dumps(entities_kept, ensure_ascii=False, allow_nan=False)]}
         except ValueError as error:
-            raise NotFinite("a score is not finite: run the model in float32") from error
+            raise NonFiniteOutputError("a score is not finite: run the model in float32") from error
 
     def _read_tokens(self, text: str, encoding: Any, scores: Array) -> list[_Token]:
         tokens = []

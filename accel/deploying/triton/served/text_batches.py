@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .call_costs import Calls
-from .tokens import Array, GraphRow, NotFinite, Refused, Tokens
+from .call_costs import CallCosts
+from .tokens import Array, GraphRow, InvalidRequestError, NonFiniteOutputError, Tokens
 
 Call = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -32,14 +32,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _Item:
+class _RequestRow:
     """One row of a request: the rows to run in the graph, and values that are needed later to compute the result."""
 
     memory: Any
     rows: Sequence[GraphRow]
 
 
-class TextBatches:
+class TextRequestHandler:
     """Convert the texts of requests to batches, and the outputs of the graph to results.
 
     Args:
@@ -52,32 +52,34 @@ class TextBatches:
         module, _, name = self.settings["service"].partition(":")
         service = getattr(importlib.import_module(f".{module}", __package__), name)
         self.service = service(self.settings["options"], self.tokens)
-        self._calls = Calls()
+        self._calls = CallCosts()
 
-    def answer(self, requests: Sequence[Request], call: Call) -> list[dict[str, Array] | Refused]:
+    def answer(self, requests: Sequence[Request], call: Call) -> list[dict[str, Array] | InvalidRequestError]:
         """Return output arrays by name for each request, or the reason why the request is refused.
 
         Args:
             requests: Requests that arrived together.
             call: Function that runs the graph on one batch: takes tensors by name and returns tensors `(rows, ...)` by name.
         """
-        read: list[list[_Item] | Refused] = []
+        read: list[list[_RequestRow] | InvalidRequestError] = []
         for request in requests:
             try:
                 read.append(self._read(request))
-            except Refused as reason:
+            except InvalidRequestError as reason:
                 read.append(reason)
-        rows = [row for items in read if not isinstance(items, Refused) for item in items for row in item.rows]
+        rows = [
+            row for items in read if not isinstance(items, InvalidRequestError) for item in items for row in item.rows
+        ]
         returned = iter(self._run(rows, call))
-        answers: list[dict[str, Array] | Refused] = []
+        answers: list[dict[str, Array] | InvalidRequestError] = []
         for request, items in zip(requests, read, strict=True):
-            if isinstance(items, Refused):
+            if isinstance(items, InvalidRequestError):
                 answers.append(items)
                 continue
             taken = [(item, [next(returned) for _ in item.rows]) for item in items]
             try:
                 answers.append(self._write(taken, request.options))
-            except Refused as reason:
+            except InvalidRequestError as reason:
                 answers.append(reason)
         return answers
 
@@ -89,7 +91,7 @@ class TextBatches:
         """
         items = self._read(request)
         if any(len(item.rows) != 1 for item in items):
-            raise Refused("an ensemble reads one row a text: no stride")
+            raise InvalidRequestError("an ensemble reads one row a text: no stride")
         return self.tokens.pad([row for item in items for row in item.rows])
 
     def finish(self, request: Request, outputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -102,32 +104,38 @@ class TextBatches:
         each = [{name: values[i] for name, values in outputs.items()} for i in range(len(items))]
         return self._write([(item, [one]) for item, one in zip(items, each, strict=True)], request.options)
 
-    def _read(self, request: Request) -> list[_Item]:
+    def _read(self, request: Request) -> list[_RequestRow]:
         unknown = set(request.options) - set(self.service.options)
         if unknown:
-            raise Refused(f"there are no parameters {sorted(unknown)}, only {sorted(self.service.options)}")
+            raise InvalidRequestError(f"there are no parameters {sorted(unknown)}, only {sorted(self.service.options)}")
         count = len(next(iter(request.inputs.values())))
         items = []
         for i in range(count):
             texts = {name: [_text(value) for value in values[i]] for name, values in request.inputs.items()}
-            items.append(_Item(*self.service.read(texts, request.options)))
+            items.append(_RequestRow(*self.service.read(texts, request.options)))
         return items
 
-    def _write(self, items: Sequence[tuple[_Item, Sequence[Mapping[str, Array]]]], options: Any) -> dict[str, Array]:
+    def _write(
+        self, items: Sequence[tuple[_RequestRow, Sequence[Mapping[str, Array]]]], options: Any
+    ) -> dict[str, Array]:
         for number, (item, outputs) in enumerate(items):
             for row, output in zip(item.rows, outputs, strict=True):
                 name = self._nan(row, output)
                 if name is not None:
-                    raise NotFinite(f"the model computed NaN for text {number} (output {name}): run it in float32")
+                    raise NonFiniteOutputError(
+                        f"the model computed NaN for text {number} (output {name}): run it in float32"
+                    )
         each = [self.service.write(item.memory, outputs, options) for item, outputs in items]
         shapes = {name: {np.shape(one[name]) for one in each} for name in each[0]}
         if any(len(sizes) > 1 for sizes in shapes.values()):
-            raise Refused("the rows of one request have answers of several sizes: send them as several requests")
+            raise InvalidRequestError(
+                "the rows of one request have answers of several sizes: send them as several requests"
+            )
         answer = {name: _array([one[name] for one in each]) for name in each[0]}
         for name, values in answer.items():
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 place = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
-                raise NotFinite(f"{name} is not finite at {place}: run the model in float32")
+                raise NonFiniteOutputError(f"{name} is not finite at {place}: run the model in float32")
         return answer
 
     def _nan(self, row: GraphRow, output: Mapping[str, Array]) -> str | None:
@@ -171,9 +179,9 @@ def option(options: Mapping[str, Any], name: str, default: Any, allowed: Sequenc
     if isinstance(allowed, type):
         # In Python, `bool` is a subclass of `int`, so check it separately.
         if not isinstance(value, allowed) or isinstance(value, bool) is not (allowed is bool):
-            raise Refused(f"the parameter {name} is {value!r}, not of type {allowed.__name__}")
+            raise InvalidRequestError(f"the parameter {name} is {value!r}, not of type {allowed.__name__}")
     elif value not in allowed:
-        raise Refused(f"the parameter {name} is {value!r}, not one of {', '.join(map(repr, allowed))}")
+        raise InvalidRequestError(f"the parameter {name} is {value!r}, not one of {', '.join(map(repr, allowed))}")
     return value
 
 
@@ -183,7 +191,7 @@ def _text(value: Any) -> str:
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(f"a text is not UTF-8: {error}") from error
+        raise InvalidRequestError(f"a text is not UTF-8: {error}") from error
 
 
 def _array(values: Sequence[Any]) -> Array:

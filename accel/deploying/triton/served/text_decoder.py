@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .tokens import Array, NotFinite, Refused
+from .tokens import Array, InvalidRequestError, NonFiniteOutputError
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -116,11 +116,11 @@ class TextDecoder:
         chosen = {**self._defaults, **_checked(options)}
         ids = self._tokenizer.encode(prompt).ids
         if not ids:
-            raise Refused("the prompt is empty")
+            raise InvalidRequestError("the prompt is empty")
         if self._limit is not None:
             room = self._limit - len(ids)
             if room < 1:
-                raise Refused(f"the prompt has {len(ids)} tokens and the model {self._limit} positions")
+                raise InvalidRequestError(f"the prompt has {len(ids)} tokens and the model {self._limit} positions")
             chosen["max_new_tokens"] = min(chosen["max_new_tokens"], room)
         text = AnswerText(self._tokenizer, self._bytes, chosen.get("stop"))
         return TextRow(list(ids), chosen, text, **calls)
@@ -201,7 +201,7 @@ class TextDecoder:
         """Select the next token of a row and send final text; return whether the row is complete."""
         if not np.isfinite(logits.max()):
             # The maximum is NaN if any value is NaN.
-            row.done(NotFinite("the model computed NaN or infinity for the next token: run it in float32"))
+            row.done(NonFiniteOutputError("the model computed NaN or infinity for the next token: run it in float32"))
             return True
         chosen = choose(logits, row.prompt + row.made, row.options, row.random)
         ended = chosen in self._end
@@ -220,12 +220,12 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     checked = {}
     for name, value in options.items():
         if name not in _OPTIONS:
-            raise Refused(f"there is no parameter {name!r}, only {', '.join(_OPTIONS)}")
+            raise InvalidRequestError(f"there is no parameter {name!r}, only {', '.join(_OPTIONS)}")
         kind, fits, words = _OPTIONS[name]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool) or not fits(value):
-            raise Refused(f"the parameter {name} is {value!r}, not {words}")
+            raise InvalidRequestError(f"the parameter {name} is {value!r}, not {words}")
         checked[name] = value
     return checked
 

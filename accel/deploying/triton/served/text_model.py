@@ -12,8 +12,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .text_batches import Request, TextBatches
-from .tokens import Array, NotFinite, Refused
+from .text_batches import Request, TextRequestHandler
+from .tokens import Array, InvalidRequestError, NonFiniteOutputError
 
 
 class TritonPythonModel:
@@ -21,7 +21,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer and the settings from the folder of this file."""
-        self._batches = TextBatches(Path(__file__).parent)
+        self._batches = TextRequestHandler(Path(__file__).parent)
         self._graph: str = self._batches.settings["graph"]
         self._returned: Sequence[str] = self._batches.settings["outputs"]
         config = json.loads(args["model_config"])
@@ -51,9 +51,13 @@ def read_request(request: Any, names: Sequence[str]) -> Request:
     return Request(inputs, json.loads(request.parameters() or "{}"))
 
 
-def respond(answer: Mapping[str, Array] | Refused) -> Any:
+def respond(answer: Mapping[str, Array] | InvalidRequestError) -> Any:
     """Convert the result of a request to Triton's response."""
-    if isinstance(answer, Refused):
-        code = pb_utils.TritonError.INTERNAL if isinstance(answer, NotFinite) else pb_utils.TritonError.INVALID_ARG
+    if isinstance(answer, InvalidRequestError):
+        code = (
+            pb_utils.TritonError.INTERNAL
+            if isinstance(answer, NonFiniteOutputError)
+            else pb_utils.TritonError.INVALID_ARG
+        )
         return pb_utils.InferenceResponse([], pb_utils.TritonError(str(answer), code))
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, values) for name, values in answer.items()])

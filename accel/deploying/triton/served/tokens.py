@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 Array = np.ndarray[Any, Any]
 
 
-class Refused(Exception):  # noqa: N818  # the name has no suffix "Error": the request is invalid, the server works
+class InvalidRequestError(Exception):  # the name has no suffix "Error": the request is invalid, the server works
     """Raised if a request is invalid, with the reason. The other requests of its batch are still processed."""
 
 
-class NotFinite(Refused):
+class NonFiniteOutputError(InvalidRequestError):
     """Raised if the graph computed NaN or infinity: an error of the model, not of the request."""
 
 
@@ -96,7 +96,7 @@ class Tokens:
                     raise
                 except BaseException as error:  # a too long stride causes a Rust panic, which is not an `Exception`
                     self.tokenizer.no_truncation()
-                    raise Refused(
+                    raise InvalidRequestError(
                         f"texts cannot be cut to {limit} tokens with a stride of {stride}: {error}"
                     ) from error
             self._cut = truncation
@@ -105,9 +105,9 @@ class Tokens:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a Rust panic if the first text leaves less room than the stride
-            raise Refused(f"the text cannot be cut to {limit} tokens: {error}") from error
+            raise InvalidRequestError(f"the text cannot be cut to {limit} tokens: {error}") from error
         if limit is not None and len(encoding.ids) > limit:
-            raise Refused(f"the text has {len(encoding.ids)} tokens and the model reads {limit}")
+            raise InvalidRequestError(f"the text has {len(encoding.ids)} tokens and the model reads {limit}")
         return [encoding, *encoding.overflowing]
 
     def row(self, encoding: Any) -> GraphRow:
@@ -124,7 +124,7 @@ class Tokens:
         length = len(encoding.ids)
         for name, token in self._required.items():
             if token not in known[name]:
-                raise Refused(f"the text has no token {token}, which the model looks for in each text")
+                raise InvalidRequestError(f"the text has no token {token}, which the model looks for in each text")
         return GraphRow({name: [0] * length if name in self._zeros else known[name] for name in self._inputs})
 
     def pad(self, rows: Sequence[GraphRow]) -> dict[str, Array]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .text_batches import option, softmax
-from .tokens import Array, GraphRow, Refused, Tokens
+from .tokens import Array, GraphRow, InvalidRequestError, Tokens
 
 
 class ZeroShotClassifier:
@@ -29,17 +29,19 @@ class ZeroShotClassifier:
         """Return one row for each label: the text together with the hypothesis that contains the label."""
         labels = list(texts["CANDIDATE_LABELS"])
         if not texts["TEXT"][0]:
-            raise Refused("the text is empty")
+            raise InvalidRequestError("the text is empty")
         template = option(options, "hypothesis_template", "This example is {}.", str)
         option(options, "multi_label", False, bool)
         try:
             hypotheses = [template.format(label) for label in labels]
         except (IndexError, KeyError, ValueError) as error:
-            raise Refused(f"the hypothesis_template {template!r} has no single place for a label: {error}") from error
+            raise InvalidRequestError(
+                f"the hypothesis_template {template!r} has no single place for a label: {error}"
+            ) from error
         if not labels:
-            raise Refused("there are no candidate labels")
+            raise InvalidRequestError("there are no candidate labels")
         if hypotheses[0] == template:
-            raise Refused(f"the hypothesis_template {template!r} has no place for a label: it needs {{}}")
+            raise InvalidRequestError(f"the hypothesis_template {template!r} has no place for a label: it needs {{}}")
         encodings = [self._tokens.encode(texts["TEXT"][0], text, cut="only_first")[0] for text in hypotheses]
         return labels, [self._tokens.row(encoding) for encoding in encodings]
 

@@ -1,8 +1,8 @@
 """The names that sentence-transformers imports from `optimum.intel`, implemented by accel."""
 
-from accel.compat.optimum.standing import stand_in_for
+from accel.compat.optimum.import_conflicts import refuse_if_installed
 
-stand_in_for("optimum-intel")
+refuse_if_installed("optimum-intel")
 
 from accel.compat.optimum import OVQuantizationConfig  # noqa: E402  # behind the refusal
 

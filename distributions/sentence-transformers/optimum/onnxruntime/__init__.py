@@ -1,8 +1,8 @@
 """The names that sentence-transformers imports from `optimum.onnxruntime`, implemented by accel."""
 
-from accel.compat.optimum.standing import stand_in_for
+from accel.compat.optimum.import_conflicts import refuse_if_installed
 
-stand_in_for("optimum-onnx")
+refuse_if_installed("optimum-onnx")
 
 from accel.compat.optimum import (  # noqa: E402  # behind the refusal
     ONNX_WEIGHTS_NAME,

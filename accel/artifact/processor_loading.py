@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from ..config import WrongTypeError, fitted
 from ..errors import AccelError, ArtifactNotFoundError, BackendUnavailableError, ConfigError, IntegrityError
-from .reading import read_json
-from .unrecorded import KINDS
+from .json_reading import read_json
+from .unrecorded_files import KINDS
 
 _TOKENIZER, _PROCESSOR = KINDS["tokenizer"], KINDS["processor"]
 _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {

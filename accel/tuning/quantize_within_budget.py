@@ -35,17 +35,17 @@ from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.results import VariantResult, ratio_of
 from ..measuring.latency.variants import Variant, process_path
-from ..measuring.latency.workloads import Load
+from ..measuring.latency.workloads import WorkloadSettings
 from ..models.base import ORTModel
 from ..models.decoder_batches import PartBatches
 from ..stages.quantize import quantizable
 from ..stages.quantize import quantize as quantize_once
 from ..stages.resolution import resolve
-from .candidates import Recipe, Space
+from .candidates import Recipe, SearchSpace
 from .float_layers import FloatLayers, with_float_layers
 from .search import Preset, Proposal, Search
-from .store import Store
-from .subject import Clock, Subject, Tried
+from .store import ResultStore
+from .subject import SearchSubject, TimeBudget, TriedCandidate
 from .trials import Constraints, Goal
 
 logger = logging.getLogger(__name__)
@@ -200,8 +200,8 @@ def quantize(
         search = Search(
             subject=subject, data=prepared, calibration=batches,
             goal=Goal(objective="latency", constraints=Constraints(max_drop=max_drop)),
-            load=Load(batch=(prepared.predictor.batch_size,), call=_median_rows(prepared, artifact.task)),
-            store=Store(work / "search"), clock=Clock(limit_s=None), watch=watch, processes=0,
+            load=WorkloadSettings(batch=(prepared.predictor.batch_size,), call=_median_rows(prepared, artifact.task)),
+            store=ResultStore(work / "search"), clock=TimeBudget(limit_s=None), watch=watch, processes=0,
         )  # fmt: skip
         layers = FloatLayers(search, subject, artifact, prepared, batches, backend if runs else None, work)
         try:
@@ -244,14 +244,16 @@ def _recipes(
             stage="quantize", backend=spec.name, format=produced, setting=config.scheme, settings=settings, parent=root
         )
         return root, [step], []
-    space = Space(task=artifact.task, device=None, backends=[spec.name], half_exports=False, calibrated=calibrated)
+    space = SearchSpace(
+        task=artifact.task, device=None, backends=[spec.name], half_exports=False, calibrated=calibrated
+    )
     recipes = space.schemes(spec, capability, root, settings, same_speed=True)
     prefix = f"{spec.name}: "
     skipped = [s for s in space.skipped if s.name.startswith(prefix)]
     return root, recipes, [Attempt(scheme=s.name.removeprefix(prefix), error=s.reason) for s in skipped]
 
 
-def _subject(artifact: Artifact) -> Subject:
+def _subject(artifact: Artifact) -> SearchSubject:
     """Return the subject of the search, whose baseline is the float artifact."""
     baseline = Variant(
         name="the float artifact",
@@ -259,7 +261,7 @@ def _subject(artifact: Artifact) -> Subject:
         task=artifact.task,
         backend=plan_stage("export", WEIGHTS).backend.name if artifact.format == WEIGHTS else None,
     )
-    return Subject(model=resolve(artifact), baseline=baseline, digest=artifact.digest, reference=baseline.name)
+    return SearchSubject(model=resolve(artifact), baseline=baseline, digest=artifact.digest, reference=baseline.name)
 
 
 def _median_rows(prepared: EvaluationSet, task: str) -> dict[str, Any]:
@@ -273,7 +275,7 @@ def _median_rows(prepared: EvaluationSet, task: str) -> dict[str, Any]:
 
 def _preset(
     search: Search, layers: FloatLayers, recipes: Sequence[Recipe], *, measure_speed: bool
-) -> Preset[Tried | None]:
+) -> Preset[TriedCandidate | None]:
     """Try the recipes, time those within the budget next to the float artifact, and return the fastest (if equal, the simplest)."""
     yield from layers.proposals(recipes)
     fitting = layers.fitting
@@ -297,7 +299,7 @@ def _median_ms(result: VariantResult) -> float:
     return result.cells[0].latency.median
 
 
-def _table(layers: FloatLayers, search: Search, winner: Tried | None = None) -> list[Attempt]:
+def _table(layers: FloatLayers, search: Search, winner: TriedCandidate | None = None) -> list[Attempt]:
     """Return one row for each attempt, in order."""
     table = []
     for recipe, in_float, tried, seconds in layers.attempts:
@@ -317,7 +319,7 @@ def _table(layers: FloatLayers, search: Search, winner: Tried | None = None) -> 
 
 
 def _keep(
-    winner: Tried, layers: FloatLayers, search: Search, prepared: EvaluationSet, skipped: Sequence[Attempt],
+    winner: TriedCandidate, layers: FloatLayers, search: Search, prepared: EvaluationSet, skipped: Sequence[Attempt],
     max_drop: float | None, work: Path,
 ) -> Artifact:  # fmt: skip
     """Make the winner the only content of `work`, with the search table in its manifest."""

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConfigError
 from . import options
-from .application import Outcome, app, subcommand
+from .application import CommandResult, app, subcommand
 
 cache_app = typer.Typer(
     help="List or clear what is kept: exports made on the fly, and searches.",
@@ -28,7 +28,7 @@ def doctor(
     device: options.Device = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
-) -> Outcome:
+) -> CommandResult:
     """Show every backend and task with what is missing, and its remedy; for a model, how it would run here and why."""
     if model is not None:
         from ..models.arguments import read_arguments
@@ -38,7 +38,7 @@ def doctor(
             task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
         plan = ORTModel.plan(model, arguments)
-        return Outcome(plan.to_dict(), str(plan), failed=plan.why_not is not None)
+        return CommandResult(plan.to_dict(), str(plan), failed=plan.why_not is not None)
     if any((task, backend, device, revision, trust_remote_code)):
         raise ConfigError("These options are about a model.", fix="name the model: accel doctor MODEL.")
     from ..backends.doctor import list_backends
@@ -63,7 +63,7 @@ def doctor(
     lines.append(f"\nTasks: {', '.join(tasks)}")
     lines += [_reason(f"no  {error.message}", error.fix) for error in broken.values()]
     lines += [_reason(f"\nConflict: {problem.message}", problem.remedy) for problem in problems]
-    return Outcome(
+    return CommandResult(
         {
             "machine": facts,
             "backends": [status.to_dict() for status in backends],
@@ -83,34 +83,34 @@ def _reason(message: str, remedy: str | None) -> str:
 @subcommand(app, epilog="Example: accel demo --out demo-out/")
 def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the artifact here, the others beside it.")] = None,
-) -> Outcome:
+) -> CommandResult:
     """Do the main job on a real intent classifier, offline: export, optimize, quantize, evaluate, compare with PyTorch."""
     from ..demo.walkthrough import render, run
 
     report = run(out)
-    return Outcome(report, render(report))
+    return CommandResult(report, render(report))
 
 
 @subcommand(cache_app, "list", verbose=False, epilog="Example: accel cache list")
-def cache_list() -> Outcome:
+def cache_list() -> CommandResult:
     """List exports that `from_pretrained` made, and what `accel tune` built and measured, with sizes."""
     from ..artifact.cache import entries
 
     kept = entries()
     lines = [f"{entry.bytes / 1e6:9.1f} MB  {entry.name}  ({entry.what})\n{'':14}{entry.path}" for entry in kept]
-    return Outcome(kept, "\n".join(lines) or "The cache is empty.")
+    return CommandResult(kept, "\n".join(lines) or "The cache is empty.")
 
 
 @subcommand(cache_app, "clear", verbose=False, epilog="Example: accel cache clear tune")
 def cache_clear(
     name: Annotated[str | None, typer.Argument(help="Only entries whose name starts with this; see the list.")] = None,
-) -> Outcome:
+) -> CommandResult:
     """Remove exports that `from_pretrained` made, what `accel tune` keeps, and checksums remembered about them."""
     from ..artifact.cache import clear
 
     removed = clear(name)
     freed = sum(entry.bytes for entry in removed)
-    return Outcome(
+    return CommandResult(
         {"removed": removed, "bytes": freed},
         f"Removed {', '.join(entry.name for entry in removed) or 'nothing'}: {freed / 1e6:.1f} MB.",
     )

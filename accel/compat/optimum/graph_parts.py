@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifact.home import accel_home
+from ...artifact.accel_home import accel_home
 from ...artifact.manifest import Artifact
 from ...backends import registry
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
 from ...interfaces.folder_reader import Part
 from ...interfaces.protocols import Session
-from ...models.encoder_decoder import EncoderOf
+from ...models.encoder_decoder import GenerateEncoder
 from .constants import (
     ONNX_DECODER_MERGED_NAME,
     ONNX_DECODER_NAME,
@@ -23,7 +23,7 @@ from .constants import (
 )
 
 if TYPE_CHECKING:
-    from .models import Words
+    from .models import OptimumModelMixin
 
 PART_NAMES = {
     "encoder_file_name": ONNX_ENCODER_NAME,
@@ -106,7 +106,7 @@ class ORTPart:
         reads: Parts whose original file may contain this graph, in order of preference.
     """
 
-    def __init__(self, model: Words, name: str, reads: tuple[Part, ...] = ()) -> None:
+    def __init__(self, model: OptimumModelMixin, name: str, reads: tuple[Part, ...] = ()) -> None:
         self._of, self._name, self._reads = model, name, reads
 
     @property
@@ -158,12 +158,12 @@ class ORTPart:
         return self._of.use_io_binding
 
 
-class ORTEncoder(ORTPart, EncoderOf):
+class ORTEncoder(ORTPart, GenerateEncoder):
     """The encoder as a callable."""
 
-    def __init__(self, model: Words, session: Session, main_input_name: str) -> None:
+    def __init__(self, model: OptimumModelMixin, session: Session, main_input_name: str) -> None:
         ORTPart.__init__(self, model, "encoder", ("encoder",))
-        EncoderOf.__init__(self, session, main_input_name)
+        GenerateEncoder.__init__(self, session, main_input_name)
 
 
 class ORTDecoderForSeq2Seq(ORTPart):
@@ -173,7 +173,7 @@ class ORTDecoderForSeq2Seq(ORTPart):
         is_merged: Whether the model uses Optimum's merged decoder (`use_merged`).
     """
 
-    def __init__(self, model: Words, *, is_merged: bool, with_past: bool = False) -> None:
+    def __init__(self, model: OptimumModelMixin, *, is_merged: bool, with_past: bool = False) -> None:
         super().__init__(model, "decoder", ("merged", "following" if with_past else "first"))
         self.is_merged = is_merged
 

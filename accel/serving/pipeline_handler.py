@@ -12,16 +12,16 @@ from transformers.pipelines.pt_utils import PipelineIterator
 
 from ..errors import InputError, did_you_mean
 from ..models.pipelines.pipeline_arguments import known_options
-from .batching import can_pad
-from .job import Options, Prepared, Row, UnknownOptionError
+from .batch_formation import can_pad
+from .job import Options, PreparedRequest, Row, UnknownOptionError
 
 
-class _Recorded(Exception):  # noqa: N818  # used for control flow, not an error
+class _PipelineStopped(Exception):  # noqa: N818  # used for control flow, not an error
     """Raised to stop a pipeline's call: contains the items to compute and the parameters of the pipeline's three steps."""
 
 
 class _Loop:
-    """Mixin that replaces a pipeline's loop over its items. Without `answers` it raises `_Recorded`; with `answers` it returns them.
+    """Mixin that replaces a pipeline's loop over its items. Without `answers` it raises `_PipelineStopped`; with `answers` it returns them.
 
     The pipeline's `__call__` still converts its inputs and its results.
     """
@@ -35,11 +35,11 @@ class _Loop:
     def get_iterator(self, inputs: Any, workers: int, batch_size: int, *parameters: Mapping[str, Any]) -> Iterator[Any]:
         """Replace the pipeline's method that processes several inputs."""
         if self.answers is None:
-            raise _Recorded(list(inputs), parameters)
+            raise _PipelineStopped(list(inputs), parameters)
         return self.answers
 
 
-class PipelineWork:
+class PipelineHandler:
     """Run the steps of a pipeline, with rows of several callers in one model call."""
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -60,7 +60,7 @@ class PipelineWork:
             spec.name: spec.shape.index("sequence") for spec in component.outputs if "sequence" in spec.shape
         }
 
-    def prepare(self, inputs: Any, options: Options) -> Prepared:
+    def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Convert the inputs of a request to rows with the pipeline's `preprocess`."""
         if isinstance(inputs, types.GeneratorType):
             raise InputError("A request cannot be a generator.", fix="pass a list.")
@@ -68,8 +68,8 @@ class PipelineWork:
         try:
             # If the pipeline returns here, the input is an empty list and there is nothing to compute.
             self._loop.answers = None
-            return Prepared([], self._pipe(inputs, **options))
-        except _Recorded as recorded:
+            return PreparedRequest([], self._pipe(inputs, **options))
+        except _PipelineStopped as recorded:
             items, (before, forward, after) = recorded.args
         except TypeError as error:
             raise InputError(
@@ -81,7 +81,7 @@ class PipelineWork:
             rows.append(
                 [self._row(chunk, forward) for chunk in (inputs_of_item if self._chunks else (inputs_of_item,))]
             )
-        return Prepared(rows, after)
+        return PreparedRequest(rows, after)
 
     def _check(self, options: Options) -> None:
         """Raise if a request has options that the pipeline would ignore.

@@ -9,23 +9,23 @@ from typing import Any
 from ..artifact.sentence_settings import sentence_settings
 from ..errors import InputError, did_you_mean
 from ..models.text_rows import TextRows, TokenRow
-from .job import Options, Prepared, Row, UnknownOptionError
+from .job import Options, PreparedRequest, Row, UnknownOptionError
 
 
-class Tokenization:
+class TokenizationHandler:
     """Return the tokens of each text as `[{"id", "text", "start", "stop", "special"}, ...]`, without a model call."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
 
-    def prepare(self, inputs: Any, options: Options) -> Prepared:
+    def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Tokenize the texts of a request; there are no rows to run."""
         check_options(options, ("add_special_tokens", "prompt_name"))
         name = options.get("prompt_name")
         # The model's default prompt is for embeddings, so it is not applied here.
         before = "" if name is None else find_prompt(sentence_settings(self._model.artifact.path).prompts, name)
         special = options.get("add_special_tokens", True)
-        return Prepared([], [self._tokens(f"{before}{text}", special) for text in check_texts(inputs)])
+        return PreparedRequest([], [self._tokens(f"{before}{text}", special) for text in check_texts(inputs)])
 
     def _tokens(self, text: str, add_special_tokens: bool) -> list[dict[str, Any]]:
         fast = self._tokenizer.is_fast

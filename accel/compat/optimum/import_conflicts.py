@@ -7,7 +7,7 @@ from importlib import metadata
 from ...errors import BackendUnavailableError
 
 
-def stand_in_for(*distributions: str) -> None:
+def refuse_if_installed(*distributions: str) -> None:
     """Raise if a library is installed whose import names an accel package also provides.
 
     Raises:

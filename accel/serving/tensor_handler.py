@@ -9,13 +9,13 @@ import torch
 
 from ..errors import InputError
 from ..models.base import ORTModel
-from .batching import can_pad
-from .job import Options, Prepared, Row
+from .batch_formation import can_pad
+from .job import Options, PreparedRequest, Row
 
 _SEQUENCE = "sequence"
 
 
-class Tensors:
+class TensorHandler:
     """Run a graph on input tensors by name and return its outputs by name.
 
     Requests can share a call if their tensors have the same sizes in all dimensions other than the batch. If padding does not change the
@@ -33,7 +33,7 @@ class Tensors:
         self._batches = len(firsts) == len(self._inputs) + len(self._outputs) and set(firsts) == {"batch"}
         self._limit = component.max_sizes.get(_SEQUENCE, 0)
 
-    def prepare(self, inputs: Any, options: Options) -> Prepared:
+    def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Check the tensors of a request and return them as one `Row`."""
         if not isinstance(inputs, Mapping):
             raise InputError("Expected tensors by name.", fix="pass {name: array}.")
@@ -66,7 +66,7 @@ class Tensors:
             for name, spec in self._inputs.items()
         )
         alone = () if self._batches else (id(inputs),)
-        return Prepared([[Row(inputs=feeds, length=length, count=count.pop(), group=("tensors", group, alone))]])
+        return PreparedRequest([[Row(inputs=feeds, length=length, count=count.pop(), group=("tensors", group, alone))]])
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run the rows in one call of the graph and return the outputs of each row by name."""
