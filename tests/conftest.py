@@ -1,4 +1,6 @@
-"""Shared fixtures. Tests run offline with a temporary home folder, and export each tiny model once per session."""
+"""Shared fixtures of all tests. Tests run offline with a temporary home folder, and each tiny model is exported once in
+a test run.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There is at least one worker per processor. With more threads, tiny models would only wait for each other.
+    # There is at least one pytest worker for each processor. With more threads in each worker, tiny models would only
+    # wait for processors.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if version("torch") >= "2.13":
-    # Disable PyTorch's cache of operator output shapes. It saves a quarter of the tracing time for models of 12 layers,
-    # but costs a fifth more for models of 2 layers, as in these tests. torch 2.11 needs the cache for some models.
+    # Disable PyTorch's cache of operator output shapes. The cache saves a quarter of the tracing time for models of 12
+    # layers, but costs a fifth more time for models of 2 layers, as in these tests. torch 2.11 needs the cache for some
+    # models, so only tests disable it.
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-# `datasets` reads this variable at import. A temporary folder keeps test files out of the user's cache.
+# The library `datasets` reads this variable when it is imported. A temporary folder keeps test files out of the user's
+# cache.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-")
 
 from accel.artifact import Artifact
@@ -39,19 +44,19 @@ from accel.testing.tables import TAPAS, save_tapas
 from accel.testing.videos import VIDEO_FAMILIES, save_video_model
 
 # An export creates a million objects that live for seconds, in addition to as many permanent objects of the imported
-# libraries. With the default threshold of 700 new objects, garbage collection takes a fifth of the time
-# (tests/integration/test_parity.py: 88 s of processor time; 70 s with this threshold).
+# libraries. With Python's default threshold of 700 new objects, garbage collection takes a fifth of the time (measured
+# with tests/integration/test_parity.py: 88 s of processor time, and 70 s with this threshold).
 gc.set_threshold(50_000, 20, 50)
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 _ALONE: dict[str, Callable[[Path], object]] = {CLAP: save_clap, TAPAS: save_tapas, VITS: save_vits}
-"""Functions that save the model of a family with only one model."""
+"""For families with only one model, the function that saves this model."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests marked `gpu` if the CUDA backend, or the backend that the mark names, cannot run. The skip message has
-    all reasons.
+    """Skip a test marked `gpu` if the required backend cannot run on this machine. The required backend is `cuda`, or
+    the backend that the mark names. The skip message contains all reasons.
     """
     mark = item.get_closest_marker("gpu")
     if mark is None:
@@ -70,15 +75,15 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _loggers_of_a_new_process() -> None:
-    """Reset the log levels that commands and libraries of earlier tests in this process have set, because tests also
-    check warnings.
+    """Reset the log levels that commands and libraries of earlier tests have set in this process, because other tests
+    check that warnings are logged.
     """
     logging.disable(logging.NOTSET)
     if logging.root.level > logging.WARNING:
         logging.root.setLevel(logging.WARNING)
     for handler in logging.root.handlers:
-        # Libraries that silence logging temporarily set the level of every handler, including pytest's, and do not
-        # restore it.
+        # Libraries that silence logging for some time set the level of every handler, also of pytest's handlers, and do
+        # not restore the level.
         handler.setLevel(logging.NOTSET)
     for name, one in list(logging.root.manager.loggerDict.items()):
         if isinstance(one, logging.Logger) and name.partition(".")[0] in ("accel", "accel_plugins"):
@@ -89,7 +94,9 @@ def _loggers_of_a_new_process() -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that gives folders by name. Each folder is made once for all worker processes of a run."""
+    """Return a function that creates a folder by name. All worker processes of a test run share the folder, and the
+    first process that needs it creates it.
+    """
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     root.mkdir(exist_ok=True)
@@ -106,7 +113,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
-    """Return a function that gives transformers folders of tiny models; each is made at first use."""
+    """Return a function that returns the transformers folder of a tiny model. The first call with a model creates its
+    folder.
+    """
 
     def get(family: str = "bert", task: str = "text-classification") -> Path:
         if family in PICTURES:
@@ -125,7 +134,7 @@ def tiny_folder(shared: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[..., Artifact]:
-    """Return a function that gives ONNX exports of tiny models; each is made at first use."""
+    """Return a function that returns the ONNX export of a tiny model. The first call with a model exports it."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
         source = tiny_folder(family, task)
@@ -136,7 +145,7 @@ def tiny_artifact(tiny_folder: Callable[..., Path], shared: Callable[..., Path])
 
 @pytest.fixture(scope="session")
 def tiny_ir(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[..., Artifact]:
-    """Return a function that gives OpenVINO exports of tiny models; each is made at first use."""
+    """Return a function that returns the OpenVINO export of a tiny model. The first call with a model exports it."""
 
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
         source = tiny_folder(family, task)
@@ -148,7 +157,9 @@ def tiny_ir(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Ca
 
 @pytest.fixture(scope="session")
 def generator(shared: Callable[..., Path]) -> Callable[..., Artifact]:
-    """Return a function that gives exports of tiny generating models, made at first use from transformers folders."""
+    """Return a function that returns the export of a tiny generating model. The first call with a model family exports
+    it.
+    """
 
     def get(family: str, backend: str = "cpu") -> Artifact:
         source = shared(f"generator-{family}", lambda folder: save_generator(folder, family))

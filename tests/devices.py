@@ -1,4 +1,4 @@
-"""The GPU that tests run on: `cuda:0`, or the one that `ACCEL_TEST_DEVICE` names."""
+"""The GPU that tests use: `cuda:0`, or the GPU that the environment variable `ACCEL_TEST_DEVICE` names."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ GPU = torch.device(os.environ.get("ACCEL_TEST_DEVICE", "cuda:0"))
 
 
 def placed(device: str) -> str:
-    """A device type as a test passes it on: GPUs with the number of the one that tests run on."""
+    """Return a device string for a test. For GPUs, the string includes the number of the GPU that tests use."""
     return str(GPU) if device == GPU.type else device

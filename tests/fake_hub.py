@@ -1,4 +1,6 @@
-"""A Hub on this machine: repositories are dictionaries of files, and what was asked for is kept."""
+"""A replacement for the Hugging Face Hub that runs on this machine. Its repositories are dictionaries of files, and it
+records all downloads.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ SHA = "1" * 40
 
 
 class FakeHub:
-    """Repositories by name, how requests are answered, and which files were downloaded.
+    """Repositories of the fake Hub, its answers to requests, and the downloaded files.
 
     Attributes:
-        repositories: Content by file name, by repository.
-        fetched: Files of which the content was sent.
-        refuses: Status and error code of every answer, where it is not `None`.
-        hangs: Whether no request is answered.
+        repositories: For each repository, a dictionary from file name to file content.
+        fetched: Names of the files whose content was sent.
+        refuses: Status and error code of every answer, or `None` if requests are answered normally.
+        hangs: Whether the fake Hub answers no request.
     """
 
     def __init__(self) -> None:
@@ -100,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[str]:
-    """The address of a hub that answers."""
+    """Start the fake Hub in a thread, yield its URL, and stop it afterwards."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -114,7 +116,7 @@ def serving(hub: FakeHub) -> Iterator[str]:
 
 
 def use(address: str, cache: str, patch: pytest.MonkeyPatch) -> None:
-    """Let `huggingface_hub` ask this address, and keep what it gets in this folder."""
+    """Make `huggingface_hub` use this URL, and store its downloads in the folder `cache`."""
     from huggingface_hub import constants
 
     for name, value in {

@@ -1,4 +1,4 @@
-"""Which pages of a tensor's memory are resident."""
+"""A function that counts which memory pages of a tensor are in RAM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from accel.capture.mapped_memory import _PAGEMAP, _PRESENT, _span
 
 TELLS = _PAGEMAP.exists()
-"""Whether the system tells which pages are resident."""
+"""Whether the operating system reports which memory pages of a process are in RAM."""
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """Pages of a tensor's inner part that are resident; those at its ends may hold others, too."""
+    """Return the number of memory pages of a tensor that are in RAM. The first page and the last page are not counted,
+    because they may contain other data.
+    """
     begin, end = _span(tensor)
     first, last = begin // mmap.PAGESIZE + 1, end // mmap.PAGESIZE - 1
     with _PAGEMAP.open("rb", buffering=0) as file:

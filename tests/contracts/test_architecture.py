@@ -1,7 +1,7 @@
-"""Check the structure of the source tree: number of packages and dependencies, size of modules, no vendor names in the
-core.
+"""Check the structure of the source tree: the number of packages and dependencies, the size of modules, and that the
+core contains no vendor names.
 
-import-linter (`make check`) checks which package may import which.
+import-linter (`make check`) checks which package may import which other package.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 CORE = sorted((ROOT / "accel").rglob("*.py"))
 ALL = [*CORE, *sorted((ROOT / "accel_plugins").rglob("*.py"))]
 ROOMS = {path.name for path in (ROOT / "accel").iterdir() if (path / "__init__.py").is_file()}
-# These packages may name vendors: `capture` calls transformers' exporters by name, and others handle formats of other
-# tools.
+# These packages may contain vendor names. `capture` calls transformers' exporters by name, and the other packages read
+# or write formats of other tools.
 ABOUT_VENDORS = ("accel/capture/", "accel/upstream/", "accel/compat/", "accel/deploying/", "accel/cli/deploy.py")
 VENDORS = re.compile(r"onnxruntime|openvino|tensorrt|nncf|neural_compressor", re.IGNORECASE)
 
@@ -27,14 +27,14 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS - {"tasks"}))
-def test_a_room_says_what_lives_there(room: str) -> None:
+def test_package_docstring_states_input_and_output(room: str) -> None:
     text = ast.get_docstring(ast.parse((ROOT / "accel" / room / "__init__.py").read_text(encoding="utf-8"))) or ""
     assert "In: " in text
     assert "Out: " in text
 
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
-def test_the_core_holds_no_vendors_name(path: Path) -> None:
+def test_core_contains_no_vendor_names(path: Path) -> None:
     if name_of(path).startswith(ABOUT_VENDORS):
         pytest.skip("its subject is another tool's format")
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -58,8 +58,8 @@ def _word(node: ast.AST) -> str:
     return str(getattr(node, "id", getattr(node, "attr", "")))
 
 
-# Packages in dependency order: a package imports only packages before it. `make check` enforces the same order for
-# imports at run time.
+# The packages are in dependency order: a package imports only packages that come before it in this list. `make check`
+# enforces the same order for imports at run time.
 ORDER = (
     *("errors", "config", "progress", "artifact", "upstream", "interfaces", "families", "capture", "backends", "data"),
     *("stages", "decoding", "models", "measuring", "tuning", "serving", "deploying", "tasks", "testing", "demo", "cli"),
@@ -93,7 +93,7 @@ def later(room: str, other: str) -> bool:
 
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
-def test_nothing_points_to_a_later_room(path: Path) -> None:
+def test_packages_refer_only_to_lower_packages(path: Path) -> None:
     room = room_of(path)
     tree = ast.parse(path.read_text(encoding="utf-8"))
     said = {
@@ -113,12 +113,12 @@ def test_nothing_points_to_a_later_room(path: Path) -> None:
     assert not pointed
 
 
-def test_rooms_are_those_of_the_design() -> None:
+def test_packages_are_those_in_the_order() -> None:
     assert set(ORDER) == {room_of(path) for path in CORE} - {"__init__", "__main__", "_version"}
 
 
 def repeated(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the names that occur in several places, with the places."""
+    """Return the names that occur in more than one place, with their places."""
     places: dict[str, list[str]] = {}
     for name, place in pairs:
         places.setdefault(name, []).append(place)
@@ -132,7 +132,8 @@ def test_module_names_are_unique() -> None:
 
 
 def test_public_class_names_are_unique() -> None:
-    # Triton requires a class with this name in each model's folder, so it may repeat.
+    # Triton requires a class with the name `TritonPythonModel` in each Python model, so this name may occur several
+    # times.
     found = repeated(
         [
             (node.name, name_of(path))
@@ -145,8 +146,10 @@ def test_public_class_names_are_unique() -> None:
     assert not found
 
 
-def test_one_search() -> None:
-    """Presets only propose candidates; `Search.run` is the only code that builds, times and grades candidates."""
+def test_search_is_implemented_once() -> None:
+    """Only `Search.run` builds, times and grades candidates. The modules `accuracy_budget`, `conversion` and `tune`
+    only propose candidates.
+    """
     parts, calls, presets = {"builder", "timer", "grader"}, set(), set()
     for path in CORE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

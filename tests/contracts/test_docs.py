@@ -1,10 +1,13 @@
 """Check the documentation against the code: code blocks run, and every error, command, flag and public name is
 documented.
 
-The blocks of a page share a namespace and run from top to bottom in an empty folder, offline. A block fenced with
-```python runs. A block fenced with ```text output directly after it is the exact expected output. A block fenced with
-```python notest does not run, and its first line gives the reason: `# Not run by the tests: <reason>`. A block fenced
-with ```python from=<file> is an exact excerpt of that file.
+The blocks of a page share one namespace and run from top to bottom, offline, in an empty folder. The word after the
+three backticks of a block decides what the test does:
+
+- `python`: the block runs.
+- `text output`: the block contains the exact output of the block before it.
+- `python notest`: the block does not run. Its first line gives the reason: `# Not run by the tests: <reason>`.
+- `python from=<file>`: the block is an exact part of the file.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ from accel.interfaces.specs import BackendSpec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# Measurement reports may contain blocks for other machines; all other pages are tested.
+# Reports of measurements may contain blocks for other machines, so only the other pages are tested.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# This script trains for an hour on data that is not in the package.
+# These scripts train for an hour, or read data that is not in the package.
 LONG_EXAMPLES = {"quantization_aware_training.py", "distill_demo_model.py"}
-# Pages and examples with blocks that take 8 seconds or more run only in the thorough tests.
+# Pages and examples with a block that takes 8 seconds or more run only in the thorough tests.
 SLOW = {
     "openvino.md",
     "optimize.md",
@@ -68,24 +71,24 @@ SLOW = {
     "chat.py",
     "embeddings.py",
 }
-MOST_BLOCKS_NOT_RUN = 9  # blocks for GPUs, and blocks that compile for minutes
+MOST_BLOCKS_NOT_RUN = 9  # the blocks for GPUs, and the blocks that compile for minutes
 NOT_RUN = "# Not run by the tests: "
 ADR_PARTS = ("Context", "Decision", "Consequences", "Rejected")
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[a-z][^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
 )
-# Absolute path of a folder on a particular machine, which does not exist for readers.
+# This pattern matches the absolute path of a folder on one machine, which does not exist on the reader's machine.
 _MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:tmp|work|home|root|Users|mnt|opt)/[\w.-]+")
 
 
 def slow_ones(paths: list[Path]) -> list[Any]:
-    """Return the test cases for some paths; slow ones are marked `thorough`."""
+    """Return the test cases for `paths`. Slow pages and examples are marked `thorough`."""
     return [pytest.param(path, marks=pytest.mark.thorough) if path.name in SLOW else path for path in paths]
 
 
 def tool(name: str) -> ModuleType:
-    """Return a script of docs/tools, loaded as a module."""
+    """Load a script of docs/tools as a module and return it."""
     spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -121,8 +124,8 @@ def has_python(page: Path) -> bool:
 
 @pytest.fixture
 def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace `accel.export`: six pages export the demo model with the same settings, so the first export is copied for
-    the others.
+    """Replace `accel.export` for the demo model. Six pages export this model with the same settings, so the first
+    export is copied for the other pages.
     """
     real = accel.export
 
@@ -137,11 +140,10 @@ def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("_one_demo_export")
 @pytest.mark.parametrize("page", slow_ones([page for page in PAGES if has_python(page)]), ids=name_of)
-def test_the_blocks_of_a_page_run_and_print_what_it_says(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_blocks_run_and_print_their_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # The output of a page must not depend on the installed plugins. The page of a backend also enables that backend.
+    # The output of a page must not depend on the installed plugins, so only one backend is enabled. The page of a
+    # backend enables that backend.
     own = page.stem if page.parent.name == "backends" else "cpu"
     monkeypatch.setenv("ACCEL_PLUGINS", f"cpu,{own}")
     namespace: dict[str, Any] = {"__name__": "docs_page"}
@@ -149,7 +151,7 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(
     for block in blocks(page):
         where = f"{name_of(page)}:{block.line}"
         if block.info == "python":
-            # Tracebacks then show the line, and `inspect` finds the source.
+            # With this entry, tracebacks show the line of the block, and `inspect` finds its source.
             linecache.cache[where] = (len(block.body), None, block.body.splitlines(keepends=True), where)
             stream = io.StringIO()
             with redirect_stdout(stream):
@@ -164,7 +166,7 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(
 @pytest.mark.parametrize(
     "example", slow_ones([path for path in EXAMPLES if path.name not in LONG_EXAMPLES]), ids=name_of
 )
-def test_an_example_runs_without_arguments(
+def test_example_runs_without_arguments(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,7 +176,7 @@ def test_an_example_runs_without_arguments(
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
 
 
-def test_blocks_that_do_not_run_are_few_and_say_why() -> None:
+def test_blocks_that_do_not_run_are_few_and_have_a_reason() -> None:
     skipped = [block for page in PAGES for block in blocks(page) if block.info == "python notest"]
     silent = [f"{name_of(b.page)}:{b.line}" for b in skipped if not b.body.startswith(NOT_RUN)]
     assert not silent, f"the first line must be {NOT_RUN!r} and the reason"
@@ -183,7 +185,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why() -> None:
         compile(block.body, f"{name_of(block.page)}:{block.line}", "exec")
 
 
-def test_fences_have_a_word_that_is_known() -> None:
+def test_fences_have_a_known_word() -> None:
     known = {"python", "python notest", "text output", "text", "bash", "toml", "json", "yaml", "diff"}
     unknown = [
         f"{name_of(b.page)}:{b.line}: {b.info}"
@@ -194,7 +196,7 @@ def test_fences_have_a_word_that_is_known() -> None:
     assert not unknown
 
 
-def test_pieces_of_files_are_what_the_files_say() -> None:
+def test_excerpts_equal_their_files() -> None:
     shown = [(b, b.info.split(" from=")[1]) for page in PAGES for b in blocks(page) if " from=" in b.info]
     changed = [f"{name_of(b.page)}:{b.line}" for b, file in shown if b.body not in (ROOT / file).read_text("utf-8")]
     assert not changed
@@ -202,7 +204,7 @@ def test_pieces_of_files_are_what_the_files_say() -> None:
 
 
 def commands_in(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the lines of bash blocks that call `accel`, split into words."""
+    """Yield the place and the words of each line in a bash block that calls `accel`."""
     for block in blocks(page):
         if block.info == "bash":
             for number, line in enumerate(block.body.replace("\\\n", " ").splitlines(), start=block.line + 1):
@@ -234,7 +236,7 @@ def test_commands_in_bash_blocks_exist_with_their_flags() -> None:
     Version(metadata.version("typer")) < Version("0.29"),
     reason="typer before 0.29 lays its help out differently; the next test checks what the page holds",
 )
-def test_the_command_line_page_is_what_the_commands_say() -> None:
+def test_command_line_page_is_up_to_date() -> None:
     reference = tool("cli_reference")
     assert reference.PAGE.read_text("utf-8") == reference.render(), "out of date: python docs/tools/cli_reference.py"
 
@@ -249,12 +251,12 @@ def test_every_command_and_flag_is_on_the_command_line_page() -> None:
             assert flag in section, f"{path} {flag}"
 
 
-def test_the_table_of_request_fields_is_what_the_server_takes() -> None:
+def test_request_fields_table_is_up_to_date() -> None:
     fields = tool("request_fields")
     assert fields.PAGE.read_text("utf-8") == fields.page(), "out of date: python docs/tools/request_fields.py"
 
 
-def test_the_drawings_are_what_their_script_draws() -> None:
+def test_drawings_are_up_to_date() -> None:
     drawings = tool("drawings")
     stale = [
         n for n, draw in drawings.DRAWINGS.items() if (drawings.ASSETS / f"{n}.svg").read_text("utf-8") != draw().svg()
@@ -262,12 +264,12 @@ def test_the_drawings_are_what_their_script_draws() -> None:
     assert not stale, "out of date: python docs/tools/drawings.py"
 
 
-def test_the_support_table_is_what_the_specs_say() -> None:
+def test_support_table_is_up_to_date() -> None:
     table = tool("support_table")
     assert table.PAGE.read_text("utf-8") == table.render(), "out of date: python docs/tools/support_table.py"
 
 
-def test_the_comparison_with_other_libraries_is_the_recorded_one() -> None:
+def test_comparison_tables_are_up_to_date() -> None:
     peers = tool("peers_table")
     stale = [
         page.name
@@ -277,11 +279,11 @@ def test_the_comparison_with_other_libraries_is_the_recorded_one() -> None:
     assert not stale, "out of date: python docs/tools/peers_table.py"
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
 
 
-def test_the_demo_output_is_the_recorded_one() -> None:
+def test_demo_output_is_up_to_date() -> None:
     import json
 
     demo = tool("demo_table")
@@ -313,7 +315,8 @@ def test_folders_entry_points_extras_and_pages_of_backends_agree() -> None:
     entries = project["entry-points"]["accel.backends"]
     shared = {"ortkit"}  # shared code of the ONNX Runtime backends, not a backend
     folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - shared
-    # Each folder has the name of its backend. PyTorch's folder also contains the two backends that compile models.
+    # Each folder has the name of its backend. The folder of the `pytorch` backend also contains the two backends that
+    # compile PyTorch models.
     assert {value.partition(":")[0].rpartition(".")[2] for value in entries.values()} == folders
     names = {name.replace("-", "_") for name in entries}
     assert names == folders | {"inductor", "aotinductor"}
@@ -330,7 +333,8 @@ def test_folders_entry_points_extras_and_pages_of_backends_agree() -> None:
 
 
 def navigation() -> list[Any]:
-    # mkdocs.yml may contain YAML tags of mkdocs, which `safe_load` refuses; the navigation has none.
+    # mkdocs.yml may contain YAML tags of mkdocs, which `safe_load` refuses. The navigation contains no tags, so only
+    # the navigation is read.
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
     expanded: list[Any] = tool("mkdocs_hooks").expand(nav, DOCS)
@@ -346,7 +350,7 @@ def targets(nav: list[Any]) -> Iterator[str]:
                 yield from targets(target if isinstance(target, list) else [target])
 
 
-def test_the_navigation_holds_every_page_once() -> None:
+def test_navigation_contains_every_page_once() -> None:
     named = list(targets(navigation()))
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert len(named) == len(set(named))
@@ -355,13 +359,13 @@ def test_the_navigation_holds_every_page_once() -> None:
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "adr").glob("*.md")), ids=name_of)
-def test_a_decision_record_fits_one_page_and_has_its_parts(page: Path) -> None:
+def test_decision_record_fits_one_page_and_has_its_parts(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert tuple(re.findall(r"^## (.+)$", text, re.MULTILINE)) == ADR_PARTS
     assert len(text.split()) <= 500
 
 
-def test_no_page_or_example_names_a_path_of_one_machine() -> None:
+def test_pages_and_examples_contain_no_local_paths() -> None:
     files = [
         *PAGES,
         ROOT / "CHANGELOG.md",
@@ -373,12 +377,12 @@ def test_no_page_or_example_names_a_path_of_one_machine() -> None:
     assert not found
 
 
-def test_nothing_tells_to_install_another_project() -> None:
+def test_pages_do_not_install_another_accel_package() -> None:
     wrong = re.compile(r"pip install\s+[\"']?accel(?![-\w])")
     assert not [name_of(page) for page in PAGES if wrong.search(page.read_text(encoding="utf-8"))]
 
 
-def test_scripts_that_pages_name_exist() -> None:
+def test_scripts_named_on_pages_exist() -> None:
     script = re.compile(r"(?<![\w/])((?:docs|examples|tests|benchmarks)/[\w/.-]+\.(?:py|json|toml|md))")
     missing = {
         f"{name_of(page)}: {name}"

@@ -1,5 +1,5 @@
-"""Check that no code outside `accel.families` names a model type. Other code asks the family, or finds out by running
-the model.
+"""Check that no code outside of `accel.families` names a model type. Other code calls the model family's object, or
+runs the model to find a property.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHECKED = [
     if not str(path.relative_to(ROOT)).startswith(ROOMS_WITH_MODEL_TYPES)
 ]
 
-# (text, modules or folders that may contain it, reason)
+# Each entry is (text, modules or folders that may contain the text, reason).
 EXCEPTIONS = (
     ("opt", ("accel/", "accel_plugins/tensorrt/"), "the size in a TensorRT profile that kernels are chosen for"),
     ("clip", ("accel/tasks/",), "a column of videos"),
@@ -66,9 +66,9 @@ def is_of_a_model(module: str) -> bool:
 
 
 def words(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the model types and model class names that a module mentions, with line numbers."""
+    """Yield the model types and model class names that a module mentions, with their line numbers."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    # Collect the string statements, such as docstrings, to skip them.
+    # Collect expression statements, such as docstrings, because their text is skipped.
     said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
@@ -87,7 +87,7 @@ def words(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def compared(node: ast.Compare) -> Iterator[tuple[str, int]]:
-    """Yield comparisons of a model type or class name with a literal."""
+    """Yield each comparison of a model type or a class name with a literal, with its line number."""
     operands = [node.left, *node.comparators]
     if not any(holds_a_literal(operand) for operand in operands):
         return
@@ -133,18 +133,18 @@ def test_exceptions_are_few() -> None:
 
 
 @pytest.mark.parametrize("model_type", MODULES)
-def test_a_listed_family_has_a_module(model_type: str) -> None:
+def test_listed_family_has_a_module(model_type: str) -> None:
     assert type(family_of({"model_type": model_type})) is not Family
     assert model_type in CONFIG_MAPPING_NAMES
 
 
-def test_a_family_imports_interfaces_upstream_and_families() -> None:
+def test_families_import_only_interfaces_and_upstream() -> None:
     for path in (ROOT / "accel" / "families").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level == 2:
                 assert (node.module or "").split(".")[0] in ("errors", "interfaces", "upstream"), path
 
 
-def test_importing_the_table_imports_no_family() -> None:
+def test_family_table_imports_no_family() -> None:
     tree = ast.parse((ROOT / "accel" / "families" / "__init__.py").read_text(encoding="utf-8"))
     assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree))

@@ -1,4 +1,4 @@
-"""Check the cost of imports: torch, transformers and vendor libraries are not imported before they are needed."""
+"""Check the cost of imports: torch, transformers and vendor libraries are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SNIPPETS = {
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS.values(), ids=SNIPPETS.keys())
-def test_light(snippet: str) -> None:
+def test_import_loads_no_heavy_library(snippet: str) -> None:
     script = f"{snippet}\nimport json, sys\nprint('\\n' + json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
@@ -60,11 +60,11 @@ print("\\n" + json.dumps(sorted(sys.modules)))
 """
 
 
-def test_a_model_is_loaded_with_what_runs_it_alone(tiny_artifact: Callable[..., Artifact]) -> None:
+def test_loading_a_model_imports_only_its_runtime(tiny_artifact: Callable[..., Artifact]) -> None:
     words = [sys.executable, "-c", _LOADS, str(tiny_artifact("bert").path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    # Libraries that only export, rewriting, evaluation, training or other runtimes need.
+    # Only exporting, rewriting, evaluation, training or other runtimes need these libraries.
     needless = {
         "openvino",
         "nncf",

@@ -1,5 +1,5 @@
-"""Run the conformance suite on the example backend for an OpenVINO execution provider in a library. Skipped if the
-library or its device is missing.
+"""Run the conformance suite on the example backend for an OpenVINO execution provider from a separate library. The
+tests are skipped if the library or its device is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "openvino_ep_plugin"
 
 @pytest.fixture(scope="module", autouse=True)
 def example() -> Iterator[None]:
-    """Register the example as an installed plugin."""
+    """Register the example backend as an installed plugin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
         entry = metadata.EntryPoint("openvino-ep", "accel_openvino_ep:SPEC", group_of("backends"))
@@ -41,7 +41,7 @@ class TestOpenVinoEp(BackendConformance):
     backend = "openvino-ep"
 
 
-def test_what_is_missing_is_told() -> None:
+def test_missing_library_or_device_is_reported() -> None:
     probe = registry.probe(registry.describe("openvino-ep"))
     if probe.available:
         pytest.skip(f"it has {', '.join(map(str, probe.devices))}")
@@ -52,5 +52,5 @@ def test_what_is_missing_is_told() -> None:
         assert "no device of type cpu or gpu or npu" in reason.message
 
 
-def test_it_is_as_short_as_promised() -> None:
+def test_example_is_short() -> None:
     assert len((EXAMPLE / "accel_openvino_ep" / "backend.py").read_text(encoding="utf-8").splitlines()) < 60

@@ -1,5 +1,5 @@
-"""Check that the plugin template installs as a separate package and passes the conformance suite without changes in
-accel.
+"""Check that the plugin template installs as a separate package, and that it passes the conformance suite without
+changes in accel.
 """
 
 from __future__ import annotations

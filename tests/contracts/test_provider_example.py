@@ -1,5 +1,5 @@
-"""Run the conformance suite on the example backend for the Core ML execution provider, with an available provider
-instead.
+"""Run the conformance suite on the example backend for the Core ML execution provider. The test replaces Core ML by a
+provider that is available on every machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULE = "accel_coreml_here"
 
 @pytest.fixture(scope="module", autouse=True)
 def example() -> Iterator[BackendSpec]:
-    """Register the example as an installed plugin that uses ONNX Runtime's CPU provider instead of Core ML."""
+    """Register the example backend as an installed plugin that uses ONNX Runtime's CPU provider instead of Core ML."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
         import accel_coreml
@@ -54,7 +54,7 @@ class TestExample(BackendConformance):
     backend = "coreml"
     device = "cpu"
 
-    def test_without_the_provider_there_is_a_remedy(self, example: BackendSpec) -> None:
+    def test_missing_provider_has_a_remedy(self, example: BackendSpec) -> None:
         import onnxruntime as ort
         from accel_coreml.backend import CoreMlBackend
 
@@ -64,7 +64,7 @@ class TestExample(BackendConformance):
         assert not probe.available
         assert probe.reasons[0].remedy
 
-    def test_the_device_decides_the_units(self, implementation: Backend, artifact: Artifact) -> None:
+    def test_device_selects_the_compute_units(self, implementation: Backend, artifact: Artifact) -> None:
         told = implementation.provider_options(  # type: ignore[attr-defined]
             artifact, artifact.components[0], DeviceSpec("npu"), {"ModelCacheDirectory": "/tmp"}
         )
@@ -72,7 +72,7 @@ class TestExample(BackendConformance):
             "ModelCacheDirectory": "/tmp", "ModelFormat": "MLProgram", "MLComputeUnits": "CPUAndNeuralEngine",
         }  # fmt: skip
 
-    def test_graphs_with_other_operators_are_refused_with_a_remedy(self, artifact: Artifact, tmp_path: Path) -> None:
+    def test_graphs_with_other_operators_are_refused_with_fix(self, artifact: Artifact, tmp_path: Path) -> None:
         fused = optimize(artifact, tmp_path / "fused", level="O2", backend="cpu")
         with pytest.raises(BackendUnavailableError, match="no operators of com.microsoft") as info:
             make_plan(fused, RunPreferences(backend="coreml")).check()
@@ -82,5 +82,5 @@ class TestExample(BackendConformance):
         assert plain.manifest.steps[-1].backend == "coreml"
 
 
-def test_it_is_as_short_as_promised() -> None:
+def test_example_is_short() -> None:
     assert len((EXAMPLE / "accel_coreml" / "backend.py").read_text(encoding="utf-8").splitlines()) < 60

@@ -1,4 +1,4 @@
-"""Check that the public names are exactly the listed names, and that backend names agree everywhere."""
+"""Check that the public names are exactly the listed names, and that backend names are equal everywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def test_every_listed_name_exists() -> None:
 
 
 def test_functions_are_not_shadowed_by_modules() -> None:
-    """A submodule with the name of a public function would replace the function when it is imported."""
+    """No module of the package `accel` has the name of a public function. Importing such a module would replace the
+    function.
+    """
     import accel.stages.export
 
     assert callable(accel.export)
@@ -28,18 +30,18 @@ def test_functions_are_not_shadowed_by_modules() -> None:
     assert modules.isdisjoint(accel.__all__)
 
 
-def test_every_task_has_its_class() -> None:
+def test_every_task_has_a_model_class() -> None:
     for spec in all_tasks():
         model = model_class(spec.name)
         assert getattr(accel, model.__name__) is model
 
 
-def test_folders_are_entry_points_are_extras() -> None:
+def test_backend_folders_entry_points_and_extras_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folders = {path.parent.name for path in (ROOT / "accel_plugins").glob("*/__init__.py")} - {"ortkit"}
     plugins = project["entry-points"]["accel.backends"]
-    # Each folder has the name of its backend, without hyphens. PyTorch's folder also contains the two backends that
-    # compile models.
+    # Each folder has the name of its backend, without hyphens. The folder of the `pytorch` backend also contains the
+    # two backends that compile PyTorch models.
     names = {name.replace("-", "_") for name in plugins}
     assert names - folders == {"inductor", "aotinductor"}
     assert folders <= names
@@ -50,6 +52,6 @@ def test_folders_are_entry_points_are_extras() -> None:
         assert (ROOT / "docs" / "backends" / f"{name}.md").is_file()
 
 
-def test_core_depends_on_no_onnx_runtime() -> None:
+def test_core_does_not_depend_on_onnxruntime() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not [item for item in project["dependencies"] if item.startswith("onnxruntime")]

@@ -1,4 +1,4 @@
-"""Check that invalid calls raise the same error on every backend, with and without buckets, and that the next valid
+"""Check that an invalid call raises the same error on every backend, with and without buckets, and that the next valid
 call works.
 """
 
@@ -37,7 +37,7 @@ def right(batch: int = 2, sequence: int = 6) -> Feeds:
 
 @dataclass(frozen=True)
 class Wrong:
-    """An invalid call. `feeds` changes the inputs, and `more` has further arguments of `run`."""
+    """An invalid call. The function `feeds` changes valid inputs, and `more` contains further arguments of `run`."""
 
     feeds: Callable[[Feeds], Feeds] = lambda feeds: feeds
     more: Mapping[str, Any] | None = None
@@ -90,7 +90,7 @@ ODD: dict[str, Callable[[Feeds], Feeds]] = {
 def sessions(
     tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tiny_ir: Callable[..., Artifact]
 ) -> Iterator[dict[str, Any]]:
-    """Sessions of one model on every installed backend, and with buckets."""
+    """Yield sessions of one model on every installed backend, with and without buckets."""
     onnx, weights = tiny_artifact(), weights_of(resolve(tiny_folder()))
     ways = {
         "cpu": (onnx, RunPreferences(backend="cpu")),
@@ -122,7 +122,7 @@ def test_errors_are_equal_on_every_backend(sessions: dict[str, Any], name: str) 
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_inputs_are_refused_or_answered_as_pytorch_does(sessions: dict[str, Any], name: str) -> None:
+def test_unusual_inputs_are_refused_or_equal_pytorch(sessions: dict[str, Any], name: str) -> None:
     feeds = ODD[name](right())
     wanted = sessions["pytorch"].run(feeds)["logits"]
     answered = 0
@@ -139,7 +139,7 @@ def test_odd_inputs_are_refused_or_answered_as_pytorch_does(sessions: dict[str, 
     assert answered >= 4, "only what a runtime cannot answer is refused"
 
 
-def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact], tiny_folder: Any) -> None:
+def test_closed_sessions_raise_the_same_error(tiny_artifact: Callable[..., Artifact], tiny_folder: Any) -> None:
     found = set()
     for artifact, backend in (
         (tiny_artifact(), "cpu"),
@@ -154,7 +154,7 @@ def test_closed_sessions_are_refused_alike(tiny_artifact: Callable[..., Artifact
     assert len(found) == 1
 
 
-# Image models
+# The tests below use image models.
 
 
 def picture(side: int = 64, batch: int = 2) -> Feeds:
@@ -175,7 +175,7 @@ def convolutions() -> Any:
 
 @pytest.fixture(scope="module")
 def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfPictures]:
-    """Image models for any image size on ONNX Runtime and OpenVINO, with the outputs of PyTorch."""
+    """Yield a function that returns an image model for any image size, and its sessions on ONNX Runtime and OpenVINO."""
     opened = []
 
     @functools.cache
@@ -198,7 +198,7 @@ def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfPictures
 @pytest.mark.thorough
 @pytest.mark.parametrize("sides", [(64,), (64, 96), (96, 64, 96)])
 @pytest.mark.parametrize("outputs", [None, ("logits",)])
-def test_a_picture_that_is_too_small_leaves_nothing_behind(
+def test_session_works_after_a_too_small_image(
     of_pictures: OfPictures, sides: tuple[int, ...], outputs: tuple[str, ...] | None
 ) -> None:
     model, *sessions = of_pictures("convnext")
@@ -217,9 +217,7 @@ def test_a_picture_that_is_too_small_leaves_nothing_behind(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["convnext", pytest.param("segformer", marks=pytest.mark.thorough)])
-def test_values_that_are_no_numbers_are_refused_or_answered_as_pytorch_does(
-    of_pictures: OfPictures, name: str, value: float
-) -> None:
+def test_non_finite_pixels_are_refused_or_equal_pytorch(of_pictures: OfPictures, name: str, value: float) -> None:
     model, *sessions = of_pictures(name)
     with torch.inference_mode():
         wanted, right_one = model(**with_value(value)).logits, model(**picture()).logits
@@ -236,13 +234,13 @@ def test_values_that_are_no_numbers_are_refused_or_answered_as_pytorch_does(
             )
 
 
-def test_numbers_whose_sum_is_none_are_answered(of_pictures: OfPictures) -> None:
+def test_large_pixels_whose_sum_overflows_are_accepted(of_pictures: OfPictures) -> None:
     _, _, session = of_pictures("convnext")
     large = {"pixel_values": torch.full((2, 3, 64, 64), 3e38)}
     assert session.run(large)["logits"].shape == (2, 3)
 
 
-# Encoder outputs as inputs of a decoder
+# The tests below pass encoder outputs to a decoder.
 
 WRONG_BESIDE: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
     "of one row": lambda name, tensor: tensor[:1],
@@ -254,7 +252,7 @@ WRONG_BESIDE: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(scope="module")
 def decoders(generator: Callable[..., Artifact]) -> Iterator[Callable[[str], Any]]:
-    """Return BART's decoder on a backend whose sessions have a KV cache."""
+    """Yield a function that opens BART's decoder on a backend. The session of the decoder has a KV cache."""
 
     @functools.cache
     def opened(backend: str) -> Any:
@@ -268,7 +266,7 @@ def decoders(generator: Callable[..., Artifact]) -> Iterator[Callable[[str], Any
 
 @pytest.mark.parametrize("wrong", WRONG_BESIDE)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("openvino", marks=pytest.mark.thorough)])
-def test_what_an_encoder_gave_has_the_decoders_sizes(backend: str, wrong: str, decoders: Callable[[str], Any]) -> None:
+def test_encoder_outputs_must_fit_the_decoder(backend: str, wrong: str, decoders: Callable[[str], Any]) -> None:
     session = decoders(backend)
     sizes = {"batch": 2, "sequence": 3, "total": 3, "encoder_sequence": 5}
     given: Feeds = {}
@@ -286,7 +284,7 @@ def test_what_an_encoder_gave_has_the_decoders_sizes(backend: str, wrong: str, d
     for name in tried:
         with pytest.raises(InputError) as caught:
             session.run({**given, name: WRONG_BESIDE[wrong](name, given[name])}, state=session.new_state(2))
-        # If two inputs disagree about the size of an axis, the error may name either input.
+        # If two inputs have different sizes for the same axis, the error may name either input.
         assert name in str(caught.value) or "'encoder_sequence'" in str(caught.value)
         assert caught.value.fix
         assert torch.equal(session.run(given, state=session.new_state(2))["logits"], expected)

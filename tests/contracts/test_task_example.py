@@ -1,4 +1,6 @@
-"""Check that the example task installs as a separate package and works from export to server without changes in accel."""
+"""Check that the example task installs as a separate package, and that it works from export to server without changes
+in accel.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "span_task"
 
 
 def installed(site: Path, name: str, entry: str) -> None:
-    """Write the files that pip writes for an installed distribution with a task."""
+    """Write the files that pip writes when it installs a distribution with a task."""
     metadata = site / f"{name}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
@@ -38,7 +40,7 @@ def installed(site: Path, name: str, entry: str) -> None:
 @pytest.mark.parametrize(
     "part", ["not quantize and not tune", pytest.param("quantize or tune", marks=pytest.mark.thorough)]
 )
-def test_the_example(part: str, tmp_path: Path) -> None:
+def test_example_task_passes_its_tests(part: str, tmp_path: Path) -> None:
     site = tmp_path / "site"
     installed(site, "accel_spans", "span-extraction = accel_spans:SPEC")
     shutil.copytree(EXAMPLE / "accel_spans", site / "accel_spans")
@@ -52,7 +54,7 @@ def test_the_example(part: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_an_entry_point_that_holds_no_task_disturbs_no_other(
+def test_entry_point_without_task_does_not_affect_other_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(tmp_path, "wrong", "wrong = os:path")
@@ -63,7 +65,7 @@ def test_an_entry_point_that_holds_no_task_disturbs_no_other(
         task_spec("wrong")
 
 
-def test_a_task_whose_module_cannot_be_imported_disturbs_no_other(
+def test_task_that_cannot_be_imported_does_not_affect_other_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(tmp_path, "unimportable", "unimportable = unimportable_task:SPEC")
@@ -74,7 +76,7 @@ def test_a_task_whose_module_cannot_be_imported_disturbs_no_other(
     assert "'unimportable' cannot be loaded" in caplog.text
 
 
-def test_a_task_whose_class_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_without_task_class_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, "classless", "classless = classless_task:SPEC")
     text = 'from accel.interfaces.task_spec import TaskSpec\n\nSPEC = TaskSpec(name="classless", impl="os:path")\n'
     (tmp_path / "classless_task.py").write_text(text, encoding="utf-8")
@@ -83,7 +85,7 @@ def test_a_task_whose_class_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         load_task("classless")
 
 
-def test_errors_name_what_the_author_of_a_task_forgot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_missing_parts_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, "bare", "bare = bare_task:SPEC")
     text = """from accel.interfaces.task_spec import Column, TaskSpec
 
@@ -106,7 +108,7 @@ SPEC = TaskSpec(name="bare", own_pipelines=("bare",), suffixes=("Bare",), column
         accel.export(folder, tmp_path / "out", task="bare")
 
 
-def test_a_column_that_holds_an_unknown_kind_names_the_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_column_type_lists_the_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, "odd", "odd = odd_task:SPEC")
     text = """from accel.interfaces.task_spec import Column, TaskSpec
 
@@ -120,7 +122,7 @@ SPEC = TaskSpec(name="odd", suffixes=("Odd",), columns=(Column(use="score", know
 
 
 @pytest.mark.parametrize("values", [[[1.0], [1.0, 2.0]], [0.5, 0.5]], ids=["unequal", "scalars"])
-def test_text_tensors_of_a_task_are_rectangular(values: list[Any]) -> None:
+def test_text_tensors_must_be_rectangular(values: list[Any]) -> None:
     class Scores(Operation):
         def tensor_outputs(self, model: Any) -> Mapping[str, tuple[str, int]]:
             return {"SCORES": ("FP32", -1)}
@@ -132,7 +134,7 @@ def test_text_tensors_of_a_task_are_rectangular(values: list[Any]) -> None:
         arrays_of(Scores("scores"), values, cast("Any", None))
 
 
-def test_ids_stay_in_a_vocabulary_that_a_config_of_a_config_names(tmp_path: Path) -> None:
+def test_ids_stay_within_a_nested_vocabulary_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"reader": {"vocab_size": 7}}', encoding="utf-8")
     spec = TensorSpec("input_ids", "int64", ("batch", "sequence"))
     feeds = feeds_for([spec], {"batch": 4, "sequence": 50}, seed=0, folder=tmp_path)

@@ -1,6 +1,4 @@
-"""Check that only the tasks package names tasks. Other code looks tasks up by name or by property, and contains no task
-names.
-"""
+"""Check that only the package `accel.tasks` contains task names. Other code finds a task by its name or by a property."""
 
 from __future__ import annotations
 
@@ -13,14 +11,15 @@ from accel.interfaces.task_registry import all_tasks
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted([*(ROOT / "accel").rglob("*.py"), *(ROOT / "accel_plugins").rglob("*.py")])
-# Packages that may name tasks. The specs of backends may also name the tasks that a capability is limited to.
+# These packages may contain task names. The specs of backends may also contain the names of tasks to which a capability
+# is limited.
 NAMING = ("accel/tasks/", "accel/testing/", "accel/demo/", "accel/compat/")
 SPECS = tuple(
     f"accel_plugins/{path.parent.name}/__init__.py" for path in (ROOT / "accel_plugins").glob("*/__init__.py")
 )
 NAMES = {word for spec in all_tasks() for word in (*spec.serves, *(one for one in spec.synonyms if "-" in one))}
 OTHER_MEANINGS = {
-    # Names of model kinds and modules in sentence-transformers.
+    # These strings are names of model kinds and modules in sentence-transformers.
     ("accel/artifact/sentence_settings.py", "cross-encoder"),
     ("accel/artifact/sentence_settings.py", "feature-extraction"),
     ("accel/artifact/sentence_settings.py", "sequence-classification"),
@@ -28,7 +27,7 @@ OTHER_MEANINGS = {
 
 
 def named(path: Path) -> set[str]:
-    """Return the task names in the strings of a module, except docstrings and help texts of commands."""
+    """Return the task names in the strings of a module, without docstrings and the help texts of commands."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
@@ -44,7 +43,7 @@ def named(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_names_no_task(path: Path) -> None:
+def test_module_contains_no_task_name(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     if name.startswith(NAMING) or name in SPECS:
         pytest.skip("naming tasks is its subject")

@@ -31,7 +31,7 @@ MODEL: Any = SimpleNamespace(
 
 
 def front(task: str) -> dict[str, dict[str, str]]:
-    """Return the required inputs and the outputs, with their types, of the Triton model that takes texts."""
+    """Return the required inputs and the outputs of the Triton model that accepts texts, with their types."""
     configs = json.loads((GOLDEN / f"onnxruntime-cpu.{task}.json").read_text(encoding="utf-8"))
     lines = "\n".join(next(one for one in configs.values() if any("TYPE_STRING" in line for line in one)))
     found: dict[str, dict[str, str]] = {"input": {}, "output": {}}
@@ -43,11 +43,11 @@ def front(task: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_one_client_asks_both_servers(name: str) -> None:
+def test_both_servers_use_the_same_tensors(name: str) -> None:
     operation, golden = all_operations()[name], front(TASKS[name])
     assert dict.fromkeys(input_sizes(operation), "BYTES") == golden["input"]
     assert {name: kind for name, (kind, _) in operation.tensor_outputs(MODEL).items()} == golden["output"]
 
 
-def test_every_text_form_is_compared() -> None:
+def test_every_operation_with_text_tensors_is_compared() -> None:
     assert {name for name, one in all_operations().items() if one.tensor_outputs(MODEL)} == set(TASKS)

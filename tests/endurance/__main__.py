@@ -1,4 +1,4 @@
-"""Run experiments: `python -m tests.endurance kills flips fuzz disk crowd`; all experiments if none is named."""
+"""Run experiments: `python -m tests.endurance kills flips fuzz disk crowd`. Without names, all experiments run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _FOUND = Path(__file__).parents[2] / "benchmarks" / "endurance.json"
 
 
 def added(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine the results of two parts of one experiment: add counts, join lists, and keep the later value of other fields.
+    """Combine the results of two parts of one experiment. Counts are added, lists are joined, and for other fields the
+    later value is kept.
 
     Args:
         before: Results of the earlier parts.
-        more: Results of this part.
+        more: Results of the new part.
     """
     both = dict(before)
     for key, value in more.items():
@@ -42,7 +43,7 @@ def added(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the requested experiments; return 1 if there is a fault."""
+    """Run the requested experiments. Return 1 if an experiment finds a fault, and 0 if not."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.endurance",
         description=__doc__,

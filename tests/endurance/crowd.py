@@ -1,4 +1,4 @@
-"""Run four processes with the same ACCEL_HOME at once for minutes: searches, exports and cache removal; no command may fail."""
+"""Run four processes with the same ACCEL_HOME for minutes: searches, exports and cache removal. No command may fail."""
 
 from __future__ import annotations
 

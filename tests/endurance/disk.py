@@ -1,4 +1,6 @@
-"""Run commands with a full disk, a read-only ACCEL_HOME, and without a home: each must raise one clear error and leave no files."""
+"""Run commands with a full disk, with a read-only ACCEL_HOME, and without a home folder. Each command must raise one
+clear error and leave no files.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _MEGABYTES = 20
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """Mount a file system of this size in memory on a folder; needs permission to mount."""
+    """Mount a file system of `megabytes` MB in memory on `folder` while the context is open. The process needs the
+    permission to mount.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}M", "tmpfs", folder], check=True)
     try:
@@ -28,16 +32,17 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
-    """Run every command that writes files, with different amounts of free space for its output, and then for its ACCEL_HOME.
+    """Run every command that writes files, first with different amounts of free space for its output, and then for its
+    ACCEL_HOME.
 
     Args:
         root: Folder for all files of the experiment.
         count: Number of amounts of free space to test for each command.
-        seed: Not used: the free space grows from almost none to almost the whole disk.
+        seed: Not used, because the free space grows in equal steps from almost none to almost the whole disk.
         only: Regular expression for the names of the commands to run, such as "^export, output" or "tune, home".
     """
     world = World(root)
-    # About ten megabytes of weights: two files with all weights do not fit on the disk.
+    # The model has about ten megabytes of weights, so two files with all weights do not fit on the disk.
     from accel.testing.models import save_tiny
 
     model = save_tiny(
@@ -63,7 +68,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             print(f"{name}: {what}", flush=True)
 
     def fill(folder: Path, step: int) -> None:
-        """Fill the disk except for a part that grows with the step; 4 KB at step 0."""
+        """Fill the disk except for a free part that grows with `step`. At step 0, 4 KB are free."""
         free = (_MEGABYTES << 20) * step // count if step else 4096
         (folder / "filled").write_bytes(bytes((_MEGABYTES << 20) - free))
 
@@ -124,11 +129,11 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
         def homeless(action: Any = action) -> None:
             for variable in ("HOME", "ACCEL_HOME", "XDG_CACHE_HOME"):
                 os.environ.pop(variable, None)
-            # Change to a user id that is not in the user database, so that no home can be looked up.
+            # Change to a user id that is not in the user database, so that Python cannot find a home folder.
             os.setuid(54321)
             action()
 
-        # All users may read the model.
+        # Allow all users to read the model, because the command runs as another user.
         for folder in (root.parent, root):
             folder.chmod(0o755)
         world.work.chmod(0o777)

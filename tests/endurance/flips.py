@@ -1,4 +1,4 @@
-"""Flip one bit in an artifact, or remove a file: loading the artifact must raise an error that names the file."""
+"""Flip one bit in an artifact, or remove one file. Loading the artifact must then raise an error that names the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _LEAST = 50
 
 
 def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
-    """Flip random bits, one at a time, distributed over files by their size, at least fifty in each file; then remove each file.
+    """Flip random bits, one at a time, and then remove each file. The flips are distributed over the files by their
+    size, with at least fifty flips in each file.
 
     Args:
         root: Folder for all files of the experiment.
@@ -57,7 +58,9 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
 
 
 def _fault(folder: Path, name: str) -> str:
-    """Load the damaged folder; return how loading failed to report the damage, or an empty string if it named the file."""
+    """Load the damaged folder. Return an empty string if the error names the damaged file, and a description of the
+    fault if not.
+    """
     said = []
     for opening in (
         lambda: accel.ORTModelForSequenceClassification.from_pretrained(folder).close(),

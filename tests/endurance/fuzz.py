@@ -1,4 +1,4 @@
-"""Load and run randomly damaged graphs with matching checksums: each must run, or soon raise an error of accel."""
+"""Load and run randomly damaged graphs whose checksums match. Each graph must run, or quickly raise an error of accel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _ROWS = {"input_ids": [[2, 5, 6, 3], [2, 7, 3, 0]], "attention_mask": [[1, 1, 1,
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
-    """Return a copy with one to four damages: changed bits or bytes, replaced numbers, removed, repeated or truncated parts."""
+    """Return a copy of a file's content with one to four damages: changed bits or bytes, replaced numbers, and removed,
+    repeated or truncated parts.
+    """
     made = bytearray(content)
     for _ in range(chance.randint(1, 4)):
         place, kind = chance.randrange(len(made)), chance.random()
@@ -45,7 +47,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 
 
 def _open(folder: Path) -> None:
-    """Load a model and run it once; exit with `_REFUSED` if accel raises an error."""
+    """Load a model and run it once. Exit with `_REFUSED` if accel raises an error."""
     import torch
 
     faulthandler.enable()
@@ -60,7 +62,7 @@ def _open(folder: Path) -> None:
 
 
 def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
-    """Damage three graphs in turns: of an export, of another tool's folder, and an OpenVINO IR.
+    """Damage three graphs in turn: the graph of an ONNX export, the graph of another tool's folder, and an OpenVINO IR.
 
     Args:
         root: Folder for all files of the experiment.
@@ -74,7 +76,8 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
     )
     onnx, ir = root / "inner" / "onnx", root / "inner" / "ir"
 
-    # Export in another process: if OpenVINO compiled in this one, forked processes would wait for threads that they do not have.
+    # Export in another process. If OpenVINO compiled a model in this process, forked processes would wait for threads
+    # that they do not have.
     for folder, more in ((onnx, ()), (ir, ("--backend", "openvino"))):
         assert (ended := world.run(accel_command(["export", model, folder, *more]))).code == 0, ended.text
     unmark(onnx / "model.onnx")
@@ -123,6 +126,8 @@ def _record(values: dict[str, Any], folder: Path, name: str) -> None:
 
 
 def _files(root: Path) -> dict[str, int]:
-    """Return the modification times of all files, except for the log and the files in the home and temporary folders."""
+    """Return the modification times of all files, without the log and without the files in the home folder and the
+    temporary folder.
+    """
     everything = (path for path in root.rglob("*") if path.is_file() and path != root / "log")
     return {str(p): p.stat().st_mtime_ns for p in everything if p.relative_to(root).parts[0] not in ("home", "tmp")}

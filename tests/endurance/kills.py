@@ -1,4 +1,6 @@
-"""Kill commands that write files at random moments: there must be no incomplete output, and the next run must work and clean up."""
+"""Kill commands that write files at random moments. No incomplete output may remain, and the next run must succeed and
+remove temporary files.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from .world import World, accel_command
 
 @dataclass(frozen=True)
 class Written:
-    """A command that writes files.
+    """Command that writes files.
 
     Attributes:
         name: Name of the command in the results.
         action: Function that runs the command.
-        share: Weight of the command; the kills are distributed in proportion to the weights.
+        share: Weight of the command. The kills are distributed in proportion to the weights.
         prepare: Function that creates the files that the command needs.
     """
 
@@ -80,7 +82,9 @@ def _commands(world: World) -> list[Written]:
 
 
 def _state_of(out: Path) -> str:
-    """Return a description of an incomplete output folder after a kill; an empty string if the folder is complete or absent."""
+    """Return a description of an incomplete output folder after a kill, or an empty string if the folder is complete or
+    missing.
+    """
     if not out.exists():
         return ""
     try:
@@ -91,11 +95,11 @@ def _state_of(out: Path) -> str:
 
 
 def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
-    """Kill each command at random moments, check its output, run it again, and check again.
+    """Kill each command at random moments, check its output, run the command again, and check its output again.
 
     Args:
         root: Folder for all files of the experiment.
-        count: Number of kills of all commands together.
+        count: Total number of kills of all commands.
         seed: Seed of the random moments.
         only: Regular expression for the names of the commands to kill.
 
@@ -120,7 +124,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
     faults: list[dict[str, str]] = []
     for command in commands:
         wanted, tries = max(1, round(count * command.share / total)), 0
-        # Do not count a run that ended before it could be killed.
+        # A run that ended before it could be killed does not count.
         while kills[command.name] < wanted and tries < 3 * wanted:
             tries += 1
             command.prepare()
@@ -136,7 +140,7 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             if again.code != 0:
                 found.append(f"the next run failed: {again.text[-500:]}")
             else:
-                # Use the shortest run, because the first one may have been slowed by other programs.
+                # Use the shortest duration, because other programs may have slowed the first run.
                 seconds[command.name] = min(seconds[command.name], again.seconds)
                 found.append(_state_of(out))
             shutil.rmtree(out, ignore_errors=True)

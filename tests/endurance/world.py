@@ -1,6 +1,8 @@
-"""Folders and processes for experiments: a model, a home, a folder for temporary files, and watched processes.
+"""Folders and processes for the experiments: a model, a home folder, a folder for temporary files, and watched
+processes.
 
-Processes are forked from one that has imported all libraries, so that a kill interrupts the command and not its imports.
+The processes are forked from a process that has imported all libraries. A kill therefore interrupts the command, and
+not its imports.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Ended:
     """Result of a process that ended.
 
     Attributes:
-        code: Exit code; negative for a signal.
-        text: Last part of its output.
+        code: Exit code, which is negative if a signal ended the process.
+        text: Last part of the output of the process.
         seconds: Duration in seconds.
         peak_bytes: Peak memory in bytes.
     """
@@ -60,7 +62,7 @@ class Ended:
 
 
 class World:
-    """Folders of one experiment, and functions to run processes in them.
+    """Folders of one experiment, and functions that run processes with these folders.
 
     Args:
         root: Folder in which all folders are created.
@@ -76,12 +78,13 @@ class World:
         self._log = root / "log"
 
     def run(self, action: Callable[[], object], *, kill_after_s: float | None = None, limit_s: float = 600.0) -> Ended:
-        """Run a function in a separate process.
+        """Run a function in a separate process, and return its result.
 
         Args:
-            action: Function to run. `SystemExit` gives the exit code; other exceptions give exit code 1 and a traceback.
-            kill_after_s: Kill the process after this time in seconds; the processes that it started are not killed.
-            limit_s: Kill the process, and all processes that it started, after this time in seconds.
+            action: Function to run. `SystemExit` gives the exit code. Other exceptions give exit code 1 and a
+                traceback.
+            kill_after_s: Kill the process after this time in seconds, but not the processes that it started.
+            limit_s: Kill the process and all processes that it started after this time in seconds.
         """
         started = time.monotonic()
         number = self.start(action)
@@ -101,7 +104,7 @@ class World:
         return Ended(os.waitstatus_to_exitcode(status), text, time.monotonic() - started, usage.ru_maxrss * 1024)
 
     def start(self, action: Callable[[], object], log: Path | None = None) -> int:
-        """Start a process that runs a function in its own session; return the process id."""
+        """Start a process that runs a function in its own session, and return the process id."""
         sys.stdout.flush()
         sys.stderr.flush()
         number = os.fork()
@@ -137,7 +140,9 @@ class World:
             child.kill()
 
     def orphans(self, patience_s: float = 60.0) -> list[str]:
-        """Return the processes that still run in this experiment's folder after the process that started them has ended; kill them."""
+        """Return the names of processes that still run in this experiment's folder after the process that started them
+        has ended. Kill these processes.
+        """
         deadline = time.monotonic() + patience_s
         while found := [p for p in psutil.process_iter() if self._is_mine(p)]:
             if time.monotonic() > deadline:
@@ -155,8 +160,10 @@ class World:
             return False
 
     def leftovers(self) -> list[str]:
-        """Return the files of interrupted runs: everything in the folder for temporary files, staging folders and incomplete files."""
-        # ONNX Runtime always writes its session number to the file `.ses` in this folder; ignore it.
+        """Return the files that interrupted runs left: all files in the folder for temporary files, staging folders,
+        and incomplete files.
+        """
+        # Ignore the file `.ses`, to which ONNX Runtime writes its session number in the folder for temporary files.
         found = [str(path.relative_to(self.root)) for path in self.temporary.iterdir() if path.name != ".ses"]
         for folder in (self.home, self.work):
             found += [
@@ -180,7 +187,7 @@ def accel_command(arguments: Sequence[object]) -> Callable[[], None]:
 
 
 def import_everything() -> None:
-    """Import all libraries that commands import, so that forked processes have them."""
+    """Import all libraries that commands import, so that forked processes do not import them again."""
     import datasets
     import evaluate
     import nncf
@@ -194,7 +201,8 @@ def import_everything() -> None:
 
     for name in ("cpu", "openvino", "pytorch"):
         registry.probe(registry.describe(name))
-    # Run an export, because exporters import much at first use. Use one thread, because a forked process has no others.
+    # Run an export, because exporters import many modules at their first use. Use one thread, because a forked process
+    # has no other threads.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         export(save_tiny(Path(folder) / "model", "bert", num_hidden_layers=1), Path(folder) / "onnx")

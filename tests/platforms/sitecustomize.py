@@ -1,7 +1,8 @@
-"""Simulate another platform: remove what it lacks before `accel` is imported. Python imports this module at start if it
-is on the path; it acts if `ACCEL_TEST_PLATFORM` is set.
+"""Simulate another operating system: remove the Python names that the system lacks before `accel` is imported. Python
+imports this module at its start if the folder is on the path. The simulation is active if `ACCEL_TEST_PLATFORM` is
+set.
 
-`sys.platform` is unchanged. Other libraries are imported first, because they choose code by `sys.platform`.
+`sys.platform` does not change. Other libraries are imported first, because they choose their code by `sys.platform`.
 """
 
 # ruff: noqa: PTH110, PTH112, PTH119
@@ -70,11 +71,13 @@ def _become(platform: str) -> None:
             if hasattr(module, attribute):
                 delattr(module, attribute)
     for name in _MODULES[platform]:
-        sys.modules[name] = None  # type: ignore[assignment]  # importing it is an ImportError
+        sys.modules[name] = None  # type: ignore[assignment]  # importing the name raises an ImportError
 
 
 def _no_files_under(*folders: str) -> None:
-    """Hide files under these folders from `accel` only. Other libraries chose by `sys.platform` which files they read."""
+    """Hide the files below these folders from `accel`, but not from other libraries, which choose by `sys.platform`
+    which files they read.
+    """
     opened = io.open
 
     def asked_by_accel() -> bool:
@@ -92,16 +95,16 @@ def _no_files_under(*folders: str) -> None:
 
 
 def _files_of_windows() -> None:
-    """Simulate Windows files: folders cannot be opened, open files cannot be removed, and a folder cannot replace
-    another folder.
+    """Simulate the file rules of Windows: folders cannot be opened, open files cannot be removed, and a folder cannot
+    replace another folder.
     """
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     real = {name: getattr(os, name) for name in ("open", "unlink", "replace", "rename", "readlink", "listdir")}
     import filelock
 
     class Lock(filelock.FileLock):
-        """A lock that removes its file on release, as `filelock.WindowsFileLock` does, without the file system checks
-        of that class.
+        """Lock that removes its file when it is released, as `filelock.WindowsFileLock` does, but without that class's
+        checks of the file system.
         """
 
         def _release(self) -> None:

@@ -1,6 +1,7 @@
-"""Test the server and offline inference on a Ray cluster on this machine.
+"""Tests of the server and of offline inference on a Ray cluster on this machine.
 
-Results are equal to those without Ray, and no request is lost when a replica is killed. `make test-ray` creates an environment with Ray.
+Results are equal to results without Ray, and no request is lost when Ray kills a replica. `make test-ray` creates an
+environment with Ray.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from accel.testing.generators import save_generator
 
 pytest.importorskip("ray", reason="the extra ray is not installed: see `make test-ray`")
 
-# Ignore warnings, because Ray and its dependencies emit warnings about their own code.
+# Ray and its dependencies raise warnings about their own code, so the tests ignore all warnings.
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TEXTS = ["where is my card", "help", "my top up failed and nobody answers", "rate"]
@@ -86,7 +87,7 @@ def post(url: str, body: Any, key: str = "key") -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-def test_answers_equal_the_engines(url: str, models: dict[str, str]) -> None:
+def test_results_equal_the_engines(url: str, models: dict[str, str]) -> None:
     with Engine(models, backend="pytorch") as engine:
         expected = engine.run(TEXTS, model="labels")
         written = engine.generator("writer")(TEXTS[0], GenerationOptions(max_new_tokens=6)).text
@@ -100,13 +101,13 @@ def test_answers_equal_the_engines(url: str, models: dict[str, str]) -> None:
     assert "".join(event["text"] for event in events) == written
 
 
-def test_keys_and_errors_are_those_of_the_server(url: str) -> None:
+def test_api_keys_and_errors_equal_the_servers(url: str) -> None:
     assert post(f"{url}/classify", {"inputs": "help"}, key="other")[0] == 401
     status, body = post(f"{url}/classify", {"inputs": "help", "topk": 2})
     assert (status, json.loads(body)["error"]["type"]) == (422, "invalid_request")
 
 
-def test_callers_can_retry_when_a_replica_is_killed(url: str, ray: Any) -> None:
+def test_callers_can_retry_if_a_replica_is_killed(url: str, ray: Any) -> None:
     answers: list[int] = []
     tries: list[int] = []
     end = threading.Event()
@@ -177,7 +178,7 @@ def table(folder: Path) -> Any:
     return parquet.read_table(folder).to_pydict()
 
 
-def test_a_batch_equals_one_process_and_continues(ray: Any, models: dict[str, str], rows: Path, tmp_path: Path) -> None:
+def test_batch_equals_one_process_and_continues(ray: Any, models: dict[str, str], rows: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"rows_a_part": 8, "backend": "pytorch"}
     batch(models["labels"], rows, tmp_path / "here", **arguments)
     batch_on_ray(models["labels"], rows, tmp_path / "there", cpus=0.2, **arguments)
@@ -190,7 +191,7 @@ def test_a_batch_equals_one_process_and_continues(ray: Any, models: dict[str, st
     assert there["score"] == pytest.approx(here["score"], abs=1e-6)
 
 
-def test_an_invalid_row_is_named(ray: Any, models: dict[str, str], tmp_path: Path) -> None:
+def test_invalid_row_is_named(ray: Any, models: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "help"}\n{"text": 7}\n')
     with pytest.raises(InputError, match=r"Row 1: 'text' is 7, not a text"):

@@ -127,7 +127,7 @@ ALONG: dict[tuple[str, str], dict[str, Any]] = {
     ("/embed", "truncate"): {"inputs": LONG},
     ("/v2/embed", "truncate"): {"texts": [LONG]},
 }
-"""By path and field: other fields that are sent too, because the field has no effect without them."""
+"""For each path and field, the other fields that are also sent, because the field alone has no effect."""
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ CHECKS: dict[tuple[str, str], Callable[[TestClient], None]] = {
     ("/rerank", "raw_scores"): scores_of_pairs,
     ("/rerank", "truncate"): documents_not_cut,
 }  # fmt: skip
-"""Functions that check the effect of a field, where a response that merely differs proves too little."""
+"""Functions that check the effect of a field. Used if a different response is not enough to prove the effect."""
 
 
 def test_every_sent_value_belongs_to_a_field() -> None:

@@ -36,7 +36,7 @@ INTEGER_PAIRS = frozenset({
     "t5/text2text-generation", "vit/image-classification", "wav2vec2/ctc",
     "whisper/automatic-speech-recognition",
 })  # fmt: skip
-"""Pairs (`architecture/task`) whose dynamic int8 graph is compared with its float32 graph, for rows alone and rows in a batch."""
+"""Pairs (`architecture/task`) whose dynamic int8 graph is compared with the float32 graph, for rows alone and for rows in a batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,3 @@
-"""Run the test suite with the oldest and the newest versions that `pyproject.toml` allows: `python -m tests.versions
-oldest newest`.
+"""Run the test suite with the oldest and with the newest library versions that `pyproject.toml` allows: `python -m
+tests.versions oldest newest`.
 """

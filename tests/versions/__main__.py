@@ -1,4 +1,6 @@
-"""Make environments with the oldest and the newest versions that `pyproject.toml` declares, and run the tests in them."""
+"""Create environments with the oldest and the newest versions that `pyproject.toml` declares, and run the tests in
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _RESOLUTION = {"oldest": "lowest-direct", "newest": "highest"}
-# Old library versions cause deprecation warnings of newer libraries that they use.
+# Old library versions use deprecated functions of other libraries, so these warnings are ignored.
 _LENIENT = (
     "-W", "ignore::DeprecationWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning",
-    "-W", "ignore:The given buffer is not writable:UserWarning",  # torch 2.11, caused by its own `torch.export.load`
+    "-W", "ignore:The given buffer is not writable:UserWarning",  # torch 2.11 causes this warning in its own `torch.export.load`
 )  # fmt: skip
 _SHOWN = ("transformers", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "openvino", "nncf", "numpy")
 
 
 def kept(names: list[str]) -> list[str]:
-    """Return the lines of `constraints.txt` for some packages."""
+    """Return the lines of `constraints.txt` that pin the given packages."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.partition("==")[0]: line for line in lines if "==" in line}
     unknown = sorted(set(names) - set(pins))
@@ -29,8 +31,8 @@ def kept(names: list[str]) -> list[str]:
 
 
 def environment(which: str, interpreter: str, keep: list[str], flags: list[str]) -> Path:
-    """Create an environment with the package installed, and return its Python. uv installs it, because pip cannot
-    select oldest versions.
+    """Create an environment with the package installed, and return the path of its Python. uv installs the package,
+    because pip cannot select the oldest versions.
     """
     folder = ROOT / f".venv-{which}"
     python = folder / "bin" / "python"
@@ -57,7 +59,7 @@ def environment(which: str, interpreter: str, keep: list[str], flags: list[str])
 
 
 def installed(python: Path) -> str:
-    """Return the installed versions of the most important packages."""
+    """Return the installed versions of the most important packages as text."""
     lines = subprocess.check_output([python, "-m", "uv", "pip", "freeze", "--python", python], text=True).splitlines()
     return " ".join(line for line in lines if line.partition("==")[0] in _SHOWN)
 
