@@ -30,7 +30,7 @@ def options_of(pairs: list[str] | None) -> dict[str, Any]:
 
 _REPLACED = {
     "loadtest": "send requests with wrk, hey or guidellm; see docs/guides/load-test.md.",
-    "sizing": "use the formula in docs/guides/load-test.md, section How many replicas.",
+    "sizing": "use the formula in docs/guides/load-test.md, section Compute the number of replicas.",
 }
 """Removed commands, with their replacements."""
 
