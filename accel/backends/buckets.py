@@ -241,7 +241,7 @@ class RoundedSession(_PaddedSession):
     occur.
 
     For runtimes that compile kernels for each new shape and are faster at round lengths
-    (docs/adr/0034-lengths-in-steps.md).
+    (docs/adr/0034-padded-lengths.md).
     """
 
     _form = "multiples"

@@ -65,7 +65,7 @@ def open_all(source: Source, *, workers: int, processors: int | None = None, **a
         share = None if whole else max(1, (processors or available_processors()) // workers)
         # Threads that spin between calls occupy processors that the tokenizer and the callers need (docs/adr/0025-serving.md).
         # Lengths vary from call to call and a runtime may compile each new length, so rows are padded to the multiple that the
-        # backend prefers (docs/adr/0034-lengths-in-steps.md).
+        # backend prefers (docs/adr/0034-padded-lengths.md).
         options = replace(plan.options, spinning=False, threads=plan.options.threads or share, pad_to_multiple_of=None)
         plan = plan.with_options(options)
     return [ORTModel.from_plan(plan) for _ in range(workers)]

@@ -22,7 +22,7 @@ class InputValueCheck:
 
     Invalid token ids and positions, and mask values other than 0 and 1, are errors of the caller. Without this check, some runtimes
     would wrap or clamp them, and others would crash. A fully masked row is an error as well
-    (docs/adr/0037-rows-without-a-token.md). The check takes about 2 microseconds for each input with warm CPU caches, and 10 after a
+    (docs/adr/0037-fully-masked-rows.md). The check takes about 2 microseconds for each input with warm CPU caches, and 10 after a
     model's matrix products. Values on a GPU are checked only by `waiting`.
 
     Args:
