@@ -1,7 +1,8 @@
 """Test cases of the matrix: every valid chain of export, optimization, quantization and run that the backends declare.
 
-Input: the specs of the installed backends. Output: `Case`s. A newly declared backend, format, dtype, level, scheme, setting or device
-gets its cases automatically. A new setting or option also needs a test value in one of the tables below.
+The input is the specs of the installed backends, and the output is `Case` objects. A newly declared backend, format,
+data type, level, scheme, setting or device gets its cases automatically. A new setting or option also needs a test
+value in one of the tables below.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ COMPILES = ("inductor", "aotinductor")
 HALVING = get_args(Level)[-1]
 """The optimization level that converts graphs to half precision."""
 
-# Names for the optimizer's `enable` argument; no optimization level includes them.
+# These names are for the optimizer's `enable` argument. No optimization level includes them.
 ENABLED = ("bfloat16",)
 
-# Custom modules have no specific task and no weights folder to compare with: see tests/integration/test_parity.py.
-# In text-to-audio, rounding changes the length of the speech: see tests/integration/test_sounds.py.
+# Custom modules have no specific task and no weights folder to compare with (see tests/integration/test_parity.py). In
+# text-to-audio, rounding changes the length of the speech (see tests/integration/test_sounds.py).
 CASE_TASKS = tuple(spec.name for spec in all_tasks() if spec.name not in ("custom", "text-to-audio"))
 
-# Non-default test values, by export setting.
+# For each export setting, the table has values that differ from the default.
 CAPTURES: Mapping[str, tuple[Any, ...]] = {
     "opset": (20,),
     "pooling": get_args(Pooling),
@@ -52,8 +53,8 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "per_channel": (False, True),
     "symmetric": (False, True),
     "operators": (("MatMul",),),
-    # Exclude about half of the nodes or modules, those with even numbers, so that the smallest model still has some to quantize.
-    # Constants are not excluded: in OpenVINO's graphs, all constants may have even numbers.
+    # Exclude the nodes or modules with even numbers, which are about half, so that the smallest model still has some to
+    # quantize. Constants are not excluded, because in OpenVINO's graphs all constants may have even numbers.
     "exclude": ((r"re:(?!Constant).*([02468]|_[0-9]*[02468]/.*|\.0\..*)$",),),
     "calibration": tuple(word for word in get_args(Calibration) if word != "minmax"),
     "percentile": (99.9,),
@@ -64,7 +65,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "ratio": (0.5,),
     "scale_estimation": (True,),
 }
-# Presets name hardware; the names differ between backends.
+# Presets name processor types, so their names differ between backends.
 PRESETS: Mapping[str, tuple[str, ...]] = {"cpu": ("avx2", "arm64"), "openvino": ("performance", "mixed")}
 OTHER_PRESETS = ("tensorrt",)
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -78,7 +79,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "profile": ("FOLDER",),
     "check_inputs": (False,),
 }
-# Native settings of the runtimes: for `SessionOptions.native`, and provider options.
+# Native settings of the runtimes, for `SessionOptions.native` and for provider options.
 NATIVE: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"enable_cpu_mem_arena": False},
     "cuda": {"enable_mem_pattern": False},
@@ -97,7 +98,9 @@ EXPORTER_OPTIONS: Mapping[str, str] = {"profile": "batch=1:2:8,sequence=1:8:64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One chain of steps. An empty field means that a step is left out or that a default is used; a setting is `name=JSON`."""
+    """One chain of steps. In an empty field, the step is left out or its default is used. A setting has the form
+    `name=JSON`.
+    """
 
     task: str
     exporter: str
@@ -128,7 +131,9 @@ class Case:
 
     @property
     def factors(self) -> dict[str, str]:
-        """Values whose pairs are covered; fields that only occur together form one factor."""
+        """Values of the factors of the case. Each pair of values of two factors is covered by a test. Fields that only
+        occur together form one factor.
+        """
         return {
             "task": self.task,
             "export": f"{self.exporter} {self.format}",
@@ -168,22 +173,24 @@ class Case:
 
     @property
     def made_dtype(self) -> str:
-        """Data type of the artifact that runs."""
+        """Data type of the artifact that the case runs."""
         return self.enable or ("float16" if self.level == HALVING else self.dtype)
 
     @property
     def on_host(self) -> bool:
-        """Whether every machine has the device of the case."""
+        """Whether every machine has the device of this case."""
         return self.device in HOST
 
     @property
     def generates(self) -> bool:
-        """Whether the case's task generates, so its model has a KV cache."""
+        """Whether the task of this case generates tokens or other outputs step by step, so that its model has a KV
+        cache.
+        """
         return task_spec(self.task).generates
 
 
 def parsed(words: str) -> dict[str, Any]:
-    """Convert a `name=JSON` setting to keyword arguments; empty for an empty setting."""
+    """Convert a setting in the form `name=JSON` to keyword arguments. An empty setting gives no arguments."""
     name, _, value = words.partition("=")
     return {name: json.loads(value)} if words else {}
 
@@ -194,7 +201,9 @@ def word(name: str, value: object) -> str:
 
 
 def declared(specs: Sequence[BackendSpec], tasks: Iterable[str] = CASE_TASKS, **limits: Any) -> list[Case]:
-    """Return every valid case: the combinations that the specs declare, without those in `REFUSALS`. See `combined`."""
+    """Return every valid case: the combinations that the specs declare, without the combinations in `REFUSALS`. See
+    `combined`.
+    """
     return [case for case in combined(specs, tasks, **limits) if refusal(case) is None]
 
 
@@ -205,14 +214,15 @@ def combined(
     plain: bool = False,
     keeps: Callable[[Case], bool] = lambda case: True,
 ) -> Iterator[Case]:
-    """Generate every case that the specs declare.
+    """Yield every case that the specs declare.
 
     Args:
         specs: Specs of the backends.
         tasks: Tasks of the cases.
-        plain: Use only the defaults of all settings and options. Without this, all tasks together have a million cases.
-        keeps: Filter that is called after each step with the case so far. A case that it rejects must also be rejected with
-            further steps.
+        plain: Use only the defaults of all settings and options. With other values, all tasks together have a million
+            cases.
+        keeps: Filter that is called after each step with the case so far. If it rejects a case, it must also reject the
+            case with more steps.
     """
     for task in tasks:
         for spec, capability in _offers(specs, task, "export", None):
@@ -253,7 +263,7 @@ def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool, keeps: Callab
     for case, format, dtype in starts:
         yield from filter(keeps, _runs(specs, case, format, dtype, plain))
         for spec, one in _offers(specs, case.task, "quantize", format):
-            # A graph that was rewritten for one backend's kernels is quantized and run by this backend only.
+            # Only the backend for whose kernels a graph was rewritten quantizes and runs the rewritten graph.
             if dtype not in one.dtypes or case.optimizer not in ("", spec.name):
                 continue
             for scheme in one.schemes:
@@ -275,7 +285,7 @@ def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, pla
         (spec, spec.capability("run", format, task=case.task) or one)
         for spec, one in _offers(specs, case.task, "run", format)
     ]
-    # A graph that was rewritten for one backend's kernels runs on this backend if it supports the format.
+    # A graph that was rewritten for the kernels of one backend runs on this backend if the backend supports the format.
     rewriter = case.quantizer or case.optimizer
     if any(spec.name == rewriter and spec.capability("run", format) for spec in specs):
         offers = [offer for offer in offers if offer[0].name == rewriter]
@@ -283,7 +293,8 @@ def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, pla
         if dtype in one.dtypes:
             for device in one.devices:
                 for option in [""] if plain else _run_options(spec, one):
-                    # On a CUDA device, a graph computes in the data type that it was made in; another `compute_dtype` raises an error.
+                    # On a CUDA device, a graph computes in the data type with which it was made. Another
+                    # `compute_dtype` raises an error.
                     if spec.name == "cuda" and parsed(option).get("compute_dtype", dtype) != dtype:
                         continue
                     yield replace(case, runner=spec.name, device=device, option=option)
@@ -297,18 +308,20 @@ def _run_options(spec: BackendSpec, capability: Capability) -> list[str]:
     return ["", *made]
 
 
-# Combinations that backends reject with an error although their specs allow them. A test runs each once and expects the error.
+# Backends reject the following combinations with an error, although their specs allow them. A test runs each
+# combination once and expects the error.
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A kind of combination that a backend rejects.
+    """Kind of combination that a backend rejects.
 
     Attributes:
         when: Function that returns whether a case is rejected.
         message: Part of the error message, as a regular expression.
-        unless: Reason why some machines have no such case; empty if every machine has one.
-        takes_long: Whether the check is slow (something is compiled, or a large model exported) and runs only in thorough test runs.
+        unless: Reason why some machines have no such case. It is empty if every machine has one.
+        takes_long: Whether the check is slow because it compiles a model or exports a large model. A slow check runs
+            only in thorough test runs.
     """
 
     when: Callable[[Case], bool]
@@ -327,7 +340,9 @@ def _has(case: Case, *names: str) -> bool:
 
 @functools.cache
 def _openvino_dtypes() -> tuple[str, ...]:
-    """Return the data types that OpenVINO can compute in on this processor; empty if OpenVINO is not installed."""
+    """Return the data types in which OpenVINO can compute on this processor. The result is empty if OpenVINO is not
+    installed.
+    """
     if importlib.util.find_spec("openvino") is None:
         return ()
     import openvino
@@ -347,7 +362,7 @@ def _sets(case: Case, *settings: str) -> bool:
 
 
 def _has_parts(task: str) -> bool:
-    """Return whether a task defines how its models are split into several graphs."""
+    """Return whether a task splits its models into several graphs."""
     return type(load_task(task)).parts is not Task.parts
 
 
@@ -362,7 +377,7 @@ REFUSALS: tuple[Refusal, ...] = (
             c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
         ),
         "was compiled to compute in",
-        takes_long=True,  # tests/backends/test_aotinductor.py checks this as well, with an existing package
+        takes_long=True,  # tests/backends/test_aotinductor.py also checks this error
     ),
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
@@ -370,7 +385,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not offered"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'calibration="percentile"'), "no percentile"),
-    # The layers of the small BERT have 48 inputs, which the default block size of 32 does not divide.
+    # The layers of the small BERT have 48 inputs, and the default block size of 32 does not divide 48.
     Refusal(
         lambda c: (
             c.quantizer == "neural-compressor" and c.task == "text-classification" and _sets(c, 'algorithm="awq"')
@@ -390,7 +405,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
-    # Calibration batches contain the inputs of the model but no KV cache, which its graphs also take.
+    # Calibration batches contain the inputs of the model but no KV cache. The decoder graphs also have the KV cache as
+    # inputs.
     Refusal(
         lambda c: (
             (c.generates or _has_parts(c.task))
@@ -422,12 +438,13 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.runner == "cpu" and _has(c, "compute_dtype") and "float32" not in c.option, "compute in float32"
     ),
     Refusal(lambda c: c.runner == "openvino" and _has(c, "inter_op_threads", "graph_optimization"), "OpenVINO has no"),
-    # Limit of NNCF: GPTQ does not support products with a transposed activation and a constant matrix, as graphs from ONNX have.
+    # This is a limit of NNCF: its GPTQ does not support products of a transposed activation and a constant matrix,
+    # which graphs from ONNX contain.
     Refusal(
         lambda c: c.quantizer == "openvino" and c.format == "onnx" and _sets(c, 'algorithm="gptq"'),
         "Transpose is not supported",
     ),
-    # Applies to processors without float16 instructions; other processors run these cases.
+    # This refusal applies to processors without float16 instructions. Other processors run these cases.
     Refusal(
         lambda c: c.runner == "openvino" and c.device in HOST and _has(c, "compute_dtype") and not _computes(c),
         "does not compute in",
@@ -462,8 +479,8 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "buckets|pad_to_multiple_of",
     ),
-    # Blocks of 16 do not divide the few channels of the small model's mask decoder. For graphs from ONNX, such layers are
-    # left unquantized.
+    # Blocks of 16 weights do not divide the few channels of the small model's mask decoder. In graphs from ONNX, such
+    # layers stay in floating point.
     Refusal(
         lambda c: c.task == "mask-generation" and c.format == "openvino_ir" and c.scheme == "weight-int4",
         "block size does not divide",
@@ -478,13 +495,13 @@ REFUSALS: tuple[Refusal, ...] = (
         unless="PyTorch's compiler fails at loops of the mask decoder in 2.11 alone",
         takes_long=True,
     ),
-    # The answer is taken from the column with the largest score, and in float16 another column can have the largest score.
+    # The answer is read from the column with the largest score. In float16, another column may have the largest score.
     Refusal(
         lambda c: c.task == "table-question-answering" and c.optimizer == "cpu" and c.level == HALVING,
         "After optimizing at O4",
         takes_long=True,
     ),
-    # Keypoints are selected one by one, so rounding can change which keypoint is selected.
+    # The model selects keypoints one by one, so rounding can change which keypoint is selected.
     Refusal(
         lambda c: c.task == "keypoint-matching" and c.exporter == "aotinductor" and c.dtype != "float32",
         "in 'matches'",
@@ -495,7 +512,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "differs from what it answered before",
         takes_long=True,
     ),
-    # In PyTorch, negative indices count from the end. OpenVINO's converter handles them differently if several axes are indexed at once.
+    # In PyTorch, negative indices count from the end. OpenVINO's converter handles negative indices differently if
+    # several axes are indexed at once.
     Refusal(
         lambda c: c.task == "keypoint-matching" and c.exporter == "openvino",
         "in 'keypoints'",
@@ -505,7 +523,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: (
             c.task == "keypoint-matching" and c.quantizer == "neural-compressor" and c.scheme.startswith("static")
         ),
-        "Neural Compressor f",  # finds nothing to quantize, or fails, depending on the version
+        "Neural Compressor f",  # depending on its version, it finds nothing to quantize or fails
         takes_long=True,
     ),
     Refusal(
@@ -520,7 +538,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def refusal(case: Case) -> Refusal | None:
-    """Return the rule that rejects a case, or `None`."""
+    """Return the rule in `REFUSALS` that rejects a case, or `None`."""
     return next((one for one in REFUSALS if one.when(case)), None)
 
 
@@ -529,11 +547,13 @@ def specs() -> tuple[BackendSpec, ...]:
     return registry.describe_all()[0]
 
 
-# Selection of cases for each kind of test run.
+# The functions below select the cases for each kind of test run.
 
 
 def stages(case: Case) -> dict[str, float]:
-    """Return the artifacts that a case needs, with the approximate seconds to make each on two cores."""
+    """Return the artifacts that a case needs, with the approximate time in seconds to make each artifact on two
+    processor cores.
+    """
     made = {}
     if case.format != WEIGHTS:
         made[str(case.exported)] = 12.0 if case.generates else 4.0
@@ -554,8 +574,8 @@ USUAL = ("text-classification", "text-generation")
 def _is_quick(case: Case) -> bool:
     """Return whether a case can be in every test run.
 
-    These are cases of one task of each kind (encoder, decoder, encoder-decoder); export settings are tested only with the smallest model.
-    Encoder-decoders take long to export, so their half-precision exports are excluded.
+    This is true for cases of one task of each kind (encoder, decoder, encoder-decoder). Export settings are tested only
+    with the smallest model. Encoder-decoders take long to export, so their half-precision exports are excluded.
     """
     if case.task == "sentence-similarity":
         return not (case.level or case.scheme or case.option) and (not case.capture or case.dtype == "float32")
@@ -574,7 +594,8 @@ Settings are covered with each scheme, and schemes with each level and option; c
 def _quick_pairs(case: Case) -> list[Hashable]:
     """Return the pairs of values in a case that every test run must cover."""
     met: list[Hashable] = [pair for pair in pairs(case.factors) if {pair[0][0], pair[1][0]} not in APART]
-    # A setting belongs to one scheme of one backend and format: other schemes may have a setting with the same name.
+    # A setting belongs to one scheme of one backend and format. Another scheme may have a different setting with the
+    # same name.
     return [*met, (case.format, case.quantizer, case.scheme, case.setting)]
 
 
@@ -585,14 +606,14 @@ def _quick_pool() -> tuple[Case, ...]:
 
 @functools.cache
 def quick_cases(*, on_host: bool = True) -> tuple[Case, ...]:
-    """Return the cases of every test run: each pair of values that can occur together occurs in at least one case."""
+    """Return the cases of every test run. If two values can occur together, at least one case has both values."""
     pool = [case for case in _quick_pool() if case.on_host is on_host and not (on_host and case.runner in COMPILES)]
     return tuple(sorted(cover(pool, _quick_pairs, stages=stages, seconds=2.0), key=str))
 
 
 @functools.cache
 def thorough_cases() -> tuple[Case, ...]:
-    """Return every chain of every task on the host, with the defaults of its settings and options."""
+    """Return every chain of every task on devices that every machine has, with the defaults of settings and options."""
     return tuple(case for case in declared(specs(), plain=True) if case.on_host)
 
 
@@ -600,7 +621,8 @@ def thorough_cases() -> tuple[Case, ...]:
 def elsewhere_cases() -> tuple[Case, ...]:
     """Return the cases on devices that not every machine has.
 
-    These are the cases of every test run, and every chain without optimization and quantization of encoder-decoders and image-text-to-text.
+    These are the cases of every test run on such devices, and every chain without optimization and quantization of
+    encoder-decoders and image-text-to-text models.
     """
     quick = quick_cases(on_host=False)
     plain = declared(specs(), _PARTS, keeps=lambda case: not (case.level or case.scheme), plain=True)

@@ -1,4 +1,6 @@
-"""Running a case: artifacts are made stage by stage, each only once per test run, and outputs are compared with PyTorch."""
+"""Run a case of the matrix: make its artifacts stage by stage, each only once in a test run, and compare its outputs
+with PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ FAMILY: Mapping[str, str] = {
     "table-question-answering": "tapas",
     "text-to-audio": "vits",
     "text-generation": "llama",
-    # T5 is not used: its tiny model has large weights, so 8-bit weights change its outputs by 40 % (BART: 4 %).
+    # T5 is not used for this task, because its tiny model has large weights: 8-bit weights change its outputs by 40 %,
+    # and BART's outputs by 4 %.
     "text2text-generation": "bart",
     "automatic-speech-recognition": "whisper",
     "image-to-text": "vit-gpt2",
@@ -59,7 +62,9 @@ FAMILY: Mapping[str, str] = {
 
 
 def image_size(case: Case) -> tuple[int, int] | None:
-    """Return a fixed image size for one case: in bfloat16, PyTorch's compiler (2.13) compiles SegFormer for its usual size only."""
+    """Return a fixed image size for one case, and `None` for all other cases. In bfloat16, PyTorch's compiler (version
+    2.13) compiles SegFormer correctly only for its default size.
+    """
     fixed = (case.task, case.exporter, case.dtype) == ("image-segmentation", "aotinductor", "bfloat16")
     return (64, 64) if fixed else None
 
@@ -70,11 +75,11 @@ def loaded(task: str, folder: Path) -> Any:
 
 
 class Chains:
-    """Makes the artifacts and expected outputs of cases, and caches them.
+    """Creator and cache of the artifacts and expected outputs of cases.
 
     Args:
         shared: Fixture for folders that are made once for all processes (`tests/conftest.py`).
-        tiny_folder, tiny_artifact, generator: Fixtures for source folders and exports that are shared with other tests.
+        tiny_folder, tiny_artifact, generator: Fixtures for source folders and exports that other tests also use.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Chains:
         self._valid: dict[str, Any] = {}
 
     def source(self, task: str) -> Path:
-        """Return the PyTorch folder from which a task's cases are exported."""
+        """Return the folder of the PyTorch model from which the cases of a task are exported."""
         family = FAMILY[task]
         if family in GENERATORS:
             self._generator(family)
@@ -106,7 +111,7 @@ class Chains:
         return tiny_batch(case.task, config, size=image_size(case))
 
     def expected(self, case: Case) -> tuple[Any, Tensors]:
-        """Return the PyTorch model of a case and its outputs for the case's inputs."""
+        """Return the PyTorch model of a case, and its outputs for the inputs of the case."""
         key = case.task, image_size(case)
         if key not in self._expected:
             model = loaded(case.task, self.source(case.task))
@@ -116,7 +121,9 @@ class Chains:
         return self._expected[key]
 
     def rounding(self, case: Case) -> float:
-        """Return the error of PyTorch in the case's data type compared with float32; 0 for float32."""
+        """Return the error of PyTorch in the data type of the case, compared with PyTorch in float32. The error is 0
+        for float32.
+        """
         if case.made_dtype == "float32":
             return 0.0
         _, expected = self.expected(case)
@@ -127,7 +134,7 @@ class Chains:
         return error_of(found, expected, kept_tokens(feeds))
 
     def exported(self, case: Case) -> Artifact:
-        """Return the exported artifact of a case; exports with default settings are shared with all tests."""
+        """Return the exported artifact of a case. All tests share the exports with default settings."""
         family, how = FAMILY[case.task], parsed(case.capture)
         plain = not how and case.dtype == "float32"
         if plain and family in GENERATORS:
@@ -135,7 +142,8 @@ class Chains:
         if plain and case.exporter == "cpu":
             return self._artifact(family, case.task)
         if case.generates and case.dtype != "float32":
-            # Tiny generators have large random weights, so rounding errors exceed the tolerance of the export.
+            # Tiny generators have large random weights, so their rounding errors exceed the usual tolerance of an
+            # export.
             how = {"atol": 100.0, **how}
         name = f"{family}-{case.task}-{case.exporter}" if plain else f"matrix-{_digest(case.exported)}"
         return self._made(
@@ -147,7 +155,7 @@ class Chains:
         )  # fmt: skip
 
     def optimized(self, case: Case) -> Artifact:
-        """Return the exported artifact, optimized if the case has an optimization level."""
+        """Return the exported artifact of a case. It is optimized if the case has an optimization level."""
         start = self.exported(case)
         if not case.level:
             return start
@@ -166,7 +174,7 @@ class Chains:
             return start
         how: dict[str, Any] = {"scheme": case.scheme, **parsed(case.setting)}
         if case.quantizer == "openvino" and case.scheme == "weight-int4":
-            # The block size must divide the number of channels, which is small in tiny models.
+            # The block size must divide the number of channels, and tiny models have few channels.
             how = {"block_size": 16, **how}
         if "percentile" in how:
             how["calibration"] = "percentile"
@@ -196,7 +204,9 @@ class Chains:
         return cls.from_pretrained(artifact, **where, **given)
 
     def validated(self, case: Case, folder: Path) -> Any:
-        """Return the result of `accel.validate` for a case; it is cached without the session options, which validation ignores."""
+        """Return the result of `accel.validate` for a case. The result is cached without the session options, because
+        validation ignores them.
+        """
         key = _digest(case.made) + case.runner + case.device
         if key not in self._valid:
             self._valid[key] = validate(folder, backend=case.runner, device=placed(case.device))
@@ -208,7 +218,8 @@ class Chains:
         try:
             artifact = Artifact.load(self._shared(name, make))
             if artifact.format == "pt2":
-                # Another worker with another home folder may have made the package, so register it here as well.
+                # A pytest worker with another home folder may have made the package, so record the package as trusted
+                # in this process.
                 for component in artifact.components:
                     remember(component)
             return artifact
@@ -218,7 +229,7 @@ class Chains:
 
 
 def calibration(artifact: Artifact) -> list[Tensors]:
-    """Return two calibration batches for an artifact's first graph, with every input except the KV cache."""
+    """Return two calibration batches for the first graph of an artifact, with every input except the KV cache."""
     config, made = transformers.AutoConfig.from_pretrained(artifact.path), []
     for seed in (1, 2):
         feeds = tiny_batch(artifact.task, config, seed=seed)
@@ -232,13 +243,15 @@ def calibration(artifact: Artifact) -> list[Tensors]:
 
 
 def kept_tokens(feeds: Tensors) -> torch.Tensor | None:
-    """Return a mask of the tokens that are not padding, or `None` if the outputs have no row per token."""
+    """Return a mask of the tokens that are not padding, or `None` if the outputs have no value for each token."""
     mask = feeds.get("attention_mask")
     return mask.bool() if mask is not None and "decoder_input_ids" not in feeds else None
 
 
 def error_of(found: Mapping[str, Any], expected: Tensors, kept: torch.Tensor | None) -> float:
-    """Return the largest relative error of all outputs: mean absolute difference over mean absolute value, without padding tokens."""
+    """Return the largest relative error of all outputs: the mean absolute difference divided by the mean absolute
+    value, without padding tokens.
+    """
     worst = 0.0
     for name, wanted in expected.items():
         if name not in found or not wanted.is_floating_point():
@@ -252,34 +265,34 @@ def error_of(found: Mapping[str, Any], expected: Tensors, kept: torch.Tensor | N
     return worst
 
 
-# Tolerances relative to the mean absolute output: float32 with another summation order; float16 with ten mantissa bits (TF32 has as
-# many); bfloat16 with fewer.
+# The tolerances are relative to the mean absolute output. The float32 tolerance allows for another order of additions.
+# Float16 and TF32 have ten mantissa bits, and bfloat16 has seven.
 _EXACT, _FLOAT16, _BFLOAT16 = 1e-4, 2e-2, 0.15
-# Random weights are the hardest to quantize: a trained model has a tenth of this error.
+# Random weights are the hardest weights to quantize. A trained model has a tenth of this error.
 _EIGHT_BITS, _FOUR_BITS = 0.3, 0.8
 
 
 def tolerance(case: Case) -> float:
-    """Return the relative error that rounding can explain for a case."""
+    """Return the relative error that rounding can cause in a case."""
     allowed = {"float32": _EXACT, "float16": _FLOAT16, "bfloat16": _BFLOAT16}
     found = max(allowed[case.made_dtype], allowed.get(parsed(case.option).get("compute_dtype", ""), 0.0))
     if case.level == "O3" or "tf32" in case.option:
         found = max(found, _FLOAT16)
     if "group_size" in case.option:
-        # Activations are rounded to 8 bits when they are multiplied with compressed weights.
+        # Activations are rounded to 8 bits when a runtime multiplies them with compressed weights.
         found = max(found, _EIGHT_BITS if case.scheme else found)
     if convolves_roughly(case):
         found = max(found, _FLOAT16)
     if case.scheme:
         found += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
     if case.generates and case.made_dtype != "float32":
-        # The weights of tiny generators are large on purpose, so rounding errors grow from layer to layer.
+        # The random weights of tiny generators are large on purpose, so rounding errors grow from layer to layer.
         found *= 5
     return found
 
 
 def convolves_roughly(case: Case) -> bool:
-    """Return whether PyTorch computes convolutions in TensorFloat-32, its default on GPUs."""
+    """Return whether PyTorch computes the convolutions of a case in TensorFloat-32, which is its default on GPUs."""
     on_gpu = case.runner in ("pytorch", "inductor") and case.device == "cuda"
     return on_gpu and "audio" in task_spec(case.task).modalities
 
@@ -289,11 +302,12 @@ def _atol(case: Case) -> float | None:
 
 
 def missing_device(case: Case) -> str | None:
-    """Return why a case cannot run on this machine, or `None`."""
+    """Return the reason why a case cannot run on this machine, or `None`."""
     if case.quantizer:
         maker = registry.probe(registry.describe(case.quantizer))
         if not maker.available and case.device != "cpu":
-            # On the host, all declared packages are installed; a machine with a GPU may lack some.
+            # For cases on the device `cpu`, all declared packages must be installed. For cases on other devices, the
+            # machine may lack some packages.
             return f"{case.quantizer} cannot run here: {'; '.join(map(str, maker.reasons))}"
     probe = registry.probe(registry.describe(case.runner))
     if any(device.type == case.device for device in probe.devices):
@@ -303,15 +317,16 @@ def missing_device(case: Case) -> str | None:
 
 
 def misread_by_the_processor(case: Case, model: torch.nn.Module) -> str | None:
-    """Return why this processor cannot compute the case correctly, or `None`.
+    """Return the reason why this processor cannot compute the case correctly, or `None`.
 
-    On processors with AMX, oneDNN computes some 16-bit convolutions incorrectly; the error is as large as the output (PyTorch 2.11,
-    OpenVINO 2026.4). This was observed when a group has 2, 4, 8 or 16 channels and their product with the kernel width is a multiple of
-    64. `Chains.rounding` accounts for the same error in PyTorch, but in float16 PyTorch has no such error.
+    On processors with AMX, oneDNN computes some 16-bit convolutions incorrectly, with an error as large as the output
+    (PyTorch 2.11, OpenVINO 2026.4). The error was observed if a group has 2, 4, 8 or 16 channels and the number of
+    channels times the kernel width is a multiple of 64. `Chains.rounding` accounts for the same error in PyTorch, but
+    in float16 PyTorch has no such error.
 
     Args:
-        case: The case that runs.
-        model: The source model in PyTorch.
+        case: Case to run.
+        model: Source model in PyTorch.
     """
     if "amx_bf16" not in cpu_flags() or case.runner != "openvino" or case.made_dtype == "float32":
         return None

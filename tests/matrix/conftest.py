@@ -1,4 +1,4 @@
-"""Fixtures of the matrix tests; each stage of a chain is made only once per test run."""
+"""Fixtures of the matrix tests. Each stage of a chain runs only once in a test run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chains(
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """Restore PyTorch's number of threads, which is shared by the whole process and may be changed by a case."""
+    """Restore PyTorch's number of threads, which belongs to the whole process and which a case may change."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -1,4 +1,6 @@
-"""Selection of a small set of cases that covers all targets: a greedy algorithm, deterministic for a given seed."""
+"""Selection of a small set of cases that covers all targets, with a greedy algorithm. The result depends only on the
+cases and the seed.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,10 @@ def cover(
     """Choose cases until every target is covered. Each step adds the case that covers the most new targets per second.
 
     Args:
-        cases: All valid cases; only targets that occur in them need to be covered.
+        cases: All valid cases. Only targets that occur in these cases must be covered.
         targets: Function that returns the targets that a case covers.
-        stages: Function that returns the artifacts that a case needs, with the seconds to make each. Artifacts of chosen cases are free.
+        stages: Function that returns the artifacts that a case needs, with the seconds to make each artifact. An
+            artifact of a chosen case costs no time again.
         seconds: Time of a case in addition to its artifacts.
         seed: Seed of the order of equally good cases.
     """
@@ -55,11 +58,12 @@ def cover(
 
 
 def _without_spare(meets: dict[int, np.ndarray], numbers: int) -> list[int]:
-    """Remove chosen cases whose targets are all covered by other chosen cases; this is one in ten of a greedy choice.
+    """Remove chosen cases whose targets are all covered by other chosen cases. About one in ten cases of a greedy
+    choice is removed.
 
     Args:
         meets: Target numbers of each chosen case, in the order of the choice.
-        numbers: Number of all targets, including the last one, which pads short rows.
+        numbers: Number of all targets, including the last target, which pads short rows.
     """
     times = np.zeros(numbers, np.int64)
     times[-1] = len(meets) + 1
@@ -75,9 +79,10 @@ def _without_spare(meets: dict[int, np.ndarray], numbers: int) -> list[int]:
 
 
 def _table(rows: Sequence[Sequence[Hashable]]) -> tuple[np.ndarray, np.ndarray]:
-    """Convert rows of objects to rows of numbers `(rows, longest) int64`, and return which numbers are covered, `(numbers + 1,) bool`.
+    """Convert rows of objects to rows of numbers.
 
-    The last number pads short rows and counts as covered from the start.
+    Return the rows, `(rows, longest) int64`, and a mask of the covered numbers, `(numbers + 1,) bool`. The last number
+    pads short rows and counts as covered from the start.
     """
     numbers: dict[Hashable, int] = {}
     for row in rows:

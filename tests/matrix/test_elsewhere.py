@@ -55,7 +55,7 @@ for folder in map(Path, sys.argv[1:]):
 
 
 @pytest.mark.thorough
-def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path) -> None:
+def test_outputs_are_equal_in_another_process(chains: Chains, tmp_path: Path) -> None:
     expected = {}
     for name, changes in SAVED.items():
         case = Case(**(PLAIN | changes))
@@ -76,8 +76,8 @@ def test_answers_are_the_same_in_another_process(chains: Chains, tmp_path: Path)
             assert torch.allclose(found[output], value, atol=1e-5), (name, output)
 
 
-@pytest.mark.thorough  # takes minutes: all candidates of three backends are timed
-def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.thorough  # the search times all candidates of three backends, which takes minutes
+def test_tune_tries_every_cpu_backend(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder()
     classify = accel.pipeline("text-classification", model=folder, backend="pytorch")
     words = "the a my card is not here where when lost new old money bank pay".split()
@@ -88,7 +88,7 @@ def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], 
         folder, tmp_path / "tuned", data=rows, calibration=rows, max_drop=50.0, sequence=(8,),
         backends=CPU_BACKENDS, threads=1, time_limit_s=300,
     )  # fmt: skip
-    # Candidates that were skipped without a trial have an empty backend name.
+    # Candidates that the search skipped without a trial have an empty backend name.
     assert {trial.backend for trial in found.trials} - {""} == set(CPU_BACKENDS)
     assert found.rows == 20
     assert registry.describe(found.winner.backend).capability("run", found.artifact.format) is not None
@@ -96,7 +96,7 @@ def test_tune_tries_every_backend_of_the_host(tiny_folder: Callable[..., Path], 
 
 
 @pytest.mark.thorough
-def test_tune_a_generator(chains: Chains, tmp_path: Path) -> None:
+def test_tune_a_generating_model(chains: Chains, tmp_path: Path) -> None:
     rows = [{"text": " ".join(["where is my card"] * (1 + i % 3))} for i in range(20)]
     found = accel.tune(
         chains.source("text-generation"), tmp_path / "tuned", data=rows, max_drop=1000.0, sequence=(8,),

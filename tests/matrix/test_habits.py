@@ -1,7 +1,7 @@
-"""Checks that Optimum's tests run for each of its models, applied to a few model families of each kind.
+"""Checks that Optimum's tests make for each of its models, applied to a few model families of each kind.
 
-`tests/integration` compares tensors, tokens and text pipelines with transformers. This module tests input types, output types and options
-that Optimum's tests check for every model.
+`tests/integration` compares tensors, tokens and text pipelines with transformers. This module tests input types, output
+types and options that Optimum's tests check for every model.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def classed(task: str) -> Any:
 
 
 def prompt(family: str) -> dict[str, torch.Tensor]:
-    """Return the inputs of `generate` for a family."""
+    """Return the inputs of `generate` for a model family."""
     feeds = tiny_batch(GENERATORS[family][0], tiny_generator(family).config)
     return {name: value for name, value in feeds.items() if name != "decoder_input_ids"}
 
 
 @pytest.mark.parametrize("task", ENCODERS)
-def test_numpy_in_numpy_out(task: str, tiny_artifact: Artifacts) -> None:
+def test_numpy_inputs_give_numpy_outputs(task: str, tiny_artifact: Artifacts) -> None:
     model = classed(task)(tiny_artifact(FAMILY[task], task))
     feeds = tiny_batch(task, model.config)
     expected, found = model(**feeds), model(**{name: value.numpy() for name, value in feeds.items()})
@@ -58,8 +58,8 @@ def test_numpy_in_numpy_out(task: str, tiny_artifact: Artifacts) -> None:
 
 
 @pytest.mark.parametrize("task", ENCODERS)
-def test_tuples_and_positions(task: str, tiny_artifact: Artifacts) -> None:
-    """Check `return_dict=False` and a positional first input, which callers of transformers use."""
+def test_tuple_outputs_and_positional_inputs(task: str, tiny_artifact: Artifacts) -> None:
+    """A model accepts `return_dict=False` and a positional first input, as callers of transformers pass them."""
     model, original = classed(task)(tiny_artifact(FAMILY[task], task)), tiny_model(FAMILY[task], task)
     feeds = tiny_batch(task, model.config)
     first = feeds.pop(original.main_input_name)
@@ -72,12 +72,13 @@ def test_tuples_and_positions(task: str, tiny_artifact: Artifacts) -> None:
     assert task == "feature-extraction" or type(model(first, **feeds)).__name__ == task_spec(task).output
 
 
-# Models with an encoder are tested only in thorough runs: without a cache, each token needs a call with the whole sequence.
+# Models with an encoder are tested only in thorough test runs. Without a cache, each new token needs a call with the
+# whole sequence.
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=pytest.mark.thorough) if f in ("vit-gpt2", "whisper", "t5") else f for f in FAMILIES],
 )
-def test_without_the_cache(family: str, generator: Artifacts) -> None:
+def test_use_cache_does_not_change_tokens(family: str, generator: Artifacts) -> None:
     model = classed(GENERATORS[family][0])(generator(family))
     for choices in ({}, {"num_beams": 2}):
         cached = model.generate(**prompt(family), max_new_tokens=6, **choices)
@@ -114,7 +115,7 @@ def test_rows_do_not_depend_on_their_batch(family: str, generator: Artifacts) ->
 
 @pytest.mark.parametrize("given", [{}, [{}], {"provider": "CPUExecutionProvider"}], ids=["dict", "list", "provider"])
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_onnx_runtimes_own_objects(family: str, given: Any, generator: Artifacts) -> None:
+def test_native_onnx_runtime_options(family: str, given: Any, generator: Artifacts) -> None:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     how = given if "provider" in given else {"provider_options": given}

@@ -1,7 +1,9 @@
-"""Run chains of export, optimization, quantization and inference, built from the declarations in the backends' specs.
+"""Run chains of export, optimization, quantization and inference that are built from the declarations in the backends'
+specs.
 
-Each pair of values occurs in at least one case. Every test run includes the pairs of the usual tasks. Thorough runs (`thorough`) add the
-pairs of the other tasks and every chain of every task. Tests marked `gpu` have the cases for devices that not every machine has.
+Each pair of values occurs in at least one case. Every test run includes the pairs of the usual tasks. Thorough test
+runs (mark `thorough`) add the pairs of the other tasks and every chain of every task. Tests with the mark `gpu` run the
+cases for devices that not every machine has.
 """
 
 from __future__ import annotations
@@ -83,14 +85,14 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
     if case.capture.partition("=")[0] not in ("pooling", "normalize"):
         assert found.keys() & expected.keys()
     error = error_of(found, expected, kept)
-    # Some models amplify rounding errors; PyTorch in the same data type has a large error as well.
+    # Some models amplify rounding errors, and PyTorch in the same data type then also has a large error.
     assert error <= tolerance(case) or error <= 2 * chains.rounding(case)
     assert (model.backend, model.device.type) == (case.runner, case.device if case.device != "auto" else "cpu")
     model.save_pretrained(tmp_path / "saved")
     again = answers(chains.opened(case, tmp_path / "saved", tmp_path), feeds)
     assert error_of(again, found, kept) <= 1e-5
     check = chains.validated(case, tmp_path / "saved")
-    # The tolerance of `accel.validate` considers data types, but neither approximations nor quantization.
+    # The tolerance of `accel.validate` considers data types, but it does not consider approximations and quantization.
     rough = (
         case.scheme
         or case.level in ("O3", "O4")
@@ -103,7 +105,9 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
 
 @functools.cache
 def left_out() -> dict[Refusal, Case]:
-    """Return the first rejected case of each refusal with at most one setting. Compilers come last, because they are slow."""
+    """Return the first rejected case of each refusal, with at most one setting. Backends that compile models come last,
+    because they are slow.
+    """
 
     def is_short(case: Case) -> bool:
         told = [word for word in (case.capture, case.setting, case.option) if word]
@@ -117,7 +121,8 @@ def left_out() -> dict[Refusal, Case]:
     found: dict[Refusal, Case] = {}
     for case in combined(sorted(specs(), key=lambda spec: spec.name in COMPILES), tasks, keeps=is_short):
         why = refusal(case)
-        # GPU quantizers check their settings before they check for a GPU.
+        # Quantizers for GPUs check their settings before they check for a GPU, so their refusals can be tested on every
+        # machine.
         if why is not None and (case.on_host or case.quantizer in ("cuda", "tensorrt")):
             found.setdefault(why, case)
             if len(found) == len(REFUSALS):
@@ -132,7 +137,7 @@ def left_out() -> dict[Refusal, Case]:
         for number, one in enumerate(REFUSALS)
     ],
 )
-def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path) -> None:
+def test_refused_combination_raises(number: int, chains: Chains, tmp_path: Path) -> None:
     wanted = REFUSALS[number]
     case = left_out().get(wanted)
     if case is None and wanted.unless:
@@ -143,14 +148,15 @@ def test_what_is_left_out_is_refused(number: int, chains: Chains, tmp_path: Path
 
 
 NOT_MADE_HERE = {
-    # accel exports ONNX in bfloat16 only for GPUs. OpenVINO also runs such graphs, but only other tools export them.
+    # accel exports ONNX in bfloat16 only for GPUs. OpenVINO also runs ONNX graphs in bfloat16, but only other tools
+    # export such graphs for CPUs.
     "openvino run onnx: dtype bfloat16",
     "openvino optimize openvino_ir: dtype bfloat16",
 }
 
 
-def test_every_capability_is_reached() -> None:
-    """Each declared value of each capability occurs in a case, on the host or on another device."""
+def test_every_declared_capability_has_a_case() -> None:
+    """Each declared value of each capability occurs in a case, on a device of every machine or on another device."""
     cases = reached()
     valid = declared(specs(), plain=True)
     missing = []
@@ -158,7 +164,8 @@ def test_every_capability_is_reached() -> None:
         for capability in spec.capabilities:
             stage, format = capability.stage, capability.produces or capability.consumes
             if stage == "prepare":
-                continue  # a prepared model exists only in memory and is not part of a chain; the conformance suite tests it
+                # A prepared model exists only in memory and is not part of a chain, so the conformance suite tests it.
+                continue
             mine = [case for case in cases if _does(case, spec.name, stage, capability.consumes, capability.produces)]
             words = [
                 *(("device", device) for device in capability.devices if stage == "run"),
@@ -179,7 +186,7 @@ def test_every_capability_is_reached() -> None:
     assert set(missing) == NOT_MADE_HERE, "declared, and in no case, or the other way round:\n" + "\n".join(missing)
 
 
-def test_every_setting_of_a_config_has_values() -> None:
+def test_every_setting_has_test_values() -> None:
     known = {
         ExportConfig: {*CAPTURES, "dtype", "options"},
         OptimizeConfig: {"level", "disable", "enable", "atol"},
@@ -190,7 +197,7 @@ def test_every_setting_of_a_config_has_values() -> None:
         assert {field.name for field in fields(config)} == names, f"{config.__name__}: add a value to try to cases.py"
 
 
-def test_the_cover_holds_every_pair() -> None:
+def test_cover_contains_every_pair() -> None:
     pool = [{"a": str(a), "b": str(b), "c": str(a + b)} for a in range(4) for b in range(4) if a != 3 or b != 3]
     chosen = cover(pool, pairs, seed=1)
     assert {pair for one in chosen for pair in pairs(one)} == {pair for one in pool for pair in pairs(one)}
@@ -201,7 +208,7 @@ def test_the_cover_holds_every_pair() -> None:
 
 
 def _does(case: Case, backend: str, stage: str, consumes: str | None, produces: str | None) -> bool:
-    """Return whether a case uses a capability."""
+    """Return whether a case uses a capability of a backend."""
     if stage == "export":
         return (case.exporter, case.format) == (backend, produces)
     if stage == "optimize":

@@ -1,6 +1,7 @@
-"""Tests of other libraries with accel's models. `make test-neighbours` installs these libraries in a separate environment.
+"""Fixtures of the tests that run other libraries with accel's models. `make test-neighbours` installs these libraries
+in a separate environment.
 
-Warnings of these libraries are ignored; only warnings of accel are errors.
+Warnings of these libraries are ignored. Only warnings of accel are errors.
 """
 
 from __future__ import annotations

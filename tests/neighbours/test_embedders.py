@@ -1,4 +1,6 @@
-"""Embedders of LangChain and Haystack with `ORTModelForFeatureExtraction`, through the backends of sentence-transformers."""
+"""Tests of embedders of LangChain and Haystack with `ORTModelForFeatureExtraction`, through the backends of
+sentence-transformers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_langchain(folder: Path, wanted: Any) -> None:
     np.testing.assert_allclose(embedder.embed_query(TEXTS[0]), wanted[0], **CLOSE)
 
 
-def test_our_model_inside_a_langchain_embedder(folder: Path, wanted: Any) -> None:
+def test_custom_langchain_embedder_with_accel_model(folder: Path, wanted: Any) -> None:
     core = pytest.importorskip("langchain_core.embeddings", reason="needs langchain-core")
     import accel
 

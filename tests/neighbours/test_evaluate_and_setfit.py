@@ -1,4 +1,4 @@
-"""Use accel's models where `evaluate` and SetFit expect models of transformers or sentence-transformers."""
+"""Tests of accel's models in `evaluate` and SetFit, which expect models of transformers or sentence-transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     import transformers
 
-    # evaluate 0.4.6 checks every pipeline for a class that transformers 5 removed, including transformers' own pipelines.
+    # evaluate 0.4.6 checks for a class that transformers 5 removed, for every pipeline. The same check also fails for
+    # transformers' own pipelines.
     monkeypatch.setattr(transformers, "TFPreTrainedModel", transformers.PreTrainedModel, raising=False)
     source = save_tiny(tmp_path / "bert", "bert")
     data = datasets.Dataset.from_dict(ROWS)
@@ -69,7 +70,7 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     "given", ["model", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("folder", "pipeline", "PyTorch"))]
 )
-def test_our_evaluator_of_texts(given: str, share: Any, tmp_path: Path) -> None:
+def test_text_evaluator(given: str, share: Any, tmp_path: Path) -> None:
     import datasets
     import transformers
 
@@ -93,7 +94,7 @@ def test_our_evaluator_of_texts(given: str, share: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_our_evaluator_of_images(share: Any, tmp_path: Path) -> None:
+def test_image_evaluator(share: Any, tmp_path: Path) -> None:
     import datasets
     from PIL import Image
 
@@ -112,7 +113,7 @@ def test_our_evaluator_of_images(share: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_our_evaluator_refuses_a_pipeline_for_something_else(share: Any, tmp_path: Path) -> None:
+def test_evaluator_refuses_a_pipeline_of_another_task(share: Any, tmp_path: Path) -> None:
     import datasets
 
     from accel.compat.evaluate import evaluator

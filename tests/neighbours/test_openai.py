@@ -1,4 +1,4 @@
-"""OpenAI's own client with accel's server."""
+"""Tests of OpenAI's own client with accel's server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def expected(model: Any) -> str:
     return str(tokenizer.decode(found, skip_special_tokens=True))
 
 
-def test_chats_of_eight_callers_at_once(url: str, model: Any) -> None:
+def test_eight_simultaneous_chats(url: str, model: Any) -> None:
     async def ask(client: Any) -> tuple[str, int]:
         text, tokens = "", 0
         stream = await client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""`optimum-cli accel ...` with the real Optimum, which discovers accel's command automatically."""
+"""Tests of `optimum-cli accel ...` with the real Optimum, which discovers accel's command automatically."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def test_help_and_usage_errors_come_from_accel(made: Path) -> None:
     assert "Fix:" in failed.stderr
 
 
-def test_the_command_is_listed(made: Path) -> None:
+def test_command_is_listed_in_optimum_help(made: Path) -> None:
     assert "accel" in optimum_cli("--help", home=made).stdout

@@ -1,4 +1,6 @@
-"""The backends "onnx" and "openvino" of sentence-transformers, provided by `distributions/sentence-transformers`."""
+"""Tests of the backends "onnx" and "openvino" of sentence-transformers, which `distributions/sentence-transformers`
+provides.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-
 TEXTS = ["where is my card", "the account is not open, can you help me please", "lost"]
 PAIRS = [("where is my card", "my card is lost"), ("where is my card", "open an account in london please")]
 BACKENDS = ["onnx", "openvino"]
-# Tolerance for float32 sums in a different order than PyTorch's.
+# The tolerance is for float32 sums in a different order than in PyTorch.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 QUANTIZED = 0.2  # tolerance of 8-bit quantization, for vectors of length 1 of a model with random weights
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bi-encoder saved by sentence-transformers: mean pooling, normalized to length 1."""
+    """Return the folder of a bi-encoder that sentence-transformers saved. Its embeddings are mean-pooled and normalized
+    to length 1.
+    """
     base = tmp_path_factory.mktemp("bi-encoder")
     source = save_tiny(base / "bert", "bert", "feature-extraction")
     transformer = modules.Transformer(str(source))
@@ -46,7 +50,7 @@ def test_bi_encoder(folder: Path, wanted: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_saved_model_is_loaded_without_another_export(
+def test_saved_model_is_loaded_without_another_export(
     folder: Path, wanted: Any, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     st.SentenceTransformer(str(folder), backend=backend, device="cpu").save_pretrained(str(tmp_path / "saved"))
@@ -84,7 +88,7 @@ def test_export_optimized_onnx_model(folder: Path, wanted: Any, level: str) -> N
     kwargs = {"file_name": f"model_{level}.onnx"}
     again = st.SentenceTransformer(str(folder), backend="onnx", device="cpu", model_kwargs=kwargs)
     assert again.transformers_model.path.name == f"model_{level}.onnx"
-    # O3 approximates GELU, so it needs a larger tolerance.
+    # Level O3 approximates GELU, so it needs a larger tolerance.
     atol = 1e-5 if level == "O1" else 1e-2
     np.testing.assert_allclose(again.encode(TEXTS), wanted, rtol=0.0, atol=atol)
 
@@ -101,7 +105,8 @@ def test_export_dynamic_quantized_onnx_model(folder: Path, wanted: Any) -> None:
 
 
 def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_path: Path) -> None:
-    # The helper of sentence-transformers loads a data set by name: use a local data set, and rows within the model's 96 positions.
+    # The helper function of sentence-transformers loads a data set by its name. Use a local data set, with rows that
+    # fit into the model's 96 positions.
     (tmp_path / "data").mkdir()
     rows = "\n".join(["text", *(f'"{text}"' for text in TEXTS)])
     (tmp_path / "data" / "train.csv").write_text(rows + "\n", encoding="utf-8")
@@ -109,7 +114,9 @@ def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_p
     tokenizer = model.tokenizer
 
     class Short:
-        """Tokenizer limited to 32 tokens, because the helper of sentence-transformers requests 384 and this model has 96 positions."""
+        """Tokenizer that truncates texts to 32 tokens. The helper function of sentence-transformers requests 384
+        tokens, and this model has 96 positions.
+        """
 
         def __call__(self, texts: Any, **settings: Any) -> Any:
             return tokenizer(texts, **{**settings, "max_length": 32})
@@ -131,7 +138,7 @@ def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_p
     np.testing.assert_allclose(again.encode(TEXTS), wanted, rtol=0.0, atol=QUANTIZED)
 
 
-def test_names_are_those_that_sentence_transformers_imports() -> None:
+def test_exported_names_equal_the_names_that_sentence_transformers_imports() -> None:
     import ast
     import importlib
 

@@ -1,4 +1,4 @@
-"""Traces of the server, as the SDK of OpenTelemetry receives them."""
+"""Tests of the server's traces, as the SDK of OpenTelemetry receives them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def client(
 
 
 def spans(exporter: InMemorySpanExporter) -> tuple[Any, list[Any]]:
-    """Return the span of the request, and the spans inside it, sorted by start time."""
+    """Return the span of the request, and the spans inside it in the order of their start times."""
     found = exporter.get_finished_spans()
     exporter.clear()
     (outer,) = (one for one in found if one.name.startswith("POST"))
@@ -66,7 +66,7 @@ def spans(exporter: InMemorySpanExporter) -> tuple[Any, list[Any]]:
         ("/v1/completions", {"model": "chat", "prompt": "help", "max_tokens": 8}),
     ],
 )
-def test_a_request_is_a_span_of_its_callers_trace_with_its_steps_inside(
+def test_request_is_a_span_of_the_callers_trace(
     path: str, body: dict[str, Any], client: TestClient, exporter: InMemorySpanExporter
 ) -> None:
     answer = client.post(path, json=body, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
@@ -79,18 +79,18 @@ def test_a_request_is_a_span_of_its_callers_trace_with_its_steps_inside(
     assert [one.name for one in inner] == STEPS
     times = [outer.start_time, *(time for one in inner for time in (one.start_time, one.end_time)), outer.end_time]
     assert times == sorted(times)
-    # A streamed response is computed while it is sent.
+    # A streamed response is computed while it is sent, so the last step has a duration.
     assert inner[-1].end_time - inner[-1].start_time > 0
 
 
-def test_a_caller_that_does_not_sample_is_followed(client: TestClient, exporter: InMemorySpanExporter) -> None:
+def test_unsampled_trace_of_the_caller_is_not_recorded(client: TestClient, exporter: InMemorySpanExporter) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     assert client.post("/classify", json={"model": "labels", "inputs": "help"}, headers=headers).status_code == 200
     assert not exporter.get_finished_spans()
 
 
 @pytest.mark.parametrize("header", ["", "garbage", f"00-{'0' * 32}-{PARENT}-01"])
-def test_without_a_callers_trace_it_is_a_new_one(
+def test_invalid_trace_header_starts_a_new_trace(
     header: str, client: TestClient, exporter: InMemorySpanExporter
 ) -> None:
     client.post("/classify", json={"model": "labels", "inputs": 3}, headers={"traceparent": header})
@@ -109,7 +109,7 @@ def test_a_failed_request_is_marked_as_an_error(
     assert outer.status.status_code is StatusCode.ERROR
 
 
-def test_traces_are_sent_where_the_environment_says(
+def test_traces_are_sent_to_the_configured_collector(
     tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp", reason="the extra `traces` is not installed")

@@ -1,4 +1,4 @@
-"""Command line of this package: `python -m tests.optimum_suite`; see `--help`."""
+"""Command line that runs Optimum's own tests: `python -m tests.optimum_suite`. The option `--help` lists its options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _CACHE = ROOT / "build" / "optimum-suite"
-# Fast files first. Without test_diffusion.py, which is out of scope, and test_timm.py, whose checkpoints are only on the Hub.
+# The fast files come first. test_diffusion.py is left out because diffusion models are out of scope, and test_timm.py
+# because its checkpoints exist only on the Hub.
 FILES = (
     "test_utils.py",
     "test_quantization.py",
@@ -54,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the tests and print the table; return 1 if a test failed."""
+    """Run the tests and print the table of results. Return 1 if a test failed, 130 if Ctrl-C stopped the run, and 0 if
+    all tests passed.
+    """
     options = parser().parse_args()
     clone, cache = options.clone.resolve(), options.cache.resolve()
     files = [clone / "tests" / "onnxruntime" / name for name in FILES]
@@ -84,13 +87,14 @@ def main() -> int:
 
 
 def run(path: Path, clone: Path, jobs: int, only: str, environment: Mapping[str, str]) -> bool:
-    """Run one test file; return whether Ctrl-C stopped it."""
+    """Run one test file. Return whether Ctrl-C stopped the run."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.optimum_suite.plugin", "-p", "no:cacheprovider", "-q", "--tb=short",
                "-n", str(jobs), "--dist", "worksteal", "--rootdir", str(clone), str(path)]  # fmt: skip
     if only:
         command += ["-k", only]
     try:
-        # Run in the clone, because the tests use relative paths; PYTHONSAFEPATH prevents imports of the clone's own packages.
+        # Run in the clone, because the tests use relative paths. PYTHONSAFEPATH prevents that Python imports the
+        # clone's own packages.
         subprocess.run(command, cwd=clone, env={**os.environ, **environment}, check=False)
     except KeyboardInterrupt:
         return True
@@ -110,7 +114,7 @@ def _environment(cache: Path, results: Path, known: Path) -> dict[str, str]:
 
 
 def summarized(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts of outcomes by file, the failures, and the outcome of every test."""
+    """Return the number of outcomes in each file, the failures, and the outcome of every test."""
     files: dict[str, dict[str, int]] = {}
     for test, (outcome, _) in sorted(found.items()):
         counts = files.setdefault(test.partition("::")[0], collections.Counter())
@@ -120,7 +124,7 @@ def summarized(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(files: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the counts as a table, with one line for each file and one for all files."""
+    """Return the numbers of outcomes as a table, with one line for each file and one line for all files."""
     from .plugin import FAILED, LEFT_OUT, PASSED, SKIPPED
 
     columns = (PASSED, FAILED, LEFT_OUT, SKIPPED)

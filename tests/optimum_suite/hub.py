@@ -1,7 +1,9 @@
-"""Create local folders for the Hub repositories that Optimum's tests name, when they are first requested.
+"""Create local folders for the Hub repositories that Optimum's tests name, when a test requests a repository for the
+first time.
 
-Models are built as in `tests.sweep`: a small config of the architecture, random weights, and the head of the task, which the Hub's tiny
-models often lack. Repositories with graphs are replaced by graphs from `tests/fixtures/foreign` (written by Optimum), or by exports.
+Models are built as in `tests.sweep`: a small config of the architecture, random weights, and the head of the task,
+which the tiny models on the Hub often lack. Repositories that contain graphs are replaced by graphs from
+`tests/fixtures/foreign`, which Optimum wrote, or by exports.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ CACHE = "ACCEL_OPTIMUM_SUITE"
 LOCAL = "local-tiny/"
 """Prefix of the entries of Optimum's table `MODEL_NAMES`, by which local models are recognized."""
 _FOREIGN = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
-# Default tasks of models: the first task in whose table the architecture is.
+# The default task of a model is the first of these tasks whose table contains the architecture.
 _USUAL_TASKS = (
     "text-classification", "image-classification", "automatic-speech-recognition", "ctc", "text-generation",
     "text2text-generation", "feature-extraction", "zero-shot-image-classification", "image-to-image", "image-to-text",
 )  # fmt: skip
 _SPEECH = 16_000
-_FIVE_LAYERS = {"num_hidden_layers": 5}  # as in the Hub's models, because tests count their weight matrices
+_FIVE_LAYERS = {
+    "num_hidden_layers": 5
+}  # the models on the Hub also have five layers, and tests count their weight matrices
 
 
 def _bert_and_gpt2() -> Any:
@@ -50,9 +54,9 @@ def _bert_and_gpt2() -> Any:
     return config
 
 
-# (architecture, default task, config fields or a function that returns the config)
+# Each entry is the architecture, the default task, and config fields or a function that returns the config.
 Model = tuple[str, str, Mapping[str, Any] | Callable[[], Any]]
-# Entries of `MODEL_NAMES` that are not simply the name of an architecture.
+# These entries of `MODEL_NAMES` are not simply the name of an architecture.
 _WORDS: Mapping[str, Model] = {
     "encoder-decoder": ("encoder-decoder", "text2text-generation", _bert_and_gpt2),
     "encoder-decoder-bert-bert": ("encoder-decoder", "text2text-generation", {}),
@@ -67,7 +71,7 @@ _WORDS: Mapping[str, Model] = {
     "whisper": ("whisper", "automatic-speech-recognition", {"max_source_positions": 1500, "vocab_size": 1766}),
     "xlm-qa": ("xlm", "question-answering", {}),
 }
-# Repositories that tests name directly, and the default repositories of pipelines.
+# Tests name these repositories directly, or they are the default repositories of pipelines.
 _REPOSITORIES: Mapping[str, Model] = {
     "dbmdz/bert-large-cased-finetuned-conll03-english": ("bert", "token-classification", {}),
     "distilbert/distilbert-base-cased": ("distilbert", "feature-extraction", {}),
@@ -114,11 +118,12 @@ _REPOSITORIES: Mapping[str, Model] = {
 
 
 def local(name: str, task: str | None = None, revision: str | None = None) -> str:
-    """Return the local folder for a repository of the Hub; any other name is returned unchanged.
+    """Return the local folder for a repository of the Hub. Any other name is returned unchanged.
 
     Args:
         name: Name of the repository, as in the test.
-        task: Task of the class that loads the model; `None` for the model's default task, which is sufficient for its tokenizer.
+        task: Task of the class that loads the model, or `None` for the model's default task. The default task is
+            sufficient to load its tokenizer.
         revision: Branch of the repository.
     """
     make: Callable[[Path], None]
@@ -145,7 +150,7 @@ def local(name: str, task: str | None = None, revision: str | None = None) -> st
 
 
 def task_of(cls: type[Any]) -> str | None:
-    """Return the task of a model class of transformers or accel; `None` for classes without a specific task."""
+    """Return the task of a model class of transformers or accel, or `None` for classes without a specific task."""
     own = getattr(cls, "task", None)
     if own:
         return str(own)
@@ -162,7 +167,9 @@ def _word(word: str) -> Model:
 
 
 def _class_for(architecture: str, task: str) -> str | None:
-    """Return the name of transformers' model class for an architecture and a task."""
+    """Return the name of transformers' model class for an architecture and a task, or `None` if transformers has no
+    such class.
+    """
     try:
         names = task_spec(task).auto_models
     except TaskError:
@@ -179,9 +186,9 @@ def _save_model(architecture: str, task: str, settings: Mapping[str, Any] | Call
 
 
 def _with_weights(cls: Any, config: Any, task: str) -> Any:
-    """Return a model with random weights that generates until the maximum length."""
+    """Return a model with random weights that generates until its maximum length."""
     if task == "question-answering":
-        config.num_labels = 2  # two outputs per token, start and end
+        config.num_labels = 2  # start and end are two outputs for each token
     if task == "text-generation" and hasattr(config, "is_decoder"):
         config.is_decoder = True  # BART and similar architectures generate text only with this setting
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
@@ -192,7 +199,7 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
     if model.can_generate():
         building._hide_the_last_token(model)
         said = model.generation_config
-        said._from_model_config = False  # prevents that loading replaces these settings by the config's
+        said._from_model_config = False  # otherwise loading would replace these settings by the config's
         said.eos_token_id = said.forced_eos_token_id = said.forced_bos_token_id = said.suppress_tokens = None
         said.pad_token_id, said.bos_token_id = PAD, BEGIN
         if model.config.is_encoder_decoder:
@@ -203,7 +210,7 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
 
 
 def _processors(model: Any, architecture: str, task: str) -> list[Any]:
-    """Return the tokenizer or the processors that create inputs for a model."""
+    """Return the tokenizer or the processors that create the inputs of a model."""
     config, reads = model.config, model.main_input_name
     if reads == "inputs":  # Perceiver's generic input name
         reads = "pixel_values" if "image" in task_spec(task).modalities else "input_ids"
@@ -229,7 +236,7 @@ def _processors(model: Any, architecture: str, task: str) -> list[Any]:
 
 
 def _tokenizer(model: Any) -> Any:
-    """Return the tiny tokenizer, which returns only inputs that the model accepts."""
+    """Return the tiny tokenizer with a setting that it returns only inputs that the model accepts."""
     parameters = inspect.signature(model.forward).parameters
     two_kinds = "token_type_ids" in parameters and (getattr(model.config, "type_vocab_size", None) or 0) > 1
     names = ["input_ids", *(["token_type_ids"] if two_kinds else []), "attention_mask"]
@@ -261,7 +268,7 @@ def _say_words_of_whisper(said: Any) -> None:
 
 
 def _foreign() -> Path:
-    """Return the folder with the unpacked folders that Optimum wrote."""
+    """Return the folder of the unpacked model folders that Optimum wrote."""
     folder = Path(os.environ[CACHE]) / "foreign"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -272,7 +279,9 @@ def _foreign() -> Path:
 
 
 def _optimums(folder: Path, *, source: str, files: Sequence[str]) -> None:
-    """Copy files from the folders that Optimum wrote, given as `name` or `name=new name`, with the config files of `source`."""
+    """Copy files from the folders that Optimum wrote, and the config files of `source`. A file is given as `name` or as
+    `name=new name`.
+    """
     written = _foreign()
     folder.mkdir(parents=True)
     for path in (written / source).glob("*.json"):
@@ -290,7 +299,9 @@ def _below(make: Callable[[Path], None], subfolder: str, folder: Path) -> None:
 
 
 def _exported(folder: Path, *, subfolder: str = "", weights: bool = False) -> None:
-    """Export BERT to a graph without accel's metadata, in `subfolder`, with the config above it, and optionally the weights."""
+    """Export BERT to a graph without accel's metadata in the folder `subfolder`, with the config in the parent folder.
+    The weights are optional.
+    """
     import accel
 
     source = Path(local(f"{LOCAL}bert", "feature-extraction"))
@@ -306,7 +317,7 @@ def _exported(folder: Path, *, subfolder: str = "", weights: bool = False) -> No
 
 
 def _graphs() -> dict[tuple[str, str | None], Callable[[Path], None]]:
-    """Return functions that create the repositories with graphs, by name and branch."""
+    """Return functions that create the repositories with graphs, for each repository name and branch."""
     make = functools.partial
     bert = make(_optimums, source="bert-web")
     gpt2 = make(_optimums, source="gpt2-pair")

@@ -1,10 +1,12 @@
-"""Optimum's tests that are not run, or whose failures are not counted, with the reasons. Patterns match `file::Class::test`."""
+"""Optimum's tests that are not run or whose failures are not counted, with the reasons. Patterns match
+`file::Class::test`.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 
-# Tests that are not run.
+# These tests are not run.
 LEFT_OUT = {
     "*internlm2*": "the model is code in a repository of the Hub",
     "*_trust_remote_code": "the model is code in a repository of the Hub",
@@ -16,7 +18,7 @@ LEFT_OUT = {
     "*::test_find_untested_architectures*": "reads Optimum's tables of architectures",
     "*::test_all_models_requiring_position_ids": "reads Optimum's tables of architectures",
 }
-# Tests that are run, but are left out of the results if only the text of an error message differs.
+# These tests are run. If only the text of an error message differs, the result counts as left out.
 READS_WORDS = (
     "*::test_load_vanilla_transformers_which_is_not_supported",
     "*::test_load_model_which_is_not_supported",
@@ -28,11 +30,11 @@ WORDS = "reads the words of an error"
 
 
 def reason(test: str) -> str | None:
-    """Return the reason why a test is not run; `None` if it is run."""
+    """Return the reason why a test is not run, or `None` if the test is run."""
     return next((why for pattern, why in LEFT_OUT.items() if fnmatch.fnmatchcase(test, pattern)), None)
 
 
 def only_words_differ(test: str, error: BaseException) -> bool:
-    """Return whether a test got the expected error, but with a different message."""
+    """Return whether a test got the expected error with a different message."""
     reads = any(fnmatch.fnmatchcase(test, pattern) for pattern in READS_WORDS)
     return reads and isinstance(error, AssertionError) and "not raised" not in str(error)

@@ -1,4 +1,6 @@
-"""Pytest plugin for Optimum's tests: it installs replacement modules and local models, and records the outcome of each test."""
+"""Pytest plugin for Optimum's tests. It installs replacement modules and local models, and records the outcome of each
+test.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ PASSED, FAILED, LEFT_OUT, SKIPPED = "passed", "failed", "left out", "skipped by 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Install the replacements before any test is imported. Each worker process of the run calls this hook."""
+    """Install the replacements before pytest imports any test. Each worker process of the run calls this hook."""
     stand_ins.install()
     _answer_for_the_hub()
-    # Optimum's own table of architectures, which its tests import by this name.
+    # Optimum's tests import their table of architectures, `testing_utils`, by this name.
     sys.path.insert(0, str(config.rootpath / "tests" / "onnxruntime"))
     import testing_utils
 
@@ -35,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _answer_for_the_hub() -> None:
-    """Patch loaders so that a repository name of the Hub loads the local folder instead."""
+    """Patch the loading functions, so that the name of a Hub repository loads the local folder instead."""
     import datasets
     import huggingface_hub
     import requests
@@ -44,7 +46,7 @@ def _answer_for_the_hub() -> None:
 
     from accel.compat.optimum import models
 
-    # Patch every auto class, because each has its own `from_pretrained`.
+    # Patch every auto class, because each auto class has its own `from_pretrained`.
     loaders = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")]
     for cls in (*(one for one in loaders if hasattr(one, "_model_mapping")), models.OptimumModelMixin):
         _load_local(cls, hub.task_of)
@@ -58,7 +60,7 @@ def _answer_for_the_hub() -> None:
         hub.local(repo_id), local_dir
     )
     datasets.load_dataset = _some_sentences
-    # Replace the download of the test image of Optimum's tests.
+    # Replace the download of the image that Optimum's tests use.
     for client in (requests, image_utils.httpx):
         client.get = lambda *_, **__: types.SimpleNamespace(raw=io.BytesIO(_picture()), content=_picture())
 
@@ -76,7 +78,7 @@ def _load_local(cls: Any, task_of: Callable[[type[Any]], str | None]) -> None:
 
 
 def _some_sentences(*_: Any, **__: Any) -> Any:
-    """Return sentences in place of GLUE's SST-2."""
+    """Return a data set of sentences that replaces GLUE's SST-2."""
     import datasets
 
     words = ("a good bank", "the slow card", "what a lost machine", "where is my new phone")
@@ -84,7 +86,7 @@ def _some_sentences(*_: Any, **__: Any) -> Any:
 
 
 def _picture() -> bytes:
-    """Return a PNG with noise, of the same size as the original image: 640 by 480 pixels."""
+    """Return a PNG image of noise with the size of the original image, 640 by 480 pixels."""
     import numpy as np
     from PIL import Image
 
@@ -94,7 +96,7 @@ def _picture() -> bytes:
 
 
 def name_of(nodeid: str) -> str:
-    """Return `file::Class::test` for a pytest node id."""
+    """Return `file::Class::test` for the node id of a pytest test."""
     return Path(nodeid.partition("::")[0]).name + "::" + nodeid.partition("::")[2]
 
 
@@ -118,7 +120,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record the outcome of a test, in the main process, which receives the reports of all workers."""
+    """Record the outcome of a test. Only the main process records outcomes, because it receives the reports of all
+    workers.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ or (report.passed and report.when != "call"):
         return
     if report.passed:

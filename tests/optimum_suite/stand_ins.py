@@ -1,4 +1,6 @@
-"""Replacements for modules that Optimum's tests import: `accel.compat.optimum` for `optimum.onnxruntime`, and small parts of others."""
+"""Replacements for the modules that Optimum's tests import: `accel.compat.optimum` replaces `optimum.onnxruntime`, and
+small functions replace parts of other modules.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from transformers.cache_utils import Cache
 from accel.interfaces.task_registry import all_tasks
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
-# Submodules of `optimum.onnxruntime` from which tests import names directly.
+# Tests import names directly from these submodules of `optimum.onnxruntime`.
 _RUNTIME = ("configuration", "modeling_decoder", "modeling_seq2seq", "utils")
 
 
@@ -64,7 +66,7 @@ def _module(name: str, **values: Any) -> types.ModuleType:
 
 
 class TasksManager:
-    """Replacement for Optimum's class of the same name, which reports that every model supports every task."""
+    """Replacement for Optimum's class of the same name. It reports that every model supports every task."""
 
     @staticmethod
     def get_supported_tasks_for_model_type(*_: Any, **__: Any) -> list[str]:
@@ -73,7 +75,7 @@ class TasksManager:
 
 
 def _export_config(name: str) -> Any:
-    """Return a config of an exporter, from which tests read only the minimum version of transformers."""
+    """Return an exporter config, from which tests read only the minimum version of transformers."""
     if name.startswith("__"):
         raise AttributeError(name)
     return types.SimpleNamespace(MIN_TRANSFORMERS_VERSION="0")
@@ -89,7 +91,7 @@ def _is_transformers_version(comparison: str, version: str) -> bool:
 
 
 def _preprocessors(name: str, first: bool = False) -> list[Any]:
-    """Return all tokenizers and processors of a model, the combined processor first."""
+    """Return all tokenizers and processors of a model, with the combined processor first."""
     found = []
     for auto in ("AutoProcessor", "AutoTokenizer", "AutoFeatureExtractor", "AutoImageProcessor"):
         try:
@@ -102,7 +104,7 @@ def _preprocessors(name: str, first: bool = False) -> list[Any]:
 
 
 def _grid(values: Mapping[str, Sequence[Any]], add_test_name: bool = True) -> list[list[Any]]:
-    """Return every combination of values, each preceded by a unique name."""
+    """Return every combination of the values. With `add_test_name`, each combination begins with a unique name."""
     rows = [list(row) for row in itertools.product(*values.values())]
     return [["_".join(map(str, row)), *row] for row in rows] if add_test_name else rows
 
@@ -113,7 +115,9 @@ def _remove(path: str | os.PathLike[str]) -> None:
 
 
 def _as_in_transformers_4() -> None:
-    """Patch both PyTorch's and accel's models to provide features of transformers 4: caches as tuples, and an argument of `generate`."""
+    """Patch the models of PyTorch and of accel to have features of transformers 4: KV caches as tuples, and an argument
+    of `generate`.
+    """
 
     def layers(cache: Any) -> tuple[tuple[torch.Tensor, ...], ...]:
         parts = [

@@ -1,4 +1,4 @@
-"""Fixtures with tiny models for the serving tests, and a model whose calls block until the test releases them."""
+"""Fixtures of the serving tests: tiny models, and a model whose calls block until the test releases them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def save_ranker(folder: Path) -> None:
-    """Save a cross-encoder with one score and its tokenizer."""
+    """Save a cross-encoder with one output score, together with its tokenizer."""
     tiny_model("bert", num_labels=1, id2label={0: "score"}, label2id={"score": 0}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
 
@@ -39,7 +39,7 @@ def save_chat(folder: Path, **config: Any) -> None:
 
 
 def post(client: TestClient, path: str, **body: Any) -> Any:
-    """Send a POST request and return the JSON of its response; fail if the status is not 200."""
+    """Send a POST request and return the JSON of its response. The test fails if the status is not 200."""
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -57,9 +57,9 @@ def send_binary(client: TestClient, path: str, *tensors: tuple[str, str, list[in
 
 
 def close(found: Any, expected: Any) -> bool:
-    """Return whether two results have the same structure and texts, and numbers within 1e-4.
+    """Return whether two results have equal structure and equal texts, and numbers that differ by at most 1e-4.
 
-    Numbers may differ, because a batch is rounded differently than a single row.
+    Numbers may differ, because rounding in a batch differs from rounding in a single row.
     """
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
@@ -72,7 +72,9 @@ def close(found: Any, expected: Any) -> bool:
 
 @pytest.fixture(scope="session")
 def served(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
-    """Return a function that opens the model of a task. PyTorch runs the models, because these tests do not need an export."""
+    """Return a function that opens the model of a task. The `pytorch` backend runs the models, because these tests need
+    no export.
+    """
     made: dict[str, accel.ORTModel] = {}
 
     own = {"rank": save_ranker, "zero-shot-classification": save_judge, "chat": save_chat}
@@ -80,7 +82,8 @@ def served(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Cal
     def get(task: str) -> accel.ORTModel:
         if task not in made:
             folder = shared(f"served-{task}", own[task]) if task in own else tiny_folder("bert", task)
-            # Pass the task: for the model class of sentence-similarity, the default task is feature-extraction.
+            # Pass the task explicitly, because the default task of the model class for sentence-similarity is
+            # feature-extraction.
             named = None if task in own else task
             made[task] = accel.ORTModel.from_pretrained(folder, backend="pytorch", task=named)
         return made[task]
@@ -89,7 +92,7 @@ def served(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Cal
 
 
 class Gate:
-    """A session whose calls block until the gate is opened.
+    """Session whose calls block until the gate is opened.
 
     Attributes:
         calls: Shape of the token ids in each call so far.
@@ -117,7 +120,7 @@ class Gate:
 
 @pytest.fixture
 def gated(tiny_folder: Callable[..., Path]) -> Iterator[tuple[accel.ORTModel, Gate]]:
-    """Yield a text classifier whose calls block, and its gate."""
+    """Yield a text classifier whose calls block, and the `Gate` that releases its calls."""
     model = accel.ORTModel.from_pretrained(tiny_folder("bert", "text-classification"), backend="pytorch")
     gate = Gate(model._session)
     model._session = gate

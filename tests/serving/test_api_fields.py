@@ -1,4 +1,6 @@
-"""Test that every request field of OpenAI, Cohere and text-embeddings-inference has an effect, or is refused by name with a fix."""
+"""Tests of every request field of OpenAI, Cohere and text-embeddings-inference: a field has an effect, or is refused by
+name with a fix.
+"""
 
 from __future__ import annotations
 
@@ -158,19 +160,19 @@ def ask(client: TestClient, path: str, **body: Any) -> Any:
 
 
 def plain(answer: Any) -> Any:
-    """Return a JSON response without the fields that differ in every call."""
+    """Return a JSON response without the fields that differ in every response."""
     return {k: v for k, v in answer.items() if k not in ("id", "created")} if isinstance(answer, dict) else answer
 
 
 def told(answer: Any) -> str:
-    """Return the error text as a client of the path's API shows it."""
+    """Return the error text of a response, as a client of the API shows it."""
     values = answer.json()
     error = values.get("error", values.get("message"))
     return error if isinstance(error, str) else f"{error['message']} Fix: {error['fix']}"
 
 
 @pytest.mark.parametrize(("path", "field"), CASES)
-def test_each_field_changes_the_answer_or_is_ignored_or_refused(path: str, field: str, client: TestClient) -> None:
+def test_each_field_changes_the_response_or_is_refused(path: str, field: str, client: TestClient) -> None:
     if field == "model":
         ask(client, path)
         answer = client.post(path, json={**BASE[path], "model": "other"})
@@ -288,7 +290,7 @@ CHECKS: dict[tuple[str, str], Callable[[TestClient], None]] = {
 """Functions that check the effect of a field. Used if a different response is not enough to prove the effect."""
 
 
-def test_every_sent_value_belongs_to_a_field() -> None:
+def test_every_test_value_belongs_to_a_field() -> None:
     names = {field for _, field in CASES}
     assert {one.split()[0] for one in SENT} <= names
     assert names - {"model"} <= {one.split()[0] for one in SENT}
@@ -302,7 +304,7 @@ def test_unserved_paths_name_a_replacement(path: str, client: TestClient) -> Non
 
 
 @pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/audio/speech", "/v1/rerank", "/embedd", "/v2/parse"])
-def test_unknown_paths_list_known_ones(path: str, client: TestClient) -> None:
+def test_unknown_paths_list_known_paths(path: str, client: TestClient) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 404
     assert "/embed" in told(answer) or "/v1/embeddings" in told(answer) or "/v2/rerank" in told(answer)
@@ -325,7 +327,7 @@ def test_invalid_token_ids_are_refused(tokens: Any, words: str, client: TestClie
     assert words in told(answer)
 
 
-def test_errors_have_the_form_of_each_api(client: TestClient) -> None:
+def test_errors_have_the_format_of_each_api(client: TestClient) -> None:
     openai = client.post("/v1/embeddings", json={"input": 3}).json()["error"]
     assert openai["message"].endswith(f"Fix: {openai['fix']}")
     assert (openai["param"], openai["type"], openai["code"]) == ("input", "invalid_request", "invalid_request")
@@ -335,7 +337,7 @@ def test_errors_have_the_form_of_each_api(client: TestClient) -> None:
     assert set(cohere) == {"id", "message"}
 
 
-def test_an_unknown_prompt_lists_known_ones(client: TestClient) -> None:
+def test_unknown_prompt_name_lists_known_names(client: TestClient) -> None:
     answer = client.post("/embed", json={"inputs": "card", "prompt_name": "qery"})
     assert "'qery'" in told(answer)
     assert "query, passage" in told(answer)
@@ -361,7 +363,7 @@ def test_an_unknown_prompt_lists_known_ones(client: TestClient) -> None:
         ("/classify", [], "The body is []; expected an object"),
     ],
 )  # fmt: skip
-def test_a_wrong_body_is_described_in_one_sentence(path: str, body: Any, sentence: str, client: TestClient) -> None:
+def test_invalid_body_is_described_in_one_sentence(path: str, body: Any, sentence: str, client: TestClient) -> None:
     answer = client.post(path, json=body)
     assert answer.status_code == 422
     assert told(answer).startswith(sentence), told(answer)

@@ -1,4 +1,6 @@
-"""Test offline inference: results equal the engine's results, and each row is written exactly once, even after kills."""
+"""Tests of offline inference: results equal the engine's results, and each row is written exactly once, also if the
+process is killed.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def read(folder: Path) -> dict[str, list[Any]]:
 
 PAIRED = {"text-classification": {"text": TEXTS[0], "text_pair": TEXTS[1]}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Any], dict[str, Any]]]] = {
-    # operation: (task of the model, a row of the table, options, function that converts the engine's result to output columns)
+    # For each operation, the table has the task of the model, a row of the data, options, and a function that converts
+    # the engine's result to output columns.
     "text-classification": (
         "text-classification", {"text": TEXTS[0]}, {}, lambda one: {"label": one[0]["label"], "score": one[0]["score"]},
     ),
@@ -81,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Any], dict
 
 
 @pytest.mark.parametrize("operation", CASES)
-def test_answers_of_each_operation_equal_the_engines(
+def test_results_of_each_operation_equal_the_engines(
     operation: str, served: Callable[[str], accel.ORTModel], tmp_path: Path
 ) -> None:
     task, row, options, columns = CASES[operation]
@@ -109,13 +112,13 @@ def _assert_close(found: Any, expected: Any) -> None:
             for key in one:
                 _assert_close(one[key], other[key])
     elif isinstance(found, float | list) and not (isinstance(found, list) and found and isinstance(found[0], str)):
-        # The rows were in different batches, so float32 sums are rounded differently.
+        # The engine and the offline run put the rows into different batches, so float32 sums are rounded differently.
         np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
     else:
         assert found == expected
 
 
-def test_generated_rows_equal_single_answers(shared: Callable[..., Path], tmp_path: Path) -> None:
+def test_generated_rows_equal_single_generations(shared: Callable[..., Path], tmp_path: Path) -> None:
     folder = shared("generator-llama", lambda made: save_generator(made, "llama"))
     model = accel.ORTModel.from_pretrained(folder, backend="pytorch")
     options = {"max_new_tokens": 5}
@@ -128,7 +131,7 @@ def test_generated_rows_equal_single_answers(shared: Callable[..., Path], tmp_pa
     assert found["new_tokens"] == [5] * 6
 
 
-def test_pairs_and_several_labels(model: accel.ORTModel, tmp_path: Path) -> None:
+def test_text_pairs_and_several_labels(model: accel.ORTModel, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("a,b\nhelp,where is my card\n")
     batch(model, path, tmp_path / "out", columns={"text": "a", "text_pair": "b"}, options={"top_k": 2})
@@ -139,7 +142,9 @@ def test_pairs_and_several_labels(model: accel.ORTModel, tmp_path: Path) -> None
     _assert_close(labels, expected)
 
 
-def test_files_hold_rows_in_order_with_kept_columns(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
+def test_output_files_contain_rows_in_order_with_kept_columns(
+    model: accel.ORTModel, rows: Path, tmp_path: Path
+) -> None:
     done = batch(model, rows, tmp_path / "out", rows_a_part=8, keep=["id"], format="jsonl")
     names = sorted(path.name for path in (tmp_path / "out").glob("rows-*"))
     assert names == [f"rows-{a:012d}-{b:012d}.jsonl" for a, b in ((0, 7), (8, 15), (16, 19))]
@@ -153,7 +158,7 @@ def test_only_missing_parts_are_computed(model: accel.ORTModel, rows: Path, tmp_
     batch(model, rows, tmp_path / "out", **arguments)
     before = read(tmp_path / "out")
     (tmp_path / "out" / "rows-000000000004-000000000007.parquet").unlink()
-    # Simulate a process that was killed while it wrote the record of another part, and while it wrote a file.
+    # Simulate a process that was killed while it wrote the record of a second part, and while it wrote a file.
     record = tmp_path / "out" / "_done.jsonl"
     record.write_bytes(record.read_bytes()[:-20])
     (tmp_path / "out" / ".part-rows-left").write_bytes(b"half")
@@ -167,7 +172,9 @@ def test_only_missing_parts_are_computed(model: accel.ORTModel, rows: Path, tmp_
 
 
 @pytest.mark.parametrize("what", ["data", "options", "columns", "model", "rows_a_part"])
-def test_another_run_is_refused(what: str, served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path) -> None:
+def test_run_with_other_arguments_is_refused(
+    what: str, served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+) -> None:
     model, arguments = served("text-classification"), {"rows_a_part": 8}
     batch(model, rows, tmp_path / "out", **arguments)
     changes: dict[str, dict[str, Any]] = {
@@ -184,8 +191,8 @@ def test_another_run_is_refused(what: str, served: Callable[[str], accel.ORTMode
         )
 
 
-def test_a_run_with_other_parts_is_refused(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
-    """Test the error for a run of an earlier version, which started a new part at each input file."""
+def test_run_with_other_parts_is_refused(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
+    """Continuing a run of an earlier version raises an error. Earlier versions started a new part at each input file."""
     batch(model, rows, tmp_path / "out", rows_a_part=8)
     record = tmp_path / "out" / "_done.jsonl"
     record.write_text(record.read_text().replace('"start": 8', '"start": 9'))
@@ -205,7 +212,7 @@ def test_two_processes_do_not_write_to_one_folder(model: accel.ORTModel, rows: P
         batch(model, rows, tmp_path / "out")
 
 
-def test_a_changed_part_is_an_error(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
+def test_changed_part_raises(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
     batch(model, rows, tmp_path / "out", format="jsonl")
     part = next((tmp_path / "out").glob("rows-*"))
     part.write_text(part.read_text().replace("n1", "n2") + "\n")
@@ -218,16 +225,14 @@ BAD = '{"text": "help"}\n{"text": null}\n{"text": 3}\n{"text": "%s"}\n{"text": "
 
 @pytest.mark.parametrize("name", ["_batch.json", "_done.jsonl"])
 @pytest.mark.parametrize("content", ["{", '{"number": 1}\n'])
-def test_an_invalid_record_is_an_error(
-    name: str, content: str, model: accel.ORTModel, rows: Path, tmp_path: Path
-) -> None:
+def test_invalid_record_raises(name: str, content: str, model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
     batch(model, rows, tmp_path / "out")
     (tmp_path / "out" / name).write_text(content + "\n")
     with pytest.raises((IntegrityError, ConfigError), match="is not what a run wrote|holds another run"):
         batch(model, rows, tmp_path / "out")
 
 
-def test_a_run_continues_after_a_full_disk(
+def test_run_continues_after_a_full_disk(
     model: accel.ORTModel, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = os.fsync
@@ -250,19 +255,19 @@ def test_a_run_continues_after_a_full_disk(
     assert read(out)["row"] == list(range(20))
 
 
-def test_an_output_that_cannot_be_a_folder_is_refused(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
+def test_output_path_that_is_a_file_is_refused(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
     for out in (rows, rows / "below"):
         with pytest.raises(OutputFolderError):
             batch(model, rows, out)
 
 
-def test_bytes_cannot_be_kept_as_json(model: accel.ORTModel, tmp_path: Path) -> None:
+def test_bytes_cannot_be_kept_in_json(model: accel.ORTModel, tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": ["help"], "image": [b"1"]}), tmp_path / "rows.parquet")
     with pytest.raises(InputError, match="holds bytes"):
         batch(model, tmp_path / "rows.parquet", tmp_path / "out", keep=["image"], format="jsonl")
 
 
-def test_a_row_without_an_answer_stops_the_run(model: accel.ORTModel, tmp_path: Path) -> None:
+def test_invalid_row_stops_the_run(model: accel.ORTModel, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(BAD)
     with pytest.raises(InputError, match=r"Row 1: 'text' is missing") as error:
         batch(model, tmp_path / "rows.jsonl", tmp_path / "out")
@@ -270,7 +275,7 @@ def test_a_row_without_an_answer_stops_the_run(model: accel.ORTModel, tmp_path: 
     assert not list((tmp_path / "out").glob("rows-*"))
 
 
-def test_rows_without_an_answer_are_recorded(model: accel.ORTModel, tmp_path: Path) -> None:
+def test_invalid_rows_are_recorded(model: accel.ORTModel, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(BAD)
     done = batch(model, tmp_path / "rows.jsonl", tmp_path / "out", on_error="record")
     found = read(tmp_path / "out")
@@ -291,7 +296,7 @@ def test_rows_without_an_answer_are_recorded(model: accel.ORTModel, tmp_path: Pa
         ({"rows_a_part": 0}, "0 rows"),
     ],
 )
-def test_invalid_arguments_are_refused_before_a_row_is_read(
+def test_invalid_arguments_are_refused_before_reading_rows(
     arguments: dict[str, Any], message: str, model: accel.ORTModel, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -301,7 +306,7 @@ def test_invalid_arguments_are_refused_before_a_row_is_read(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_prints_a_report(tiny_folder: Callable[..., Path], rows: Path, tmp_path: Path) -> None:
+def test_command_prints_a_report(tiny_folder: Callable[..., Path], rows: Path, tmp_path: Path) -> None:
     arguments = [
         "batch",
         str(tiny_folder("bert", "text-classification")),
@@ -360,7 +365,7 @@ for point in range(1, 40):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of one process, which this system cannot make")
-def test_a_run_that_is_killed_at_each_write_has_each_row_once(
+def test_run_killed_at_each_write_contains_each_row_once(
     tiny_folder: Callable[..., Path], rows: Path, tmp_path: Path
 ) -> None:
     model = tiny_folder("bert", "text-classification")
@@ -369,7 +374,7 @@ def test_a_run_that_is_killed_at_each_write_has_each_row_once(
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # Each process was killed one write later than the previous process, until one process finished.
+    # Each process was killed one write later than the process before it, until one process finished.
     assert int(done.stdout) >= 5
     batch(model, rows, tmp_path / "whole", rows_a_part=4, backend="pytorch")
     killed, whole = read(tmp_path / "killed"), read(tmp_path / "whole")
@@ -382,9 +387,7 @@ def test_a_run_that_is_killed_at_each_write_has_each_row_once(
 
 
 @pytest.mark.parametrize("command", ["batch", "serve"])
-def test_without_ray_the_error_names_the_extra(
-    command: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_ray_names_the_extra(command: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     more = ["--data", str(rows), "--out", str(tmp_path / "out")] if command == "batch" else ["--port", "0"]
     done = CliRunner().invoke(app, [command, "model", "--ray", *more])
@@ -393,9 +396,7 @@ def test_without_ray_the_error_names_the_extra(
 
 
 @pytest.mark.parametrize("on_error", ["stop", "record"])
-def test_an_unknown_option_stops_the_run_without_a_record(
-    on_error: Any, model: accel.ORTModel, rows: Path, tmp_path: Path
-) -> None:
+def test_unknown_option_stops_the_run(on_error: Any, model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no option 'topk'") as caught:
         batch(model, rows, tmp_path / "out", options={"topk": 3}, on_error=on_error)
     assert "Row" not in str(caught.value)
@@ -404,7 +405,7 @@ def test_an_unknown_option_stops_the_run_without_a_record(
     assert done.broken == 0
 
 
-def test_unrecorded_answers_also_protect_a_folder(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
+def test_folder_with_unrecorded_results_is_refused(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
     batch(model, rows, tmp_path / "out")
     (record,) = (one for one in (tmp_path / "out").iterdir() if "done" in one.name)
     record.unlink()

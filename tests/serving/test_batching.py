@@ -1,4 +1,6 @@
-"""Test which waiting rows run together: rows of similar length, within the limits, always including the oldest row."""
+"""Tests of the choice of waiting rows for the next model call: rows of similar length, within the limits, and always
+including the oldest row.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,16 @@ def pick(waiting: list[Row], **limits: float) -> list[int]:
     ],
     ids=["alone", "all", "rows", "tokens", "the-oldest-comes-first", "longer-than-the-budget"],
 )
-def test_limits(lengths: tuple[int, ...], limits: dict[str, float], expected: list[int]) -> None:
+def test_limits_of_a_batch(lengths: tuple[int, ...], limits: dict[str, float], expected: list[int]) -> None:
     assert pick(rows(*lengths), **limits) == expected
 
 
-def test_a_long_row_does_not_pad_many_short_ones() -> None:
+def test_long_row_does_not_pad_many_short_rows() -> None:
     waiting = rows(*[10] * 15, 400)
     assert pick(waiting) == list(range(15))
 
 
-def test_an_expensive_call_is_shared_by_all_lengths() -> None:
+def test_expensive_call_includes_all_lengths() -> None:
     waiting = rows(*[10] * 15, 400)
     assert pick(waiting, call_tokens=1e6) == list(range(16))
 
@@ -54,12 +56,12 @@ def test_rows_of_another_group_wait() -> None:
     assert pick(waiting) == [0, 2]
 
 
-def test_a_request_of_several_rows_counts_as_many() -> None:
+def test_request_of_several_rows_counts_all_its_rows() -> None:
     waiting = [row(8, count=3), row(8, count=3), row(8, count=2)]
     assert pick(waiting, max_rows=5) in ([0, 2], [0])
 
 
-def test_everything_is_run_and_no_batch_is_over_the_budget() -> None:
+def test_every_row_runs_and_no_batch_exceeds_the_budget() -> None:
     chance = random.Random(0)
     waiting = [row(chance.choice((3, 9, 50, 51, 300, 511)), chance.choice((1, 1, 4))) for _ in range(500)]
     turns = 0
@@ -83,7 +85,7 @@ def test_costs_are_measured_from_calls() -> None:
     assert model.call_tokens == pytest.approx(200, rel=1e-2)
 
 
-def test_equal_calls_keep_the_first_guess() -> None:
+def test_equal_calls_keep_the_initial_cost() -> None:
     model = CostModel(call_tokens=32)
     for _ in range(10):
         model.add(100, 0.1)

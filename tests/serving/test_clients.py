@@ -1,4 +1,6 @@
-"""Test that requests of other servers' clients are accepted with their meaning, or refused in the format of that server."""
+"""Tests of requests from clients of other servers: each request is accepted with the same meaning, or refused in the
+format of that server.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def client(served: Served) -> Iterator[TestClient]:
         yield made
 
 
-def test_rerank_in_the_form_of_text_embeddings_inference(client: TestClient) -> None:
+def test_rerank_format_of_text_embeddings_inference(client: TestClient) -> None:
     texts = ["the bank", "i lost my card", "help"]
     found = post(client, "/rerank", query="where is my card", texts=texts, return_text=True, raw_scores=True)
     usual = post(client, "/rerank", query="where is my card", documents=texts, raw_scores=True)["results"]
@@ -40,7 +42,7 @@ def test_rerank_in_the_form_of_text_embeddings_inference(client: TestClient) -> 
     "body", [{}, {"documents": ["a"], "texts": ["a"]}, {"texts": ["a"], "top_n": 1}, {"documents": ["a"], "return_text": True},
              ]
 )  # fmt: skip
-def test_a_mixture_of_two_forms_is_refused(body: dict[str, Any], client: TestClient) -> None:
+def test_mixed_rerank_formats_are_refused(body: dict[str, Any], client: TestClient) -> None:
     assert client.post("/rerank", json={"query": "help", **body}).status_code == 422
 
 
@@ -53,7 +55,7 @@ def test_a_mixture_of_two_forms_is_refused(body: dict[str, Any], client: TestCli
         ("chat", "where is my", {"max_new_tokens": 4}, "/generate"),
     ],
 )
-def test_invocations_choose_the_endpoint_by_inputs(
+def test_invocations_select_the_endpoint_by_inputs(
     model: str, inputs: Any, parameters: dict[str, Any], path: str, client: TestClient
 ) -> None:
     found = post(client, "/invocations", inputs=inputs, parameters={"model": model, **parameters})
@@ -62,10 +64,10 @@ def test_invocations_choose_the_endpoint_by_inputs(
     assert found == post(client, path, model=model, **body, **parameters, **more)
 
 
-def test_an_answers_message_can_be_sent_back(client: TestClient) -> None:
+def test_assistant_message_can_be_sent_back(client: TestClient) -> None:
     asked = [{"role": "user", "content": "where is my card"}]
     made = post(client, "/v1/chat/completions", messages=asked, max_tokens=3)["choices"][0]["message"]
-    # OpenAI's client serializes its message object with these fields.
+    # OpenAI's client sends its message object with these fields.
     made = {**made, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
     assert (
         post(client, "/v1/chat/completions", messages=[*asked, made, *asked], max_tokens=3)["usage"]["prompt_tokens"]
@@ -85,18 +87,18 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("path", GIVEN)
-def test_fields_that_request_nothing_are_accepted(path: str, client: TestClient) -> None:
-    """Test field values without an effect; `test_api_fields` sends all other values."""
+def test_fields_without_effect_are_accepted(path: str, client: TestClient) -> None:
+    """Field values that have no effect are accepted. `test_api_fields` sends all other values."""
     post(client, path, **GIVEN[path], **NOTHING[path], max_tokens=2)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_unknown_paths_of_the_inference_protocol_have_text_errors(method: str, client: TestClient) -> None:
+def test_unknown_inference_protocol_paths_have_text_errors(method: str, client: TestClient) -> None:
     found = client.request(method, "/v2/repository/index")
     assert (found.status_code, type(found.json()["error"])) == (404, str)
 
 
-def test_only_pages_of_configured_origins_may_call(client: TestClient) -> None:
+def test_only_configured_origins_may_call(client: TestClient) -> None:
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     found = client.options("/classify", headers={"Origin": "https://a.example", **asks})
     assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://a.example")
@@ -117,7 +119,7 @@ def test_invalid_settings_are_refused(setting: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("template", ["{:999999999}", "{0}", "{.__class__}", "{} {}", "none", "{", "{{}}"])
-def test_a_hypothesis_template_has_one_placeholder(template: str, client: TestClient) -> None:
+def test_hypothesis_template_requires_one_placeholder(template: str, client: TestClient) -> None:
     body = {"model": "judge", "inputs": "help", "candidate_labels": ["bank"], "hypothesis_template": template}
     answer = client.post("/zero-shot", json=body)
     assert (answer.status_code, "hypothesis_template" in answer.text) == (422, True)
@@ -136,17 +138,17 @@ LONG = [
 
 
 @pytest.mark.parametrize(("path", "body"), LONG)
-def test_long_texts_are_refused_before_they_are_tokenized(path: str, body: dict[str, Any], client: TestClient) -> None:
+def test_long_texts_are_refused_before_tokenization(path: str, body: dict[str, Any], client: TestClient) -> None:
     answer = client.post(path, json=body)
     assert (answer.status_code, "2000 characters" in answer.text) == (413, True)
 
 
-def test_errors_are_short_whatever_they_quote(client: TestClient) -> None:
+def test_errors_stay_short_for_long_values(client: TestClient) -> None:
     for body in ({"inputs": "help", "model": "x" * 100_000}, {"inputs": "help", "x" * 100_000: 1}):
         assert len(client.post("/classify", json=body).content) < 3000
 
 
-def test_too_many_rows_of_tensors_are_refused(client: TestClient) -> None:
+def test_too_many_tensor_rows_are_refused(client: TestClient) -> None:
     inputs = [
         {"name": name, "datatype": "INT64", "shape": [9, 2], "data": [1] * 18}
         for name in ("input_ids", "attention_mask")
@@ -155,11 +157,11 @@ def test_too_many_rows_of_tensors_are_refused(client: TestClient) -> None:
     assert (answer.status_code, "at most 8" in answer.text) == (422, True)
 
 
-# Tests of texts over the Open Inference Protocol
+# The tests below send texts over the Open Inference Protocol.
 
 
 def infer(client: TestClient, model: str, binary: bool = False, **inputs: list[list[str]]) -> dict[str, Any]:
-    """Send texts over the Open Inference Protocol, as JSON or binary, and return the outputs by name as arrays."""
+    """Send texts over the Open Inference Protocol, as JSON or as binary data. Return the outputs as arrays by name."""
     path = f"/v2/models/{model}/infer"
     shapes = {name: [len(rows), len(rows[0])] for name, rows in inputs.items()}
     if binary:
@@ -211,7 +213,7 @@ WORDS = ["where is my card", "the bäñk 👩 is closed"]
 
 @pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_texts_are_classified_as_tensors(binary: bool, count: int, text_client: TestClient) -> None:
+def test_texts_as_tensors_are_classified(binary: bool, count: int, text_client: TestClient) -> None:
     found = infer(text_client, "labels.text", binary, TEXT=[[text] for text in WORDS[:count]])
     expected = post(text_client, "/classify", model="labels", inputs=WORDS[:count], top_k=3)
     for i, one in enumerate(expected):
@@ -222,7 +224,7 @@ def test_texts_are_classified_as_tensors(binary: bool, count: int, text_client: 
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_other_tasks_of_texts_as_tensors(binary: bool, text_client: TestClient) -> None:
+def test_other_text_tasks_as_tensors(binary: bool, text_client: TestClient) -> None:
     vectors = infer(text_client, "vectors.text", binary, TEXT=[[text] for text in WORDS])["EMBEDDING"]
     assert np.allclose(vectors, post(text_client, "/embed", inputs=WORDS, normalize=False), atol=1e-5)
     (tags,) = infer(text_client, "tags.text", binary, TEXT=[[WORDS[0]]])["ENTITIES"][0]
@@ -271,7 +273,7 @@ def test_invalid_text_tensors_are_refused(body: dict[str, Any], text_client: Tes
     assert (answer.status_code, type(answer.json()["error"])) == (422, str), answer.text
 
 
-def test_a_query_counts_with_each_of_its_documents(client: TestClient) -> None:
+def test_query_counts_once_for_each_document(client: TestClient) -> None:
     inputs = [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a " * 200]},
               {"name": "DOCUMENTS", "datatype": "BYTES", "shape": [1, 6], "data": ["a"] * 6}]  # fmt: skip
     assert client.post("/v2/models/scores.text/infer", json={"inputs": inputs}).status_code == 413

@@ -1,4 +1,4 @@
-"""Test that the engine returns the same results as the pipeline to every caller, with few model calls."""
+"""Tests of the engine: it returns the same results as the pipeline to every caller, with few model calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("task", "inputs", "options"), CASES)
-def test_answers_equal_the_pipelines(task: str, inputs: list[Any], options: dict[str, Any], served: Served) -> None:
+def test_results_equal_the_pipelines(task: str, inputs: list[Any], options: dict[str, Any], served: Served) -> None:
     model = served(task)
     pipe = accel.pipeline(task, model=model)
     expected_alone = [pipe(one, **options) for one in inputs]
@@ -101,7 +101,7 @@ def test_ranking_equals_rank(served: Served) -> None:
     assert close(found, model.rank("where is my card", TEXTS, top_k=3, return_documents=True))
 
 
-def test_tensors_of_unequal_lengths_share_a_call(served: Served) -> None:
+def test_tensors_of_different_lengths_share_a_call(served: Served) -> None:
     model = served("token-classification")
     calls = [{"input_ids": torch.full((rows, length), 9), "attention_mask": torch.ones(rows, length, dtype=torch.int64)}
              for rows, length in ((1, 4), (3, 7), (2, 4))]  # fmt: skip
@@ -115,7 +115,7 @@ def test_tensors_of_unequal_lengths_share_a_call(served: Served) -> None:
         assert torch.allclose(answer["logits"], model(**given).logits, atol=1e-4)
 
 
-def test_an_empty_list_is_an_empty_answer(served: Served) -> None:
+def test_empty_list_gives_an_empty_result(served: Served) -> None:
     with accel.Engine(served("text-classification")) as engine:
         assert engine.run([]) == []
 
@@ -134,7 +134,7 @@ def test_waiting_requests_share_the_next_call(gated: Gated) -> None:
     assert others[0].timing.tokens == 6
 
 
-def test_a_caller_that_gives_up_is_not_computed(gated: Gated) -> None:
+def test_cancelled_requests_are_not_computed(gated: Gated) -> None:
     model, gate = gated
     with accel.Engine(model) as engine:
         engine.submit("help")
@@ -149,7 +149,7 @@ def test_a_caller_that_gives_up_is_not_computed(gated: Gated) -> None:
     assert [shape[0] for shape in gate.calls] == [1, 1]
 
 
-def test_a_task_that_is_cancelled_frees_its_place(gated: Gated) -> None:
+def test_cancelled_task_frees_its_queue_place(gated: Gated) -> None:
     model, gate = gated
 
     async def give_up(engine: accel.Engine) -> None:
@@ -169,7 +169,7 @@ def test_a_task_that_is_cancelled_frees_its_place(gated: Gated) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_no_answer_in_time_is_an_error_and_frees_the_place(blocking: bool, gated: Gated) -> None:
+def test_timeout_raises_and_frees_the_queue_place(blocking: bool, gated: Gated) -> None:
     model, gate = gated
     with accel.Engine(model, timeout_s=0.05) as engine:
         engine.submit("help")
@@ -180,7 +180,7 @@ def test_no_answer_in_time_is_an_error_and_frees_the_place(blocking: bool, gated
         gate.open()
 
 
-def test_a_full_queue_refuses_with_a_time_to_retry(gated: Gated) -> None:
+def test_full_queue_refuses_with_a_retry_time(gated: Gated) -> None:
     model, gate = gated
     with accel.Engine(model, max_queue=3) as engine:
         jobs = [engine.submit("help") for _ in range(3)]
@@ -193,7 +193,7 @@ def test_a_full_queue_refuses_with_a_time_to_retry(gated: Gated) -> None:
         engine.run("help")
 
 
-def test_a_request_that_would_wait_too_long_is_refused(gated: Gated) -> None:
+def test_request_with_too_long_wait_is_refused(gated: Gated) -> None:
     model, gate = gated
     gate.open()
     with accel.Engine(model, max_wait_s=1e-9) as engine:
@@ -207,8 +207,10 @@ def test_a_request_that_would_wait_too_long_is_refused(gated: Gated) -> None:
             job.future.result(30)
 
 
-def test_one_bad_request_does_not_fail_its_neighbours(gated: Gated) -> None:
-    """Test a batch with an invalid token id, which only the session detects, when it runs the whole batch."""
+def test_invalid_request_does_not_fail_its_batch(gated: Gated) -> None:
+    """A batch contains one invalid token id. Only the session detects the id, when it runs the whole batch, and only
+    the request with this id fails.
+    """
     model, gate = gated
     ids = {"input_ids": torch.tensor([[2, 9, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
     bad = {**ids, "input_ids": torch.tensor([[2, 100_000, 3]])}
@@ -241,8 +243,10 @@ def test_invalid_requests_are_refused(
         engine.run(inputs, **options)
 
 
-def test_a_panic_of_the_tokenizer_fails_one_request(served: Served) -> None:
-    """Test that a thread continues after a tokenizer panic, caused by a stride that leaves no room in a window."""
+def test_tokenizer_panic_fails_one_request(served: Served) -> None:
+    """A worker thread continues after a panic of the tokenizer. A stride that leaves no room in a window causes the
+    panic.
+    """
     with accel.Engine(served("token-classification"), workers=1) as engine:
         stride = POSITIONS - 2 - 2
         with pytest.raises(InputError, match="stride"):
@@ -258,13 +262,15 @@ def test_a_panic_of_the_tokenizer_fails_one_request(served: Served) -> None:
         ("question-answering", ("question-answering",)),
     ],
 )
-def test_a_model_offers_its_pipelines_once(task: str, pipelines: tuple[str, ...], served: Served) -> None:
-    """Test the operations of a model. Zero-shot classification is only offered for models with entailment labels."""
+def test_model_offers_its_pipelines_once(task: str, pipelines: tuple[str, ...], served: Served) -> None:
+    """The engine lists the operations of a model. Zero-shot classification is listed only for models with entailment
+    labels.
+    """
     with accel.Engine(served(task)) as engine:
         assert engine.operations() == (*pipelines, "tensors", "tokenize")
 
 
-def test_operations_with_work_of_their_own_are_offered(served: Served) -> None:
+def test_operations_with_their_own_work_are_offered(served: Served) -> None:
     class Own(Operation):
         def work(self, model: accel.ORTModel, tokenizer: Any) -> Any:
             raise NotImplementedError
@@ -274,7 +280,7 @@ def test_operations_with_work_of_their_own_are_offered(served: Served) -> None:
     assert offered == [True, True, False]
 
 
-def test_a_graph_without_a_pipeline_takes_tensors_by_default(tmp_path: Path) -> None:
+def test_graph_without_pipeline_accepts_tensors(tmp_path: Path) -> None:
     onnx.save(graph("text-classification"), str(tmp_path / "model.onnx"))
     transformers.BertConfig().save_pretrained(tmp_path)
     (tmp_path / "rows.csv").write_text("text\nhelp\n")
@@ -303,7 +309,7 @@ def test_several_models_and_workers(served: Served) -> None:
     assert close(found[: 2 * len(TEXTS)], [pipe(text) for text in TEXTS for pipe in pipes])
 
 
-def test_closing_answers_accepted_requests(gated: Gated) -> None:
+def test_closing_completes_accepted_requests(gated: Gated) -> None:
     model, gate = gated
     engine = accel.Engine(model).start()
     jobs = [engine.submit("help") for _ in range(20)]
@@ -327,7 +333,7 @@ def test_closing_without_draining_refuses_waiting_requests(gated: Gated) -> None
         waits.future.result(30)
 
 
-def test_a_call_before_the_start_is_an_error(served: Served) -> None:
+def test_call_before_start_raises(served: Served) -> None:
     with pytest.raises(EngineClosedError, match="not started"):
         accel.Engine(served("text-classification")).run("help")
 
@@ -338,7 +344,7 @@ def test_invalid_limits_are_refused(setting: dict[str, Any]) -> None:
         accel.Engine("model", **setting)
 
 
-def test_times_of_the_steps_add_up(served: Served) -> None:
+def test_step_times_add_up(served: Served) -> None:
     with accel.Engine(served("text-classification")) as engine:
         start = time.perf_counter()
         job = engine.submit(TEXTS)
@@ -348,7 +354,7 @@ def test_times_of_the_steps_add_up(served: Served) -> None:
     assert 0 < timing.tokenization_s + timing.queue_s + timing.inference_s <= timing.total_s <= seconds
 
 
-def test_processors_are_shared_by_workers(tiny_folder: Callable[..., Path]) -> None:
+def test_workers_share_the_processors(tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("bert", "text-classification")
     with accel.Engine(folder, backend="pytorch", processors=4, workers=2) as engine:
         assert next(iter(engine.models.values())).session_options.threads == 2
@@ -358,7 +364,7 @@ def test_processors_are_shared_by_workers(tiny_folder: Callable[..., Path]) -> N
         accel.Engine(folder, processors=0)
 
 
-def test_a_closed_engine_raises(served: Served) -> None:
+def test_closed_engine_raises(served: Served) -> None:
     engine = accel.Engine(served("text-classification"))
     with engine:
         engine.run("help")
@@ -368,7 +374,7 @@ def test_a_closed_engine_raises(served: Served) -> None:
     engine.close()
 
 
-def test_a_model_that_does_not_open_leaves_none_open(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_model_that_cannot_open_closes_the_others(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     engine = accel.Engine(
         {"labels": tiny_folder("bert", "text-classification"), "none": tmp_path / "none"}, backend="pytorch"
     )
@@ -380,7 +386,7 @@ def test_a_model_that_does_not_open_leaves_none_open(tiny_folder: Callable[..., 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_cannot_use_the_engine(served: Served) -> None:
+def test_forked_process_cannot_use_the_engine(served: Served) -> None:
     with accel.Engine(served("text-classification")) as engine:
         child = os.fork()
         if not child:
@@ -393,7 +399,7 @@ def test_a_forked_process_cannot_use_the_engine(served: Served) -> None:
         engine.run("help")
 
 
-def test_an_observer_that_fails_does_not_end_the_threads(served: Served) -> None:
+def test_failing_observer_does_not_end_the_threads(served: Served) -> None:
     class Broken:
         def batch(self, *_: Any) -> None:
             raise ValueError("mine")
@@ -409,7 +415,7 @@ def test_an_observer_that_fails_does_not_end_the_threads(served: Served) -> None
                 engine.run("help", timeout_s=20)
 
 
-def test_event_loops_of_several_threads_use_one_engine(served: Served) -> None:
+def test_event_loops_of_several_threads_share_an_engine(served: Served) -> None:
     async def ask(engine: accel.Engine) -> list[Any]:
         return await asyncio.gather(*(engine(text) for text in TEXTS))
 

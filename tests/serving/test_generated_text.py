@@ -1,4 +1,4 @@
-"""Test the conversion of tokens to final text, and the conditions that end a generation."""
+"""Tests of the conversion of tokens to final text, and of the conditions that end a generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(generator: Callable[..., Artifact]) -> Any:
     return accel.ORTModelForCausalLM.from_pretrained(generator("llama").path)
 
 
-def test_texts_in_and_out(model: Any) -> None:
+def test_text_prompt_gives_text(model: Any) -> None:
     with GenerationEngine(model) as engine:
         found = engine("where is my card", GenerationOptions(max_new_tokens=9))
     tokenizer = engine.tokenizer
@@ -33,7 +33,7 @@ def test_texts_in_and_out(model: Any) -> None:
     assert (found.prompt_tokens, found.new_tokens, found.finish) == (inputs["input_ids"].shape[1], 9, "length")
 
 
-def test_a_stop_string_frees_the_row(model: Any) -> None:
+def test_stop_string_ends_the_generation(model: Any) -> None:
     with GenerationEngine(model) as engine:
         whole = engine("where is my card", GenerationOptions(max_new_tokens=40))
         word = whole.text.split()[5]
@@ -43,7 +43,7 @@ def test_a_stop_string_frees_the_row(model: Any) -> None:
     assert found.new_tokens < 20
 
 
-def test_a_chat_needs_a_template(model: Any) -> None:
+def test_chat_requires_a_template(model: Any) -> None:
     messages = [{"role": "user", "content": "where is my card"}]
     tokenizer = tiny_tokenizer()
     with GenerationEngine(model, tokenizer) as engine:
@@ -57,7 +57,7 @@ def test_a_chat_needs_a_template(model: Any) -> None:
             engine.encode([{"role": "odd", "content": ""}])
 
 
-def test_a_stop_string_is_not_split_into_letters() -> None:
+def test_stop_string_is_not_split_into_letters() -> None:
     assert GenerationOptions(stop="card").stop == ("card",)  # type: ignore[arg-type]  # users pass a string
     assert GenerationOptions(stop=["card", "pay"]).stop == ("card", "pay")  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Test text generation over HTTP, in OpenAI's formats and as server-sent events."""
+"""Tests of text generation over HTTP, in OpenAI's formats and as server-sent events."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_chat(client: TestClient, engine: accel.Engine, model: Any) -> None:
     assert (found["object"], found["model"]) == ("chat.completion", "tiny")
 
 
-def test_a_streamed_chat_is_the_whole_one(client: TestClient) -> None:
+def test_streamed_chat_equals_the_whole_response(client: TestClient) -> None:
     body = {"messages": MESSAGES, "max_completion_tokens": 9, **GREEDY}
     whole = post(client, "/v1/chat/completions", **body)
     found = events(client, "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **body)
@@ -94,14 +94,14 @@ def test_each_event_can_have_token_counts(client: TestClient) -> None:
     assert counts[-1] == 9
 
 
-def test_content_in_parts(client: TestClient) -> None:
+def test_message_content_in_parts(client: TestClient) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "where is "}, {"type": "text", "text": "my card"}]}]
     asked = {"max_tokens": 4, **GREEDY}
     found = [post(client, "/v1/chat/completions", messages=m, **asked)["choices"] for m in (parts, MESSAGES)]
     assert found[0] == found[1]
 
 
-def test_completions_of_texts_and_of_tokens(client: TestClient, engine: accel.Engine, model: Any) -> None:
+def test_completions_of_texts_and_tokens(client: TestClient, engine: accel.Engine, model: Any) -> None:
     texts = [PROMPT, "help"]
     found = post(client, "/v1/completions", prompt=texts, max_tokens=6, **GREEDY)
     assert [choice["index"] for choice in found["choices"]] == [0, 1]
@@ -120,7 +120,7 @@ def test_streamed_completions_of_several_prompts(client: TestClient) -> None:
     assert texts == [choice["text"] for choice in whole["choices"]]
 
 
-def test_without_a_temperature_openai_draws(client: TestClient) -> None:
+def test_openai_completions_sample_by_default(client: TestClient) -> None:
     found = {post(client, "/v1/completions", prompt=PROMPT, seed=seed)["choices"][0]["text"] for seed in range(4)}
     assert len(found) > 1
 
@@ -139,8 +139,8 @@ def test_stop_strings(client: TestClient, several: bool) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text[: text.index(word)]
 
 
-def test_generate(client: TestClient, engine: accel.Engine, model: Any) -> None:
-    """Test `/generate`, which uses greedy decoding by default, as in the model's generation config."""
+def test_generate_endpoint(client: TestClient, engine: accel.Engine, model: Any) -> None:
+    """The endpoint `/generate` uses the model's generation config, so its default is greedy decoding."""
     *pieces, last = events(client, "/generate", inputs=PROMPT, max_new_tokens=7)
     text = "".join(piece["text"] for piece in [*pieces, last])
     assert text == expected(engine, model, PROMPT, 7)
@@ -149,7 +149,7 @@ def test_generate(client: TestClient, engine: accel.Engine, model: Any) -> None:
     assert whole == {"text": text, "finish_reason": "length", "usage": last["usage"]}
 
 
-def test_answers_have_timing_headers(client: TestClient) -> None:
+def test_responses_have_timing_headers(client: TestClient) -> None:
     headers = client.post("/generate", json={"inputs": PROMPT, "max_new_tokens": 2, "stream": False}).headers
     assert all(float(headers[f"x-{what}-ms"]) >= 0 for what in ("queue", "tokenization", "inference"))
 
@@ -194,7 +194,7 @@ def test_metrics_equal_the_clients_token_counts(client: TestClient) -> None:
 
 
 class Slow:
-    """Delay each decoding step of the running batch."""
+    """Context that delays each decoding step of the running batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         step = RunningRows.step
@@ -206,7 +206,7 @@ class Slow:
         monkeypatch.setattr(RunningRows, "step", slow)
 
 
-def test_too_many_get_429(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_get_status_429(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow(monkeypatch, 0.01)
     found: list[int] = []
 
@@ -224,7 +224,7 @@ def test_too_many_get_429(client: TestClient, monkeypatch: pytest.MonkeyPatch) -
     assert set(found) == {200, 429}
 
 
-def test_no_token_in_time_is_a_timeout(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_in_time_gives_a_timeout(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow(monkeypatch, 1.0)
     engine = accel.Engine({"tiny": model}, timeout_s=0.1)
     with TestClient(create_app(engine)) as client:

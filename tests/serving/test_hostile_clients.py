@@ -1,4 +1,4 @@
-"""Test a server on a real socket with many clients, and with clients that are slow, send nothing, or disconnect."""
+"""Tests of a server on a real socket with many clients, and with clients that are slow, send nothing, or disconnect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELP = json.dumps({"inputs": "help"}).encode()
 
 @contextmanager
 def running(front: OuterMiddleware) -> Iterator[int]:
-    """Run the server in a thread, yield its port, and shut it down after the `with` block."""
+    """Run the server in a thread and yield its port. Shut the server down at the end of the `with` block."""
     ready = threading.Event()
     url: list[str] = []
 
@@ -61,7 +61,9 @@ def ask(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
 
 
 def sent(port: int, path: str, body: bytes, length: int | None = None) -> socket.socket:
-    """Open a connection and send a request, or with `length` only the beginning of a request; return the connection."""
+    """Open a connection, send a request, and return the connection. With `length`, only the beginning of the request is
+    sent.
+    """
     made = socket.create_connection(("127.0.0.1", port), timeout=60)
     made.sendall(
         b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), length or len(body), body)
@@ -77,7 +79,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def until_pending(engine: accel.Engine, wanted: int, port: int) -> None:
-    """Wait until the given number of inputs wait or run; on failure, show the request counts from the server's metrics."""
+    """Wait until exactly `wanted` inputs wait or run. If this fails, the error shows the request counts from the
+    server's metrics.
+    """
     try:
         until(lambda: engine.pending() == wanted)
     except AssertionError:
@@ -95,7 +99,7 @@ def read(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def test_an_incomplete_body_times_out(served: Served) -> None:
+def test_incomplete_body_times_out(served: Served) -> None:
     engine = accel.Engine({"labels": served("text-classification")})
     front = create_app(engine, ServerSettings(body_timeout_s=0.2))
     with running(front) as port:
@@ -104,7 +108,7 @@ def test_an_incomplete_body_times_out(served: Served) -> None:
         assert ask(port, "/classify", HELP)[0] == 200
 
 
-def test_an_incomplete_body_does_not_delay_the_end(served: Served) -> None:
+def test_incomplete_body_does_not_delay_shutdown(served: Served) -> None:
     front = create_app(accel.Engine({"labels": served("text-classification")}), ServerSettings(linger_s=0.0))
     with running(front) as port:
         half = sent(port, "/classify", HELP[:5], length=len(HELP))
@@ -129,7 +133,7 @@ def chat(shared: Callable[..., Path]) -> accel.ORTModel:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_client_that_leaves_frees_its_row(stream: bool, wait: bool, chat: accel.ORTModel) -> None:
+def test_disconnected_client_frees_its_row(stream: bool, wait: bool, chat: accel.ORTModel) -> None:
     engine = accel.Engine({"chat": chat})
     body = json.dumps({"inputs": "help", "max_new_tokens": 3000, "ignore_eos": True, "stream": stream}).encode()
     with running(create_app(engine)) as port:
@@ -148,22 +152,24 @@ def test_a_client_that_leaves_frees_its_row(stream: bool, wait: bool, chat: acce
 
 
 def counted(page: str, name: str, **labels: str) -> int:
-    """Return the sum of a Prometheus counter over all label values that are not given."""
+    """Return the sum of a Prometheus counter over all values of the labels that are not given."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     found = re.findall(rf"^{name}(?:{{(.*)}})? ([0-9.e+]+)$", page, re.MULTILINE)
     return int(sum(float(value) for given, value in found if all(one in given for one in wanted)))
 
 
 @pytest.mark.thorough
-def test_metrics_equal_the_counts_of_sixteen_callers(served: Served) -> None:
-    """Test that metrics are exact for all outcomes.
+def test_metrics_equal_the_counts_of_sixteen_clients(served: Served) -> None:
+    """The metrics are exact for all outcomes of a request.
 
-    The requests succeed, are refused by the queue, are invalid, name an unknown model, or are sent by clients that disconnect.
+    The requests succeed, are refused by the queue, are invalid, name an unknown model, or come from clients that
+    disconnect.
     """
     model = served("sentence-similarity")
     gate = Gate(model._session)
     model._session = gate
-    # Set a large `max_wait_s`: on a busy machine, the event loop is late and requests would be refused for this reason alone.
+    # Set a large `max_wait_s`. On a busy machine the event loop is late, and the server would refuse requests only for
+    # this reason.
     engine = accel.Engine({"vectors": model}, max_queue=6, max_wait_s=600)
     statuses: Counter[str] = Counter()
     tokens = inputs = 0
@@ -189,7 +195,7 @@ def test_metrics_equal_the_counts_of_sixteen_callers(served: Served) -> None:
 
     try:
         with running(create_app(engine)) as port:
-            # These clients disconnect while the model is busy.
+            # The following clients disconnect while the model is busy.
             left = [sent(port, "/v1/embeddings", b'{"input": ["help", "card"]}') for _ in range(3)]
             until_pending(engine, 6, port)
             statuses[str(ask(port, "/v1/embeddings", b'{"input": "help"}')[0])] += 1
@@ -220,7 +226,7 @@ def test_metrics_equal_the_counts_of_sixteen_callers(served: Served) -> None:
     assert counted(page, "accel_inputs_total", outcome="cancelled") == 6
     assert counted(page, "accel_inputs_total", outcome="failed") == 0
     assert counted(page, "accel_queue_seconds_count") == statuses["200"]
-    # Rows of disconnected clients that were already in a running call are counted.
+    # The metrics count rows of disconnected clients if the rows were already in a running call.
     first_call = gate.calls[0]
     assert counted(page, "accel_tokens_total") == tokens + first_call[0] * 3
     assert counted(page, "accel_pending_inputs") == 0

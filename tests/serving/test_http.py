@@ -1,4 +1,4 @@
-"""Test the protocols of the HTTP server, and its error responses in the format of each protocol."""
+"""Tests of the protocols of the HTTP server, and of its error responses in the format of each protocol."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TASK_CALLS = [
 
 
 @pytest.mark.parametrize(("path", "model", "body"), TASK_CALLS)
-def test_endpoints_answer_as_pipelines(
+def test_endpoints_return_pipeline_results(
     path: str, model: str, body: dict[str, Any], client: TestClient, served: Served
 ) -> None:
     pipe = accel.pipeline(TASKS[model], model=served(TASKS[model]))
@@ -88,7 +88,7 @@ def test_tokenize(client: TestClient) -> None:
     assert tokens[2] == {"id": tokens[2]["id"], "text": "card", "start": 3, "stop": 7, "special": False}
 
 
-def test_embeddings_as_openai_gives_them(client: TestClient, served: Served) -> None:
+def test_openai_embeddings(client: TestClient, served: Served) -> None:
     texts = ["my card", "the bank is closed"]
     found = post(client, "/v1/embeddings", model="vectors", input=texts)
     rows = [one["embedding"] for one in found["data"]]
@@ -98,7 +98,7 @@ def test_embeddings_as_openai_gives_them(client: TestClient, served: Served) -> 
     assert found["usage"]["prompt_tokens"] == 4 + 6
 
 
-def test_the_list_of_models(client: TestClient) -> None:
+def test_list_of_models(client: TestClient) -> None:
     found = client.get("/v1/models").json()["data"]
     assert [one["id"] for one in found] == list(TASKS)
     assert client.get("/v1/models/labels").json()["task"] == "text-classification"
@@ -140,7 +140,7 @@ def test_inference_protocol_metadata_and_health(client: TestClient) -> None:
         assert client.get(path).status_code == 200, path
 
 
-def test_sagemaker_asks_the_models_own_endpoint(served: Served) -> None:
+def test_sagemaker_invocations_use_the_models_endpoint(served: Served) -> None:
     with TestClient(create_app(accel.Engine({"answers": served("question-answering")}))) as client:
         body = {"question": "where is wolfgang", "context": CONTEXT}
         assert post(client, "/invocations", inputs=body, parameters={"top_k": 2}) == post(
@@ -185,7 +185,7 @@ def test_errors_name_the_reason(path: str, body: Any, status: int, words: str, c
     assert "site-packages" not in answer.text
 
 
-def test_a_body_without_a_length_is_limited(client: TestClient) -> None:
+def test_body_without_length_is_limited(client: TestClient) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(100):
             yield b" " * 1000
@@ -194,13 +194,13 @@ def test_a_body_without_a_length_is_limited(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/embeddings", "/v2/models/labels/infer"])
-def test_a_compressed_body_is_named_as_such(path: str, client: TestClient) -> None:
+def test_compressed_body_is_refused_by_name(path: str, client: TestClient) -> None:
     answer = client.post(path, content=gzip.compress(b'{"inputs": "help"}'), headers={"content-encoding": "gzip"})
     assert answer.status_code == 415
     assert "Compressed bodies are not accepted." in answer.text
 
 
-def test_answers_have_request_ids_and_timing_headers(client: TestClient) -> None:
+def test_responses_have_request_ids_and_timing_headers(client: TestClient) -> None:
     answer = client.post("/classify", json={"inputs": "help", "model": "labels"}, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
     for step in ("queue", "tokenization", "inference"):
@@ -209,13 +209,13 @@ def test_answers_have_request_ids_and_timing_headers(client: TestClient) -> None
     assert len(bad) == 16
 
 
-def test_the_log_has_the_request_id(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_access_log_contains_the_request_id(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="accel.serving.access"):
         client.get("/health", headers={"X-Request-Id": "abc"})
     assert "abc GET /health 200" in caplog.text
 
 
-def test_keys(served: Served) -> None:
+def test_api_keys(served: Served) -> None:
     engine = accel.Engine({"labels": served("text-classification")})
     with TestClient(create_app(engine, ServerSettings(api_keys=("one", "two")))) as client:
         body = {"inputs": "help"}
@@ -234,7 +234,7 @@ def test_keys(served: Served) -> None:
         assert client.get("/metrics").status_code == 401
 
 
-def test_a_full_queue_is_429_with_retry_after(gated: tuple[accel.ORTModel, Gate]) -> None:
+def test_full_queue_gives_status_429_with_retry_after(gated: tuple[accel.ORTModel, Gate]) -> None:
     model, gate = gated
     engine = accel.Engine({"labels": model}, max_queue=1).start()
     with TestClient(create_app(engine)) as client:
@@ -249,12 +249,12 @@ def test_a_full_queue_is_429_with_retry_after(gated: tuple[accel.ORTModel, Gate]
     engine.close()
 
 
-def test_a_late_event_loop_refuses_requests(served: Served) -> None:
+def test_late_event_loop_refuses_requests(served: Served) -> None:
     begun = threading.Event()
 
     async def slow(call: HttpCall, body: Any) -> Response:
         begun.set()
-        time.sleep(0.3)  # block the event loop, as heavy load would
+        time.sleep(0.3)  # block the event loop, as a heavy load would
         await asyncio.sleep(0.2)
         return Response(status_code=200)
 
@@ -273,7 +273,7 @@ def test_a_late_event_loop_refuses_requests(served: Served) -> None:
         assert client.post("/classify", json={"inputs": "help"}).status_code == 200
 
 
-def test_no_answer_in_time_is_504(gated: tuple[accel.ORTModel, Gate]) -> None:
+def test_timeout_gives_status_504(gated: tuple[accel.ORTModel, Gate]) -> None:
     model, gate = gated
     with TestClient(create_app(accel.Engine({"labels": model}, timeout_s=0.1))) as client:
         assert client.post("/classify", json={"inputs": "help"}).status_code == 504
@@ -299,10 +299,11 @@ def test_metrics_equal_the_clients_counts(served: Served) -> None:
     assert 'accel_requests_total{method="POST",path="/classify",status="200"} 7.0' in text
     assert 'accel_requests_total{method="POST",path="/classify",status="422"} 1.0' in text
     assert 'accel_inputs_total{model="labels",outcome="answered"} 14.0' in text
-    assert 'accel_tokens_total{model="labels"} 49.0' in text  # 7 requests, each with a text of 3 tokens and a text of 4
+    # Each of the 7 requests has one text of 3 tokens and one text of 4 tokens.
+    assert 'accel_tokens_total{model="labels"} 49.0' in text
 
 
-def test_the_page_and_its_description(client: TestClient) -> None:
+def test_api_page_and_openapi_description(client: TestClient) -> None:
     page = client.get("/docs")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "//cdn" not in page.text
@@ -316,7 +317,7 @@ def test_the_page_and_its_description(client: TestClient) -> None:
     assert "NerBody" in description["components"]["schemas"]
 
 
-def test_the_guides_calls_work(client: TestClient) -> None:
+def test_calls_in_the_guide_work(client: TestClient) -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/serve.md").read_text(encoding="utf-8")
     calls = re.findall(r"^curl -s localhost:8000(\S+) -d '(.+)'$", guide, re.MULTILINE)
     assert len(calls) >= 5
@@ -374,7 +375,7 @@ def fuzz(client: TestClient, rounds: int) -> dict[int, int]:
     return found
 
 
-def test_malformed_bodies_are_refused_and_nothing_breaks(client: TestClient) -> None:
+def test_malformed_bodies_cause_no_server_error(client: TestClient) -> None:
     found = fuzz(client, 400)
     assert {200, 400, 422} <= set(found)
     assert post(client, "/classify", model="labels", inputs="help")

@@ -1,4 +1,6 @@
-"""Test the manifests in the documentation: they are valid YAML, use existing paths, and pass arguments that exist."""
+"""Tests of the manifests in the documentation: they are valid YAML, use existing URL paths, and pass arguments that
+exist.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +38,25 @@ def values_of(value: Any, name: str) -> Iterator[Any]:
             yield from values_of(item, name)
 
 
-def test_each_has_a_kind_and_a_name() -> None:
+def test_each_manifest_has_a_kind_and_a_name() -> None:
     found = [(one["kind"], one["apiVersion"], one["metadata"]["name"]) for one in documents()]
     assert {kind for kind, _, _ in found} == {"Deployment", "Service", "HorizontalPodAutoscaler", "RayService"}
 
 
-def test_probes_ask_for_paths_that_are_open() -> None:
+def test_probes_use_open_paths() -> None:
     open_paths = {one.path for one in endpoints() if one.open and one.method == "GET"}
     probed = {probe["path"] for one in documents() for probe in values_of(one, "httpGet")}
     assert probed
     assert probed <= open_paths
 
 
-def test_a_pod_gets_more_time_to_end_than_the_server_takes() -> None:
+def test_pod_has_more_shutdown_time_than_the_server_needs() -> None:
     (seconds,) = [found for one in documents() for found in values_of(one, "terminationGracePeriodSeconds")]
     settings = ServerSettings()
     assert seconds > settings.drain_s + settings.linger_s
 
 
-def test_ray_is_given_arguments_that_exist() -> None:
+def test_ray_manifest_uses_existing_arguments() -> None:
     (service,) = [one for one in documents() if one["kind"] == "RayService"]
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     module, _, name = application["import_path"].partition(":")
@@ -73,10 +75,10 @@ def test_ray_is_given_arguments_that_exist() -> None:
         ("1:4", {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 16.0}}),
     ],
 )
-def test_replicas_become_options_of_ray(count: str, expected: dict[str, Any]) -> None:
+def test_replicas_become_ray_options(count: str, expected: dict[str, Any]) -> None:
     made = Replicas(count=count, cpus=2, gpus=0.5).options(100)
     assert made["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
-    # The limit must be greater than the engine's queue, so that the engine refuses requests, not Ray.
+    # Ray's limit must be greater than the engine's queue, so that the engine refuses requests and Ray does not.
     assert made["max_ongoing_requests"] > 100
     assert {name: made[name] for name in expected} == expected
 

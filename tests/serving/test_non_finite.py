@@ -1,4 +1,4 @@
-"""Test that no endpoint returns NaN or infinity, and that requests with NaN or infinity are refused."""
+"""Tests that no endpoint returns NaN or infinity, and that requests with NaN or infinity are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def damaged(shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
         elif task in ("rank", "judge"):
             (save_ranker if task == "rank" else save_judge)(folder)
         else:
-            # Untie the word embeddings from the output layer: with tied weights, every row would have a NaN logit.
+            # Separate the output layer's weights from the word embeddings. With tied weights, every row would have a
+            # NaN logit.
             save_tiny(folder, "bert", task, tie_word_embeddings=False)
         damage(folder)
 
@@ -121,7 +122,7 @@ def strict(content: bytes) -> Any:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_endpoint_answers_with_nan(name: str, client: TestClient) -> None:
+def test_no_endpoint_returns_nan(name: str, client: TestClient) -> None:
     path, body = CALLS[name]
     assert client.post(path, json=body(GOOD)).status_code == 200
     answer = client.post(path, json=body(BAD))
@@ -132,19 +133,19 @@ def test_no_endpoint_answers_with_nan(name: str, client: TestClient) -> None:
     assert "NaN" in told or "nan" in told
 
 
-def test_a_stream_ends_with_an_error(client: TestClient) -> None:
+def test_stream_ends_with_an_error(client: TestClient) -> None:
     answer = client.post("/generate", json={"inputs": BAD, "max_new_tokens": 3})
     assert answer.status_code == 200
     assert "no finite number" in strict(answer.text.removeprefix("data: ").strip().encode())["error"]["message"]
 
 
-def test_the_error_names_the_input_and_the_output(client: TestClient) -> None:
+def test_error_names_the_input_and_the_output(client: TestClient) -> None:
     answer = client.post("/classify", json={"model": "text-classification", "inputs": [GOOD, BAD]})
     assert "input 1" in answer.json()["error"]["message"]
     assert "logits" in answer.json()["error"]["message"]
 
 
-def test_a_metric_counts_requests_with_nan(damaged: Callable[[str], accel.ORTModel]) -> None:
+def test_metric_counts_requests_with_nan(damaged: Callable[[str], accel.ORTModel]) -> None:
     engine = accel.Engine({"labels": damaged("text-classification"), "chat": damaged("generate")})
     with TestClient(create_app(engine)) as client:
         client.post("/classify", json={"inputs": BAD})
@@ -156,7 +157,7 @@ def test_a_metric_counts_requests_with_nan(damaged: Callable[[str], accel.ORTMod
 
 
 @pytest.mark.parametrize("operation", ["text-classification", "embed"])
-def test_nan_in_one_request_leaves_the_batch_answered(operation: str, damaged: Callable[[str], accel.ORTModel]) -> None:
+def test_nan_fails_only_its_request(operation: str, damaged: Callable[[str], accel.ORTModel]) -> None:
     with accel.Engine(damaged("feature-extraction" if operation == "embed" else operation)) as engine:
         jobs = [engine.submit(text, operation=operation) for text in (GOOD, BAD, GOOD, "help")]
         assert isinstance(jobs[1].future.exception(30), NotFiniteError)
@@ -164,8 +165,10 @@ def test_nan_in_one_request_leaves_the_batch_answered(operation: str, damaged: C
             assert find_non_finite(job.future.result(30)) is None
 
 
-def test_nan_that_spreads_over_a_batch_leaves_others_answered(damaged: Callable[[str], accel.ORTModel]) -> None:
-    """Test a session where NaN in one row makes all outputs of the batch NaN, as with dynamic int8 quantization."""
+def test_nan_that_spreads_over_a_batch_fails_only_its_request(damaged: Callable[[str], accel.ORTModel]) -> None:
+    """A NaN in one row makes all outputs of the batch NaN, as with dynamic int8 quantization. Only the request with
+    this row fails.
+    """
     model = damaged("text-classification")
     session = model._session
 
@@ -190,7 +193,7 @@ def test_nan_that_spreads_over_a_batch_leaves_others_answered(damaged: Callable[
         model._session = session
 
 
-def test_float16_overflow_is_an_error(shared: Callable[..., Path]) -> None:
+def test_float16_overflow_raises(shared: Callable[..., Path]) -> None:
     def write(folder: Path) -> None:
         model = tiny_model("bert")
         with torch.no_grad():
@@ -241,7 +244,7 @@ def test_offline_rows_with_nan_are_errors(
         (["NaN", 1, None, True, b"NaN"], None),
     ],
 )
-def test_places_of_numbers_that_are_not_finite(value: Any, place: str | None) -> None:
+def test_positions_of_non_finite_numbers(value: Any, place: str | None) -> None:
     assert find_non_finite(value) == place
 
 
@@ -280,7 +283,7 @@ def test_reports_write_null_for_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert strict(capsys.readouterr().out.encode()) == expected
 
 
-def test_kept_columns_have_null_for_nan(damaged: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:
+def test_kept_columns_contain_null_for_nan(damaged: Callable[[str], accel.ORTModel], tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 

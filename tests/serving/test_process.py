@@ -1,4 +1,4 @@
-"""Test `accel serve` as a process: it starts, shuts down under load, and finishes all accepted requests."""
+"""Tests of `accel serve` as a process: it starts, shuts down under load, and completes all accepted requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel.cli import app
 
 @contextmanager
 def process(*arguments: str, home: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start the command and yield its process and port when it is ready."""
+    """Start the command. Yield its process and its port when the server is ready."""
     environment = {**os.environ, "ACCEL_HOME": home}
     started = subprocess.Popen(
         [sys.executable, "-m", "accel", "serve", *arguments, "--port", "0"],
@@ -51,11 +51,11 @@ def process(*arguments: str, home: str) -> Iterator[tuple[subprocess.Popen[str],
 
 
 class Caller(threading.Thread):
-    """A thread that sends requests over one connection until the server refuses or closes it.
+    """Thread that sends requests over one connection until the server refuses a request or closes the connection.
 
     Attributes:
-        answered: Complete responses.
-        refused: Responses with the error that the server is shutting down.
+        answered: Number of complete responses.
+        refused: Number of responses with the error that the server is shutting down.
         lost: Errors of requests whose responses began and were not completed.
     """
 
@@ -91,9 +91,10 @@ class Caller(threading.Thread):
             connection.close()
 
 
-def test_a_signal_drains_the_server(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_signal_completes_accepted_requests(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder("bert", "text-classification")
-    # Set a large maximum wait: on a busy machine, the event loop is late and requests would be refused for this reason alone.
+    # Set a large maximum wait. On a busy machine the event loop is late, and the server would refuse requests only for
+    # this reason.
     with process(str(folder), "--backend", "pytorch", "--max-wait-ms", "600000", home=str(tmp_path)) as (server, port):
         callers = [Caller(port) for _ in range(8)]
         for one in callers:
@@ -110,7 +111,7 @@ def test_a_signal_drains_the_server(tiny_folder: Callable[..., Path], tmp_path: 
     assert sum(one.refused for one in callers) == 8, "some found the door closed instead of being told"
 
 
-def test_a_port_that_is_taken_is_an_error_with_a_remedy(tiny_folder: Callable[..., Path]) -> None:
+def test_port_in_use_raises_with_fix(tiny_folder: Callable[..., Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = CliRunner().invoke(app, ["serve", str(tiny_folder("bert", "text-classification")), "--port", port])
@@ -118,7 +119,7 @@ def test_a_port_that_is_taken_is_an_error_with_a_remedy(tiny_folder: Callable[..
     assert "--port" in done.output
 
 
-def test_an_address_that_is_not_this_machines_is_an_error_with_a_remedy(tiny_folder: Callable[..., Path]) -> None:
+def test_foreign_address_raises_with_fix(tiny_folder: Callable[..., Path]) -> None:
     # Addresses in 192.0.2.0/24 are reserved for documentation, so no machine has this address.
     asked = ["serve", str(tiny_folder("bert", "text-classification")), "--port", "0", "--host", "192.0.2.1"]
     done = CliRunner().invoke(app, asked)
@@ -127,18 +128,18 @@ def test_an_address_that_is_not_this_machines_is_an_error_with_a_remedy(tiny_fol
 
 @pytest.mark.parametrize("option", ["--replicas", "--cpus", "--gpus"])
 @pytest.mark.parametrize("asked", [["serve", "model"], ["batch", "model", "--data", "a.csv", "--out", "out"]])
-def test_options_of_ray_are_refused_without_ray(asked: list[str], option: str) -> None:
+def test_ray_options_are_refused_without_ray(asked: list[str], option: str) -> None:
     done = CliRunner().invoke(app, [*asked, option, "2"])
     assert (done.exit_code, f"{option}: for Ray alone" in done.output) == (2, True)
 
 
-def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_missing_model_raises(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--port", "0"])
     assert done.exit_code == 1
     assert "Error:" in done.output
 
 
-def test_names_keys_and_a_key_file_without_keys(tmp_path: Path) -> None:
+def test_invalid_model_names_and_key_files_raise(tmp_path: Path) -> None:
     (tmp_path / "keys.txt").write_text("# none\n\n")
     done = CliRunner().invoke(app, ["serve", "a=model", "a=other", "--port", "0"])
     assert (done.exit_code, "taken" in done.output) == (2, True)

@@ -1,4 +1,6 @@
-"""Test rows that join, leave and are cancelled: each row gets the same tokens as if it ran alone."""
+"""Tests of rows that join and leave the running batch, or are cancelled: each row gets the same tokens as if it ran
+alone.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def model(generator: Callable[..., Artifact]) -> Any:
 
 @pytest.fixture
 def engine(model: Any) -> Iterator[Engines]:
-    """Return a function that starts generation engines; all of them are closed after the test."""
+    """Return a function that starts generation engines. All engines are closed after the test."""
     made: list[GenerationEngine] = []
 
     def get(opened: Any = None, **limits: Any) -> GenerationEngine:
@@ -46,7 +48,7 @@ def engine(model: Any) -> Iterator[Engines]:
 
 
 class Turnstile:
-    """Block the decoding steps of all batches, and release a given number of steps."""
+    """Context that blocks the decoding steps of all batches, and releases a given number of steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._free = threading.Semaphore(0)
@@ -70,7 +72,7 @@ def turnstile(monkeypatch: pytest.MonkeyPatch) -> Turnstile:
 
 
 def alone(model: Any, prompt: list[int], new: int, seed: int | None = None, **options: Any) -> list[int]:
-    """Return the new tokens that `generate` returns for one prompt."""
+    """Return the new tokens that the model's method `generate` returns for one prompt."""
     if seed is not None:
         torch.manual_seed(seed)
         options["do_sample"] = True
@@ -83,12 +85,14 @@ def ids(generation: Any) -> list[int]:
     return [token.id for token in generation]
 
 
-# Generated tokens
+# The tests below check generated tokens.
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_each_answer_equals_a_single_call(engine: Engines, model: Any, rows: int) -> None:
-    """Test greedy and sampled generations in one batch. With more prompts than rows, some rows join while others run."""
+def test_each_generation_equals_a_single_call(engine: Engines, model: Any, rows: int) -> None:
+    """Greedy and sampled generations run in one batch. If there are more prompts than rows, some rows join while other
+    rows run.
+    """
     served = engine(rows=rows)
     asked = [
         GenerationOptions(max_new_tokens=new, **({"seed": i, **SAMPLED} if i % 2 else {})) for i, new in enumerate(NEW)
@@ -98,7 +102,7 @@ def test_each_answer_equals_a_single_call(engine: Engines, model: Any, rows: int
         assert found[i] == (alone(model, prompt, new, seed=i, **SAMPLED) if i % 2 else alone(model, prompt, new))
 
 
-def test_rows_run_together(engine: Engines, turnstile: Turnstile) -> None:
+def test_rows_run_in_one_batch(engine: Engines, turnstile: Turnstile) -> None:
     served = engine(rows=3)
     answers = [served.submit(prompt, GenerationOptions(max_new_tokens=6)) for prompt in PROMPTS]
     turnstile.open()
@@ -108,8 +112,8 @@ def test_rows_run_together(engine: Engines, turnstile: Turnstile) -> None:
     assert len(turnstile.rows) < len(PROMPTS) * 5
 
 
-def test_logits_of_joined_rows_equal_those_of_single_rows_exactly(model: Any) -> None:
-    """Test exact equality, because matrix products of 4-bit weights in int8 amplify a difference in the last bit."""
+def test_logits_of_joined_rows_equal_single_rows_exactly(model: Any) -> None:
+    """The logits must be exactly equal, because int8 products with 4-bit weights amplify a difference in the last bit."""
 
     def read(prompt: list[int]) -> Any:
         cache = model.new_cache()
@@ -136,8 +140,8 @@ def test_logits_of_joined_rows_equal_those_of_single_rows_exactly(model: Any) ->
         assert torch.equal(found[row], expected[0])
 
 
-def test_unused_columns_are_dropped(engine: Engines, model: Any) -> None:
-    """Test that cache columns of a long row are removed when it leaves, and that the tokens of the short row stay correct."""
+def test_unused_cache_columns_are_dropped(engine: Engines, model: Any) -> None:
+    """When a long row ends, its cache columns are removed. The tokens of the short row stay correct."""
     served = engine(rows=2)
     long = list(range(10, 115)) * 1
     first = served.submit(long, GenerationOptions(max_new_tokens=2))
@@ -147,12 +151,12 @@ def test_unused_columns_are_dropped(engine: Engines, model: Any) -> None:
 
 
 @pytest.mark.parametrize("prefill", [1, 4, 5])
-def test_a_prompt_is_read_in_parts(engine: Engines, model: Any, prefill: int) -> None:
+def test_prompt_is_read_in_chunks(engine: Engines, model: Any, prefill: int) -> None:
     served = engine(prefill_tokens=prefill)
     assert ids(served.submit(PROMPTS[2], GenerationOptions(max_new_tokens=8))) == alone(model, PROMPTS[2], 8)
 
 
-def test_an_end_token_ends_an_answer(engine: Engines, model: Any) -> None:
+def test_end_token_ends_the_generation(engine: Engines, model: Any) -> None:
     tokens = alone(model, PROMPTS[0], 12)
     end = tokens[5]
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, 0
@@ -175,15 +179,15 @@ def test_an_end_token_ends_an_answer(engine: Engines, model: Any) -> None:
         ({"temperature": 1e-9, "seed": 1}, {}),
     ],
 )
-def test_options_equal_those_of_transformers(
+def test_options_equal_transformers(
     engine: Engines, model: Any, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     found = ids(engine().submit(PROMPTS[3], GenerationOptions(max_new_tokens=10, **options)))
     assert found == alone(model, PROMPTS[3], 10, **theirs)
 
 
-def test_penalties_of_openai(engine: Engines, model: Any) -> None:
-    """Test that a very large presence penalty lets no token occur twice."""
+def test_openai_penalties(engine: Engines, model: Any) -> None:
+    """With a very large presence penalty, no token occurs twice."""
     plain = alone(model, PROMPTS[1], 40)
     found = ids(engine().submit(PROMPTS[1], GenerationOptions(max_new_tokens=40, presence_penalty=500.0)))
     assert len(set(plain)) < 40
@@ -192,7 +196,7 @@ def test_penalties_of_openai(engine: Engines, model: Any) -> None:
     assert found[:first] == plain[:first]
 
 
-def test_an_impossible_draw_ends_only_its_row(engine: Engines, model: Any) -> None:
+def test_invalid_sampling_fails_only_its_row(engine: Engines, model: Any) -> None:
     served = engine(rows=2)
     fine = served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=12))
     wrong = served.submit(PROMPTS[1], GenerationOptions(temperature=1.0, logit_bias={5: float("inf"), 6: float("inf")}))
@@ -201,7 +205,7 @@ def test_an_impossible_draw_ends_only_its_row(engine: Engines, model: Any) -> No
     assert ids(fine) == alone(model, PROMPTS[0], 12)
 
 
-# Joining, leaving and cancelling rows
+# The tests below check rows that join, leave or are cancelled.
 
 
 def test_cancelling_frees_the_row(engine: Engines, turnstile: Turnstile, model: Any) -> None:
@@ -218,7 +222,7 @@ def test_cancelling_frees_the_row(engine: Engines, turnstile: Turnstile, model: 
     assert sum(turnstile.rows) < 20
 
 
-def test_a_prompt_that_waits_can_be_cancelled(engine: Engines, turnstile: Turnstile) -> None:
+def test_waiting_prompt_can_be_cancelled(engine: Engines, turnstile: Turnstile) -> None:
     served = engine(rows=1)
     first = served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=3))
     second = served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=3))
@@ -237,7 +241,7 @@ async def _first_tokens(served: GenerationEngine, count: int) -> list[int]:
     return found
 
 
-def test_a_task_that_stops_iterating_frees_its_row(engine: Engines, turnstile: Turnstile, model: Any) -> None:
+def test_task_that_stops_iterating_frees_its_row(engine: Engines, turnstile: Turnstile, model: Any) -> None:
     served = engine(rows=1)
     turnstile.open(3)
     assert asyncio.run(_first_tokens(served, 2)) == alone(model, PROMPTS[0], 2)
@@ -246,7 +250,7 @@ def test_a_task_that_stops_iterating_frees_its_row(engine: Engines, turnstile: T
     assert len(turnstile.rows) < 20
 
 
-def test_an_event_loop_with_many_callers(engine: Engines, model: Any) -> None:
+def test_event_loop_with_many_tasks(engine: Engines, model: Any) -> None:
     served = engine(rows=4)
 
     async def ask(i: int) -> list[int]:
@@ -261,11 +265,11 @@ def test_an_event_loop_with_many_callers(engine: Engines, model: Any) -> None:
     assert found == expected * 3
 
 
-def test_too_many_wait(engine: Engines, turnstile: Turnstile) -> None:
+def test_full_queue_raises(engine: Engines, turnstile: Turnstile) -> None:
     served = engine(rows=1, queue=2)
     options = GenerationOptions(max_new_tokens=4)
     running = served.submit(PROMPTS[0], options)
-    reading = iter(running)  # keep a reference: the generation is cancelled when its iterator is deleted
+    reading = iter(running)  # keep a reference, because deleting the iterator cancels the generation
     next(reading)
     waiting = [served.submit(prompt, options) for prompt in PROMPTS[1:3]]
     with pytest.raises(QueueFullError):
@@ -275,7 +279,9 @@ def test_too_many_wait(engine: Engines, turnstile: Turnstile) -> None:
 
 
 def test_rows_wait_for_room_in_the_cache(engine: Engines, turnstile: Turnstile) -> None:
-    """Test the limit of cache tokens: two rows of 20 tokens (with padding) fit into 45, three rows do not."""
+    """The number of cache tokens is limited: two rows of 20 tokens (with padding) fit into 45 tokens, and three rows do
+    not.
+    """
     served = engine(rows=8, cache_tokens=45)
     answers = [served.submit([7] * 10, GenerationOptions(max_new_tokens=10)) for _ in range(4)]
     turnstile.open()
@@ -299,7 +305,7 @@ def test_invalid_requests_are_refused(engine: Engines, prompt: list[int], option
         engine().submit(prompt, GenerationOptions(**options))
 
 
-def test_an_answer_has_at_most_as_many_tokens_as_the_server_allows(engine: Engines) -> None:
+def test_new_tokens_are_limited_by_the_server(engine: Engines) -> None:
     served = engine(max_new_tokens=4)
     with pytest.raises(InputError, match="at most 4") as refused:
         served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=5))
@@ -308,7 +314,7 @@ def test_an_answer_has_at_most_as_many_tokens_as_the_server_allows(engine: Engin
     assert len(ids(served.submit(PROMPTS[0], GenerationOptions(ignore_eos=True)))) == 4
 
 
-def test_a_failing_step_ends_only_its_rows(engine: Engines, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_step_ends_only_its_rows(engine: Engines, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = engine(rows=2)
     step, failed = RunningRows.step, []
 
@@ -324,7 +330,7 @@ def test_a_failing_step_ends_only_its_rows(engine: Engines, model: Any, monkeypa
     assert ids(served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=5))) == alone(model, PROMPTS[1], 5)
 
 
-def test_closing_finishes_accepted_prompts(engine: Engines, model: Any) -> None:
+def test_closing_completes_accepted_prompts(engine: Engines, model: Any) -> None:
     served = engine(rows=1)
     answers = [served.submit(prompt, GenerationOptions(max_new_tokens=8)) for prompt in PROMPTS]
     served.close()
@@ -333,11 +339,11 @@ def test_closing_finishes_accepted_prompts(engine: Engines, model: Any) -> None:
         served.submit(PROMPTS[0], GenerationOptions())
 
 
-def test_closing_at_once_cancels(engine: Engines, turnstile: Turnstile) -> None:
+def test_closing_without_draining_cancels(engine: Engines, turnstile: Turnstile) -> None:
     served = engine(rows=1)
     answers = [served.submit(prompt, GenerationOptions(max_new_tokens=90)) for prompt in PROMPTS[:2]]
     turnstile.open(1)
-    reading = iter(answers[0])  # keep a reference: the generation is cancelled when its iterator is deleted
+    reading = iter(answers[0])  # keep a reference, because deleting the iterator cancels the generation
     next(reading)
     closing = threading.Thread(target=served.close, kwargs={"drain": False})
     closing.start()
@@ -349,7 +355,7 @@ def test_closing_at_once_cancels(engine: Engines, turnstile: Turnstile) -> None:
     assert ids(answers[1]) == []
 
 
-# Model families and backends
+# The test below checks model families and backends.
 
 
 @pytest.mark.thorough
@@ -362,7 +368,9 @@ def test_closing_at_once_cancels(engine: Engines, turnstile: Turnstile) -> None:
     ],
 )  # fmt: skip
 def test_families_and_backends(engine: Engines, generator: Callable[..., Artifact], family: str, backend: str) -> None:
-    """Test models with KV caches with and without in-place updates, with states of fixed size, without a cache, and with an encoder."""
+    """The models have KV caches with and without in-place updates, recurrent states of fixed size, no cache, or an
+    encoder.
+    """
     artifact = generator(family, backend)
     kind = accel.ORTModelForSeq2SeqLM if family in ("t5", "bart") else accel.ORTModelForCausalLM
     opened: Any = kind.from_pretrained(artifact.path, backend=backend)

@@ -1,4 +1,4 @@
-"""Test that tables are read part by part, and that an unreadable row is reported as a single failed row."""
+"""Tests of reading tables in parts, and of unreadable rows, which are reported as single failed rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(path: Path) -> Path:
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
 @pytest.mark.parametrize("size", [1, 2, 4, 100])
-def test_parts_together_are_the_whole(suffix: str, size: int, tmp_path: Path) -> None:
+def test_parts_contain_the_whole_table(suffix: str, size: int, tmp_path: Path) -> None:
     table = scan(write(tmp_path / f"rows{suffix}"), size)
     assert [part.start for part in table.parts] == list(range(0, len(VALUES), size))
     # Read the parts in reverse order, because a continued run may start with any part.
@@ -48,7 +48,7 @@ def test_parts_together_are_the_whole(suffix: str, size: int, tmp_path: Path) ->
     assert set(table.columns) == {"id", "text"}
 
 
-def test_rows_of_several_files_are_counted_on(tmp_path: Path) -> None:
+def test_rows_of_several_files_are_numbered_continuously(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl"):
         (tmp_path / name).write_text(f'{{"text": "{name}"}}\n\n{{"text": "{name} 2"}}\n')
     (tmp_path / "_done.jsonl").write_text("{}\n")
@@ -78,25 +78,25 @@ def test_rows_of_several_files_are_counted_on(tmp_path: Path) -> None:
         ("rows.parquet", b"nothing", "cannot be read as parquet"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
         scan(tmp_path / name, 10)
 
 
-def test_a_column_may_hold_values_of_several_types(tmp_path: Path) -> None:
+def test_column_may_contain_several_types(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": 3}\n{}\n')
     table = scan(tmp_path / "rows.jsonl", 10)
     assert [row["text"] for row in table.read(table.parts[0], ["text"])] == ["a", 3, None]
 
 
-def test_cells_of_csv_are_texts(tmp_path: Path) -> None:
+def test_csv_cells_are_texts(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("id,text\n007,null\n8,\n")
     table = scan(tmp_path / "rows.csv", 10)
     assert table.read(table.parts[0], ["id", "text"]) == [{"id": "007", "text": "null"}, {"id": "8", "text": None}]
 
 
-def test_a_copy_of_a_table_reads_the_files_again(tmp_path: Path) -> None:
+def test_pickled_table_reads_the_files_again(tmp_path: Path) -> None:
     table = pickle.loads(pickle.dumps(scan(write(tmp_path / "rows.parquet"), 4)))
     assert [row["text"] for part in table.parts for row in table.read(part, ["text"])] == VALUES
 
@@ -127,7 +127,7 @@ def test_columns_are_found(operation: str, columns: list[str], named: dict[str, 
     assert find_columns(all_operations()[operation], columns, named) == found
 
 
-def test_columns_that_cannot_be_found_are_errors() -> None:
+def test_unknown_columns_raise() -> None:
     with pytest.raises(InputError, match="clearly the text") as error:
         find_columns(all_operations()["embed"], ["a", "b"])
     assert "--column text=NAME" in str(error.value)
@@ -148,7 +148,7 @@ def test_columns_that_cannot_be_found_are_errors() -> None:
         ("rank", {"query": "a", "documents": []}, "not a list of texts"),
     ],
 )
-def test_a_value_of_another_type_is_named(operation: str, row: dict[str, Any], reason: str) -> None:
+def test_value_of_wrong_type_is_named(operation: str, row: dict[str, Any], reason: str) -> None:
     found = inputs_of(all_operations()[operation], row, {name: name for name in row})
     assert isinstance(found, FailedRow)
     assert reason in found.reason

@@ -1,4 +1,4 @@
-"""Fixtures of the stored folders that other tools wrote; they are unpacked once."""
+"""Fixtures of the stored folders that other tools wrote. The archives are unpacked once in a test run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .folders import ARCHIVE, FOREIGN
 
 @pytest.fixture(scope="session")
 def folders(shared: Callable[..., Path]) -> Path:
-    """Return a folder with all stored folders, and the outputs that the tools computed."""
+    """Return a folder with all stored folders, and with the outputs that the tools computed."""
 
     def unpack(out: Path) -> None:
         with tarfile.open(ARCHIVE) as archive:

@@ -1,4 +1,6 @@
-"""The stored folders that other tools wrote, and the questions (model inputs) for which those tools' outputs are stored."""
+"""Functions for the stored folders that other tools wrote, and for the questions (model inputs) whose outputs of those
+tools are stored.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ questions: Any = _questions()
 
 
 def stored(folders: Path, tool: str, name: str) -> Any:
-    """Return a tool's stored outputs for a model, one entry for each question."""
+    """Return the stored outputs of a tool for a model, with one entry for each question."""
     return json.loads((folders / "answers" / f"{tool}-{name}.json").read_text(encoding="utf-8"))
 
 
 def same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Return whether two outputs are equal; numbers are compared with a tolerance."""
+    """Return whether two outputs are equal. Numbers may differ by a relative tolerance."""
     if isinstance(expected, dict):
         return (
             isinstance(found, dict)

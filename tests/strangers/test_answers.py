@@ -1,4 +1,6 @@
-"""Models in folders of other tools give the same outputs as in those tools, through every entry point of accel."""
+"""Tests that models in folders of other tools give the same outputs as in those tools, through every entry point of
+accel.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from accel.serving.http.app import create_app
 
 from .folders import FOREIGN, questions, same, stored
 
-# Tolerance for float32 kernels that sum in a different order.
+# The tolerance is for float32 kernels that add numbers in a different order.
 CLOSE = 1e-4
-# Tolerance for dynamic 8-bit activations: if one value is rounded differently, it changes by one step of its scale.
+# The tolerance is for dynamic 8-bit activations. If a value is rounded differently, it changes by one step of its
+# scale.
 INT8 = 2e-2
 GENERATING = {
     "write": accel.ORTModelForCausalLM,
@@ -44,7 +47,7 @@ QUICK_WEIGHTS = ("labels", "write")
 
 
 def answered(name: str, folder: Path, **loading: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each question about a folder's model, with accel's outputs."""
+    """Yield each question about a folder's model, together with accel's outputs."""
     for question in questions.CASES[name]:
         if question.task == "generate":
             with GENERATING[name].from_pretrained(folder, **loading) as model:
@@ -57,7 +60,7 @@ def answered(name: str, folder: Path, **loading: Any) -> Iterator[tuple[Any, lis
 
 def compare(name: str, folder: Path, expected: list[Any], tolerance: float = CLOSE, **loading: Any) -> None:
     for (question, found), wanted in zip(answered(name, folder, **loading), expected, strict=True):
-        # `None` is stored if the tool's version of transformers has no such pipeline.
+        # The stored output is `None` if the tool's version of transformers has no pipeline for the question.
         if wanted is not None:
             assert same(found, wanted, tolerance), f"{question.task}: {found} instead of {wanted}"
 
@@ -83,14 +86,12 @@ def test_transformers_js_layouts(name: str, variant: str | None, folders: Path) 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK_WEIGHTS else pytest.mark.thorough) for n in OPTIMUM]
 )
-def test_weights_answer_as_the_graph_that_was_exported_from_them(name: str, folders: Path) -> None:
+def test_weights_give_the_outputs_of_their_exported_graph(name: str, folders: Path) -> None:
     compare(name, folders / "models" / name, stored(folders, "optimum", name))
 
 
 @pytest.mark.parametrize("name", ["labels", pytest.param("rewrite", marks=pytest.mark.thorough)])
-def test_a_folder_with_a_graph_and_weights_answers_the_same_through_either(
-    name: str, folders: Path, tmp_path: Path
-) -> None:
+def test_graph_and_weights_in_one_folder_give_equal_outputs(name: str, folders: Path, tmp_path: Path) -> None:
     both = Path(shutil.copytree(folders / "optimum" / name, tmp_path / "both"))
     shutil.copy(folders / "models" / name / "model.safetensors", both)
     expected = stored(folders, "optimum", name)
@@ -114,7 +115,7 @@ def adapter(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", [*ADAPTERS, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE_ADAPTERS)])
-def test_adapters_of_peft(name: str, folders: Path, adapter: Callable[[str], Path]) -> None:
+def test_peft_adapters(name: str, folders: Path, adapter: Callable[[str], Path]) -> None:
     compare(name.split("-")[0], adapter(name), stored(folders, "peft", name))
 
 
@@ -147,13 +148,13 @@ def searching(folders: Path, tmp_path: Path) -> Callable[..., Path]:
     return get
 
 
-def test_the_search_settings_of_onnxruntime_genai_are_the_models(searching: Callable[..., Path], folders: Path) -> None:
+def test_genai_search_settings_become_generation_settings(searching: Callable[..., Path], folders: Path) -> None:
     expected = stored(folders, "genai", "mistral-fp32")[2]
     with accel.ORTModelForCausalLM.from_pretrained(searching(repetition_penalty=1.4, max_length=9)) as model:
         assert model.generate(torch.tensor([[12]])).tolist() == [[12, *expected[1]]]
 
 
-def test_sampling_settings_of_onnxruntime_genai_are_read_where_it_samples(searching: Callable[..., Path]) -> None:
+def test_genai_sampling_settings_are_read_if_it_samples(searching: Callable[..., Path]) -> None:
     with accel.ORTModelForCausalLM.from_pretrained(searching(do_sample=True, top_k=3, temperature=0.7)) as model:
         settings = model.generation_config
         assert (settings.do_sample, settings.top_k, settings.temperature) == (True, 3, 0.7)
@@ -165,11 +166,13 @@ def test_unknown_search_settings_are_refused(settings: dict[str, Any], searching
         accel.ORTModelForCausalLM.from_pretrained(searching(**settings))
 
 
-# Other entry points, with folders that Optimum wrote.
+# The tests below use other entry points with folders that Optimum wrote.
 
 
 def short_texts(name: str, folders: Path) -> tuple[list[str], list[Any]]:
-    """Return texts that need no truncation, for entry points that do not truncate, with the tool's outputs."""
+    """Return texts that need no truncation, together with the tool's outputs. Entry points that do not truncate use
+    these texts.
+    """
     pairs = zip(questions.CASES[name][0].inputs, stored(folders, "optimum", name)[0], strict=True)
     texts, answers = zip(*((text, answer) for text, answer in pairs if text != questions.LONG), strict=True)
     return list(texts), list(answers)
@@ -194,7 +197,7 @@ SERVED: list[tuple[str, str, int, Callable[[Any], dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("name", "path", "index", "body"), SERVED, ids=[f"{path}-{name}" for name, path, *_ in SERVED])
-def test_the_server(name: str, path: str, index: int, body: Any, folders: Path, client: TestClient) -> None:
+def test_server(name: str, path: str, index: int, body: Any, folders: Path, client: TestClient) -> None:
     question = questions.CASES[name][index]
     for one, expected in zip(question.inputs, stored(folders, "optimum", name)[index], strict=True):
         reply = client.post(path, json={"model": name, **body(one)})
@@ -205,7 +208,7 @@ def test_the_server(name: str, path: str, index: int, body: Any, folders: Path, 
 
 
 @pytest.mark.parametrize("name", ["labels", "score", "entail"])
-def test_batches_of_rows(name: str, folders: Path, tmp_path: Path) -> None:
+def test_offline_batches(name: str, folders: Path, tmp_path: Path) -> None:
     texts, answers = short_texts(name, folders)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts), encoding="utf-8")
@@ -223,8 +226,8 @@ def test_batches_of_rows(name: str, folders: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_evaluating(folders: Path) -> None:
-    """The accuracy is 1 if the labels of the rows are the tool's predictions."""
+def test_evaluate(folders: Path) -> None:
+    """The labels of the rows are the tool's predictions, so an accuracy of 1 means that accel's predictions are equal."""
     question = questions.CASES["entail"][0]
     rows = [
         {"text": text, "label": answer[0]["label"]}
@@ -234,8 +237,8 @@ def test_evaluating(folders: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_tuning(folders: Path, tmp_path: Path) -> None:
-    """The artifact that `accel.tune` keeps predicts the tool's labels; the data has the same labels."""
+def test_tune(folders: Path, tmp_path: Path) -> None:
+    """The artifact that `accel.tune` keeps predicts the tool's labels, which are also the labels of its data."""
     question, expected = questions.CASES["entail"][0], stored(folders, "optimum", "entail")[0]
     rows = [{"text": text, "label": answer[0]["label"]} for text, answer in zip(question.inputs, expected, strict=True)]
     accel.tune(
@@ -246,7 +249,7 @@ def test_tuning(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["labels", "score", "entail"])
-def test_the_front_of_triton(name: str, folders: Path, tmp_path: Path) -> None:
+def test_triton_front_model(name: str, folders: Path, tmp_path: Path) -> None:
     pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
     from accel.deploying.triton import deploy
     from tests.triton.test_fronts import Front
@@ -262,7 +265,7 @@ def test_the_front_of_triton(name: str, folders: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(answer["SCORE"], [[expected[0]["score"]]], rtol=CLOSE, atol=CLOSE)
 
 
-# Folders with models that transformers does not support.
+# The tests below use folders with models that transformers does not support.
 
 
 def test_setfit_classifiers_are_refused(folders: Path) -> None:
@@ -278,13 +281,13 @@ def test_setfit_classifiers_are_refused(folders: Path) -> None:
             refused()
 
 
-def test_the_embedder_of_setfit_runs(folders: Path) -> None:
+def test_setfit_embedding_model_runs(folders: Path) -> None:
     expected = np.array(stored(folders, "setfit", "labels")["embeddings"])
     with accel.ORTModelForFeatureExtraction.from_pretrained(folders / "setfit" / "labels") as model:
         np.testing.assert_allclose(model.encode(questions.TEXTS), expected, atol=CLOSE)
 
 
-def test_a_model_of_gliner_is_refused_by_name(folders: Path) -> None:
+def test_gliner_model_is_refused_by_name(folders: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="GLiNER") as error:
         accel.pipeline("token-classification", str(folders / "gliner" / "entities"))
     assert "export_to_onnx" in error.value.fix
@@ -300,7 +303,7 @@ def test_folders_of_other_libraries_are_refused_by_name(file: str, library: str,
         accel.ORTModel.from_pretrained(tmp_path)
 
 
-def test_the_graph_of_gliner_runs_as_a_custom_model(folders: Path) -> None:
+def test_gliner_graph_runs_as_a_custom_model(folders: Path) -> None:
     expected = stored(folders, "gliner", "entities")
     with accel.ORTModelForCustomTasks.from_pretrained(folders / "gliner" / "graph") as model:
         outputs = model(**{name: torch.tensor(value) for name, value in expected["inputs"].items()})
@@ -308,5 +311,5 @@ def test_the_graph_of_gliner_runs_as_a_custom_model(folders: Path) -> None:
         np.testing.assert_allclose(outputs[name], np.array(value), atol=CLOSE)
 
 
-def test_the_stored_folders_are_small() -> None:
+def test_stored_folders_are_small() -> None:
     assert sum(path.stat().st_size for path in FOREIGN.rglob("*.xz")) <= 1_000_000

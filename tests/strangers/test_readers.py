@@ -1,7 +1,8 @@
-"""Other tools open, check or rewrite the graphs that `accel export` writes, and the outputs do not change.
+"""Tests of other tools that open, check or rewrite the graphs that `accel export` writes. The outputs of the graphs do
+not change.
 
-There is one function for each reader. It gets a graph file, and returns the rewritten graph file, or `None` if the tool only checks.
-Tests of tools that are not installed are skipped.
+There is one function for each tool. It receives a graph file, and returns the rewritten graph file, or `None` if the
+tool only checks the graph. Tests of tools that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from accel.artifact import Artifact, Component
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 Reader = Callable[[Path, Path, Component], "Path | None"]
-# Tolerance for other kernels and orders of summation, for float32 logits up to 5.
+# The tolerance is for float32 logits of up to 5, other kernels and other orders of addition.
 CLOSE = 1e-4
-# Tolerance of 8-bit graphs of tiny random models in ONNX Runtime, relative to the norm of the outputs. Unrelated outputs differ by 1.4.
+# The tolerance is for 8-bit graphs of tiny random models in ONNX Runtime, relative to the norm of the outputs.
+# Unrelated outputs would differ by 1.4.
 INTEGERS = 0.35
 MODELS = {
     "bert": "text-classification",
@@ -37,7 +39,7 @@ MODELS = {
     "t5": "text2text-generation",
     "whisper": "automatic-speech-recognition",
 }
-# Names of the architectures in ONNX Runtime's optimizer, which selects its fusions by them.
+# These are the names of the architectures in ONNX Runtime's optimizer, which selects its fusions by the name.
 OPTIMIZER_TYPES = {"bert": "bert", "vit": "vit", "t5": "t5", "whisper": "bart"}
 COMPONENTS = [
     ("bert", "model"), ("vit", "model"), ("gpt2", "model"), ("t5", "encoder"), ("t5", "cross_attention"), ("t5", "decoder"),
@@ -48,13 +50,13 @@ THOROUGH = {("t5", "cross_attention"), ("whisper", "cross_attention"), ("whisper
 
 @pytest.fixture(scope="module")
 def exported(tiny_artifact: Callable[..., Artifact], generator: Callable[..., Artifact]) -> Callable[[str], Artifact]:
-    """Return a function that exports each model once."""
+    """Return a function that returns the export of a model. Each model is exported once."""
     return lambda name: tiny_artifact(name, MODELS[name]) if name in ("bert", "vit") else generator(name)
 
 
 @pytest.fixture(autouse=True)
 def _no_files_left(tmp_path: Path) -> Iterator[None]:
-    """Run each test in a temporary working folder, because some readers write files there."""
+    """Run each test in a temporary working folder, because some tools write files to the working folder."""
     before = Path.cwd()
     os.chdir(tmp_path)
     yield
@@ -104,7 +106,8 @@ def preprocess(graph: Path, out: Path, component: Component) -> Path:
     """Run ONNX Runtime's preprocessing for quantization."""
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    # Allow it to merge axes: its symbolic inference cannot derive that the attention mask is as long as the row.
+    # Allow ONNX Runtime to merge axes, because its symbolic inference cannot derive that the attention mask is as long
+    # as the row.
     quant_pre_process(str(graph), str(out), auto_merge=True)
     return out
 
@@ -150,10 +153,13 @@ def slim(graph: Path, out: Path, component: Component) -> Path:
 
 
 def extend(graph: Path, out: Path, component: Component) -> Path:
-    """Add an operator of onnxruntime-extensions to a graph, and run it in the same session as the graph's own operators."""
+    """Add an operator of onnxruntime-extensions to a graph, and run the operator in the same session as the graph's own
+    operators.
+    """
     extensions = pytest.importorskip("onnxruntime_extensions")
     model = onnx.load(graph)
-    # Add a text input and an operator that converts it to lower case, independent of the rest of the graph.
+    # Add a text input, and an operator that converts the text to lower case. The rest of the graph does not read the
+    # result.
     text = onnx.helper.make_tensor_value_info("text", onnx.TensorProto.STRING, ["texts"])
     low = onnx.helper.make_tensor_value_info("lowered", onnx.TensorProto.STRING, ["texts"])
     model.graph.node.append(onnx.helper.make_node("StringLower", ["text"], ["lowered"], domain="ai.onnx.contrib"))
@@ -202,13 +208,17 @@ def compared(read: Reader, atol: float, artifact: Artifact, part: str, out: Path
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(("name", "part"), CASES)
-def test_a_reader(reader: str, name: str, part: str, exported: Callable[[str], Artifact], tmp_path: Path) -> None:
+def test_tool_keeps_outputs(
+    reader: str, name: str, part: str, exported: Callable[[str], Artifact], tmp_path: Path
+) -> None:
     read, atol = READERS[reader]
     compared(read, atol, exported(name), part, tmp_path / "read.onnx")
 
 
 @pytest.mark.parametrize(("name", "part"), [case for case in CASES if case.values[0] in OPTIMIZER_TYPES])
-def test_the_transformer_optimizer(name: str, part: str, exported: Callable[[str], Artifact], tmp_path: Path) -> None:
+def test_transformer_optimizer_keeps_outputs(
+    name: str, part: str, exported: Callable[[str], Artifact], tmp_path: Path
+) -> None:
     read = functools.partial(optimize, kind=OPTIMIZER_TYPES[name])
     compared(read, CLOSE, exported(name), part, tmp_path / "read.onnx")
 
@@ -220,7 +230,7 @@ def test_initializers_have_no_value_info(name: str, part: str, exported: Callabl
     assert not {tensor.name for tensor in graph.initializer} & {value.name for value in graph.value_info}
 
 
-# Tests with transformers.js.
+# The tests below run transformers.js.
 
 SCRIPT = """
 import { env, AutoModelForSequenceClassification, AutoModelForImageClassification, Tensor } from '@huggingface/transformers';
@@ -242,7 +252,9 @@ console.log(JSON.stringify([...logits.data]));
 
 
 def node_modules() -> Path | None:
-    """Return the folder that contains transformers.js (`ACCEL_NODE_MODULES`); `None` if it or Node is not installed."""
+    """Return the folder that contains transformers.js (`ACCEL_NODE_MODULES`), or `None` if transformers.js or Node is
+    not installed.
+    """
     folder = Path(os.environ.get("ACCEL_NODE_MODULES", "node_modules")).absolute()
     installed = (folder / "@huggingface" / "transformers" / "package.json").is_file()
     return folder if shutil.which("node") and installed else None
@@ -257,7 +269,8 @@ def test_transformers_js(name: str, exported: Callable[[str], Artifact], tmp_pat
     modules = node_modules()
     assert modules is not None
     shutil.copytree(artifact.path, tmp_path / "model")
-    # The layout that transformers.js expects: graphs in the subfolder `onnx`, weights next to them in `model.onnx_data`.
+    # transformers.js expects the graphs in the subfolder `onnx`, and the weights next to the graphs in
+    # `model.onnx_data`.
     (tmp_path / "model" / "onnx").mkdir()
     model = onnx.load(artifact.file())
     onnx.save(model, tmp_path / "model" / "onnx" / "model.onnx", save_as_external_data=True, location="model.onnx_data")
@@ -280,5 +293,5 @@ def test_transformers_js(name: str, exported: Callable[[str], Artifact], tmp_pat
     assert done.returncode == 0, done.stderr
     (expected,) = answers(artifact.file(), feeds)
     found = np.array(json.loads(done.stdout.strip().splitlines()[-1]), np.float32)
-    # WebAssembly kernels sum in a different order.
+    # The WebAssembly kernels add numbers in a different order.
     assert np.abs(found.reshape(expected.shape) - expected).max() < CLOSE

@@ -1,6 +1,8 @@
-"""Folders of sentence-transformers 3 to 6 give the library's own outputs through every entry point, from weights and from graphs.
+"""Tests that folders of sentence-transformers 3 to 6 give the library's own outputs through every entry point, from
+weights and from graphs.
 
-The folders and the library's outputs are in `tests/fixtures/foreign/sentence_transformers.tar.xz`; see the README there.
+The folders and the library's outputs are in `tests/fixtures/foreign/sentence_transformers.tar.xz`. The README in that
+folder describes the archive.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from accel.stages.export import export
 
 PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "sentence_transformers.tar.xz"
 THOROUGH = pytest.mark.thorough
-# The oldest and the newest version write every form of every file; the versions between them write a mixture of these forms.
+# The oldest and the newest version write every format of every file. The versions between them write a mixture of these
+# formats, so they run only in thorough tests.
 VERSIONS: list[Any] = ["3", pytest.param("4", marks=THOROUGH), pytest.param("5", marks=THOROUGH), "6"]
 WITH_GRAPH = (
     "mean-normalize", "cls", "lasttoken", "two-poolings", "dense", "prompts", "prompt-excluded", "truncated", "lower", "short",
@@ -38,7 +41,7 @@ EMBEDDERS = (
 )  # fmt: skip
 CROSS = ("cross", "cross-identity", "cross-labels", "cross-labels-sigmoid")
 REFUSED = {"sparse": "sparse encoder", "multi-vector": "multi-vector encoder", "router": "Router"}
-# Tolerance for float32 values up to 3, computed by other kernels; the stored outputs have six decimals.
+# The tolerance is for float32 values of up to 3 that other kernels compute. The stored outputs have six decimals.
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 Folder = Callable[[str, str], Path]
@@ -54,14 +57,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def answers(root: Path) -> Callable[[str, str], dict[str, Any]]:
-    """Return a function that gives the library's own outputs, by version and folder."""
+    """Return a function that returns the library's own outputs for a version and a folder."""
     read = {path.parent.name: json.loads(path.read_text())["folders"] for path in root.glob("*/answers.json")}
     return lambda version, name: read[version][name]
 
 
 @pytest.fixture
 def graph_alone(root: Path, tmp_path: Path) -> Folder:
-    """Return a function that copies a folder without the weights, so that only the graph in `onnx` remains."""
+    """Return a function that copies a folder without its weights, so that only the graph in the subfolder `onnx`
+    remains.
+    """
 
     def make(version: str, name: str) -> Path:
         target = tmp_path / f"{version}-{name}"
@@ -84,7 +89,8 @@ def check_embeddings(model: accel.ORTModelForFeatureExtraction, expected: dict[s
     found = model.encode(expected["texts"])
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected["embeddings"], **CLOSE)
-    # With an empty prompt, versions 3 and 4 exclude the first special token from pooling, as if it belonged to the prompt.
+    # If the prompt is empty, versions 3 and 4 exclude the first special token from pooling, as if the token belonged to
+    # the prompt.
     if "passages" in expected and (model.sentence_vectors.settings.include_prompt or version in ("5", "6")):
         passages = model.encode(expected["texts"], prompt_name="passage")
         np.testing.assert_allclose(passages, expected["passages"], **CLOSE)
@@ -92,14 +98,14 @@ def check_embeddings(model: accel.ORTModelForFeatureExtraction, expected: dict[s
 
 @pytest.mark.parametrize("name", EMBEDDERS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_weights_embed_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+def test_weights_give_the_librarys_embeddings(root: Path, answers: Any, version: str, name: str) -> None:
     with embedder(root / version / name, export=True, backend="pytorch") as model:
         check_embeddings(model, answers(version, name), version)
 
 
 @pytest.mark.parametrize("name", WITH_GRAPH)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_graph_next_to_the_weights_embeds_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+def test_graph_next_to_weights_gives_the_librarys_embeddings(root: Path, answers: Any, version: str, name: str) -> None:
     with embedder(root / version / name) as model:
         assert model.artifact.components[0].file == "onnx/model.onnx"
         check_embeddings(model, answers(version, name), version)
@@ -108,14 +114,14 @@ def test_a_graph_next_to_the_weights_embeds_as_the_library(root: Path, answers: 
 @pytest.mark.parametrize(
     "name", ["prompt-excluded", "dense-identity", "two-poolings", *(pytest.param(name, marks=THOROUGH) for name in EMBEDDERS)]
 )  # fmt: skip
-def test_an_export_embeds_as_the_library(root: Path, answers: Any, tmp_path: Path, name: str) -> None:
+def test_export_gives_the_librarys_embeddings(root: Path, answers: Any, tmp_path: Path, name: str) -> None:
     export(root / "6" / name, tmp_path / "out")
     with embedder(tmp_path / "out") as model:
         check_embeddings(model, answers("6", name))
 
 
 @pytest.mark.parametrize(("name", "settings"), [("lasttoken", {"subfolder": "openvino"}), ("prompt-excluded", {})])
-def test_openvinos_layout_embeds_as_the_library(
+def test_openvino_layout_gives_the_librarys_embeddings(
     answers: Any, graph_alone: Folder, name: str, settings: dict[str, str]
 ) -> None:
     openvino = pytest.importorskip("openvino", reason="the extra openvino is not installed")
@@ -128,7 +134,7 @@ def test_openvinos_layout_embeds_as_the_library(
         check_embeddings(opened, answers("6", name))
 
 
-def test_modules_after_the_graph_travel_with_it(graph_alone: Folder, answers: Any, tmp_path: Path) -> None:
+def test_modules_after_the_graph_are_kept_by_other_stages(graph_alone: Folder, answers: Any, tmp_path: Path) -> None:
     """A graph without pooling gives the same embeddings after it is saved, optimized or quantized."""
     folder, expected = graph_alone("6", "dense"), answers("6", "dense")
     with embedder(folder) as model:
@@ -139,12 +145,12 @@ def test_modules_after_the_graph_travel_with_it(graph_alone: Folder, answers: An
             check_embeddings(model, expected)
     accel.quantize(folder, tmp_path / "quantized", scheme="dynamic-int8")
     with embedder(tmp_path / "quantized") as model:
-        # Tolerance of 8-bit quantization, for vectors of length 1.
+        # The tolerance is for 8-bit quantization of embeddings of length 1.
         np.testing.assert_allclose(model.encode(expected["texts"]), expected["embeddings"], rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("name", ["token_embeddings", "output_0"])
-def test_hidden_states_by_another_name(graph_alone: Folder, answers: Any, name: str) -> None:
+def test_hidden_states_with_another_output_name(graph_alone: Folder, answers: Any, name: str) -> None:
     folder = graph_alone("6", "cls")
     graph = onnx.load(folder / "onnx" / "model.onnx")
     renamed(graph, name)
@@ -155,8 +161,8 @@ def test_hidden_states_by_another_name(graph_alone: Folder, answers: Any, name: 
         assert output.last_hidden_state.dim() == 3
 
 
-def test_a_sentence_embedding_by_another_name(graph_alone: Folder, answers: Any) -> None:
-    """A graph with a 2-D output counts as pooled, whatever the name of the output."""
+def test_sentence_embedding_with_another_output_name(graph_alone: Folder, answers: Any) -> None:
+    """A graph with a 2-D output counts as pooled, for every name of the output."""
     folder = graph_alone("6", "cls")
     graph = onnx.load(folder / "onnx" / "model.onnx")
     renamed(graph, "hidden")
@@ -185,7 +191,7 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def test_float16_states_are_pooled_in_float32(graph_alone: Folder) -> None:
-    """The sum of 30 tokens with value 3,000 is above 65,504, the largest float16 number."""
+    """The sum of 30 tokens with the value 3,000 exceeds 65,504, the largest float16 number."""
     folder = graph_alone("6", "mean-normalize")
     (folder / "1_Pooling" / "config.json").write_text(
         '{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true}'
@@ -212,7 +218,7 @@ def test_float16_states_are_pooled_in_float32(graph_alone: Folder) -> None:
 
 @pytest.mark.parametrize("name", CROSS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_cross_encoders_score_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+def test_cross_encoders_give_the_librarys_scores(root: Path, answers: Any, version: str, name: str) -> None:
     expected = answers(version, name)
     for settings in ({"export": True, "backend": "pytorch"}, {}):
         if not settings and not (root / version / name / "onnx").is_dir():
@@ -222,14 +228,14 @@ def test_cross_encoders_score_as_the_library(root: Path, answers: Any, version: 
 
 
 @pytest.mark.parametrize("version", ["4", "5", "6"])
-def test_a_cross_encoder_keeps_its_head_where_no_task_is_named(root: Path, answers: Any, version: str) -> None:
+def test_cross_encoder_keeps_its_head_without_a_task(root: Path, answers: Any, version: str) -> None:
     expected = answers(version, "cross-identity")
     with accel.ORTModel.from_pretrained(root / version / "cross-identity", backend="pytorch", export=True) as model:
         assert model.artifact.task == "text-ranking"
         np.testing.assert_allclose(model.predict(expected["pairs"]), expected["scores"], **CLOSE)
 
 
-def test_the_prompts_of_a_cross_encoder(root: Path, answers: Any) -> None:
+def test_prompts_of_a_cross_encoder(root: Path, answers: Any) -> None:
     expected = answers("6", "cross-prompt")
     query, documents = expected["pairs"][0][0], [pair[1] for pair in expected["pairs"][:2]]
     with scorer(root / "6" / "cross-prompt") as model:
@@ -243,14 +249,15 @@ def test_the_prompts_of_a_cross_encoder(root: Path, answers: Any) -> None:
             model.predict(expected["pairs"], prompt_name="querry")
 
 
-# Tests of entry points. Each uses a folder with a graph; only files next to the graph define how its outputs are processed.
+# The tests below check entry points. Each test uses a folder with a graph, and only files next to the graph define how
+# its outputs are processed.
 
 SETTINGS_OUTSIDE_THE_GRAPH = ["prompt-excluded", "two-poolings", "truncated"]
 
 
 @pytest.mark.parametrize("version", ["3", "6"])
 @pytest.mark.parametrize("name", SETTINGS_OUTSIDE_THE_GRAPH)
-def test_the_server_embeds_as_the_library(root: Path, answers: Any, version: str, name: str) -> None:
+def test_server_gives_the_librarys_embeddings(root: Path, answers: Any, version: str, name: str) -> None:
     starlette = pytest.importorskip("starlette.testclient", reason="the extra serving is not installed")
     from accel.serving.http.app import create_app
     from accel.serving.http.server_settings import ServerSettings
@@ -268,7 +275,7 @@ def test_the_server_embeds_as_the_library(root: Path, answers: Any, version: str
             np.testing.assert_allclose(cosines, 1, **CLOSE)
 
 
-def test_the_server_ranks_as_the_library(root: Path, answers: Any) -> None:
+def test_server_gives_the_librarys_ranking(root: Path, answers: Any) -> None:
     expected = answers("6", "cross-prompt")
     query, documents = expected["pairs"][0][0], [pair[1] for pair in expected["pairs"][:2]]
     with accel.ORTModel.from_pretrained(root / "6" / "cross-prompt") as model, Engine(model) as engine:
@@ -277,7 +284,7 @@ def test_the_server_ranks_as_the_library(root: Path, answers: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS_OUTSIDE_THE_GRAPH)
-def test_batches_embed_as_the_library(root: Path, answers: Any, tmp_path: Path, name: str) -> None:
+def test_offline_batches_give_the_librarys_embeddings(root: Path, answers: Any, tmp_path: Path, name: str) -> None:
     expected = answers("6", name)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in expected["texts"]))
@@ -289,7 +296,7 @@ def test_batches_embed_as_the_library(root: Path, answers: Any, tmp_path: Path, 
 
 @pytest.mark.parametrize("version", ["3", "6"])
 @pytest.mark.parametrize("name", [*SETTINGS_OUTSIDE_THE_GRAPH, "dot"])
-def test_evaluations_compare_what_the_library_embeds(root: Path, answers: Any, version: str, name: str) -> None:
+def test_evaluation_compares_the_librarys_embeddings(root: Path, answers: Any, version: str, name: str) -> None:
     expected = answers(version, name)
     texts, vectors = expected["texts"], np.array(expected["embeddings"])
     rows = [{"sentence1": texts[i], "sentence2": texts[i - 1], "score": float(i)} for i in range(len(texts))]
@@ -301,7 +308,7 @@ def test_evaluations_compare_what_the_library_embeds(root: Path, answers: Any, v
     np.testing.assert_allclose(found.predictions, np.array(products) / lengths, rtol=0, atol=1e-4)
 
 
-def test_evaluations_rank_with_the_prompt(root: Path, answers: Any) -> None:
+def test_evaluation_ranks_with_the_prompt(root: Path, answers: Any) -> None:
     expected = answers("6", "cross-prompt")
     (query, good), (_, bad) = expected["pairs"][:2]
     found = accel.evaluate(root / "6" / "cross-prompt", [{"query": query, "positive": [good], "negative": [bad]}])
@@ -309,7 +316,7 @@ def test_evaluations_rank_with_the_prompt(root: Path, answers: Any) -> None:
     np.testing.assert_allclose(1 / (1 + np.exp(-np.array(logits))), expected["scores"][:2], **CLOSE)
 
 
-def test_the_original_is_compared_with_the_same_prompt(root: Path, answers: Any, tmp_path: Path) -> None:
+def test_original_model_is_compared_with_the_same_prompt(root: Path, answers: Any, tmp_path: Path) -> None:
     texts = answers("6", "prompt-excluded")["texts"]
     rows = [{"sentence1": texts[i], "sentence2": texts[i - 1], "score": float(i)} for i in range(len(texts))]
     found = accel.evaluate(root / "6" / "prompt-excluded", rows, against=root / "6" / "prompt-excluded")
@@ -317,15 +324,17 @@ def test_the_original_is_compared_with_the_same_prompt(root: Path, answers: Any,
     assert found.value == pytest.approx(found.comparison.value, abs=1e-6)
 
 
-def test_a_graph_is_compared_with_the_weights_next_to_it(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The graph returns hidden states, which are pooled after it, and no `pooler_output`."""
+def test_graph_is_compared_with_the_weights_next_to_it(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The graph returns hidden states, which accel pools after the graph, and no `pooler_output`."""
     folder = root / "3" / "mean-normalize"
     assert accel.validate(folder, against=folder).passed
     assert "returns no pooler_output, which is not compared" in caplog.text
 
 
-def test_pipelines_answer_the_same_through_weights_and_graph(root: Path, answers: Any) -> None:
-    """Pipelines return hidden states, as transformers' own pipeline does; the model's output has the embeddings."""
+def test_pipelines_are_equal_with_weights_and_graph(root: Path, answers: Any) -> None:
+    """Pipelines return hidden states, as transformers' own pipeline does. The model's output also contains the
+    embeddings.
+    """
     folder, expected = root / "6" / "two-poolings", answers("6", "two-poolings")
     pipes = [
         accel.pipeline("feature-extraction", str(folder), **settings)
@@ -340,7 +349,7 @@ def test_pipelines_answer_the_same_through_weights_and_graph(root: Path, answers
 
 @pytest.mark.parametrize("version", ["3", "6"])
 @pytest.mark.parametrize("name", [*SETTINGS_OUTSIDE_THE_GRAPH, "lasttoken", "lower", "short"])
-def test_fronts_of_triton_embed_as_the_library(
+def test_triton_front_models_give_the_librarys_embeddings(
     graph_alone: Folder, answers: Any, tmp_path: Path, version: str, name: str
 ) -> None:
     answer = triton_front(graph_alone(version, name), tmp_path, "sentence-similarity")
@@ -350,7 +359,9 @@ def test_fronts_of_triton_embed_as_the_library(
 
 
 @pytest.mark.parametrize("name", ["cross-identity", "cross-prompt"])
-def test_fronts_of_triton_rank_as_the_library(graph_alone: Folder, answers: Any, tmp_path: Path, name: str) -> None:
+def test_triton_front_models_give_the_librarys_ranking(
+    graph_alone: Folder, answers: Any, tmp_path: Path, name: str
+) -> None:
     answer = triton_front(graph_alone("6", name), tmp_path, "text-ranking")
     expected = answers("6", name)
     for (query, document), score in zip(expected["pairs"], expected["scores"], strict=True):
@@ -358,7 +369,9 @@ def test_fronts_of_triton_rank_as_the_library(graph_alone: Folder, answers: Any,
 
 
 def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list[str]]], dict[str, Any]]:
-    """Create a Triton front model and run it in this process; return a function that computes its outputs for texts."""
+    """Create a Triton front model (the model that accepts texts), and run it in this process. Return a function that
+    computes its outputs for texts.
+    """
     pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
     import onnxruntime
 
@@ -386,14 +399,14 @@ def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list
     return answer
 
 
-# Tests of folders that must raise an error.
+# The tests below use folders that must raise an error.
 
 
 @pytest.mark.parametrize(
     ("version", "name"),
     [("5", "sparse"), ("6", "sparse"), ("6", "multi-vector"), ("3", "router"), ("4", "router")],
 )
-def test_models_of_other_kinds_are_refused_at_every_entry_point(
+def test_models_of_unsupported_kinds_are_refused_everywhere(
     root: Path, tmp_path: Path, version: str, name: str
 ) -> None:
     reason = REFUSED[name] if name != "router" else "Asym"
@@ -413,15 +426,17 @@ def test_models_of_other_kinds_are_refused_at_every_entry_point(
 
 
 @pytest.mark.parametrize("version", ["5", "6"])
-def test_a_router_is_refused_by_its_name(root: Path, version: str) -> None:
+def test_router_is_refused_by_its_name(root: Path, version: str) -> None:
     with pytest.raises(AccelError, match=r"config\.json|Router"):
         embedder(root / version / "router", backend="pytorch")
     with pytest.raises(TaskError, match="its first module is Router"):
         sentence_settings(root / version / "router").check_embeds()
 
 
-def test_hidden_states_of_a_model_whose_settings_are_not_followed(root: Path, tmp_path: Path) -> None:
-    """The model returns hidden states, to which sentence-transformers applies its own modules; `encode` raises an error with the reason."""
+def test_model_with_unsupported_settings_returns_hidden_states_only(root: Path, tmp_path: Path) -> None:
+    """The model returns hidden states, to which sentence-transformers applies its own modules. `encode` raises an error
+    with the reason.
+    """
     folder = tmp_path / "folder"
     shutil.copytree(root / "6" / "cls", folder)
     path = folder / "sentence_bert_config.json"
@@ -435,17 +450,17 @@ def test_hidden_states_of_a_model_whose_settings_are_not_followed(root: Path, tm
         export(folder, tmp_path / "out", task="sentence-similarity")
 
 
-def test_a_front_of_triton_without_a_dense_module_is_refused(graph_alone: Folder, tmp_path: Path) -> None:
+def test_triton_front_model_without_dense_module_is_refused(graph_alone: Folder, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="The modules Dense .* are not in its graph"):
         triton_front(graph_alone("6", "dense"), tmp_path, "sentence-similarity")
 
 
-def test_a_cross_encoder_does_not_embed(root: Path) -> None:
+def test_cross_encoder_cannot_embed(root: Path) -> None:
     with pytest.raises(TaskError, match="cross-encoder"):
         embedder(root / "6" / "cross", export=True, backend="pytorch").encode(["card"])
 
 
-def test_every_field_that_the_library_writes_is_in_the_table(root: Path) -> None:
+def test_every_field_that_the_library_writes_is_known(root: Path) -> None:
     for modules in root.glob("*/*/modules.json"):
         if modules.parent.name in REFUSED:
             continue
@@ -475,7 +490,7 @@ def test_unknown_fields_are_refused(root: Path, tmp_path: Path, kind: str) -> No
 
 
 def _refused_values(kind: str) -> list[tuple[str, Any]]:
-    """Return fields with values that are not supported."""
+    """Return settings fields with values that accel does not support."""
     accepted = {name: use for name, use in FIELDS[kind].items() if isinstance(use, tuple)}
     return [(name, {"other": 1}) for name in accepted]
 
@@ -505,7 +520,7 @@ def test_unsupported_values_are_refused(root: Path, tmp_path: Path, file: str, f
 
 
 def test_left_padding_does_not_change_the_first_token(root: Path, answers: Any, tmp_path: Path) -> None:
-    """The first token of a row is the first token of its text, even if padding comes before it."""
+    """The first token of a row is the first token of its text, even if padding tokens come before it."""
     for name in ("cls", "weightedmean"):
         folder = tmp_path / name
         shutil.copytree(root / "6" / name, folder)
@@ -514,13 +529,14 @@ def test_left_padding_does_not_change_the_first_token(root: Path, answers: Any, 
         with embedder(folder, backend="pytorch", export=True) as model:
             texts = answers("6", name)["texts"]
             alone = np.stack([model.encode(text) for text in texts])
-            # BERT's position ids count padding on the left, so only texts of the maximum length give the same outputs in a batch.
+            # BERT's position ids count padding tokens on the left. Therefore only texts of the maximum length give the
+            # same outputs in a batch as alone.
             rows = [i for i, text in enumerate(texts) if len(text.split()) == max(len(one.split()) for one in texts)]
             np.testing.assert_allclose(model.encode(texts)[rows], alone[rows], **CLOSE)
 
 
-def test_settings_of_the_source_travel_with_an_export(root: Path, tmp_path: Path) -> None:
-    """An export contains the settings files of its source, so that the settings are read from the export."""
+def test_export_contains_the_settings_of_its_source(root: Path, tmp_path: Path) -> None:
+    """An export contains the settings files of its source, so accel reads the settings from the export."""
     export(root / "6" / "prompts", tmp_path / "out")
     assert Artifact.load(tmp_path / "out").task == "sentence-similarity"
     assert sentence_settings(tmp_path / "out").prompt() == sentence_settings(root / "6" / "prompts").prompt() != ""

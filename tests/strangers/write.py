@@ -1,7 +1,7 @@
 """Create the folders that tests/strangers reads, with the tools themselves: `python -m tests.strangers.write`.
 
-Each tool gets its own virtual environment, which is removed after its scripts have run. To use an existing interpreter that has the
-tool, pass `--python optimum-onnx=/path/to/python`.
+The script creates a virtual environment for each tool, and removes the environment after the scripts of the tool have
+run. To use an existing Python interpreter that has the tool, pass `--python optimum-onnx=/path/to/python`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True)
 class Tool:
-    """A virtual environment: packages to install, packages to remove afterwards, and the scripts to run in it with their arguments."""
+    """Virtual environment of a tool: packages to install, packages to remove afterwards, and scripts to run with their
+    arguments.
+    """
 
     name: str
     packages: tuple[str, ...]
@@ -74,7 +76,7 @@ TOOLS = (
 
 
 def interpreter(tool: Tool, folder: Path, pip: list[str]) -> Path:
-    """Create the virtual environment of a tool and return its interpreter."""
+    """Create the virtual environment of a tool and return the path of its Python interpreter."""
     venv.create(folder, with_pip=True, clear=True)
     python = folder / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "-q", *pip, *tool.packages], check=True)
@@ -84,7 +86,7 @@ def interpreter(tool: Tool, folder: Path, pip: list[str]) -> Path:
 
 
 def pack(folder: Path) -> None:
-    """Write the archive with fixed names and times, so that the same folders give the same bytes."""
+    """Write the archives with fixed file names and times, so that the same folders give the same bytes."""
     names = ("answers", "gliner", "intel", "models", "optimum", "peft", "setfit", "web")
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing:

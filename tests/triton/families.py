@@ -1,6 +1,8 @@
-"""Tiny decoders of many families with typical tokenizers, for the generation loop that runs inside Triton.
+"""Tiny decoders of many model families with typical tokenizers, for tests of the generation loop that runs inside
+Triton.
 
-`accel.testing.generators` has the families that other tests use; these families add other kinds of positions, caches and masks.
+`accel.testing.generators` has the families that other tests use. The families in this module have other kinds of
+positions, caches and masks.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ _FALCON: dict[str, Any] = {
 SHORT = 24
 """Length in tokens up to which the LongRoPE decoder uses its short rotary factors."""
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
-# family name: (class name in transformers, config fields, whether the tokenizer has byte tokens as in sentencepiece)
+# For each family, the table has the class name in transformers, config fields, and whether the tokenizer has byte
+# tokens as in sentencepiece.
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "bert": ("BertLMHeadModel", {**_PLAIN, "is_decoder": True}, False),
     "bloom": (
@@ -149,7 +152,9 @@ def save_family(folder: Path, family: str) -> Path:
 
 @functools.cache
 def byte_tokenizer(has_bytes: bool) -> str:
-    """Return a tokenizer as JSON: byte-level BPE, or with `has_bytes` BPE with byte fallback (one token for each byte)."""
+    """Return a tokenizer as JSON. It is a byte-level BPE, or with `has_bytes` a BPE with byte fallback (one token for
+    each byte).
+    """
     if not has_bytes:
         made = Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -171,7 +176,8 @@ def byte_tokenizer(has_bytes: bool) -> str:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    # The trainer adds the byte tokens as special tokens, which decoding would skip: remove them from the special tokens.
+    # The trainer adds the byte tokens as special tokens, and decoding would skip special tokens. Remove the byte tokens
+    # from the special tokens.
     content = json.loads(made.to_str())
     content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] in _SPECIAL]
     return json.dumps(content)

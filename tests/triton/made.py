@@ -1,7 +1,9 @@
-"""Small artifacts that are created without an export: embeddings, an attention mask, and a head for each task.
+"""Small artifacts that are created without an export. Their graphs have embeddings, an attention mask, and a head for
+each task.
 
-The outputs of these graphs depend on the words, their positions, the token types and the attention mask. An error of a front model in token
-ids, token types, padding or rows therefore changes the outputs.
+The outputs of these graphs depend on the words, their positions, the token types and the attention mask. Therefore the
+outputs change if a front model (the model that accepts texts in Triton) makes an error in token ids, token types,
+padding or rows.
 """
 
 from __future__ import annotations
@@ -58,11 +60,12 @@ def outputs(task: str) -> tuple[TensorSpec, ...]:
 
 
 def make_artifact(folder: Path, task: str = "text-classification", *, format: str = "onnx", **changes: Any) -> Artifact:
-    """Create an artifact for a task. For formats other than ONNX, the graph is an empty file with the format's file name.
+    """Create an artifact for a task. For formats other than ONNX, the graph is an empty file with the file name of the
+    format.
 
     Args:
         folder: Folder of the artifact.
-        task: One of `LABELS`.
+        task: One of the tasks in `LABELS`.
         format: `onnx`, `openvino_ir` or `tensorrt`.
         **changes: Values for the manifest: `dtype`, `quantized`, `profile`.
     """
@@ -115,7 +118,9 @@ def make_artifact(folder: Path, task: str = "text-classification", *, format: st
 
 
 def graph(task: str) -> onnx.ModelProto:
-    """Return the ONNX graph for a task: word embeddings weighted by position, averaged over the tokens that are not masked."""
+    """Return the ONNX graph for a task. It weights word embeddings by their position, and averages them over the tokens
+    that are not masked.
+    """
     random = np.random.default_rng(0)
     count = {"question-answering": 2}.get(task, len(LABELS[task]))
     constants = {

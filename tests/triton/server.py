@@ -1,7 +1,8 @@
-"""Find a `tritonserver`, start it on a model repository, and send requests over HTTP as JSON.
+"""Find a `tritonserver`, start it with a model repository, and send requests over HTTP as JSON.
 
-Some servers have only the Python backend, such as the server in the package `nvidia-pytriton`. They run a shadow of the repository: a copy
-with the same models, names and tensors, where Python runs the ONNX graphs on the CPU.
+Some servers have only the Python backend, for example the server in the package `nvidia-pytriton`. These servers run a
+shadow of the repository: a copy with the same models, names and tensors, in which Python runs the ONNX graphs on the
+CPU.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ print(json.dumps({"root": root and str(root), "libraries": sysconfig.get_config_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """A Triton installation that can be started.
+    """Triton installation that can be started.
 
     Attributes:
         binary: Path of `tritonserver`.
         backends: Folder of the server's backends.
-        stub: Program that runs Python models, if the server does not include one for this Python version.
+        stub: Program that runs Python models, if the server does not contain one for this Python version.
         environment: Environment variables that the server needs.
     """
 
@@ -78,7 +79,9 @@ def find_server() -> Installation | None:
 
 
 def _of_python(python: Path) -> Installation | None:
-    """Return the server in the package `nvidia-pytriton` of a Python interpreter, or `None`. It has only the Python backend."""
+    """Return the server in the package `nvidia-pytriton` of a Python interpreter, or `None`. This server has only the
+    Python backend.
+    """
     asked = subprocess.run([str(python), "-c", _ASK], capture_output=True, text=True, check=False)
     if asked.returncode != 0:
         return None
@@ -103,14 +106,14 @@ def _of_python(python: Path) -> Installation | None:
 
 
 class TritonServer:
-    """A running server; a context manager that stops the server at its end.
+    """Running Triton server. It is a context manager that stops the server at its end.
 
     Args:
-        repository: A model repository.
-        installation: The Triton installation to start.
+        repository: Model repository.
+        installation: Triton installation to start.
 
     Raises:
-        SessionError: The server ended or was not ready in time; the error contains the errors in its log.
+        SessionError: The server ended or was not ready in time. The error contains the errors in its log.
     """
 
     def __init__(self, repository: Path, installation: Installation) -> None:
@@ -129,8 +132,8 @@ class TritonServer:
             "--exit-on-error=true",
         ]
         with self._log.open("wb") as stream:
-            # Start a new process group, so that the processes of Python models can be killed with the server, and so that Ctrl-C does
-            # not reach the server directly.
+            # Start a new process group, so that the test can kill the processes of Python models together with the
+            # server, and so that Ctrl-C does not reach the server directly.
             self._process = subprocess.Popen(
                 command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **installation.environment},
                 start_new_session=True,
@@ -159,7 +162,7 @@ class TritonServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ask(self, path: str) -> Any:
-        """Return the JSON response at a URL path."""
+        """Return the JSON response of the server for a URL path."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/{path}", timeout=60) as answer:
             return json.load(answer)
 
@@ -181,7 +184,7 @@ class TritonServer:
         return "\n".join([line for line in lines if line.startswith("E") or "error:" in line.lower()][-12:])
 
     def _backends(self, installation: Installation) -> Path:
-        """Return the folder of backends, with the correct stub program for Python models."""
+        """Return the folder of backends, which contains the correct stub program for Python models."""
         if installation.stub is None:
             return installation.backends
         folder = self._folder / "backends"
@@ -212,12 +215,12 @@ def shadow(repository: Path, out: Path, *, threads: int = 1) -> list[str]:
     """Write the shadow of a model repository: a copy in which Python runs the ONNX graphs.
 
     Args:
-        repository: A model repository.
-        out: Folder for the shadow; must not exist.
+        repository: Model repository.
+        out: Folder for the shadow. It must not exist.
         threads: Number of threads for each graph.
 
     Returns:
-        Names of the models whose graphs Python cannot run; they are omitted.
+        Names of the models whose graphs Python cannot run. The shadow does not contain these models.
     """
     left_out = []
     shutil.copytree(repository, out)

@@ -1,4 +1,6 @@
-"""Test the check of damaged repositories: each difference is found, named and reported with a fix, and nothing else is reported."""
+"""Tests of `check`, which examines a model repository: each damage is found, named and reported with a fix, and nothing
+else is reported.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ Change = Callable[[Path], Any]
 
 @pytest.fixture(scope="session")
 def repositories(shared: Callable[..., Path], generator: Callable[..., Artifact]) -> Callable[..., Path]:
-    """Return a function that creates undamaged repositories by layout."""
+    """Return a function that copies an undamaged repository with a given layout."""
 
     def make(folder: Path) -> None:
         artifact = make_artifact(folder / "artifact")
@@ -45,7 +47,7 @@ def repositories(shared: Callable[..., Path], generator: Callable[..., Artifact]
 
 
 def config(name: str, change: Callable[[Any], Any]) -> Change:
-    """Return a change that edits the configuration of one model."""
+    """Return a function that edits the configuration of one model in a repository."""
 
     def edit(root: Path) -> None:
         found = read(root / name / CONFIG)
@@ -56,7 +58,7 @@ def config(name: str, change: Callable[[Any], Any]) -> Change:
 
 
 def text(name: str, before: str, after: str) -> Change:
-    """Return a change that replaces text in the configuration of one model, or in another file."""
+    """Return a function that replaces text in the configuration of one model, or in another file of a repository."""
 
     def edit(root: Path) -> None:
         path = root / name / CONFIG if (root / name).is_dir() else root / name
@@ -68,7 +70,7 @@ def text(name: str, before: str, after: str) -> Change:
 
 
 def told(name: str, **changes: Any) -> Change:
-    """Return a change that sets values in the `settings.json` of one model."""
+    """Return a function that sets values in the `settings.json` of one model."""
 
     def edit(root: Path) -> None:
         path = root / name / "1" / "settings.json"
@@ -78,7 +80,7 @@ def told(name: str, **changes: Any) -> Change:
 
 
 def without(name: str, key: str) -> Change:
-    """Return a change that removes one value from the `settings.json` of one model."""
+    """Return a function that removes one value from the `settings.json` of one model."""
 
     def edit(root: Path) -> None:
         path = root / name / "1" / "settings.json"
@@ -96,7 +98,8 @@ def fixed_batch(root: Path) -> None:
 
 
 ANSWERS = f"{FRONT}_answers"
-# case: (layout, change that damages the repository, model that is reported, code of the finding, text in its message)
+# For each case, the table has the layout, the function that damages the repository, the model that is reported, the
+# code of the finding, and a text in its message.
 BROKEN: dict[str, tuple[str, Change, str, str, str]] = {
     "no configuration": ("text", lambda r: (r / GRAPH / CONFIG).unlink(), GRAPH, "config-missing", CONFIG),
     "an unknown field": ("text", text(GRAPH, "max_batch_size", "max_batch"), GRAPH, "config-unreadable", "max_batch"),
@@ -152,7 +155,7 @@ BROKEN: dict[str, tuple[str, Change, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_each_difference_is_found(repositories: Callable[..., Path], tmp_path: Path, case: str) -> None:
+def test_each_damage_is_found(repositories: Callable[..., Path], tmp_path: Path, case: str) -> None:
     layout, change, model, code, words = BROKEN[case]
     root = repositories(layout, tmp_path / "out")
     assert check(root) == ()
@@ -163,7 +166,7 @@ def test_each_difference_is_found(repositories: Callable[..., Path], tmp_path: P
     assert all(one.fix for one in found)
 
 
-def test_all_findings_come_at_once(repositories: Callable[..., Path], tmp_path: Path) -> None:
+def test_all_findings_are_reported_at_once(repositories: Callable[..., Path], tmp_path: Path) -> None:
     root = repositories("text", tmp_path / "out")
     kinds = ["another name", "wrong sizes", "no labels", "no tokenizer"]
     for kind in kinds:
@@ -177,7 +180,7 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
     assert [one.code for one in check(tmp_path)] == ["empty"]
 
 
-def test_the_commands_write_and_check(tmp_path: Path) -> None:
+def test_commands_write_and_check_repositories(tmp_path: Path) -> None:
     artifact, out = make_artifact(tmp_path / "artifact").path, tmp_path / "out"
     runner = CliRunner()
     done = runner.invoke(

@@ -1,4 +1,6 @@
-"""Test that model configurations equal the golden files: one for each task, and one for each backend."""
+"""Tests that model configurations equal the golden files. There is one golden file for each task and one for each
+backend.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from accel.deploying.triton.repository import SERVED
 
 GOLDEN = Path(__file__).parent / "golden"
 TASKS = [*LABELS, "zero-shot-classification"]
-# backend and device: (arguments of the artifact, deployment settings)
+# For each backend and device, the table has the arguments of the artifact and the deployment settings.
 BACKENDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "onnxruntime-cpu": ({}, {"threads": 4}),
     "onnxruntime-cuda": ({"dtype": "float16"}, {"device": "cuda", "instances": 2}),
@@ -55,7 +57,9 @@ def artifact_for(folder: Path, task: str, **changes: Any) -> Path:
     ],
 )
 def test_configurations_equal_the_golden_files(tmp_path: Path, backend: str, task: str) -> None:
-    """Test the front model of each task and the graph's model of each backend. `ACCEL_GOLDEN=write` updates the golden files."""
+    """Compare the front model of each task (the model that accepts texts) and the graph model of each backend.
+    `ACCEL_GOLDEN=write` updates the golden files.
+    """
     changes, settings = BACKENDS[backend]
     made = deploy(artifact_for(tmp_path / "artifact", task, **changes), tmp_path / "out", task=task, **settings)
     found = {name: (made.path / name / CONFIG).read_text(encoding="utf-8") for name in made.models}
@@ -120,7 +124,7 @@ def test_invalid_deployments_are_refused(tmp_path: Path, case: str) -> None:
         ("tokenizer_config.json", {"split_special_tokens": True}, "split_special_tokens"),
     ],
 )
-def test_files_that_triton_reads_differently_are_refused(
+def test_settings_that_triton_would_read_differently_are_refused(
     tmp_path: Path, file: str, change: dict[str, Any], words: str
 ) -> None:
     folder = make_artifact(tmp_path / "artifact").path
@@ -132,13 +136,13 @@ def test_files_that_triton_reads_differently_are_refused(
     assert caught.value.fix
 
 
-def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
+def test_nonempty_folder_is_refused(tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path / "artifact").path
     with pytest.raises(OutputFolderError):
         deploy(artifact, artifact)
 
 
-def test_a_queue_policy_is_optional_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_policy_is_optional_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr(repository.logger, "warning", warned.append)
     artifact = make_artifact(tmp_path / "artifact").path
@@ -151,8 +155,10 @@ def test_a_queue_policy_is_optional_and_warns(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("path", sorted(SERVED.glob("*.py")), ids=lambda path: path.name)
-def test_copied_modules_import_little(path: Path) -> None:
-    """Test that the modules that run inside Triton support Python 3.10 and import only libraries of the guide's container."""
+def test_copied_modules_have_few_imports(path: Path) -> None:
+    """The modules that run inside Triton support Python 3.10, and import only libraries that the container in the guide
+    contains.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
     absolute = {
         name.split(".")[0]

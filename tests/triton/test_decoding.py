@@ -1,4 +1,6 @@
-"""Test that the generation loop inside Triton returns the same tokens as the local pipeline, with any other rows in the batch."""
+"""Tests of the generation loop inside Triton: it returns the same tokens as the local pipeline, with any other rows in
+the batch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ PROMPTS = ["the card", "where is my new bank account in paris", "pay", "i can no
 
 
 class Text:
-    """The result of one request: pieces of text, and errors."""
+    """Result of one request: pieces of text, and errors."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -69,7 +71,9 @@ def decoders(
 
 @pytest.fixture(scope="session")
 def exported(shared: Callable[..., Path]) -> Callable[[str], Artifact]:
-    """Return a function that exports a decoder of `FAMILIES`; the exports are created at the first use."""
+    """Return a function that returns the export of a decoder in `FAMILIES`. The first call for a family exports its
+    decoder.
+    """
 
     def get(family: str) -> Artifact:
         name = f"decoder-{family}"
@@ -131,7 +135,7 @@ def check_family(decoder: TextDecoder, artifact: Artifact, prompts: Sequence[str
         assert text.text == wanted(artifact, prompt, 6 + i)
 
 
-def test_answers_of_joining_rows_equal_single_answers(decoder: TextDecoder, generator: Callable[..., Artifact]) -> None:
+def test_joining_rows_equal_single_generations(decoder: TextDecoder, generator: Callable[..., Artifact]) -> None:
     check_family(decoder, generator("llama"))
 
 
@@ -139,7 +143,9 @@ def test_answers_of_joining_rows_equal_single_answers(decoder: TextDecoder, gene
 @pytest.mark.parametrize(
     "family", ["gpt2", "gpt-neox", "mistral", "opt", "phi3", "qwen3", "mixtral", "gemma3", "olmo3"]
 )
-def test_other_decoders(decoders: Callable[..., TextDecoder], generator: Callable[..., Artifact], family: str) -> None:
+def test_other_decoder_families(
+    decoders: Callable[..., TextDecoder], generator: Callable[..., Artifact], family: str
+) -> None:
     check_family(decoders(family), generator(family))
 
 
@@ -151,7 +157,7 @@ def test_other_decoders(decoders: Callable[..., TextDecoder], generator: Callabl
         if family != LONG
     ],
 )
-def test_decoders_with_tokenizers_of_bytes(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
+def test_decoders_with_byte_tokenizers(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
     check_family(decoder_of(exported(family), tmp_path), exported(family), BYTE_PROMPTS)
 
 
@@ -159,7 +165,9 @@ def test_decoders_with_tokenizers_of_bytes(exported: Callable[[str], Artifact], 
 @pytest.mark.parametrize("scheme", ["weight-int4", "weight-int8", "dynamic-int8"])
 @pytest.mark.parametrize("family", ["bloom", "gpt-neo", "qwen 2"])
 def test_quantized_decoders(exported: Callable[[str], Artifact], tmp_path: Path, family: str, scheme: str) -> None:
-    """Test quantized decoders. With dynamic-int8, each prompt runs alone, because rows of a batch share quantization scales."""
+    """With dynamic-int8, each prompt runs alone, because rows of a batch share quantization scales. With other schemes,
+    the prompts run in one batch.
+    """
     quantized = accel.quantize(exported(family), tmp_path / "quantized", scheme=scheme)
     decoder = decoder_of(quantized, tmp_path)
     for prompts in [[one] for one in BYTE_PROMPTS] if scheme == "dynamic-int8" else [BYTE_PROMPTS]:
@@ -167,7 +175,7 @@ def test_quantized_decoders(exported: Callable[[str], Artifact], tmp_path: Path,
 
 
 @pytest.mark.thorough
-def test_texts_end_before_long_rope_changes_its_angles(
+def test_texts_end_before_longrope_changes_its_angles(
     exported: Callable[[str], Artifact], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     artifact = exported(LONG)
@@ -192,7 +200,7 @@ def test_decoders_with_other_states_are_refused(
     assert caught.value.fix
 
 
-def test_drawn_tokens_depend_only_on_the_seed(decoder: TextDecoder) -> None:
+def test_sampled_tokens_depend_only_on_the_seed(decoder: TextDecoder) -> None:
     options = {"do_sample": True, "temperature": 2.0, "top_k": 20, "top_p": 0.9, "max_new_tokens": 8}
     alone = start(decoder, PROMPTS[0], seed=7, **options)
     finish(decoder)
@@ -204,13 +212,13 @@ def test_drawn_tokens_depend_only_on_the_seed(decoder: TextDecoder) -> None:
     assert all(one.ended == [None] for one in others)
 
 
-def test_the_default_top_k_is_transformers(decoder: TextDecoder) -> None:
-    """Test that the default `top_k` equals the default of `generate` in transformers."""
+def test_default_top_k_equals_transformers(decoder: TextDecoder) -> None:
+    """The default `top_k` equals the default of `generate` in transformers."""
     row = decoder.read(PROMPTS[0], {"do_sample": True}, send=lambda _: None, done=lambda _: None)
     assert row.options["top_k"] == transformers.GenerationConfig._get_default_generation_params()["top_k"]
 
 
-def test_a_stop_text_ends_the_answer_before_it(decoder: TextDecoder) -> None:
+def test_stop_text_ends_the_text_before_it(decoder: TextDecoder) -> None:
     whole = start(decoder, PROMPTS[0], max_new_tokens=12)
     finish(decoder)
     words = whole.text.split()
@@ -221,7 +229,7 @@ def test_a_stop_text_ends_the_answer_before_it(decoder: TextDecoder) -> None:
     assert cut.ended == [None]
 
 
-def test_a_caller_that_has_gone_leaves(decoder: TextDecoder) -> None:
+def test_disconnected_client_frees_its_row(decoder: TextDecoder) -> None:
     asked: list[int] = []
     alone = start(decoder, PROMPTS[1], max_new_tokens=6)
     finish(decoder)
@@ -233,7 +241,7 @@ def test_a_caller_that_has_gone_leaves(decoder: TextDecoder) -> None:
     assert other.text == alone.text
 
 
-def test_a_failure_ends_all_rows_but_not_the_loop(decoder: TextDecoder) -> None:
+def test_failure_ends_all_rows_but_not_the_loop(decoder: TextDecoder) -> None:
     texts = [start(decoder, prompt) for prompt in PROMPTS[:2]]
     decoder.fail(RuntimeError("no memory"))
     assert [str(one.ended[0]) for one in texts] == ["no memory"] * 2
@@ -252,7 +260,7 @@ def test_invalid_parameters_are_refused(decoder: TextDecoder, options: dict[str,
         start(decoder, PROMPTS[0], **options)
 
 
-def test_unused_padding_is_dropped(decoder: TextDecoder) -> None:
+def test_unused_padding_columns_are_dropped(decoder: TextDecoder) -> None:
     start(decoder, " ".join(PROMPTS), max_new_tokens=1 + 1)
     start(decoder, PROMPTS[2], max_new_tokens=8)
     width = decoder._mask.shape[1]

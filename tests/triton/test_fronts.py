@@ -1,4 +1,6 @@
-"""Test that the code that runs inside Triton returns the same results as the local pipelines, for any batching of requests."""
+"""Tests of the code that runs inside Triton: it returns the same results as the local pipelines, for any batching of
+requests.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ TEXTS = [
     "the fee is zzz",
 ]
 ATOL = 1e-5
-"""Tolerance for the same graph in the same runtime: only the order of sums over padding differs."""
+"""Tolerance for the same graph in the same runtime: only the order of additions over padding differs."""
 
 
 def texts(*values: str) -> np.ndarray[Any, Any]:
@@ -46,7 +48,7 @@ def texts(*values: str) -> np.ndarray[Any, Any]:
 
 @dataclass
 class Front:
-    """The front model of a repository; its graph runs in this process."""
+    """Front model of a repository (the model that accepts texts). Its graph runs in this process."""
 
     folder: Path
     artifact: Path
@@ -91,7 +93,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
             found = deploy(artifact, root / "out", task=task, name="front", **settings)
             made[key] = Front(found.path / "front" / "1", artifact.path)
         made[key].calls.clear()
-        # Reset the measured call costs, so that earlier tests have no influence.
+        # Reset the measured call costs, so that earlier tests do not influence this test.
         made[key].batches._calls = CallCosts()
         return made[key]
 
@@ -100,7 +102,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
 
 @pytest.fixture(scope="session")
 def local(front: Fronts) -> Callable[..., Any]:
-    """Return a function that creates the local pipeline of the same artifact."""
+    """Return a function that creates the local pipeline for the artifact of a front model."""
     made: dict[str, Any] = {}
 
     def get(task: str, of: str | None = None) -> Any:
@@ -122,7 +124,7 @@ def test_labels_and_scores_equal_the_pipelines(front: Fronts, local: Local) -> N
         np.testing.assert_allclose(answer["SCORES"][0], [everything[label] for label in labels], atol=ATOL)
 
 
-def test_a_text_without_a_required_token_is_refused_alone(tmp_path: Path) -> None:
+def test_only_the_text_without_a_required_token_is_refused(tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path / "artifact", "text-classification")
     tokenizer = transformers.AutoTokenizer.from_pretrained(artifact.path)
     (component,) = artifact.components
@@ -140,7 +142,7 @@ def test_a_text_without_a_required_token_is_refused_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("function", ["none", "sigmoid", "softmax"])
-def test_pairs_and_functions(front: Fronts, local: Local, function: str) -> None:
+def test_text_pairs_and_functions_to_apply(front: Fronts, local: Local, function: str) -> None:
     answer = front("text-classification").ask({"TEXT": [TEXTS[0]], "TEXT_PAIR": [TEXTS[1]]}, function_to_apply=function)
     wanted = local("text-classification")({"text": TEXTS[0], "text_pair": TEXTS[1]}, function_to_apply=function)
     np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
@@ -183,7 +185,7 @@ def test_answers_equal_the_pipelines(front: Fronts, local: Local, options: dict[
     np.testing.assert_allclose(answer["SCORE"][0], [one["score"] for one in wanted], atol=ATOL)
 
 
-def test_an_impossible_answer_equals_the_pipelines(front: Fronts, local: Local) -> None:
+def test_impossible_answer_equals_the_pipelines(front: Fronts, local: Local) -> None:
     asked = {"handle_impossible_answer": True, "top_k": 50}
     answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": ["pay the fee"]}, **asked)
     wanted = local("question-answering")(question="where?", context="pay the fee", **asked)
@@ -221,7 +223,7 @@ def test_rankings_equal_the_models(front: Fronts) -> None:
     np.testing.assert_allclose(answer["SCORES"][0][answer["RANKING"][0]], [one["score"] for one in wanted], atol=ATOL)
 
 
-def test_requests_of_a_batch_are_one_call(front: Fronts) -> None:
+def test_requests_of_a_batch_share_one_call(front: Fronts) -> None:
     one = front("text-classification")
     one.ask_all([{"TEXT": [text]} for text in TEXTS])
     assert [shape[0] for shape in one.calls] == [len(TEXTS)]
@@ -239,7 +241,9 @@ def test_large_batches_are_divided_by_length(front: Fronts) -> None:
 
 
 def taught(call_s: float, token_s: float, count: int = 40) -> CallCosts:
-    """Return call costs measured from calls of many sizes, with the given cost of a call and of a token in seconds."""
+    """Return call costs that were measured with calls of many sizes. `call_s` and `token_s` are the costs of a call and
+    of a token in seconds.
+    """
     calls = CallCosts()
     for tokens in np.random.default_rng(0).integers(8, 600, size=count).tolist():
         calls.note(tokens, call_s + tokens * token_s)
@@ -265,8 +269,8 @@ def test_rows_are_divided_by_costs(calls: CallCosts, parts: list[tuple[int, int]
     assert calls.divide(LENGTHS, 32) == parts
 
 
-def test_the_division_is_the_cheapest() -> None:
-    """Test the cost against every possible division of six rows."""
+def test_division_has_the_lowest_cost() -> None:
+    """No other division of the six rows has a lower cost."""
     lengths, call, most = [3, 4, 9, 11, 30, 31], 12.0, 3
     calls = taught(call * 1e-3, 1e-3)
 
@@ -282,7 +286,7 @@ def test_the_division_is_the_cheapest() -> None:
     assert cost(calls.divide(lengths, most)) == pytest.approx(min(every))
 
 
-def test_divided_rows_have_equal_answers(front: Fronts) -> None:
+def test_divided_rows_give_equal_results(front: Fronts) -> None:
     one = front("text-classification")
     requests = [{"TEXT": [text]} for text in TEXTS]
     whole = one.ask_all(requests)
@@ -303,7 +307,7 @@ def test_batches_are_padded_to_buckets(front: Fronts) -> None:
     )
 
 
-def test_left_padding_changes_no_answer(front: Fronts, tmp_path: Path) -> None:
+def test_left_padding_does_not_change_results(front: Fronts, tmp_path: Path) -> None:
     plain = front("token-classification")
     left = Front(plain.folder, plain.artifact)
     left.batches.tokens._left = True
@@ -314,7 +318,7 @@ def test_left_padding_changes_no_answer(front: Fronts, tmp_path: Path) -> None:
         ]
 
 
-def test_a_refused_request_leaves_the_others_answered(front: Fronts) -> None:
+def test_refused_request_does_not_affect_other_requests(front: Fronts) -> None:
     one = front("text-classification")
     wanted = one.ask({"TEXT": [TEXTS[0]]})
     found = one.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": ["pay " * 100]}])
@@ -325,8 +329,10 @@ def test_a_refused_request_leaves_the_others_answered(front: Fronts) -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("task", ["text-classification", "token-classification", "feature-extraction"])
-def test_nan_leaves_the_other_requests_answered(front: Fronts, task: str, spread: bool) -> None:
-    """Test NaN in one row. With `spread`, all rows of the batch become NaN, as with dynamic int8 quantization."""
+def test_nan_fails_only_its_request(front: Fronts, task: str, spread: bool) -> None:
+    """One row of the batch is NaN. With `spread`, all rows of the batch become NaN, as with dynamic int8 quantization.
+    Only the request of this row fails.
+    """
     served = front(task)
     first = int(served.batches.tokens.encode(TEXTS[1], cut="longest_first")[0].ids[1])
 
@@ -348,7 +354,7 @@ def test_nan_leaves_the_other_requests_answered(front: Fronts, task: str, spread
                 np.testing.assert_allclose(values, expected[i][name], atol=ATOL)
 
 
-def test_infinity_in_an_answer_is_an_error(front: Fronts) -> None:
+def test_infinity_in_the_output_raises(front: Fronts) -> None:
     served = front("feature-extraction")
 
     def call(feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,7 +364,7 @@ def test_infinity_in_an_answer_is_an_error(front: Fronts) -> None:
     assert isinstance(answer, NonFiniteOutputError)
 
 
-def test_a_long_text_can_be_cut(front: Fronts, local: Local) -> None:
+def test_long_text_can_be_truncated(front: Fronts, local: Local) -> None:
     answer = front("text-classification").ask({"TEXT": ["pay " * 100]}, truncation=True)
     wanted = local("text-classification")("pay " * 100, truncation=True)[0]
     np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
@@ -390,13 +396,14 @@ def test_refused_requests_name_the_reason(front: Fronts, case: str) -> None:
         front(task, of).ask(inputs, **options)
 
 
-def test_bytes_that_are_not_utf_8_are_refused(front: Fronts) -> None:
+def test_invalid_utf8_is_refused(front: Fronts) -> None:
     one = front("text-classification")
     (answer,) = one.batches.answer([Request({"TEXT": np.array([[b"\xff\xfe"]], dtype=object)}, {})], one.call)
     assert isinstance(answer, InvalidRequestError)
 
 
-# Replacements for the classes that Triton passes to Python models, reduced to the parts that the models use.
+# The classes below replace the classes that Triton passes to Python models. They have only the parts that the models
+# use.
 
 
 @dataclass
@@ -448,13 +455,13 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the Triton model of a module in `served`, with the given folder as the folder of its version."""
+    """Return the Triton model of a module in `served`. The given folder is the folder of the model's version."""
     module = importlib.import_module(f"accel.deploying.triton.served.{name}")
     monkeypatch.setattr(module, "__file__", str(folder / "model.py"))
     return module.TritonPythonModel()
 
 
-def test_the_front_answers_triton(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_front_model_handles_triton_requests(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = front("text-classification")
 
     class InferenceRequest:
@@ -474,7 +481,7 @@ def test_the_front_answers_triton(front: Fronts, backend: Any, monkeypatch: pyte
     assert responses[1].error.args[1] == 3
 
 
-def test_ensembles_answer_as_the_front(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ensembles_equal_the_front_model(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = front("token-classification")
     tokenizer, last = (model("ensemble_step", here.folder, monkeypatch) for _ in range(2))
     for step, names in ((tokenizer, ["TEXT"]), (last, ["TEXT", "logits"])):
@@ -486,7 +493,7 @@ def test_ensembles_answer_as_the_front(front: Fronts, backend: Any, monkeypatch:
     assert answer.tensors[0].values.tolist() == here.ask({"TEXT": [TEXTS[0]]})["ENTITIES"].tolist()
 
 
-def test_the_graph_in_python_splits_merged_requests(
+def test_python_graph_model_splits_merged_requests(
     tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = make_artifact(tmp_path / "artifact")

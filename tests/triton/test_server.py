@@ -1,7 +1,8 @@
-"""Test that a real Triton server loads the repositories, returns the same results as the local pipelines, and batches requests.
+"""Tests with a real Triton server: it loads the repositories, returns the same results as the local pipelines, and
+batches requests.
 
-The tests need a server. `make test-triton` creates an environment with the server of the package nvidia-pytriton, whose Python backend
-runs the shadow of each repository.
+`make test-triton` creates an environment with the server of the package nvidia-pytriton, whose Python backend runs the
+shadow of each repository (a copy in which Python runs the graphs).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def installation() -> Installation:
 def artifacts(
     installation: Installation, tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Return tiny artifacts by task, exported as a user would export them."""
+    """Return tiny artifacts for each task, exported as a user would export them."""
     root = tmp_path_factory.mktemp("artifacts")
     save_tiny(root / "ranker", "bert", "text-ranking", num_labels=1)
     ranker = accel.export(root / "ranker", root / "ranker-onnx", task="text-ranking")
@@ -72,7 +73,9 @@ def artifacts(
 def repository(
     artifacts: dict[str, Path], generator: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Deploy every task into one repository, and write its shadow next to it."""
+    """Deploy every task into one repository. Write the shadow (a copy in which Python runs the graphs) next to the
+    repository.
+    """
     root = tmp_path_factory.mktemp("triton")
     whole = root / "repository"
     deployed = [
@@ -165,7 +168,7 @@ def test_embeddings(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None
     np.testing.assert_allclose(found, model.encode(TEXTS), atol=ATOL)
 
 
-def test_labels_of_a_request(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
+def test_candidate_labels(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
     labels = ["bank", "phone", "fee"]
     answer = ask("zero_shot_classification", {"TEXT": [TEXTS[0]], "CANDIDATE_LABELS": labels})
     wanted = local("zero-shot-classification")(TEXTS[0], labels)
@@ -180,12 +183,12 @@ def test_ranking(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None:
     np.testing.assert_allclose(answer["SCORES"][answer["RANKING"]], [one["score"] for one in wanted], atol=ATOL)
 
 
-def test_a_text_that_is_too_long_is_refused(ask: Callable[..., Any]) -> None:
+def test_too_long_text_is_refused(ask: Callable[..., Any]) -> None:
     with pytest.raises(Exception, match="202 tokens and the model reads 94"):
         ask("text_classification", {"TEXT": ["pay " * 200]})
 
 
-def test_the_example_sends_several_rows(server: TritonServer, local: Callable[[str], Any]) -> None:
+def test_example_client_sends_several_rows(server: TritonServer, local: Callable[[str], Any]) -> None:
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "triton_client" / "client.py"))
     found = example["classify"](f"127.0.0.1:{server.http}", "text_classification", TEXTS)
     wanted = [local("text-classification")(text)[0] for text in TEXTS]
@@ -194,7 +197,7 @@ def test_the_example_sends_several_rows(server: TritonServer, local: Callable[[s
 
 
 def test_requests_with_several_sizes_share_a_batch(server: TritonServer) -> None:
-    """Test that requests with different numbers of labels or documents share a batch."""
+    """Requests with different numbers of labels or documents share a batch."""
     calls = [("text_ranking", {"QUERY": ["card"], "DOCUMENTS": TEXTS[: 1 + i % 5]}, {}) for i in range(32)]
     before = server.statistics("text_ranking")
     callers(server, calls, 16)
@@ -206,7 +209,7 @@ def test_requests_with_several_sizes_share_a_batch(server: TritonServer) -> None
 def callers(
     server: TritonServer, calls: Sequence[tuple[str, dict[str, list[str]], dict[str, Any]]], count: int
 ) -> None:
-    """Send requests from many concurrent clients; each client sends the next request when it has a response."""
+    """Send requests from many concurrent clients. Each client sends its next request when it has received a response."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for one in calls:
         waiting.put(one)
@@ -238,12 +241,12 @@ def callers(
     assert not failed
 
 
-def test_sixteen_callers_with_ragged_texts_share_batches(server: TritonServer) -> None:
+def test_sixteen_clients_with_different_lengths_share_batches(server: TritonServer) -> None:
     ragged = [" ".join(TEXTS)[: 5 + 7 * i % 150] for i in range(320)]
     callers(server, [("waiting", {"TEXT": [text]}, {}) for text in ragged], 16)
     counted = server.statistics("waiting")
     assert counted["inference_count"] / counted["execution_count"] > 4
-    # The graph's model counts the rows of all requests.
+    # The graph model counts the rows of all requests.
     assert server.statistics("waiting_graph")["inference_count"] >= 320
 
 
@@ -267,7 +270,7 @@ def test_streamed_text_equals_the_local_pipelines(server: TritonServer, generato
         assert len(found[prompt]) > 1
 
 
-def test_pieces_of_text_come_over_grpc(server: TritonServer) -> None:
+def test_streamed_text_over_grpc(server: TritonServer) -> None:
     client = grpc_client.InferenceServerClient(f"127.0.0.1:{server.grpc}")
     pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.start_stream(callback=lambda result, error: pieces.put(error or result))
@@ -289,7 +292,9 @@ def test_pieces_of_text_come_over_grpc(server: TritonServer) -> None:
     assert len(text.split()) >= 5
 
 
-def test_errors_of_loading_are_reported(artifacts: dict[str, Path], installation: Installation, tmp_path: Path) -> None:
+def test_model_loading_errors_are_reported(
+    artifacts: dict[str, Path], installation: Installation, tmp_path: Path
+) -> None:
     made = deploy(artifacts["text-classification"], tmp_path / "out", backend="python")
     code = made.path / made.name / "1" / "model.py"
     code.write_text(code.read_text(encoding="utf-8") + "\nraise RuntimeError('broken on purpose')\n", encoding="utf-8")
