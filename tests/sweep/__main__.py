@@ -1,4 +1,6 @@
-"""Command line of the sweep: `python -m tests.sweep`; see `--help`."""
+"""Command line of the sweep over all model architectures: `python -m tests.sweep`. The option `--help` lists its
+options.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Use one thread per process. torch reads these variables when it is imported, so they are set first.
+# Use one thread in each process. torch reads these variables when it is imported, so set them first.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 if "--artifacts" not in sys.argv:
@@ -69,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 if a call succeeded with wrong outputs, 2 if no architecture and task match, else 0."""
+    """Run the command line. Return 1 if a stage succeeded with wrong outputs, 2 if no architecture and task match, and
+    0 if not.
+    """
     options = parser().parse_args(arguments)
     if options.page_only or options.merge:
         return _finish(options, options.merge)
@@ -98,7 +102,9 @@ def _backends(named: str) -> list[str]:
 
 
 def _preload() -> None:
-    """Import all modules that the forked processes need. Create no session: its threads would be missing in forked processes."""
+    """Import all modules that the forked processes need. Create no session, because the forked processes would not have
+    its threads.
+    """
     import importlib
     import warnings
     from unittest.mock import patch
@@ -109,7 +115,8 @@ def _preload() -> None:
     for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
                  "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
                  "accel.tuning.quantize_within_budget", "accel.models.encoder_decoder", "accel.tasks.text_classification"):  # fmt: skip
-        # Hide GPUs during imports: torchao looks for GPUs when it is imported, and the process could then not be forked.
+        # Hide GPUs during the imports. torchao looks for GPUs when it is imported, and this process could then not be
+        # forked.
         with contextlib.suppress(ImportError), patch("torch.cuda.is_available", return_value=False):
             importlib.import_module(name)
     import transformers
@@ -119,9 +126,11 @@ def _preload() -> None:
 
 
 def _warm_up() -> None:
-    """Trace one model before processes are forked, so that they inherit the tables that the first trace fills.
+    """Trace one model before processes are forked, so that the forked processes inherit the tables that the first trace
+    fills.
 
-    Measured with two busy cores: a trace of RoBERTa takes 17 s in a process without it and 4 to 7 s with it.
+    Measured on two busy processor cores: a trace of RoBERTa takes 17 s in a process without this trace, and 4 to 7 s
+    with it.
     """
     from accel import capture
     from accel.config import ExportConfig
@@ -169,7 +178,9 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
 
 
 def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
-    """Write the graphs that a machine with a GPU needs. Failed exports are recorded in `sweep.json` in the same folder."""
+    """Write the graphs that a machine with a GPU needs. Failed exports are recorded in the file `sweep.json` of the
+    same folder.
+    """
     from . import gpu, running
     from .cells import GPU
     from .store import Store, digest_of
@@ -192,15 +203,15 @@ def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the new versions and settings, and keep the old versions of backends that were not tested this time."""
+    """Return the new versions and settings, together with the old versions of backends that were not tested this time."""
     return {**old, **new, "versions": {**old.get("versions", {}), **new["versions"]}}
 
 
 def _both(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the versions and processors of two files of results; different values are joined by `and`."""
+    """Return the versions and processors of two files of results. Different values are joined by `and`."""
 
     def either(one: str | None, other: str | None) -> str:
-        # Values may already be joined by an earlier merge: split them, so that no value occurs twice.
+        # An earlier merge may already have joined values. Split them, so that no value occurs twice.
         return " and ".join(dict.fromkeys(part for text in (one, other) if text for part in text.split(" and ")))
 
     ours, theirs = old.get("versions", {}), new.get("versions", {})
@@ -267,7 +278,7 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
 
 
 def _stop(*_: object) -> None:
-    """Handle SIGTERM like Ctrl-C, so that the results are written and the processes are ended."""
+    """Handle the signal SIGTERM like Ctrl-C, so that the results are written and the processes are ended."""
     raise KeyboardInterrupt
 
 

@@ -12,24 +12,26 @@ from accel.interfaces.task_registry import task_spec
 from .cases import Pair
 from .shrinking import BEGIN, LABELS, PAD, small_config
 
-# Small models have about a million weights. A model above this limit was not reduced, and would need minutes and much memory.
+# Small models have about a million weights. A model above this limit was not made small, and would need minutes and
+# much memory.
 MOST_WEIGHTS = 30_000_000
-# Scale of random weight matrices. A value below 1 makes each layer's outputs slightly smaller, so that rounding errors do not grow.
+# Scale of the random weight matrices. With a value below 1, the outputs of each layer become slightly smaller, so that
+# rounding errors do not grow.
 GAIN = 0.7
 
 
 class NotBuilt(Exception):  # noqa: N818  # an expected result, not an error
-    """Raised if a small model cannot be built, or raises an error in PyTorch."""
+    """Error that is raised if a small model cannot be built, or if it raises an error in PyTorch."""
 
 
 def build(pair: Pair, seed: int = 0) -> Any:
     """Return the small model of a pair (architecture and task) in evaluation mode, with seeded random weights.
 
     Raises:
-        NotBuilt: The model cannot be built; the message has the reason.
+        NotBuilt: The model cannot be built. The message contains the reason.
     """
     try:
-        # A question-answering head has two outputs per token, start and end.
+        # A question answering head has two outputs for each token, start and end.
         labels = 2 if task_spec(pair.task).name in ("question-answering", "document-question-answering") else LABELS
         config = small_config(pair.architecture)
         cls = getattr(transformers, pair.model)
@@ -52,7 +54,8 @@ def build(pair: Pair, seed: int = 0) -> Any:
             _hide_the_last_token(model)
     except NotBuilt:
         raise
-    # Catch all exceptions: model code may raise anything, and may need libraries that are not installed.
+    # Catch all exceptions, because model code may raise any type of exception and may need libraries that are not
+    # installed.
     except Exception as error:
         raise NotBuilt(first_line(error)) from error
     if model.can_generate():
@@ -67,10 +70,12 @@ def build(pair: Pair, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def enliven(model: torch.nn.Module, seed: int = 0) -> None:
-    """Set random weights that keep activations near magnitude 1, and nonzero biases, so that a graph without a bias is detected.
+    """Set random weights that keep activations at magnitudes near 1, and biases that are not zero, so that a graph
+    without a bias is detected.
 
-    Parameters that transformers initializes neither as zeros, nor as ones, nor as a matrix (a decay, a temperature) are unchanged. Frozen
-    parameters are unchanged, because transformers computes them and does not save them (Marian's sinusoidal positions).
+    Parameters whose initial values in transformers are neither zeros, nor ones, nor a random matrix (a decay or a
+    temperature) are unchanged. Frozen parameters are also unchanged, because transformers computes them and does not
+    save them (for example Marian's sinusoidal positions).
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -78,8 +83,9 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
             continue
         drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if parameter.ndim >= 2:
-            # Scale by the number of summed inputs: the last axis for stacked expert matrices, the whole filter for convolutions (also of
-            # patches), and 1 for embedding tables, from which a single row is read.
+            # Scale by the number of summed inputs. It is the last axis for stacked expert matrices, the whole filter
+            # for convolutions (also convolutions of patches), and 1 for embedding tables, from which a single row is
+            # read.
             fan_in = parameter.shape[-1] if "expert" in name else parameter[0].numel()
             is_table = "embed" in name and parameter.ndim < 4
             parameter.copy_(GAIN * drawn / max(1, 1 if is_table else fan_in) ** 0.5)
@@ -87,7 +93,8 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.copy_(1 + 0.1 * drawn)
         elif bool((parameter == 0).all()):
             parameter.copy_(0.1 * drawn)
-    # Set running means and variances of batch normalizations to values that fit the activations of these weights.
+    # Set the running means and variances of batch normalizations to values that fit the activations of the random
+    # weights.
     for _, module in sorted(model.named_modules()):
         mean, variance = (module._buffers.get(name) for name in ("running_mean", "running_var"))
         if mean is not None and variance is not None:
@@ -99,7 +106,8 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
 def _hide_the_last_token(model: Any) -> None:
     """Scale the embeddings down if the output head shares their weights.
 
-    Without this, the most likely next token is always similar to the last token, and errors in the layers have no effect.
+    Otherwise the most probable next token would always be similar to the last token, and errors in the layers would
+    have no effect.
     """
     try:
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from accel.interfaces.task_registry import all_tasks, task_spec
 
-# Tasks that add only pooling to another task or have only one class, and the custom task, which has no architecture.
+# These tasks add only pooling to another task or have only one model class. The custom task has no architecture.
 _NOT_SWEPT = ("sentence-similarity", "text-ranking", "custom")
 
 
@@ -33,7 +33,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Name of the pair: `architecture/task`. The option `--only` matches this name."""
+        """Name of the pair, `architecture/task`, which the option `--only` matches."""
         return f"{self.architecture}/{self.task}"
 
 
@@ -62,20 +62,24 @@ def _all_pairs() -> Iterable[Pair]:
             if spec.embeds and architecture not in _encoders_of_text():
                 continue
             if not spec.embeds and spec.auto_model == "AutoModel" and not _has_fields(architecture, spec.fields):
-                # `AutoModel` lists all models: skip architectures without the fields that this task needs.
+                # `AutoModel` contains all models. Skip architectures without the config fields that the task requires.
                 continue
             if spec.name == "text2text-generation" and not _has_encoder(architecture):
-                # Skip architectures like Voxtral: they have only a decoder, with audio in the prompt, and belong to the speech task.
+                # Skip architectures like Voxtral. They have only a decoder with audio in the prompt, and belong to the
+                # speech task.
                 continue
             pictures = spec.generates and "image" in spec.modalities
-            # transformers has one table for both tasks: encoder-decoders write captions, decoders read prompts with images.
+            # transformers has one table for both tasks. Encoder-decoders write captions, and decoders read prompts that
+            # contain images.
             if pictures and _has_encoder(architecture) != (spec.name == "image-to-text"):
                 continue
             yield Pair(architecture, spec.name, model)
 
 
 def _models(auto_models: Sequence[str]) -> dict[str, str]:
-    """Return model class names by model type; if several auto classes have a model type, the first auto class wins."""
+    """Return the model class name for each model type. If several auto classes contain a model type, the class name of
+    the first auto class is used.
+    """
     found: dict[str, str] = {}
     for auto_model in auto_models:
         found = {**_table(auto_model), **found}
@@ -90,8 +94,10 @@ def loader_of(pair: Pair) -> Any:
 
 
 def _table(auto_model: str) -> dict[str, str]:
-    """Return the model class names of an auto class by model type; the first name if there are several."""
-    # Read the private table of names, because transformers has no public one that avoids importing all models.
+    """Return the model class name for each model type of an auto class. If there are several class names, the first
+    name is used.
+    """
+    # Read the private table of names. transformers has no public table that does not import all models.
     table = getattr(transformers, auto_model)._model_mapping._model_mapping
     return {key: value if isinstance(value, str) else value[0] for key, value in table.items()}
 
@@ -111,5 +117,7 @@ def _has_fields(architecture: str, fields: Sequence[str]) -> bool:
 
 
 def _encoders_of_text() -> set[str]:
-    """Return text encoders, for the embedding task. Decoders have hidden states as well, but belong to text generation."""
+    """Return the model types of text encoders, for the embedding task. Decoders also have hidden states, but belong to
+    text generation.
+    """
     return {*modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}

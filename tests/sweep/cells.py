@@ -1,4 +1,6 @@
-"""Test one pair (architecture and task) on one backend: report a `Cell` (result) for each stage, with the difference or the reason."""
+"""Test one pair (architecture and task) on one backend. Report a `Cell` (a result) for each stage, with the difference
+from PyTorch or with the reason of a failure.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ _UPSTREAM = 1e-3  # largest difference at which a graph of transformers' own exp
 NEW_TOKENS = 8
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 1}
 """Greedy generation that never repeats a token: models with random weights tend to repeat one token, which would hide a wrong cache."""
-# Relative to the largest logit. If the logits of two tokens are closer than this, both tokens are accepted.
+# The limit is relative to the largest logit. If the logits of two tokens are closer than this limit, both tokens are
+# accepted.
 _TIE = 1e-3
 
 OK, WRONG, REFUSED, FAILED, NOT_BUILT, NONE = "ok", "wrong", "refused", "failed", "not built", "none"
@@ -85,7 +88,7 @@ class Cell:
         return "/".join((self.architecture, self.task, self.backend, self.stage))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields of the result that are not empty, by name."""
+        """Return the fields of the result that are not empty, as a dictionary."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
@@ -107,7 +110,9 @@ def stages_of(pair: Pair, backend: str = "cpu") -> tuple[str, ...]:
 
 
 def wanted(pair: Pair, backends: Sequence[str], stages: Sequence[str] = STAGES) -> set[tuple[str, str]]:
-    """Return the (backend, stage) combinations that are tested for a pair (architecture and task), limited to `stages`."""
+    """Return the (backend, stage) combinations that are tested for a pair (architecture and task), limited to the
+    stages in `stages`.
+    """
     return {(backend, stage) for backend in backends for stage in stages_of(pair, backend) if stage in stages}
 
 
@@ -139,7 +144,8 @@ def sweep_pair(
 def built(
     pair: Pair, report: Report, announce: Announce, folder: Path | None = None
 ) -> tuple[Any, Path | None, list[Question]] | None:
-    """Build a pair's model and run it in PyTorch; return the model, its folder and its questions (inputs with PyTorch's outputs).
+    """Build the model of a pair and run it in PyTorch. Return the model, its folder and its questions (inputs with
+    PyTorch's outputs).
 
     If the model cannot be built or raises an error, report the failure and return `None`.
 
@@ -147,7 +153,8 @@ def built(
         pair: Architecture and task of the model.
         report: Function that is called with the result if there is a failure.
         announce: Function that is called before the model is built.
-        folder: Folder in which the model is saved and from which it is loaded again; `None` to keep it in memory.
+        folder: Folder in which the model is saved and from which it is loaded again, or `None` to keep the model in
+            memory.
     """
     announce(PYTORCH, BUILD)
     started = time.perf_counter()
@@ -162,17 +169,18 @@ def built(
 
 
 def saved(pair: Pair, model: Any, folder: Path) -> tuple[Any, Path | None]:
-    """Save a model to a folder and load it again, as users load models; return the loaded model and the folder.
+    """Save a model to a folder and load it again, as users load models. Return the loaded model and the folder.
 
-    transformers does not load all that it saves (Youtu's padding embedding), and finds no model for the task in some folders (only the
-    text part of a larger model). The original model and `None` are then returned, and the model is exported from memory.
+    transformers cannot load every model that it saves (Youtu's padding embedding), and finds no model for the task in
+    some folders (only the text model of a larger model). In these cases, the original model and `None` are returned,
+    and the model is exported from memory.
     """
     auto = loader_of(pair)
     try:
         with quiet():
             model.save_pretrained(folder)
             loaded = auto.from_pretrained(folder, local_files_only=True)
-    # Catch all exceptions: model code may raise anything.
+    # Catch all exceptions, because model code may raise any type of exception.
     except Exception:  # noqa: BLE001
         return model, None
     return (loaded.eval(), folder) if type(loaded) is type(model) else (model, None)
@@ -186,7 +194,7 @@ def cell_of(pair: Pair, backend: str, stage: str, status: str, started: float, *
     )  # fmt: skip
 
 
-# Pattern of paths in temporary folders, whose names are different in each run.
+# This pattern matches paths in temporary folders, whose names differ in each run.
 _TEMPORARY = re.compile(r"(?:/[\w.+-]+){2,}/([\w.+-]+)")
 
 
@@ -199,7 +207,7 @@ def reason_of(error: Exception) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """State while one pair (architecture and task) is tested on one backend."""
+    """State of the test of one pair (architecture and task) on one backend."""
 
     pair: Pair
     backend: str
@@ -241,7 +249,9 @@ class _Run:
                 self.report(cell_of(self.pair, self.backend, stage, REFUSED, started, reason=why))
 
     def _stage(self, stage: str, measure: Callable[[], float]) -> str:
-        """Run one stage and report its result; return the reason if the status is not `ok`, else an empty string."""
+        """Run one stage and report its result. Return the reason if the status is not `ok`, and an empty string if it
+        is `ok`.
+        """
         if (self.backend, stage) in self.skip and stage != EXPORT:
             return ""
         self.announce(self.backend, stage)
@@ -252,7 +262,8 @@ class _Run:
             apart = measure()
             limit = TOLERANCES[stage]
             if stage in (QUANTIZE, ROWS_INT8) and limit < apart < math.inf:
-                # Accept the difference that int8 rounding alone causes in PyTorch, plus a quarter for untested grids.
+                # Accept the difference that int8 rounding alone causes in PyTorch, plus a quarter of it for
+                # quantization grids that were not tested.
                 limit = max(limit, 1.25 * largest_error(self.model, self._asked(stage)))
             if stage in (EXPORT, OPTIMIZE, ROWS) and limit < apart < math.inf:
                 limit = max(limit, accepted_rounding(own_error(self.model, self._asked(stage))))
@@ -266,10 +277,11 @@ class _Run:
             status, reason = NONE, str(error)
         except AccelError as error:
             reason = reason_of(error)
-            # A graph that ran with other inputs must also run with these rows, so a new error counts as a failure, not as a refusal.
+            # The graph has already run with other inputs, so it must also run with these rows. A new error therefore
+            # counts as a failure, and not as a refusal.
             new = stage in (ROWS, ROWS_INT8) and reason != self.why_not_exported
             status = FAILED if new else REFUSED
-        # Record any other error as a failure of the library.
+        # Record any other error as a failure of accel.
         except Exception as error:  # noqa: BLE001
             status, reason = FAILED, reason_of(error)
         if stage == EXPORT:
@@ -307,7 +319,9 @@ class _Run:
         return float(f"{found:.2g}") if stage in (ROWS, ROWS_INT8) and math.isfinite(found) else None
 
     def _rows(self, artifact: Artifact) -> float:
-        """Return the largest difference of rows computed alone, from PyTorch's outputs for these rows and from the same rows in a batch."""
+        """Compute rows alone, and compare them with PyTorch's outputs and with the same rows in a batch. Return the
+        largest difference.
+        """
         self.rows = self.rows or companies(self.pair, self.model)
         opened = self._open(artifact)
         opened.generation_config = copy.deepcopy(getattr(self.model, "generation_config", None))
@@ -319,9 +333,11 @@ class _Run:
         return self.apart.worst
 
     def _integer_rows(self, artifact: Artifact) -> float:
-        """Return the largest difference of the int8 graph from its float32 graph, for rows computed alone and for rows in a batch.
+        """Compare the int8 graph with its float32 graph, for rows computed alone and for rows in a batch. Return the
+        largest difference.
 
-        Dynamic quantization computes the scales of activations from the whole batch, so rows computed alone differ from rows in the batch.
+        Dynamic quantization computes the scales of activations from the whole batch, so rows computed alone differ from
+        rows in the batch.
         """
         self.rows = self.rows or companies(self.pair, self.model)
         parent, integers = self._open(artifact), self._open(self._quantized(artifact))
@@ -343,7 +359,9 @@ class _Run:
                     session.close()
 
     def _optimized(self) -> Artifact:
-        """Optimize the backend's own export; if the backend optimizes only ONNX graphs, optimize another backend's ONNX export."""
+        """Optimize the backend's own export. If the backend optimizes only ONNX graphs, optimize the ONNX export of
+        another backend.
+        """
         spec = registry.describe(self.backend)
         able = [one for one in spec.capabilities if one.stage == "optimize" and one.does(self.pair.task)]
         formats = {one.consumes for one in able}
@@ -366,13 +384,15 @@ class _Run:
         return self.integers
 
     def _tokens(self, artifact: Artifact) -> float:
-        """Return how many tokens differ from transformers' own: with a cache, without a cache, and with a cache again."""
+        """Return how many generated tokens differ from transformers' tokens. Generation runs with a cache, without a
+        cache, and again with a cache.
+        """
         opened = self._open(artifact)
         opened.generation_config = copy.deepcopy(self.model.generation_config)
         inputs = prompts(self.pair, self.model)
         worst = 0
         for use_cache in (True, False, True):
-            # Use the same setting in PyTorch: if position ids count padding tokens, PyTorch's own texts with and
+            # Use the same cache setting in PyTorch. If position ids count padding tokens, PyTorch's own texts with and
             # without a cache differ after a generated padding token.
             told = {"use_cache": use_cache, "return_dict_in_generate": True, "output_logits": True}
             expected = self.model.generate(**inputs, **GREEDY, **told)
@@ -382,11 +402,13 @@ class _Run:
 
 
 class _NoStage(Exception):  # noqa: N818  # an expected result, not an error
-    """Raised if the backend has no such stage."""
+    """Error that is raised if the backend does not have the stage."""
 
 
 def mistaken(found: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
-    """Return how many new tokens differ. Tokens after a first difference between two almost equally likely tokens are not counted."""
+    """Return how many new tokens differ. If a first difference is between two almost equally probable tokens, the
+    tokens after it are not counted.
+    """
     count = len(expected.logits)
     wanted, have = expected.sequences[:, -count:], found[:, -count:]
     if wanted.shape != have.shape:
@@ -419,13 +441,15 @@ def captured_upstream(pair: Pair, model: Any, asked: Sequence[Question]) -> bool
             traced, other = asked[1 % len(asked)], asked[2 % len(asked)]
             exported = OnnxExporter().export(model, dict(traced.inputs), OnnxConfig(dynamic=True))
             return all(difference(one, _floating(exported(**one.inputs))) <= _UPSTREAM for one in (traced, other))
-    # Catch all exceptions: exporter and model are third-party code.
+    # Catch all exceptions, because the exporter and the model are third-party code.
     except Exception:  # noqa: BLE001
         return False
 
 
 def _generation_captured(pair: Pair, model: Any) -> bool:
-    """Return whether transformers' exporter captures every part of a generating model: the prompt's parts and the decoding step."""
+    """Return whether transformers' exporter captures every part of a generating model: the parts that read the prompt,
+    and the decoding step.
+    """
     traced, other = prompts(pair, model), prompts(pair, model, batch=3, sequence=14)
     exported = OnnxExporter().export_for_generation(model, traced, OnnxConfig(dynamic=True))
     for name, (part, inputs) in decompose_for_generation(model, other).items():

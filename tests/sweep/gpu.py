@@ -1,7 +1,8 @@
-"""Test float16 graphs on a GPU: export them on a machine without a GPU, and run them on a machine with one.
+"""Test float16 graphs on a GPU. One machine without a GPU exports the graphs, and a machine with a GPU runs them.
 
-`export_for_gpu` writes one folder for each pair. `sweep_on_gpu` builds the same seeded model again, and runs the graph and PyTorch with
-the same inputs. Eager float16 has rounding errors as well, so the limit is a multiple of eager's error instead of a fixed number.
+`export_for_gpu` writes one folder for each pair (architecture and task). `sweep_on_gpu` builds the same seeded model
+again, and runs the graph and PyTorch with the same inputs. Eager PyTorch in float16 also has rounding errors, so the
+accepted error is a multiple of eager PyTorch's error, and not a fixed number.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from .questions import Tensors, is_decoder, make_inputs, prompts
 DEVICE = "cuda"
 Skip = Sequence[tuple[str, str]]
 
-# (batch size, sequence length, padding): short and long inputs, for every variant of the graph that the backend creates.
+# Each entry is (batch size, sequence length, padding). There are short and long inputs for every variant of the graph
+# that the backend creates.
 SHAPES = tuple(
     (batch, sequence, padding)
     for batch, sequence in ((1, 7), (2, 33), (4, 128), (16, 256))
@@ -57,16 +59,18 @@ SHAPES = tuple(
 MOST = 3.0
 """Largest accepted ratio of the graph's error to eager float16's error. An error is the norm of the difference from float32, divided
 by the norm of float32."""
-# Errors below half a unit in the last place of float16 count as equal.
+# Errors below half a unit in the last place of float16 count as equal errors.
 _SMALLEST = 5e-4
 _CALLS = 4  # the first calls of a shape run the graph directly, later calls replay the captured CUDA graph
 _ROWS = 16  # minimum number of rows: the error of a single row with few labels is too random
 _ANSWERS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
-# For models with experts: fraction of tokens that may be routed to other experts, by the graph or by eager float16. Chosen, not measured.
+# For models with experts, this fraction of tokens may be routed to other experts, by the graph or by eager float16. The
+# number was chosen and not measured.
 _ROUTED = 0.02
-# Minimum number of tokens for models with experts. With 1,024 tokens the norm of the remaining errors differs by a factor of 3 between two
-# random inputs, because later tokens attend to tokens routed to other experts (PhiMoE; with 4,096 tokens the ratio is 0.85 to 1.3).
+# Minimum number of tokens for models with experts. With 1,024 tokens, the norm of the remaining errors of PhiMoE
+# differs by a factor of 3 between two random inputs, because later tokens attend to tokens that were routed to other
+# experts. With 4,096 tokens, the ratio is 0.85 to 1.3.
 _ROUTED_TOKENS = 4096
 
 
@@ -83,9 +87,10 @@ def is_ready(root: Path, pair: Pair) -> bool:
 def export_for_gpu(
     root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Skip = ()
 ) -> None:
-    """Export a pair and optimize it for the GPU. Report a result if the export is refused or the model cannot be built.
+    """Export the model of a pair (architecture and task) and optimize it for the GPU. Report a result if the export is
+    refused or the model cannot be built.
 
-    If the optimization needs a GPU, keep only the export; the machine with the GPU then optimizes it.
+    If the optimization needs a GPU, keep only the export. The machine with the GPU then optimizes it.
     """
     folder = folder_of(root, pair)
     if is_ready(root, pair) or (made := built(pair, report, announce)) is None:
@@ -100,7 +105,8 @@ def export_for_gpu(
         return
     try:
         accel.optimize(exported, folder / "O4", backend=GPU, level="O4")
-    # Catch all exceptions: the comparison with the exported graph may need kernels that only a GPU has. It is repeated there.
+    # Catch all exceptions, because the comparison with the exported graph may need kernels that only a GPU has. The
+    # machine with the GPU repeats the comparison.
     except Exception:  # noqa: BLE001
         return
     shutil.rmtree(folder / "export")
@@ -109,7 +115,7 @@ def export_for_gpu(
 def sweep_on_gpu(
     root: Path, pair: Pair, backends: Sequence[str], report: Report, announce: Announce, skip: Skip = ()
 ) -> None:
-    """Run the graphs that `export_for_gpu` wrote for a pair, and compare them with PyTorch."""
+    """Run the graphs that `export_for_gpu` wrote for a pair (architecture and task), and compare them with PyTorch."""
     announce(PYTORCH, BUILD)
     started = time.perf_counter()
     try:
@@ -138,7 +144,7 @@ def sweep_on_gpu(
             status, reason = NOT_BUILT, str(error)
         except AccelError as error:
             status, reason = REFUSED, reason_of(error)
-        # Record any other error as a failure of the library.
+        # Record any other error as a failure of accel.
         except Exception as error:  # noqa: BLE001
             status, reason = FAILED, reason_of(error)
         shown = None if apart is None or apart == float("inf") else float(f"{apart:.2g}")
@@ -157,12 +163,14 @@ def _on_device(inputs: Tensors) -> Tensors:
 
 @torch.inference_mode()
 def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
-    """Return the largest ratio of the graph's error to eager float16's error over all shapes, each with at least `_ROWS` rows."""
+    """Return the largest ratio of the graph's error to the error of eager float16. All shapes are compared, each with
+    at least `_ROWS` rows.
+    """
     opened = model_class(pair.task)(artifact, backend=GPU)
     exact, half = copy.deepcopy(model).to(DEVICE), copy.deepcopy(model).half().to(DEVICE)
     left_out = _ROUTED if _routes(model) else 0.0
     worst = 0.0
-    # PyTorch float32 is the reference, so disable TF32.
+    # PyTorch in float32 is the reference, so disable TF32.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or SHAPES[-1][1]
     limit = limit if limit > 0 else SHAPES[-1][1]  # XLNet uses -1 for "no limit"
@@ -182,7 +190,8 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
                 found = opened(**inputs)
                 if call not in (0, _CALLS - 1):
                     continue
-                # Compare only outputs that the graph returns: Moshi's decoder also returns hidden states, which decoder graphs do not.
+                # Compare only outputs that the graph returns. Moshi's decoder in PyTorch also returns hidden states,
+                # and decoder graphs do not return them.
                 for name in (n for n in _ANSWERS if n in expected and (n in found or "logits" not in found)):
                     ours.setdefault(name, []).append(_errors(found[name], expected[name], mask))
                     theirs.setdefault(name, []).append(_errors(eager[name], expected[name], mask))
@@ -200,14 +209,16 @@ def _references(exact: Any, half: Any, inputs: Tensors) -> tuple[Any, Any]:
     narrow = {name: value.half() if value.is_floating_point() else value for name, value in inputs.items()}
     try:
         return exact(**inputs), _eager(half, narrow, exact, inputs)
-    # Catch all exceptions: an error in the model code itself is no error of accel.
+    # Catch all exceptions, because an error in the model code itself is not an error of accel.
     except Exception as error:
         raise NotBuilt(f"does not answer on {', '.join(inputs)} in PyTorch: {first_line(error)}") from error
 
 
 def _eager(half: Any, narrow: Tensors, exact: Any, inputs: Tensors) -> Any:
-    """Return the outputs of eager float16. If the model's code mixes dtypes, use autocast; if an operator has no float16 kernel, compute
-    in float32 with weights rounded to float16.
+    """Return the outputs of eager PyTorch in float16.
+
+    If the model's code mixes data types, use autocast. If an operator has no float16 kernel, compute in float32 with
+    weights that are rounded to float16.
     """
     try:
         return half(**narrow)
@@ -220,7 +231,9 @@ def _eager(half: Any, narrow: Tensors, exact: Any, inputs: Tensors) -> Any:
 
 
 def _routes(model: Any) -> bool:
-    """Return whether the model routes tokens to experts. A rounding error may change the expert, which causes a much larger error."""
+    """Return whether the model routes tokens to experts. In such a model, a rounding error may change the expert of a
+    token, which causes a much larger error.
+    """
     config = model.config.get_text_config()
     return any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS)
 
@@ -245,7 +258,9 @@ def _size(errors: Sequence[torch.Tensor], left_out: float) -> float:
 
 
 def _tokens(pair: Pair, model: Any, artifact: Artifact) -> float:
-    """Return how many greedy tokens differ from float32's, where float32's choice was clear compared with float16 rounding."""
+    """Return how many greedy tokens differ from the tokens of float32. A token counts only if the choice in float32 was
+    clear compared with float16 rounding.
+    """
     opened = model_class(pair.task)(artifact, backend=GPU)
     opened.generation_config = copy.deepcopy(model.generation_config)
     inputs = _on_device(prompts(pair, model))

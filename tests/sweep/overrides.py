@@ -1,7 +1,7 @@
 """Small config values for architectures whose sizes depend on each other in ways that field names do not show.
 
-A dictionary replaces values that `shrinking` computed; a nested dictionary replaces values of a sub-config. A function creates the whole
-config from small configs of other architectures.
+A dictionary replaces values that `shrinking` computed, and a nested dictionary replaces values of a sub-config. A
+function creates the whole config from small configs of other architectures.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _efficientnet(small: Callable[..., Any]) -> Any:
 
 
 def _resnet(*stages: int) -> Any:
-    """Return a small backbone of a detector. It is transformers' own ResNet, because timm's backbones are downloaded from the Hub."""
+    """Return the config of a small backbone of a detector. The backbone is transformers' own ResNet, because timm's
+    backbones would be downloaded from the Hub.
+    """
     return transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], layer_type="basic",
         out_features=[f"stage{i}" for i in stages],
@@ -102,7 +104,9 @@ def _mask2former(small: Callable[..., Any]) -> Any:
 
 
 def _sam(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a function that creates a small SAM config; image size and patch size of encoder and prompt encoder must be equal."""
+    """Return a function that creates a small SAM config. The image size and the patch size of the image encoder and of
+    the prompt encoder must be equal.
+    """
     edges = {"image_size": 32, "patch_size": 8}
 
     def made(small: Callable[..., Any]) -> Any:
@@ -156,17 +160,19 @@ _VITS = {
     "depth_separable_num_layers": 1, "num_speakers": 1, "speaker_embedding_size": 0,
 }  # fmt: skip
 
-# In a state-space layer, number of heads times head size must be the inner size, which is twice the hidden size.
+# In a state-space layer, the number of heads times the head size must be the inner size, which is twice the hidden
+# size.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 
-# Use three strides instead of seven, because each adds a formula to the sizes in a trace, which then takes minutes.
+# Use three strides instead of seven, because each stride adds a formula to the sizes in a trace, and the trace would
+# take minutes.
 _WAVES: dict[str, Any] = {
     "conv_dim": (16, 16, 16), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4),
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
     "tdnn_dim": (32, 32, 32, 32, 48), "xvector_output_dim": 32, "classifier_proj_size": 32,
 }  # fmt: skip
 
-# Values of DeBERTa's checkpoints; the defaults of its config differ.
+# These are the values of DeBERTa's checkpoints, which differ from the defaults of its config.
 _DISENTANGLED = {
     "relative_attention": True,
     "pos_att_type": ["c2p", "p2c"],
@@ -231,7 +237,8 @@ OVERRIDES: dict[str, Special] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),
     },
-    # As large as the number of positions, as in real checkpoints; text beyond this window is computed differently.
+    # The window is as large as the number of positions, as in real checkpoints. Text outside of the window is computed
+    # differently.
     "doge": {"keep_window_size": 320},
     "donut-swin": {"window_size": 2, "image_size": 64},
     "efficientnet": _efficientnet,
@@ -251,7 +258,7 @@ OVERRIDES: dict[str, Special] = {
         "stage_num_blocks": [1, 1, 1, 1],
     },
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    # Six position embeddings are concatenated to the hidden size: 4 x 12 + 2 x 8 = 64.
+    # LayoutLMv3 concatenates six position embeddings to the hidden size: 4 x 12 + 2 x 8 = 64.
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "levit": lambda small: transformers.LevitConfig(
         image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[1, 2, 3], depths=[1, 1, 1]
@@ -284,7 +291,7 @@ OVERRIDES: dict[str, Special] = {
     "lightglue": lambda small: lightglue_config(),
     "grounding-dino": _grounding_dino("GroundingDino"),
     "mm-grounding-dino": _grounding_dino("MMGroundingDino"),
-    # Real checkpoints have 16 positions, but the sweep's texts have up to 33 tokens.
+    # Real checkpoints have 16 positions, but the texts of the sweep have up to 33 tokens.
     "owlv2": {"text_config": {"max_position_embeddings": 64}},
     "owlvit": {"text_config": {"max_position_embeddings": 64}},
     "sam": _sam("Sam"),

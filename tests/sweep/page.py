@@ -49,7 +49,7 @@ _TABLE = """<div id="models" data-source="assets/models.json"><p>This table need
 
 
 def site(cells: Iterable[Cell], about: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each file, by its path below `docs`."""
+    """Return the text of each documentation file, with its path below `docs` as the key."""
     cells = list(cells)
     tried = [cell for cell in cells if cell.status != NOT_BUILT]
     order = [*TITLES, *sorted({cell.backend for cell in tried} - set(TITLES))]
@@ -118,7 +118,9 @@ def _modality_page(name: str, cells: Sequence[Cell], backends: Sequence[str]) ->
 
 
 def _in_words(cells: Sequence[Cell | None], reasons: _Reasons) -> str:
-    """Describe the results of one pair on one backend: `all`, or the stages without correct outputs and the numbers of the reasons."""
+    """Describe the results of one pair (architecture and task) on one backend. The text is `all`, or lists the stages
+    without correct outputs with the numbers of their reasons.
+    """
     tried = [cell for cell in cells if cell is not None and cell.status != NONE]
     if not tried:
         return ""
@@ -139,7 +141,7 @@ def counts(cells: Iterable[Cell]) -> Counter[str]:
 
 
 def capturable(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the results of built models, except for models that transformers' own exporters are known not to capture."""
+    """Return the results of built models, without models that transformers' own exporters are known not to capture."""
     cells = list(cells)
     green = {(cell.architecture, cell.task) for cell in cells if cell.status == OK}
     beyond = {(cell.architecture, cell.task) for cell in cells if cell.status == NOT_BUILT} - green
@@ -149,7 +151,9 @@ def capturable(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def rows_of(cells: Iterable[Cell]) -> list[str]:
-    """Return lines about the stages `rows` and `rows-int8`: counts by backend, and models refused because rows depend on each other."""
+    """Return lines about the stages `rows` and `rows-int8`: the counts for each backend, and the models that are
+    refused because rows depend on each other.
+    """
     cells = list(cells)
     lines = []
     for stage in (ROWS, ROWS_INT8):
@@ -164,7 +168,7 @@ def rows_of(cells: Iterable[Cell]) -> list[str]:
 
 
 def share(cells: Sequence[Cell]) -> float:
-    """Return the fraction of results with status `ok`; 1 if there are no results."""
+    """Return the fraction of results with the status `ok`, or 1 if there are no results."""
     return sum(cell.status == OK for cell in cells) / len(cells) if cells else 1.0
 
 
@@ -221,7 +225,7 @@ def number(value: float | None) -> str:
 
 
 class _Reasons:
-    """Numbered reasons; reasons that differ only in the name of the model class share a number."""
+    """Numbered reasons. Reasons that differ only in the name of the model class have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

@@ -1,6 +1,7 @@
-"""Create model inputs of several shapes and paddings, and compare outputs with PyTorch's at positions that are not padding.
+"""Create model inputs of several shapes and paddings, and compare outputs with PyTorch's at positions that are not
+padding.
 
-This module does not use accel's own sample inputs, because the sweep tests them.
+The module does not use accel's own sample inputs, because the sweep tests them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .shrinking import BEGIN, END, FIRST_PLAIN_TOKEN, IMAGE, LAST_PLAIN_TOKEN, P
 
 Tensors = dict[str, torch.Tensor]
 CHOICES = 3
-# Lower limit of compared values. Models write very negative values for forbidden choices (TAPAS' other columns, Grounding DINO's missing
-# tokens); their exact size is irrelevant.
+# Lower limit of the compared values. Models write very negative values for forbidden choices (TAPAS' other columns,
+# Grounding DINO's missing tokens), whose exact size is irrelevant.
 _NOTHING = -1e3
 
 
@@ -44,7 +45,8 @@ class Question:
     real: torch.Tensor | None = None
 
 
-# (batch size, sequence length, padding). These differ from the sample inputs of the trace: 2x5, or 2x3 with a cache.
+# Each entry is (batch size, sequence length, padding). The sizes differ from the sample inputs of the trace, which are
+# 2x5, or 2x3 with a cache.
 _SHAPES = ((1, 7, "none"), (3, 12, "right"), (2, 33, "right"), (3, 9, "left"))
 
 
@@ -59,15 +61,16 @@ def questions(pair: Pair, model: Any) -> list[Question]:
         if padding == "left" and not is_decoder(pair):
             continue
         if padding == "right" and pair.task == "text-to-audio":
-            # Skip: PyTorch's audio of a padded row ends differently from that of the row alone. The stage `rows` compares rows alone.
+            # Skip this case, because PyTorch's audio of a padded row ends differently from the audio of the row alone.
+            # The stage `rows` compares rows alone.
             continue
         inputs, real = make_inputs(pair, model, batch, sequence, padding, seed)
         try:
             expected = answers(model, inputs)
-            # Compare only the outputs that the task keeps, without those needed only for training.
+            # Compare only the outputs that the task keeps, without outputs that are needed only for training.
             kept = task_spec(pair.task).keeps
             expected = {name: value for name, value in expected.items() if name in kept} or expected
-        # Catch all exceptions: model code may raise anything.
+        # Catch all exceptions, because model code may raise any type of exception.
         except Exception as error:
             raise NotBuilt(f"does not answer on {', '.join(inputs)} in PyTorch: {first_line(error)}") from error
         if not expected:
@@ -95,7 +98,9 @@ def _reads_both_ways(pair: Pair) -> bool:
 
 @torch.inference_mode()
 def answers(model: Any, inputs: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return the floating-point outputs by name, of a PyTorch or accel model. Models that draw noise use the same seed each time."""
+    """Return the floating-point outputs of a PyTorch or accel model, by name. Models that draw noise use the same seed
+    each time.
+    """
     torch.manual_seed(0)
     result = model(**inputs)
     return {
@@ -106,7 +111,7 @@ def answers(model: Any, inputs: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def counted(question: Question, value: torch.Tensor) -> torch.Tensor:
-    """Return the values at positions that are not padding; all values if the output has no (batch, sequence) axes."""
+    """Return the values at positions that are not padding, or all values if the output has no (batch, sequence) axes."""
     real = question.real
     return value[real] if real is not None and value.ndim >= 2 and value.shape[:2] == real.shape else value
 
@@ -131,7 +136,8 @@ def difference(question: Question, found: Mapping[str, torch.Tensor]) -> float:
     return worst
 
 
-# Main outputs of the tasks. Hidden states count only if there is no other output in this list (Moshi returns both).
+# Main outputs of the tasks. Hidden states count only if the model has no other output in this list (Moshi returns
+# both).
 _MAIN = (
     ("logits_per_image",), ("logits_per_audio",), ("waveform",), ("matching_scores",),
     ("class_queries_logits", "masks_queries_logits"), ("logits", "pred_boxes", "pred_masks"),
@@ -140,7 +146,7 @@ _MAIN = (
 
 
 def prompts(pair: Pair, model: Any, batch: int = 2, sequence: int = 9, *, ragged: bool = False) -> Tensors:
-    """Return a batch of prompts of different lengths for `generate`; with `ragged`, no two rows share a length."""
+    """Return a batch of prompts of different lengths for `generate`. With `ragged`, no two rows have the same length."""
     padding = "left" if is_decoder(pair) or pair.task == "image-text-to-text" else "right"
     inputs, _ = make_inputs(pair, model, batch, sequence, f"ragged-{padding}" if ragged else padding, seed=5)
     return {name: value for name, value in inputs.items() if not name.startswith(("decoder_", "position_"))}
@@ -149,7 +155,7 @@ def prompts(pair: Pair, model: Any, batch: int = 2, sequence: int = 9, *, ragged
 def make_inputs(
     pair: Pair, model: Any, batch: int, sequence: int, padding: str, seed: int
 ) -> tuple[Tensors, torch.Tensor | None]:
-    """Return inputs of a shape, and the mask of positions that are not padding (`None` without padding).
+    """Return inputs of a given shape, and the mask of positions that are not padding (`None` without padding).
 
     Raises:
         NotBuilt: The model needs inputs that this function cannot create.
@@ -159,7 +165,7 @@ def make_inputs(
     config = model.config
     main = model.main_input_name
     if main == "inputs" and "input_ids" in parameters:
-        # Perceiver's generic input name.
+        # Perceiver has a generic input name for all kinds of inputs.
         main = "input_ids"
     spec = task_spec(pair.task)
     real: torch.Tensor | None = None
@@ -169,7 +175,7 @@ def make_inputs(
         inputs = {main: torch.randn((batch, *_video_shape(config)), generator=draw)}
     elif spec.modalities == ("audio", "text"):
         audio = config.audio_config
-        # The spectrogram size that CLAP does not resize.
+        # This is the spectrogram size that CLAP does not resize.
         frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)
         sounds = torch.randn((batch, 1, frames, audio.num_mel_bins), generator=draw)
         texts, _ = _text(config.get_text_config(), (batch + 1, sequence), padding, draw, parameters)
@@ -181,7 +187,8 @@ def make_inputs(
             inputs["pixel_mask"] = torch.ones_like(inputs["pixel_values"][:, 0], dtype=torch.int64)
             inputs["pixel_mask"][1::2, -8:] = 0
         if "text" in spec.modalities:
-            # Use different numbers of texts and images, except for object detection, which needs the same number of texts for each image.
+            # Use different numbers of texts and images. Object detection is an exception, because it needs the same
+            # number of texts for each image.
             count = batch + 1
             if spec.name == "zero-shot-object-detection":
                 count = batch if getattr(config, "max_text_len", None) else 2 * batch
@@ -197,20 +204,21 @@ def make_inputs(
             half = min(400, getattr(config, "max_2d_position_embeddings", 1024) // 2)
             corners, sizes = (torch.randint(0, half, (*shape, 2), generator=draw) for _ in range(2))
             boxes = torch.cat([corners, corners + sizes], dim=-1)
-            # With a table of coordinates, bounding boxes are integers; without one, they are fractions of the page.
+            # If the model has a table of coordinates, bounding boxes are integers. If it has none, bounding boxes are
+            # fractions of the page.
             inputs["bbox"] = boxes if hasattr(config, "max_2d_position_embeddings") else boxes / 1000
         if spec.name == "table-question-answering":
             inputs["token_type_ids"] = torch.randint(0, 2, (*shape, len(config.type_vocab_sizes)), generator=draw)
         if spec.generates:
             # transformers' `generate` passes no token type ids to decoders, and rejects them for BERT.
             inputs.pop("token_type_ids", None)
-        # Encoders compute position ids themselves.
+        # Encoders compute position ids themselves, so only decoders get position ids.
         decodes = spec.generates and not config.is_encoder_decoder
         if decodes and "position_ids" in parameters and "attention_mask" in parameters:
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         if "image" in spec.modalities:
             _put_images(model, inputs, draw)
-        # The outputs of encoder-decoders follow the decoder's tokens, which have no padding.
+        # The outputs of encoder-decoders follow the tokens of the decoder, which have no padding.
         padded = inputs.get("attention_mask", mask).bool()
         real = padded if len(shape) == 2 and not (spec.generates and config.is_encoder_decoder) else None
     elif main == "pixel_values":
@@ -255,12 +263,13 @@ def _text(
         place = slice(length - hidden, length) if padding.endswith("right") else slice(0, hidden)
         rows[row, place], masks[row, place] = pad, 0
     if config.is_encoder_decoder:
-        # BART's classifier reads the end token, so every row must contain one, and only one.
+        # BART's classifier reads the end token, so every row must contain exactly one end token.
         said = getattr(config, "eos_token_id", None)
         end = said if isinstance(said, int) else END
         rows.scatter_(1, masks.sum(1, keepdim=True) - 1, end)
     if config.model_type == "longformer":
-        # Longformer's question-answering head needs separators: after the question, before the context and after the context.
+        # Longformer's question answering head needs three separators: after the question, before the context and after
+        # the context.
         last = masks.sum(1, keepdim=True) - 1
         for place in (last // 3, last // 3 + 1, last):
             rows.scatter_(1, place, config.sep_token_id)
@@ -284,7 +293,9 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
 
 
 def _patches(config: Any, batch: int, count: int, padding: str, draw: torch.Generator) -> Tensors:
-    """Return patches of images with five columns; with padding, all rows of the batch but the first have fewer patches."""
+    """Return patches of images with five columns. With padding, all rows of the batch except the first row have fewer
+    patches.
+    """
     width = config.vision_config.patch_embed_hidden_size
     numbers = torch.arange(count)
     places = torch.stack([1 + numbers // 5, 1 + numbers % 5], dim=-1).expand(batch, -1, -1)
@@ -304,7 +315,9 @@ def _video_shape(config: Any) -> tuple[int, ...]:
 
 
 def _feature_shape(config: Any, length: int) -> tuple[int, int]:
-    """Return the shape of one row's features: (bins, frames) with fixed length for Whisper, else (frames, bins) of any length."""
+    """Return the shape of one row's features: (bins, frames) with fixed length for Whisper, and (frames, bins) of any
+    length for other models.
+    """
     positions = getattr(config, "max_source_positions", None)
     bins = getattr(config, "num_mel_bins", None)
     if bins is not None and positions is not None and not hasattr(config, "input_feat_per_channel"):
@@ -317,7 +330,9 @@ def _feature_shape(config: Any, length: int) -> tuple[int, int]:
 
 
 def _sound_shape(config: Any, length: int) -> tuple[int, ...]:
-    """Return the shape of one row's audio: half a second of samples or more, or a fixed spectrogram for models that read those."""
+    """Return the shape of one row's audio: at least half a second of samples, or a fixed spectrogram for models that
+    read spectrograms.
+    """
     if isinstance(getattr(config, "num_mel_bins", None), int) and isinstance(getattr(config, "max_length", None), int):
         return int(config.max_length), int(config.num_mel_bins)
     return (8000 + 200 * length,)
@@ -341,7 +356,7 @@ def _put_images(model: Any, inputs: Tensors, draw: torch.Generator) -> None:
         features = getattr(features, "pooler_output", features)
         features = features[0] if isinstance(features, list | tuple) else features
         count = features.numel() // features.shape[-1]
-    # Catch all exceptions: many models take images in other forms.
+    # Catch all exceptions, because many models accept images only in other forms.
     except Exception as error:
         raise NotBuilt(f"takes images in another form than pixel_values alone: {first_line(error)}") from error
     placed = torch.full((batch, count), token)

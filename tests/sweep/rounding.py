@@ -1,7 +1,8 @@
-"""Measure how much rounding to int8 or to float32 changes a model's outputs in PyTorch, as a limit for graphs with larger differences.
+"""Measure how much rounding to int8 or to float32 changes a model's outputs in PyTorch. Graphs may have differences up
+to this size.
 
-Models with random weights may turn a small error into a large one, if they choose experts by almost equal scores or if no
-normalization limits the sum of the layers' outputs. Rounding then causes large differences even without a graph.
+Models with random weights may turn a small error into a large error if they choose experts by almost equal scores, or
+if no normalization limits the sum of the layers' outputs. Rounding then causes large differences even without a graph.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _GRIDS = 8
 
 
 def largest_error(model: Any, asked: Sequence[Question]) -> float:
-    """Return the largest relative difference caused by int8 rounding, over several grids. Each grid changes other expert choices."""
+    """Return the largest relative difference that int8 rounding causes, over several quantization grids. Each grid
+    changes other expert choices.
+    """
     return max(
         difference(question, answers(made, question.inputs))
         for made in (rounded(model, coarser=1 + i / (2 * _GRIDS)) for i in range(_GRIDS))
@@ -28,11 +31,13 @@ def largest_error(model: Any, asked: Sequence[Question]) -> float:
 
 
 def own_error(model: Any, asked: Sequence[Question]) -> float:
-    """Return the largest relative difference between a model's outputs in float32 and in float64; 0 if it does not run in float64."""
+    """Return the largest relative difference between a model's outputs in float32 and in float64, or 0 if the model
+    does not run in float64.
+    """
     exact = copy.deepcopy(model).double()
     try:
         return max(difference(one, answers(exact, _in_float64(one.inputs))) for one in asked)
-    # Catch all exceptions: model code may raise anything.
+    # Catch all exceptions, because model code may raise any type of exception.
     except Exception:  # noqa: BLE001
         return 0.0
 
@@ -66,7 +71,9 @@ def rounded(model: Any, coarser: float = 1.0) -> Any:
 
 
 def _rounded_weights(weights: torch.Tensor, coarser: float, *, by_last: bool) -> torch.Tensor:
-    """Round weights to 255 levels, with one step per output channel `(outer, ...)`, or per row of each expert `(experts, ...)`."""
+    """Return weights that are rounded to 255 levels. There is one step size for each output channel `(outer, ...)`, or
+    for each row of each expert `(experts, ...)`.
+    """
     axes = (-1,) if by_last else tuple(range(1, weights.ndim))
     step = coarser * weights.abs().amax(axes, keepdim=True).clamp(min=1e-12) / _LEVELS
     return (weights / step).round() * step

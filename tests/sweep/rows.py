@@ -1,6 +1,6 @@
-"""Compare rows of a batch with the same rows computed alone: outputs of a row must not depend on the other rows.
+"""Compare rows of a batch with the same rows computed alone. The outputs of a row must not depend on the other rows.
 
-The rows differ in length, in padding, and in number and position of special tokens.
+The rows differ in length, in padding, and in the number and positions of special tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Row:
         name: Number of the row, and whether its padding was removed.
         inputs: Inputs by name, with one row.
         expected: PyTorch's outputs for this row alone.
-        place: (number of the row, number of rows in the batch), to find the row in the batch; `None` if its padding was removed.
-        real: `(1, sequence)` boolean mask of the positions that are not padding; `None` without padding.
+        place: (number of the row, number of rows in the batch), to find the row in the batch, or `None` if its padding
+            was removed.
+        real: `(1, sequence)` boolean mask of the positions that are not padding, or `None` without padding.
     """
 
     name: str
@@ -68,14 +69,18 @@ class Company:
 
 @dataclass(slots=True)
 class Apart:
-    """Largest relative differences between rows alone and the expected outputs, and between rows alone and the same rows in the batch."""
+    """Largest relative differences of two kinds: between rows alone and the expected outputs, and between rows alone
+    and the same rows in the batch.
+    """
 
     alone: float = 0.0
     in_batch: float = 0.0
     where: str = ""
 
     def add(self, *, alone: float = 0.0, in_batch: float = 0.0, where: str = "") -> None:
-        """Add measured differences: keep the maximum of each kind, and the place of the largest."""
+        """Add measured differences. The maximum of each kind is kept, together with the place of the largest
+        difference.
+        """
         if not max(alone, in_batch) <= self.worst:
             self.where = where
         self.alone, self.in_batch = max(self.alone, alone), max(self.in_batch, in_batch)
@@ -91,7 +96,8 @@ class Apart:
 
 
 def companies(pair: Pair, model: Any) -> list[Company]:
-    """Return batches of different rows, each with the same rows alone; two if the batch size of texts differs from that of images or audio.
+    """Return batches of different rows, each together with the same rows alone. There are two batches if the batch size
+    of texts differs from the batch size of images or audio.
 
     Raises:
         NotBuilt: PyTorch raises an error for a row alone.
@@ -133,7 +139,7 @@ def _company(pair: Pair, model: Any, edited: Tensors, plain: Tensors, count: int
         by_token = isinstance(mask, torch.Tensor) and mask.ndim == 2 and "input_ids" in alone
         by_token = by_token and mask.shape == alone["input_ids"].shape and mask.shape[0] == 1
         hidden = by_token and not bool(mask.all())
-        # The outputs of encoder-decoders follow the decoder's tokens, which have no padding.
+        # The outputs of encoder-decoders follow the tokens of the decoder, which have no padding.
         decodes = "decoder_input_ids" in alone
         made.rows.append(Row(f"row {i}", alone, expected, (i, count), mask.bool() if hidden and not decodes else None))
         if hidden:
@@ -157,7 +163,7 @@ def _answer(model: Any, inputs: Tensors, kept: Any) -> Tensors:
 
 
 def _slice(tensor: torch.Tensor, i: int, count: int) -> torch.Tensor:
-    """Return the part of a tensor that belongs to row `i` of `count` rows; the whole tensor if it has no batch axis."""
+    """Return the part of a tensor that belongs to row `i` of `count` rows, or the whole tensor if it has no batch axis."""
     if tensor.ndim and tensor.shape[0] and tensor.shape[0] % count == 0:
         size = tensor.shape[0] // count
         return tensor[i * size : (i + 1) * size]
@@ -167,19 +173,19 @@ def _slice(tensor: torch.Tensor, i: int, count: int) -> torch.Tensor:
 
 
 def cut(tensors: Mapping[str, torch.Tensor], i: int, count: int) -> Tensors:
-    """Return row `i` of `count` rows, of inputs or of outputs by name."""
+    """Return row `i` of `count` rows of a dictionary of inputs or outputs."""
     return {name: _slice(tensor, i, count).clone() for name, tensor in tensors.items()}
 
 
 def _with_special_tokens(pair: Pair, model: Any, inputs: Tensors) -> Tensors:
-    """Return inputs with `i` special tokens in row `i`, which replace plain tokens at random positions."""
+    """Return inputs with `i` special tokens in row `i`, which replace other tokens at random positions."""
     ids = inputs.get("input_ids")
     if ids is None or ids.is_floating_point():
         return inputs
     config = model.config.get_text_config() if "pixel_values" in inputs else model.config
     vocabulary = int(getattr(config, "vocab_size", 0) or 0)
     special = [value for value in (getattr(config, name, None) for name in _SPECIAL) if isinstance(value, int)]
-    # Longformer's question-answering head needs exactly three separators in each row.
+    # Longformer's question answering head needs exactly three separators in each row, so no separator is added.
     barred = {getattr(config, "sep_token_id", None)} if config.model_type == "longformer" else set()
     special = [token for token in dict.fromkeys(special) if 0 <= token < vocabulary and token not in barred]
     if not special:
@@ -201,13 +207,14 @@ def apart(
     *,
     from_batch: bool = False,
 ) -> Apart:
-    """Return the largest differences of rows computed alone, from the expected outputs and from the same rows in the batch.
+    """Compute rows alone, and compare them with the expected outputs and with the same rows in the batch. Return the
+    largest differences.
 
     Args:
         company: The batch and its rows.
         found: Function from inputs to the outputs to test.
-        expected: Function from a row to its expected outputs; `None` for PyTorch's outputs for the row alone.
-        from_batch: Compare rows taken from the batch, instead of rows alone, with the expected outputs.
+        expected: Function from a row to its expected outputs, or `None` for PyTorch's outputs for the row alone.
+        from_batch: Compare rows of the batch, and not rows alone, with the expected outputs.
     """
     together = found(company.inputs)
     scales: dict[str, float] = {}
@@ -245,7 +252,9 @@ def _relative(a: torch.Tensor, b: torch.Tensor, real: torch.Tensor | None, scale
 
 @torch.inference_mode()
 def generated_apart(pair: Pair, model: Any, opened: Any) -> Apart:
-    """Compare the logits of a few generated tokens of each row, alone and in a batch, as long as the previous tokens are equal."""
+    """Compare the logits of a few generated tokens of each row, alone and in a batch. The comparison of a row ends at
+    the first different token.
+    """
     inputs = prompts(pair, model, batch=ROWS, sequence=SEQUENCE, ragged=True)
     inputs = _with_special_tokens(pair, model, inputs)
     together = _steps(opened, inputs)
@@ -256,8 +265,8 @@ def generated_apart(pair: Pair, model: Any, opened: Any) -> Apart:
         in_batch = ([logits[i : i + 1] for logits in together[0]], together[1][i : i + 1])
         difference = _apart_by_step(alone, right)
         if difference > _CACHED:
-            # transformers 5.24: Mamba2 layers limit the time step in a forward of the whole text, but not in a decoding step with
-            # a cache (Zamba2, NemotronH). The graph limits it in both, as in training.
+            # In transformers 5.24, Mamba2 layers limit the time step in a forward pass of the whole text, but not in a
+            # decoding step with a cache (Zamba2, NemotronH). The graph limits it in both, as in training.
             difference = min(difference, _apart_by_step(alone, _steps(model, row, use_cache=False)))
         made.add(alone=difference, where=f"generated tokens of row {i}, alone")
         made.add(in_batch=_apart_by_step(in_batch, alone), where=f"generated tokens of row {i}, in the batch and alone")
@@ -289,13 +298,13 @@ def _apart_by_step(found: _Steps, right: _Steps) -> float:
         worst = max(worst, _relative(a[finite], b[finite], None, scale))
         chosen, other = int(right[1][0, step]), int(found[1][0, step])
         if chosen != other:
-            # If both tokens are almost equally likely, both continuations are correct: stop comparing.
+            # If both tokens are almost equally probable, both continuations are correct, so the comparison stops.
             return worst if float(b[0, chosen] - b[0, other]) <= _TIE * scale else float("inf")
     return worst
 
 
 def all_apart(pair: Pair, model: Any, opened: Any, batches: Sequence[Company]) -> Apart:
-    """Run all comparisons of rows for a model in float32; return the largest differences."""
+    """Run all comparisons of rows for a model in float32, and return the largest differences."""
     made = Apart()
     _remove_noise(opened)
     for company in batches:

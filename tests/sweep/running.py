@@ -1,7 +1,8 @@
-"""Test each pair (architecture and task) in its own process, forked from a process that has imported all libraries.
+"""Test each pair (architecture and task) in its own process, which is forked from a process that has imported all
+libraries.
 
-A pair that hangs is killed. A crash of the interpreter ends only the process of one pair. Both are recorded as results with the reason,
-and the pair continues after the failed stage in a new process.
+A pair that does not end in time is killed. A crash of the interpreter ends only the process of one pair. Both events
+are recorded as results with the reason, and a new process continues the pair after the failed stage.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ Sweep = Callable[..., None]
 
 @dataclass(slots=True)
 class _Job:
-    """A pair (architecture and task) that is being tested, or waits to be tested.
+    """A pair (architecture and task) that is being tested or waits for its test.
 
     Attributes:
         pair: Architecture and task.
         skip: (backend, stage) combinations that are already known or must not be tried again.
         tries: Number of processes started for this pair.
         process: The current process.
-        reports: Connection from which the process's messages are read.
+        reports: Connection from which the messages of the process are read.
         doing: Backend and stage that the process is running.
         since: Start time of this stage.
         slot: Number of the processor that the process uses.
@@ -53,7 +54,8 @@ class _Job:
 
 
 def shard(pairs: Sequence[Pair], text: str) -> list[Pair]:
-    """Return part `i/n` of the pairs, counted from 1. Pairs of one architecture stay together, so that its modules are imported once.
+    """Return part `i/n` of the pairs, counted from 1. All pairs of one architecture are in the same part, so that the
+    modules of an architecture are imported once.
 
     Raises:
         ValueError: `text` is not a valid part.
@@ -79,15 +81,15 @@ def run(
     sweep: Sweep = sweep_pair,
     stages: Sequence[str] = STAGES,
 ) -> None:
-    """Test pairs in processes, and write the results every few seconds and at the end.
+    """Test pairs in processes. Write the results every few seconds and at the end.
 
     Args:
         pairs: (architecture, task) pairs to test.
         backends: Names of backends.
-        store: Known results; results with the current code digest are not computed again.
+        store: Known results. Results with the current code digest are not computed again.
         digests: Code digest of each backend, and of `pytorch`.
         jobs: Number of processes at the same time.
-        limit_s: Maximum seconds of a stage.
+        limit_s: Maximum duration of a stage in seconds.
         advance: Function that is called with each pair that is finished.
         sweep: Function that a process runs, with the signature of `sweep_pair`.
         stages: Stages to test. The export always runs, because other stages start from it.
@@ -103,7 +105,7 @@ def run(
     context = multiprocessing.get_context("fork")
     running: list[_Job] = []
     saved = time.monotonic()
-    # Killed processes do not clean up, so all of them write into one folder, which this process removes.
+    # Killed processes do not remove their files. All processes write into one folder, which this process removes.
     root = tempfile.TemporaryDirectory(prefix="sweep-", ignore_cleanup_errors=True)
     tempfile.tempdir = root.name
     try:
@@ -137,7 +139,9 @@ def run(
 
 
 def _longest_first(pairs: Sequence[Pair], store: Store) -> list[Pair]:
-    """Sort pairs by their last duration, longest first. Unknown pairs count 30 s per stage, so models that generate come first."""
+    """Sort pairs by the duration of their last test, longest first. A stage of an unknown pair counts as 30 s, so
+    generating models come first.
+    """
     took: dict[tuple[str, str], float] = {}
     for cell in store.cells.values():
         key = (cell.architecture, cell.task)
@@ -165,7 +169,7 @@ def _child(
     slot: int | None,
     sweep: Sweep,
 ) -> None:
-    """Run in the child process: test one pair, with one thread on one processor, without output on the terminal."""
+    """Run in the child process: test one pair with one thread on one processor, and write nothing to the terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # a process group, so that processes started by this one are killed as well
@@ -184,17 +188,18 @@ def _child(
             lambda backend, stage: reports.send(("doing", (backend, stage))),
             skip,
         )
-    # Catch everything: the parent records the error as a result.
+    # Catch everything, because the parent process records the error as a result.
     except BaseException as error:  # noqa: BLE001
         reports.send(("error", f"{type(error).__name__}: {error} ({traceback.format_exc().splitlines()[-3].strip()})"))
     reports.send(("end", None))
     reports.close()
-    # Skip exit handlers: runtimes imported before the fork would wait for threads that do not exist in this process.
+    # Skip exit handlers. Runtimes that were imported before the fork would wait for threads that do not exist in this
+    # process.
     os._exit(0)
 
 
 def _listen(job: _Job, store: Store, digests: Mapping[str, str]) -> bool:
-    """Read the messages of a process; return whether the process has ended."""
+    """Read the messages of a process. Return whether the process has ended."""
     assert job.reports is not None
     try:
         while job.reports.poll():
@@ -219,7 +224,7 @@ def _listen(job: _Job, store: Store, digests: Mapping[str, str]) -> bool:
 def _finish(
     job: _Job, store: Store, digests: Mapping[str, str], backends: Sequence[str], limit_s: float | None
 ) -> bool:
-    """Record how a process ended; return whether another process can try remaining stages of the pair."""
+    """Record how a process ended. Return whether another process can try the remaining stages of the pair."""
     _end(job)
     if job.doing == ("", ""):
         return False
@@ -254,7 +259,7 @@ def _signal(code: int | None) -> str:
 
 
 def _end(job: _Job) -> None:
-    """End a job's process, and the processes that it started."""
+    """End the process of a job, and the processes that this process started."""
     if job.process is None:
         return
     if job.process.is_alive() and job.doing != ("", ""):

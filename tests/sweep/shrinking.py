@@ -1,7 +1,8 @@
-"""Create a small config of any architecture: its default config, with every size replaced by a small, consistent size.
+"""Create a small config of any architecture. It is the architecture's default config, with every size replaced by a
+small, consistent size.
 
-Sizes are recognized by the names of config fields. Values that a config computes from its sizes are not set, so that the config computes
-them again.
+Sizes are recognized by the names of config fields. Values that a config computes from its sizes are not set, so that
+the config computes them again.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ),
 )
 _RULES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
-# Fields to keep: they are not sizes of weight tensors, or no other size depends on them.
+# These fields are kept: they are not sizes of weight tensors, or no other size depends on them.
 _KEPT = re.compile(
     r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per"
     r"|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size|^num_stages$|^num_encoder_blocks$)"
 )
-# Values for fields that are `None` by default and that some models need, although their configs do not.
+# These fields are `None` by default, but some models need values that their configs do not contain.
 _WANTED = {
     "head_dim": HIDDEN // HEADS,
     "n_routed_experts": 4,
@@ -85,7 +86,7 @@ _TOKEN = re.compile(r"(_token_id|_token_index|_token_idx|_token|_id)$")
 
 
 class NotShrinkable(Exception):  # noqa: N818  # an expected result, not an error
-    """Raised if no small config can be created."""
+    """Error that is raised if no small config can be created."""
 
 
 def small_config(architecture: str, **settings: Any) -> Any:
@@ -123,14 +124,14 @@ def shrink(cls: type[Any], special: Mapping[str, Any] | None = None) -> Any:
         values = small_values(cls, default)
         merge(values, special or {})
         made = cls(**values)
-    # Catch all exceptions: config classes check their sizes in different ways.
+    # Catch all exceptions, because config classes check their sizes in different ways.
     except Exception as error:
         raise NotShrinkable(f"{cls.__name__}: {type(error).__name__}: {error}") from error
     return made
 
 
 def merge(values: dict[str, Any], special: Mapping[str, Any]) -> None:
-    """Replace small values by the special values of an architecture, also inside sub-configs."""
+    """Replace small values by the special values of an architecture, also in sub-configs."""
     for name, value in special.items():
         inner = values.get(name)
         if isinstance(value, Mapping) and isinstance(inner, transformers.PreTrainedConfig):
@@ -141,7 +142,9 @@ def merge(values: dict[str, Any], special: Mapping[str, Any]) -> None:
 
 
 def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
-    """Return small values of the fields of a config class, by name; without fields that the class computes itself."""
+    """Return small values for the fields of a config class, by name. Fields that the class computes itself are left
+    out.
+    """
     canonical = {value: key for key, value in getattr(cls, "attribute_map", {}).items()}
     declared = _declared(cls)
     values: dict[str, Any] = {}
@@ -168,7 +171,9 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
 
 
 def _value(config: Any, name: str, given: Any) -> Any:
-    """Return the value of a config field; the declared default if reading raises an error, as it does if each layer has its own value."""
+    """Return the value of a config field. If reading the field raises an error, because each layer has its own value,
+    return the declared default.
+    """
     try:
         return getattr(config, name, given)
     except Exception:  # noqa: BLE001  # each architecture raises its own type of error
@@ -201,7 +206,7 @@ def small_number(name: str, value: int) -> int:
 
 
 def _small_sequence(name: str, values: list[int]) -> list[int]:
-    """Return small values of a field that has one value for each stage or layer."""
+    """Return small values for a field that has one value for each stage or layer."""
     if _KEPT.search(name):
         return values
     if re.search(r"depths|num_blocks|layers", name):
@@ -209,14 +214,17 @@ def _small_sequence(name: str, values: list[int]) -> list[int]:
     if re.search(r"num_.*heads|_heads", name):
         return [min(value, 2 ** min(i, 2)) for i, value in enumerate(values)]
     if re.search(r"sizes|dims?$|channels|embed|filters|width", name):
-        # Keep the ratios and use multiples of 16: sizes may have to grow from stage to stage, and be divisible by the number of heads.
+        # Keep the ratios of the sizes and use multiples of 16. Sizes may have to grow from stage to stage, and to be
+        # divisible by the number of heads.
         smallest = min(values)
         return [max(16, round(16 * value / smallest / 16) * 16) if value > 16 else value for value in values]
     return values
 
 
 def _fit_heads(values: dict[str, Any], default: Any, canonical: Mapping[str, str]) -> None:
-    """Set the number of key-value heads: equal to the heads, fewer, or one, as in the default config."""
+    """Set the number of key-value heads. As in the default config, it equals the number of heads, is smaller, or is
+    one.
+    """
     for name in list(values):
         if not re.search(r"(num_kv_heads|num_key_value_heads|_key_value_heads|_kv_heads|n_head_kv)$", name):
             continue
@@ -231,7 +239,9 @@ def _fit_heads(values: dict[str, Any], default: Any, canonical: Mapping[str, str
 def _choose_layers(
     values: dict[str, Any], default: Any, canonical: Mapping[str, str], declared: Mapping[str, Any]
 ) -> None:
-    """If layers differ, keep one layer of each kind; shorten every list with one entry per layer in the same way."""
+    """If the layers differ, keep one layer of each kind. Shorten every list that has one entry for each layer in the
+    same way.
+    """
     total = _value(default, "num_hidden_layers", None)
     if not isinstance(total, int) or total <= LAYERS:
         return
@@ -256,7 +266,9 @@ def _choose_layers(
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return new ids of special tokens outside the small vocabulary: each gets its own id at the end of the vocabulary."""
+    """Return new ids of special tokens that would be outside of the small vocabulary. Each special token gets its own
+    id at the end of the vocabulary.
+    """
     taken: dict[str, Any] = {}
     free = VOCABULARY - 1
     for name, value in values.items():

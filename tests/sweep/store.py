@@ -1,4 +1,6 @@
-"""Store of the results: `benchmarks/sweep.json`, with one line for each result and the digest of the code that produced it."""
+"""Store of the sweep's results in `benchmarks/sweep.json`, with one line for each result and the digest of the code
+that produced it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from .cases import Pair
 from .cells import Cell, wanted
 
 ROOT = Path(__file__).parents[2]
-# Packages of accel that do not influence any result.
+# These packages of accel do not influence any result.
 _ELSEWHERE = {"cli", "compat", "demo", "deploying", "measuring", "serving", "testing", "tuning"}
 _SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "rounding", "rows", "shrinking")
 _COMMON = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
@@ -35,7 +37,7 @@ def versions(backends: Iterable[str]) -> dict[str, str]:
 
 
 def digest_of(backend: str) -> str:
-    """Return eight characters that change with the code and the package versions that a backend's results depend on."""
+    """Return eight characters that change if the code or a package version changes on which a backend's results depend."""
     plugins = {"openvino": ("openvino",), "pytorch": ()}.get(backend, ("ortkit", backend))
     paths = [
         *(
@@ -47,7 +49,7 @@ def digest_of(backend: str) -> str:
         *(Path(__file__).with_name(f"{name}.py") for name in _SWEEP),
     ]
     if backend == "pytorch":
-        # Whether a model can be built does not depend on accel's code.
+        # Building a model does not depend on accel's code, only on the modules of the sweep.
         paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "gpu", "rows")]
     made = hashlib.sha256(json.dumps(versions([backend]), sort_keys=True).encode())
     for path in sorted(paths):
@@ -56,7 +58,7 @@ def digest_of(backend: str) -> str:
 
 
 class Store:
-    """Results (`Cell`) by key, in a JSON file with one line for each result, or only in memory."""
+    """Store of results (`Cell`) by key, in a JSON file with one line for each result, or only in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -72,9 +74,9 @@ class Store:
                 self.cells[key] = Cell(architecture=architecture, task=task, backend=backend, stage=stage, **kept)
 
     def put(self, cell: Cell) -> None:
-        """Store a result in place of an older one, without writing the file."""
+        """Replace an older result by a new result, without writing the file."""
         if cell.backend == "pytorch":
-            # The model cannot be built any more, so remove all older results of this pair.
+            # The model can no longer be built, so remove all older results of this pair.
             self._drop(cell, lambda old: old.backend != "pytorch")
         else:
             self._drop(cell, lambda old: old.backend == "pytorch")
@@ -95,10 +97,12 @@ class Store:
         self.cells = {key: cell for key, cell in self.cells.items() if (cell.architecture, cell.task) in known}
 
     def write(self) -> None:
-        """Write all results, sorted by key, one per line. The file is replaced at once, so it is never incomplete."""
+        """Write all results, sorted by key, with one result on each line. The file is replaced at once, so it is never
+        incomplete.
+        """
         if self.path is None:
             return
-        # Replace only a regular JSON file; a device or a symbolic link would be lost.
+        # Replace only a regular JSON file, because replacing a device or a symbolic link would destroy it.
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()) or self.path.suffix != ".json":
             raise ValueError(f"{self.path} is not a JSON file.")
         lines = []
@@ -116,7 +120,9 @@ class Store:
         temporary.replace(self.path)
 
     def known(self, pair: Pair, backends: Sequence[str], digests: Mapping[str, str]) -> set[tuple[str, str]]:
-        """Return the (backend, stage) combinations of a pair (architecture and task) whose results were produced by the current code."""
+        """Return the (backend, stage) combinations of a pair (architecture and task) whose results the current code has
+        produced.
+        """
         wanted_here = wanted(pair, backends)
         build = self.cells.get(f"{pair.name}/pytorch/build")
         if build is not None and build.digest == digests["pytorch"]:
@@ -126,7 +132,7 @@ class Store:
 
 
 def processor() -> str:
-    """Return the model name of the processor, without the name of the machine."""
+    """Return the model name of the processor, which does not identify the machine."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     for line in lines:
