@@ -133,7 +133,7 @@ def logits_of_added(model: Any, vocabulary: int) -> torch.Tensor:
     ],
     ids=["saved-embeddings", "modules-to-save", "adapted-embeddings", "trained-tokens", "dora"],
 )
-def test_an_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+def test_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", tied=tied)
     adapted = save_with_tokens(tmp_path / "adapter", base, **settings)
     found = loaded(tmp_path / "adapter")

@@ -639,29 +639,29 @@ def test_export_without_encoder_is_refused(folders: Path) -> None:
         accel.ORTModelForSeq2SeqLM.from_pretrained(folders / "exported/t5-single-onnx")
 
 
-def test_a_decoder_of_single_steps_in_ir(folders: Path) -> None:
+def test_decoder_with_single_token_steps_in_openvino_ir_is_refused(folders: Path) -> None:
     with pytest.raises(IntegrityError, match="multi_token_decode"):
         accel.ORTModelForCausalLM.from_pretrained(folders / "exported/llama-single-openvino")
 
 
-def test_an_unknown_variant_lists_the_known(folders: Path) -> None:
+def test_unknown_variant_lists_the_known_variants(folders: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="fp32, quantized, uint8"):
         accel.ORTModelForSequenceClassification.from_pretrained(folders / "optimum/bert-web", variant="q5")
 
 
-def test_padding_that_a_decoder_cannot_see_is_refused(opened: Any) -> None:
+def test_padding_in_the_decoder_mask_is_refused(opened: Any) -> None:
     inputs = prompts_of("optimum/t5-past", opened("optimum/t5-past"))
     mask = torch.tensor([[0, 1, 1, 1]]).repeat(3, 1)
     with pytest.raises(InputError, match="hides tokens"):
         opened("optimum/t5-past")(**inputs, decoder_attention_mask=mask)
 
 
-def test_a_backend_that_has_not_the_operators_says_so(folders: Path) -> None:
+def test_backend_without_the_operators_raises(folders: Path) -> None:
     with pytest.raises(AccelError, match="openvino"):
         accel.ORTModelForCausalLM.from_pretrained(folders / "genai/mistral-fp32", backend="openvino")
 
 
-def test_the_manifest_of_ours_is_still_needed(opened: Any, tmp_path: Path) -> None:
+def test_saved_folder_without_manifest_is_refused(opened: Any, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     opened("optimum/gpt2-pair").save_pretrained(saved)
     assert Artifact.load(saved).component().continues == "one"
@@ -670,7 +670,7 @@ def test_the_manifest_of_ours_is_still_needed(opened: Any, tmp_path: Path) -> No
         accel.ORTModelForCausalLM.from_pretrained(saved)
 
 
-def test_tensorrt_says_that_it_does_not_run_a_growing_cache(folders: Path) -> None:
+def test_tensorrt_refuses_a_growing_cache(folders: Path) -> None:
     artifact = adopt(folders / "optimum/gpt2-past", task="text-generation")
     try:
         backend = registry.load(registry.describe("tensorrt"))
@@ -681,15 +681,19 @@ def test_tensorrt_says_that_it_does_not_run_a_growing_cache(folders: Path) -> No
 
 
 @pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
-def test_a_graph_with_a_cache_for_a_task_without(task: str, copied: Any) -> None:
-    """Decoders for embeddings are often published with a generation graph, whose cache inputs no tokenizer can provide."""
+def test_generation_graph_for_another_task_raises(task: str, copied: Any) -> None:
+    """Opening a generation graph for another task raises an error. Decoders for embeddings are often published with a
+    generation graph, whose cache inputs no tokenizer provides.
+    """
     with pytest.raises(TaskError, match="takes the keys and values of earlier tokens") as error:
         adopt(copied("optimum/gpt2-past"), task=task)
     assert f"--task {task}" in str(error.value.fix)
 
 
-def test_positions_of_a_decoder_that_embeds(tmp_path: Path) -> None:
-    """Optimum's graphs of decoders for embeddings read `position_ids`, which tokenizers do not return. Only distances matter."""
+def test_position_ids_of_an_embedding_decoder(tmp_path: Path) -> None:
+    """A decoder for embeddings runs without the caller's `position_ids`. Optimum's graphs of such decoders read this
+    input, and tokenizers do not return it. Only the distances between positions matter.
+    """
     transformers.Qwen3Config(vocab_size=120, hidden_size=2).save_pretrained(tmp_path)
     model = onnx.parser.parse_model(f"""
         <ir_version: 9, opset_import: ["" : 18]>

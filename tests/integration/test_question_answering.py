@@ -94,7 +94,7 @@ def test_windows_overlap_by_at_most_128_tokens(answer: Any) -> None:
         assert [one["encoding"].ids for one in usual] == [one["encoding"].ids for one in named]
 
 
-def test_no_window_is_longer_than_384_tokens_or_the_tokenizers_limit(answer: Any) -> None:
+def test_window_length_is_limited_to_384_tokens_and_the_tokenizers_limit(answer: Any) -> None:
     asked = {"question": "where", "context": "the money is here . " * 200}
     limit = answer.tokenizer.model_max_length
     assert len(next(iter(answer.preprocess(asked)))["encoding"].ids) == min(limit, 384)
@@ -102,7 +102,7 @@ def test_no_window_is_longer_than_384_tokens_or_the_tokenizers_limit(answer: Any
     assert len(next(iter(answer.preprocess(asked)))["encoding"].ids) == 384
 
 
-def test_a_question_is_cut_to_max_question_len_tokens(answer: Any) -> None:
+def test_question_is_cut_to_max_question_len_tokens(answer: Any) -> None:
     asked = {"question": "where is my card", "context": SHORT}
     cut = next(iter(answer.preprocess(asked, max_question_len=2)))
     assert cut["encoding"].ids == answer.tokenizer("where is", SHORT)["input_ids"]

@@ -99,7 +99,7 @@ def test_invalid_trace_header_starts_a_new_trace(
     assert outer.status.status_code is StatusCode.UNSET
 
 
-def test_a_failed_request_is_marked_as_an_error(
+def test_failed_request_is_marked_as_an_error(
     client: TestClient, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app: Any = client.app

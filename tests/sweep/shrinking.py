@@ -41,7 +41,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"(^|_)eos_token_id$", _always(END)),
     (r"(vocab_size|vocabulary_size|num_embeddings|vocab_size_per_layer_input)$", _most(VOCABULARY)),
     (r"type_vocab_size", _most(2)),
-    # Key-value heads are adapted to the number of heads in `_fit_heads`.
+    # The function `_fit_heads` later adapts key-value heads to the number of heads.
     (r"(^num_kv_heads|^num_key_value_heads|_key_value_heads|_kv_heads|^n_head_kv)$", lambda old: old),
     (r"(num_(attention_)?heads|_attention_heads|^n_heads?|_num_heads|_heads)$", _most(HEADS)),
     (r"(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts)", _most(2)),

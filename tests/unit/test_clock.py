@@ -15,7 +15,7 @@ def test_no_limit_gives_infinite_time() -> None:
     assert (clock.left(), clock.until(0.3), clock.timeout()) == (math.inf, 1.0, None)
 
 
-def test_a_stage_gets_a_share_of_the_remaining_time() -> None:
+def test_stage_gets_a_share_of_the_remaining_time() -> None:
     late = TimeBudget(limit_s=100.0, started=time.perf_counter() - 60)
     share = late.until(0.5)
     assert share == pytest.approx(0.8, abs=0.01)
