@@ -63,12 +63,17 @@ def check_type(subject: str, value: object, kinds: tuple[type, ...], taker: str 
     Raises:
         ConfigError: The type is wrong. The message has the value and the accepted types.
     """
-    by = f", which {taker} does not take" if taker else ""
+    by = f" in a call of {taker}" if taker else ""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         words = " or ".join(dict.fromkeys(_WORDS.get(kind, kind.__name__) for kind in kinds))
-        raise ConfigError(f"{subject} is {reprlib.repr(value)}{by}.", fix=f"use {words}.")
+        raise ConfigError(
+            f"{subject} is {reprlib.repr(value)}, a {type(value).__name__}{by}, but it must be {words}.",
+            fix=f"pass {words} for {subject}.",
+        )
     if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{subject} is {value!r}, which holds a NUL character.", fix="leave it out.")
+        raise ConfigError(
+            f"{subject} is {value!r}, which contains a NUL character ('\\0').", fix="remove the NUL character."
+        )
 
 
 def check_number(
@@ -102,7 +107,7 @@ def check_number(
     asked = [(word, limit, holds) for word, limit, holds in limits if limit is not None]
     if not all(holds(value, limit) for _, limit, holds in asked):
         words = " and ".join(f"{word} {limit}" for word, limit, _ in asked)
-        raise ConfigError(f"{subject} is {value}.", fix=f"use a number {words}.")
+        raise ConfigError(f"{subject} is {value}, but it must be {words}.", fix=f"use a number {words}.")
 
 
 def checked_arguments(
@@ -232,7 +237,10 @@ def check_rising(subject: str, lengths: Sequence[int]) -> None:
         ConfigError: The lengths are invalid. The message lists them.
     """
     if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
-        raise ConfigError(f"{subject} is {list(lengths)}.", fix="use rising positive lengths, such as (16, 32, 64).")
+        raise ConfigError(
+            f"{subject} is {list(lengths)}, but the lengths must be positive and in increasing order.",
+            fix="use lengths such as (16, 32, 64).",
+        )
 
 
 class JsonConfig:
@@ -247,7 +255,8 @@ class JsonConfig:
                 object.__setattr__(self, item.name, fitted(subject, value, item.type))
             except WrongTypeError as error:
                 raise ConfigError(
-                    f"{error.subject} is {error.value}.{error.near}", fix=f"use {error.expected}."
+                    f"{error.subject} is {error.value}, which is not a valid value.{error.near}",
+                    fix=f"use {error.expected}.",
                 ) from None
             if isinstance(value, str):
                 check_type(subject, value, (str,))
@@ -467,15 +476,16 @@ def _check_blocks(config: QuantizeConfig | QatConfig) -> None:
     """Check `block_size` and `exclude`."""
     if config.block_size < 16 or config.block_size & (config.block_size - 1):
         raise ConfigError(
-            f"{type(config).__name__}.block_size is {config.block_size}.", fix="use a power of two from 16 on."
+            f"{type(config).__name__}.block_size is {config.block_size}, but it must be a power of two of at least 16.",
+            fix="use 16, 32, 64 or 128.",
         )
     for pattern in config.exclude:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         except re.error as error:
             raise ConfigError(
-                f"{type(config).__name__}.exclude holds {pattern!r}, which is no regular expression: {error}.",
-                fix="write it as Python's re module reads it, or use a layer's name.",
+                f"{type(config).__name__}.exclude contains {pattern!r}, which is not a valid regular expression: {error}.",
+                fix="correct the regular expression after 're:' (syntax of Python's re module), or use the name of a layer.",
             ) from error
 
 
@@ -496,8 +506,9 @@ def matched_layers(patterns: Sequence[str], names: Sequence[Sequence[str]]) -> s
         if not matched:
             first = [ours[0] for ours in names]
             raise ConfigError(
-                f"exclude holds {pattern!r}, which matches none of the {len(names)} layers.{did_you_mean(pattern, first)}",
-                fix=f"use a name such as {', '.join(first[:3])}, or re: and a regular expression.",
+                f"exclude contains {pattern!r}, which matches none of the {len(names)} layers of the model."
+                f"{did_you_mean(pattern, first)}",
+                fix=f"use the name of a layer, such as {', '.join(first[:3])}, or 're:' followed by a regular expression.",
             )
         found |= matched
     return found
@@ -544,7 +555,11 @@ class SessionOptions(JsonConfig):
             check_number(f"SessionOptions.{name}", getattr(self, name), 1)
         check_rising("SessionOptions.buckets", self.buckets)
         if self.buckets and self.pad_to_multiple_of not in (1, None):
-            raise ConfigError("Lengths are padded to buckets or to multiples.", fix="leave one of the two out.")
+            raise ConfigError(
+                f"SessionOptions has both buckets={self.buckets} and pad_to_multiple_of={self.pad_to_multiple_of}. A session "
+                "pads sequences either to buckets or to multiples, not to both.",
+                fix="set only one of buckets and pad_to_multiple_of.",
+            )
 
 
 def available_processors() -> int:

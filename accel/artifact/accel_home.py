@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
 
-_REMEDY = "set ACCEL_HOME to a folder that can be written"
+_REMEDY = "set the environment variable ACCEL_HOME to a folder that you may write to"
 SEARCHES = "tune"
 """Name of the cache entry for search results, and of its folder."""
 
@@ -27,16 +27,16 @@ def accel_home() -> Path:
         else:
             home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "accel"
     except RuntimeError as error:
-        raise ConfigError(f"There is no folder for caches: {error}", fix=f"{_REMEDY}.") from error
+        raise ConfigError(f"accel finds no folder for its cache: {error}", fix=f"{_REMEDY}.") from error
     try:
         readable = stat.S_ISDIR(home.stat().st_mode) and os.access(home, os.R_OK | os.X_OK)
     except FileNotFoundError:
         # The folder is created at the first write.
         return home
     except OSError as error:
-        raise ConfigError(f"The folder for caches cannot be read: {error}.", fix=f"{_REMEDY}.") from error
+        raise ConfigError(f"The cache folder of accel cannot be read: {error}.", fix=f"{_REMEDY}.") from error
     if not readable:
-        raise ConfigError(f"{home}, the folder for caches, is no folder, or cannot be read.", fix=f"{_REMEDY}.")
+        raise ConfigError(f"The cache folder of accel, {home}, is not a folder or is not readable.", fix=f"{_REMEDY}.")
     return home
 
 
@@ -53,4 +53,7 @@ def keeping(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputFolderError(f"{what} cannot be kept: {error}.", fix=f"{_REMEDY} and has room.") from error
+        raise OutputFolderError(
+            f"{what} cannot be saved in the cache folder of accel: {error}.",
+            fix=f"{_REMEDY} and that has free space.",
+        ) from error

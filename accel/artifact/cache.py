@@ -57,7 +57,7 @@ def clear(name: str | None = None) -> list[CacheEntry]:
     removed = [entry for entry in kept if name is None or entry.name.startswith(name)]
     if name is not None and not removed:
         raise ConfigError(
-            f"The cache holds nothing whose name starts with {name!r}.", fix="`accel cache list` shows what it holds."
+            f"The cache has no entry whose name starts with {name!r}.", fix="run `accel cache list` to see the entries."
         )
     for entry in list(removed):
         if entry.name != SEARCHES:
@@ -67,7 +67,10 @@ def clear(name: str | None = None) -> list[CacheEntry]:
             if alone:
                 discard(entry.path)
             elif name is not None:
-                raise OutputFolderError("A search is running, which uses what searches keep.", fix="wait for its end.")
+                raise OutputFolderError(
+                    f"The cache entry {SEARCHES!r} cannot be removed, because a running search (`accel tune`) uses it.",
+                    fix="wait until the search has finished.",
+                )
             else:
                 removed.remove(entry)
     # Remove leftovers of a `clear` call that was killed.
@@ -102,10 +105,10 @@ def alone_with_searches(mine: Path | None = None) -> Iterator[bool]:
 def _gate() -> AbstractContextManager[bool]:
     # The lock lies next to the folder, because the folder may be deleted while it is locked.
     home = accel_home()
-    with keeping("What searches find"):
+    with keeping("Results of searches"):
         home.mkdir(parents=True, exist_ok=True)
         if not os.access(home, os.W_OK | os.X_OK):
-            raise PermissionError(f"{home} cannot be written")
+            raise PermissionError(f"{home} is not writable")
     return held(home / f"{SEARCHES}.lock", _GATE_S, keep=True)
 
 

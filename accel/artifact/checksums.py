@@ -23,8 +23,8 @@ _KEPT = 2000
 _LARGE = 1 << 20
 _LONGEST_NAME = 1024
 _GRAPH_SUFFIXES = (".onnx", ".data", ".xml", ".bin", ".safetensors", ".pt2")
-_REMEDY = "make the artifact again, or copy the file again from where it came"
-_ON_PURPOSE = f"{_REMEDY}; where it was changed on purpose (a tokenizer saved over another): `accel validate FOLDER --accept-files`."
+_REMEDY = "create the artifact again, or copy the file again from the original artifact"
+_ON_PURPOSE = f"{_REMEDY}. If you changed the file on purpose, run `accel validate FOLDER --accept-files`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +70,15 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
             stat = check_file(path, folder, fix=fix)
             if stat.st_size != record.bytes:
                 raise IntegrityError(
-                    f"{path} has {stat.st_size} bytes instead of {record.bytes}: truncated or changed.", fix=fix
+                    f"{path} is truncated or was changed: it has {stat.st_size} bytes, but the manifest records {record.bytes}.",
+                    fix=fix,
                 )
             checksum = checksums.of(path, stat)
             if checksum != record.sha256:
                 raise IntegrityError(
-                    f"{path} has checksum {checksum[:12]}… instead of {record.sha256[:12]}…: changed.", fix=fix
+                    f"{path} was changed: its SHA-256 checksum is {checksum[:12]}…, but the manifest records "
+                    f"{record.sha256[:12]}….",
+                    fix=fix,
                 )
 
 
@@ -120,12 +123,14 @@ def check_file(path: Path, folder: Path, *, fix: str) -> os.stat_result:
         stat = path.stat()
     # `stat` raises `ValueError` for an invalid file name.
     except (OSError, ValueError) as error:
-        raise IntegrityError(f"{path} is missing.", fix=fix) from error
+        raise IntegrityError(f"The file {path} of the artifact is missing.", fix=fix) from error
     if not S_ISREG(stat.st_mode):
         # Reading a pipe would never end.
-        raise IntegrityError(f"{path} is no regular file.", fix=fix)
+        raise IntegrityError(f"{path} is not a regular file.", fix=fix)
     if not is_inside(path, folder):
-        raise IntegrityError(f"{path} is a link to {path.resolve()}, outside of the folder.", fix=fix)
+        raise IntegrityError(
+            f"{path} is a link to {path.resolve()}, which is outside the folder of the artifact.", fix=fix
+        )
     return stat
 
 
@@ -138,7 +143,8 @@ def _checked_name(folder: Path, name: str) -> str:
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or len(name) > _LONGEST_NAME:
         raise IntegrityError(
-            f"The manifest of {folder} names a file outside the folder: {name[:_LONGEST_NAME]!r}.", fix=f"{_REMEDY}."
+            f"The manifest of {folder} records the file name {name[:_LONGEST_NAME]!r}, which is invalid or outside the folder.",
+            fix=f"{_REMEDY}.",
         )
     return name
 
@@ -177,7 +183,7 @@ def remember(name: str, found: Mapping[str, object]) -> None:
         temporary.write_text(json.dumps(dict(kept)), encoding="utf-8")
         temporary.replace(path)
     except (OSError, ConfigError) as error:
-        logger.debug("cannot remember checks in %s: %s", name, error)
+        logger.debug("cannot save the results of checks in %s: %s", name, error)
 
 
 def folder_digest(folder: Path) -> str:

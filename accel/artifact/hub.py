@@ -26,7 +26,7 @@ Graphs = Callable[[Sequence[str]], Sequence[str]]
 
 _TIMEOUT_S = 5.0
 _MOST_NAMES = 1000
-_OFFLINE = "set HF_HUB_OFFLINE=1 to use only what is in the cache"
+_OFFLINE = "set HF_HUB_OFFLINE=1 to use only cached files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +77,12 @@ def as_folder(name: str | os.PathLike[str]) -> Path | None:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise ArtifactNotFoundError(
-                f"{os.fspath(name)[:80]!r}... is longer than a name can be.", fix="check the name."
+                f"The model name or path {os.fspath(name)[:80]!r}... is longer than the file system allows.",
+                fix="check the name or path of the model.",
             ) from error
-        raise ArtifactNotFoundError(f"{path} cannot be read: {error}.", fix="ask for the right to read it.") from error
+        raise ArtifactNotFoundError(
+            f"The path {path} cannot be read: {error}.", fix="check the path and its read permissions."
+        ) from error
 
 
 def locate(
@@ -107,23 +110,25 @@ def locate(
             _tell_without_revisions(path, options.revision)
         folder = path / options.subfolder if options.subfolder else path
         if not folder.is_dir():
-            raise ArtifactNotFoundError(f"{path} has no subfolder {options.subfolder!r}.", fix="check subfolder=...")
+            raise ArtifactNotFoundError(
+                f"The folder {path} has no subfolder {options.subfolder!r}.", fix="check the argument subfolder=..."
+            )
         # The path is absolute, because the manifest records it: from another working directory, a relative path could
         # be mistaken for a Hub id.
         return Location(str(folder.absolute()), folder.absolute(), root=path.absolute())
     if (path := Path(text).expanduser()).is_file():
         raise ArtifactNotFoundError(
-            f"{path} is neither a folder nor a graph that can be taken by itself here.", fix="pass its folder."
+            f"{path} is a file, and a model folder is required here.", fix="pass the folder that contains the file."
         )
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or not text:
-        raise ArtifactNotFoundError(f"There is no folder {text!r}.", fix="check the path.")
+        raise ArtifactNotFoundError(f"The model folder {text!r} does not exist.", fix="check the path.")
     return _download(text, options, want_graph, choose_graphs)
 
 
 @functools.cache
 def _tell_without_revisions(folder: Path, revision: str) -> None:
     """Warn once that `revision` has no effect on a local folder."""
-    logger.warning("%s is a folder, which has no revisions: revision=%r is passed over.", folder, revision)
+    logger.warning("revision=%r is ignored, because %s is a local folder, which has no revisions.", revision, folder)
 
 
 def _download(name: str, options: HubOptions, want_graph: bool | None, choose_graphs: Graphs | None) -> Location:
@@ -175,8 +180,8 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
         raise _unavailable(name, error, options) from error
     if unreachable is not None:
         logger.warning(
-            "The Hub cannot be reached (%s): %s is taken from the cache, and may have changed since. HF_HUB_OFFLINE=1 does so "
-            "without asking.", one_line(unreachable), name,
+            "The Hugging Face Hub cannot be reached (%s). accel uses the cached copy of %s, which may be outdated. Set "
+            "HF_HUB_OFFLINE=1 to use the cache without a request to the Hub.", one_line(unreachable), name,
         )  # fmt: skip
     path = Path(folder)
     return Location(name, path / options.subfolder if options.subfolder else path, path.name, path)
@@ -240,42 +245,52 @@ def hub_reason(error: Exception, *, name: str, kind: str = "model", revision: st
     page = f"{constants.ENDPOINT}/{'datasets/' if kind != 'model' else ''}{name}"
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"{name!r} is gated: its owner decides who may read it.",
-            f"ask for access at {page}, then pass token=..., or run `hf auth login`.",
+            f"The {kind} {name!r} on the Hub is gated: its owner must allow the download.",
+            f"request access at {page}, then pass token=..., or run `hf auth login`.",
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name!r} has no revision {revision!r}.", "check revision=..., or leave it out."
+        return (
+            f"The {kind} {name!r} on the Hub has no revision {revision!r}.",
+            "check the argument revision=..., or leave it out.",
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"The Hub has no {kind} {name!r}, or it is private.",
-            "check the name; for a private one pass token=..., or run `hf auth login`.",
+            f"The Hub has no {kind} {name!r}, or the {kind} is private.",
+            f"check the name. For a private {kind}, pass token=..., or run `hf auth login`.",
         )
     if isinstance(error, errors.HFValidationError):
-        return f"{name!r} is no name that a {kind} on the Hub can have.", "check the name, or pass a local folder."
+        return f"{name!r} is not a valid name of a {kind} on the Hub.", "check the name, or pass a local folder."
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return (
-            f"{name!r} is not complete in the cache, and the network is not to be used (HF_HUB_OFFLINE or local_files_only).",
-            "download it once with the network, or pass a local folder.",
+            f"Files of the {kind} {name!r} are missing in the local cache, and HF_HUB_OFFLINE or local_files_only disables "
+            "downloads.",
+            f"download the {kind} once with network access, or pass a local folder.",
         )
     if status in (401, 403):
         return (
-            f"The Hub refuses access to {name!r} ({status}).",
-            "pass a token with the right to it: token=..., or run `hf auth login`.",
+            f"The Hub refuses access to {name!r} (HTTP status {status}).",
+            "pass a token that has access (token=...), or run `hf auth login`.",
         )
     if status == 429:
-        return f"The Hub has had too many requests from here ({status}).", f"wait, pass token=..., or {_OFFLINE}."
+        return (
+            f"The Hub received too many requests from this machine (HTTP status {status}).",
+            f"wait, pass token=..., or {_OFFLINE}.",
+        )
     if status is not None:
-        return f"The Hub at {constants.ENDPOINT} answered {status} about {name!r}.", f"try again later, or {_OFFLINE}."
+        return (
+            f"The Hub at {constants.ENDPOINT} failed with HTTP status {status} for {name!r}.",
+            f"try again later, or {_OFFLINE}.",
+        )
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"The disk of the cache is full: {name!r} cannot be downloaded.",
-            "free some space, or name another folder in HF_HOME or cache_dir.",
+            f"{name!r} cannot be downloaded, because the disk of the Hugging Face cache is full.",
+            "free some space, or set HF_HOME or cache_dir to a folder on another disk.",
         )
     if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
         return (
-            f"{name!r} cannot be kept in the cache: {one_line(error)}",
-            "name a folder that can be written in HF_HOME or cache_dir.",
+            f"{name!r} cannot be saved in the Hugging Face cache: {one_line(error)}",
+            "set HF_HOME or cache_dir to a folder that you may write to.",
         )
     proxies = [
         word for word in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY") if os.environ.get(word)
@@ -297,7 +312,7 @@ def _unavailable(name: str, error: Exception, options: HubOptions) -> ArtifactNo
     """Return the error for a name that is neither a local folder nor a downloadable repository."""
     reason, fix = hub_reason(error, name=name, revision=options.revision)
     near = did_you_mean(name, [known for known in _known_names(options) if known != name])
-    return ArtifactNotFoundError(f"There is no folder {name!r} here. {reason}{near}", fix=fix)
+    return ArtifactNotFoundError(f"There is no local folder {name!r}. {reason}{near}", fix=fix)
 
 
 def _known_names(options: HubOptions) -> Iterable[str]:

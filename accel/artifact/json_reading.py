@@ -18,7 +18,7 @@ from ..errors import IntegrityError, SchemaError
 _MAX_BYTES = 64 << 20
 _MAX_DEPTH = 64
 _HALF_A_LETTER = re.compile(rb"\\u[dD][89a-fA-F]")
-_AGAIN = "make the artifact again, or copy the file again from where it came."
+_AGAIN = "create the artifact again, or copy the file again from the original folder."
 
 Kind = TypeVar("Kind")
 
@@ -40,7 +40,9 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
     """
     values = _parsed(_read(path), path)
     if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
-        raise IntegrityError(f"{path} holds {_named(values)} where a list of objects belongs.", fix=_AGAIN)
+        raise IntegrityError(
+            f"{path} contains {_named(values)}, but it must contain a JSON list of objects.", fix=_AGAIN
+        )
     return values
 
 
@@ -48,13 +50,16 @@ def _read(path: Path) -> bytes:
     try:
         if not S_ISREG(path.stat().st_mode):
             # Reading a pipe would never end.
-            raise IntegrityError(f"{path} is no regular file.", fix=_AGAIN)
+            raise IntegrityError(f"{path} is not a regular file.", fix=_AGAIN)
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise IntegrityError(f"{path} cannot be read: {error}.", fix=_AGAIN) from error
     if len(content) > _MAX_BYTES:
-        raise IntegrityError(f"{path} has more than {_MAX_BYTES >> 20} MiB, which no such file has.", fix=_AGAIN)
+        raise IntegrityError(
+            f"The JSON file {path} is larger than {_MAX_BYTES >> 20} MiB, the largest size that accel reads.",
+            fix=_AGAIN,
+        )
     return content
 
 
@@ -69,7 +74,10 @@ def _parsed(content: bytes, path: Path) -> Any:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise IntegrityError(f"{path} is not valid JSON: {why}.", fix=_AGAIN) from error
     if _depth(values) > _MAX_DEPTH:
-        raise IntegrityError(f"{path} is not valid JSON for a model: it is nested too deeply.", fix=_AGAIN)
+        raise IntegrityError(
+            f"The JSON values in {path} are nested more than {_MAX_DEPTH} levels deep, which accel does not read.",
+            fix=_AGAIN,
+        )
     return values
 
 
@@ -94,7 +102,7 @@ def read_bytes_and_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     content = _read(path)
     values = _parsed(content, path)
     if not isinstance(values, dict):
-        raise IntegrityError(f"{path} holds {_named(values)} where an object belongs.", fix=_AGAIN)
+        raise IntegrityError(f"{path} contains {_named(values)}, but it must contain a JSON object.", fix=_AGAIN)
     return content, values
 
 
@@ -110,20 +118,20 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str) -> Kind:
         SchemaError: A field is unknown or missing, or has the wrong type.
     """
     if not isinstance(values, Mapping):
-        raise SchemaError(f"{where} is {_named(values)} where an object belongs.", fix=_AGAIN)
+        raise SchemaError(f"{where} is {_named(values)}, but it must be a JSON object.", fix=_AGAIN)
     declared = _declared(kind)  # type: ignore[arg-type]  # a class is hashable
     unknown = sorted(set(values) - set(declared))
     if unknown:
-        raise SchemaError(f"{where} has {unknown[0]!r}, which nothing here knows.", fix=_AGAIN)
+        raise SchemaError(f"{where} contains the unknown field {unknown[0]!r}.", fix=_AGAIN)
     missing = sorted(name for name, (_, required) in declared.items() if required and name not in values)
     if missing:
-        raise SchemaError(f"{where} has no {missing[0]!r}.", fix=_AGAIN)
+        raise SchemaError(f"{where} has no field {missing[0]!r}.", fix=_AGAIN)
     try:
         return kind(
             **{name: fitted(f"{where}.{name}", value, declared[name][0], build) for name, value in values.items()}
         )
     except WrongTypeError as error:
-        raise SchemaError(f"{error} where {error.expected} belongs.", fix=_AGAIN) from None
+        raise SchemaError(f"{error}, but it must be {error.expected}.", fix=_AGAIN) from None
 
 
 @functools.cache

@@ -205,13 +205,13 @@ class Manifest:
         schema = values.get("schema")
         if not isinstance(schema, int) or isinstance(schema, bool):
             raise SchemaError(
-                f"{where} is not an accel manifest: it has no schema number.",
-                fix="make the artifact again; a folder of another tool's needs no accel.json.",
+                f"{where} is not a manifest of accel: it has no schema number.",
+                fix="create the artifact again. If another tool exported the model, delete accel.json; accel does not need it.",
             )
         if schema > SCHEMA_VERSION:
             raise SchemaError(
-                f"{where} has schema {schema}; this accel {__version__} reads up to {SCHEMA_VERSION}.",
-                fix="upgrade accel-transformers, or make the artifact again with this version.",
+                f"{where} has schema version {schema}, but accel {__version__} reads only versions up to {SCHEMA_VERSION}.",
+                fix="upgrade accel-transformers, or create the artifact again with this version.",
             )
         manifest = build(cls, values, str(where))
         manifest.check(where)
@@ -225,51 +225,54 @@ class Manifest:
         """
         wrong = next(self._faults(), None)
         if wrong is not None:
-            raise SchemaError(f"{where}: {wrong}.", fix="make the artifact again.")
+            raise SchemaError(f"The manifest {where} is invalid: {wrong}.", fix="create the artifact again.")
 
     def _faults(self) -> Iterator[str]:
         if not self.components:
-            yield "it names no component"
+            yield "it has no component"
         if len({component.name for component in self.components}) < len(self.components):
-            yield "two components have one name"
+            yield "two components have the same name"
         for component in self.components:
             yield from _faults_of(component)
         recorded: dict[str, FileRecord] = {}
         for record in (*(record for component in self.components for record in component.files), *self.files):
             if _CHECKSUM.fullmatch(record.sha256) is None or record.bytes < 0:
-                yield f"{record.name[:80]!r} has {record.bytes} bytes and the checksum {record.sha256[:80]!r}"
+                yield (
+                    f"the record of {record.name[:80]!r} has the invalid size {record.bytes} or the invalid checksum "
+                    f"{record.sha256[:80]!r}"
+                )
             if recorded.setdefault(record.name, record) != record:
-                yield f"two records of {record.name[:80]!r} differ"
+                yield f"the file {record.name[:80]!r} is recorded twice with different values"
         for step in self.steps:
             for measured in (PADDING_DIFFERENCE, ROW_DIFFERENCE, OWN_ROUNDING):
                 value = step.validation.get(measured, 0)
                 if not _is_finite(value) or value < 0:
-                    yield f"{measured!r} of the step {step.stage!r} is {value!r}"
+                    yield f"{measured!r} of the step {step.stage!r} is {value!r}, not a number of at least 0"
 
 
 def _faults_of(component: Component) -> Iterator[str]:
     # The component name must be valid in file names, because stages name files after it.
     if _NAME.fullmatch(component.name) is None or not component.name.strip("."):
-        yield f"{component.name[:80]!r} is no name of a component"
-    for word, specs in (("takes", component.inputs), ("returns", component.outputs)):
+        yield f"{component.name[:80]!r} is not a valid name of a component"
+    for word, specs in (("input", component.inputs), ("output", component.outputs)):
         if not specs:
-            yield f"{component.name!r} {word} nothing"
+            yield f"the component {component.name!r} has no {word}"
         if len({spec.name for spec in specs}) < len(specs):
-            yield f"two tensors of {component.name!r} have one name"
+            yield f"two {word}s of the component {component.name!r} have the same name"
     for specs, others in ((component.inputs, component.outputs), (component.outputs, component.inputs)):
         counterparts = {spec.name: len(spec.shape) for spec in others}
         for spec in specs:
             if spec.dtype not in DTYPES:
-                yield f"{spec.name!r} is of {spec.dtype!r}, which is no type of tensors"
+                yield f"the tensor {spec.name!r} has the unknown type {spec.dtype!r}"
             if any(isinstance(size, int) and not 0 <= size <= _LARGEST for size in spec.shape):
-                yield f"{spec.name!r} has an impossible shape"
+                yield f"the tensor {spec.name!r} has the impossible shape {list(spec.shape)}"
             if not _is_finite(spec.pad_value) or ("float" not in spec.dtype and not _is_integer(spec.pad_value)):
-                yield f"{spec.name!r} is padded with {spec.pad_value!r}"
+                yield f"the padding value {spec.pad_value!r} of {spec.name!r} is not valid for {spec.dtype}"
             if spec.pair is not None and counterparts.get(spec.pair) != len(spec.shape):
-                yield f"{spec.pair[:80]!r} is no counterpart of {spec.name!r}"
+                yield f"{spec.pair[:80]!r}, the pair of the cache tensor {spec.name!r}, is missing or has another rank"
     for axis, size in component.max_sizes.items():
         if not 0 < size <= _LARGEST:
-            yield f"the largest size of {axis!r} is {size}"
+            yield f"the largest size of the axis {axis!r} is {size}, not a number from 1 to {_LARGEST}"
 
 
 def _is_integer(value: float) -> bool:
@@ -322,8 +325,8 @@ class Artifact:
             if component.name == name:
                 return component
         raise ArtifactNotFoundError(
-            f"{self.path} has no component {name!r}, only {[c.name for c in self.components]}.",
-            fix="name one of these.",
+            f"The artifact {self.path} has no component {name!r}; its components are {[c.name for c in self.components]}.",
+            fix="use the name of an existing component.",
         )
 
     def file(self, component: str = "model") -> Path:
@@ -395,8 +398,8 @@ class Artifact:
         file = folder / MANIFEST
         if not file.is_file():
             raise ArtifactNotFoundError(
-                f"{folder} is not an accel artifact: it has no {MANIFEST}.",
-                fix="export a model into it with `accel export MODEL OUT`, or check the path.",
+                f"{folder} is not an artifact of accel: it has no {MANIFEST}.",
+                fix="check the path, or export a model with `accel export MODEL OUT`.",
             )
         content, values = read_bytes_and_json(file)
         _check_seal(file, content, values)
@@ -413,8 +416,8 @@ class Artifact:
         for component in self.components:
             if component.file not in {record.name for record in component.files}:
                 raise IntegrityError(
-                    f"The manifest of {self.path} has no checksum of {component.file!r}.",
-                    fix="make the artifact again.",
+                    f"The manifest of {self.path} has no checksum of the graph {component.file!r}.",
+                    fix="create the artifact again.",
                 )
         verify(self.path, [*records.values(), *self.manifest.files])
         if self.manifest.schema < _WITH_FILES:
@@ -491,8 +494,8 @@ def _check_seal(file: Path, content: bytes, values: dict[str, Any]) -> None:
     sealed = isinstance(seal, str) and _CHECKSUM.fullmatch(seal) is not None
     if not sealed or hashlib.sha256(content.replace(seal.encode(), _UNSEALED.encode())).hexdigest() != seal:
         raise IntegrityError(
-            f"{file} was changed: it does not fit the checksum in it.",
-            fix="make the artifact again, or copy the file again from where it came.",
+            f"The manifest {file} was changed: its content does not match the checksum that it contains.",
+            fix="create the artifact again, or copy the file again from the original artifact.",
         )
 
 
@@ -500,8 +503,8 @@ def _check_seal(file: Path, content: bytes, values: dict[str, Any]) -> None:
 def _tell_unrecorded(folder: Path) -> None:
     """Warn once that an older manifest records only graphs and has no checksums of configs and tokenizers."""
     logger.warning(
-        "%s was made by an older accel, which recorded no checksums of tokenizers and configs: changes to them are not "
-        "found. Making the artifact again, or saving it with save_pretrained, records them.",
+        "%s was created by an older version of accel, which recorded no checksums of tokenizers and configs. accel cannot "
+        "detect changes to these files. Create the artifact again, or save it with save_pretrained, to record the checksums.",
         folder,
     )
 
@@ -509,9 +512,9 @@ def _tell_unrecorded(folder: Path) -> None:
 def lost_manifest(graph: Path) -> IntegrityError:
     """Return the error for a graph with the metadata key of accel in a folder without a manifest."""
     return IntegrityError(
-        f"{graph} was written with a manifest, and {graph.parent / MANIFEST} is missing: what goes in and out of the graph, "
-        "and which files belong to it, is not known.",
-        fix="copy the whole folder again, or make the artifact again.",
+        f"{graph} is a graph of accel, but its manifest {graph.parent / MANIFEST} is missing. Without the manifest, the "
+        "inputs, outputs and files of the graph are unknown.",
+        fix="copy the whole folder again, or create the artifact again.",
     )
 
 

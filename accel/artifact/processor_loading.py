@@ -42,7 +42,10 @@ _GENERATION: Mapping[str, Any] = {
     **dict.fromkeys(_BOOLEANS, bool | None),
 }
 """Types of the fields of a generation config."""
-_AGAIN = "copy the original model's file over it; in an artifact of accel, record that with: accel validate FOLDER --accept-files."
+_AGAIN = (
+    "replace the file with the file of the original model. In an artifact of accel, then run "
+    "`accel validate FOLDER --accept-files`."
+)
 _LONGEST = 300
 
 
@@ -89,7 +92,7 @@ def open_companion(
         _explain(error, folder, kind, patterns)
     if kind == "tokenizer" and not isinstance(loaded.model_max_length, int | float):
         raise IntegrityError(
-            f"{path / 'tokenizer_config.json'} says {loaded.model_max_length!r} for model_max_length, which is no number.",
+            f"model_max_length is {loaded.model_max_length!r} in {path / 'tokenizer_config.json'}, but it must be a number.",
             fix=_AGAIN,
         )
     if loader == "GenerationConfig":
@@ -137,7 +140,7 @@ def _check_generation(file: Path, loaded: Any) -> None:
             fitted(name, getattr(loaded, name, None), hint)
         except WrongTypeError as error:
             raise IntegrityError(
-                f"{file} says {error.value} for {error.subject}, where {error.expected} belongs.", fix=_AGAIN
+                f"{error.subject} is {error.value} in {file}, but it must be {error.expected}.", fix=_AGAIN
             ) from None
 
 
@@ -149,12 +152,14 @@ def _explain(error: BaseException, folder: str | os.PathLike[str], kind: str, pa
     _check_json(path, patterns, error)
     if isinstance(error, ImportError):
         raise BackendUnavailableError(
-            f"The {kind} of {folder} needs a package that is not installed: {why}", fix="install that package."
+            f"The {kind} of {folder} needs a Python package that is not installed: {why}",
+            fix="install the package named in the message.",
         ) from error
     if "trust_remote_code" in str(error):
         raise ConfigError(
-            f"The {kind} of {folder} is made by code that comes with the model, which does not run unasked.",
-            fix="read that code, then pass trust_remote_code=True.",
+            f"The {kind} of {folder} is defined by Python code in the model repository. accel runs this code only if you "
+            "allow it.",
+            fix="read the code. If you trust it, pass trust_remote_code=True.",
         ) from error
     if isinstance(error, OSError) and not isinstance(error, PermissionError):
         raise _missing(path, kind, why) from error
@@ -175,6 +180,6 @@ def _check_json(folder: Path, patterns: Sequence[str], cause: BaseException) -> 
 
 def _missing(folder: Path, kind: str, why: str = "") -> ArtifactNotFoundError:
     return ArtifactNotFoundError(
-        f"{folder} has no {kind} that can be opened{': ' if why else ''}{why.rstrip('.')}.",
-        fix=f"copy the files of the original model's {kind} into it, or check the path.",
+        f"{folder} contains no {kind} that transformers can open{': ' if why else ''}{why.rstrip('.')}.",
+        fix=f"copy the {kind} files of the original model into the folder, or check the path.",
     )

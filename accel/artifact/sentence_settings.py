@@ -175,8 +175,8 @@ class SentenceSettings:
             return ""
         if chosen not in self.prompts:
             raise ConfigError(
-                f"{self.folder} has no prompt {chosen!r}.{did_you_mean(chosen, self.prompts)}",
-                fix=f"use one of {sorted(self.prompts)}." if self.prompts else "leave the prompt's name out.",
+                f"The model in {self.folder} has no prompt named {chosen!r}.{did_you_mean(chosen, self.prompts)}",
+                fix=f"use one of {sorted(self.prompts)}." if self.prompts else "leave the prompt name out.",
             )
         return self.prompts[chosen]
 
@@ -188,8 +188,9 @@ class SentenceSettings:
         """
         if self.refusal:
             raise TaskError(
-                f"{self.folder} has no sentence embeddings that accel computes: {self.refusal}.",
-                fix="use sentence-transformers for this model, or export it with task='feature-extraction' for its hidden states alone.",
+                f"accel cannot compute sentence embeddings with the model in {self.folder}: {self.refusal}.",
+                fix="use sentence-transformers for this model, or export it with task='feature-extraction' to get only its "
+                "hidden states.",
             )
 
 
@@ -206,7 +207,8 @@ def sentence_kind(folder: Path) -> Kind:
     if word is not None:
         if word not in _KINDS:
             raise IntegrityError(
-                f"{folder / GENERAL} says {word!r} for model_type.", fix=f"use one of {', '.join(_KINDS)}."
+                f"model_type is {word!r} in {folder / GENERAL}, which is not a model type of sentence-transformers.",
+                fix=f"set model_type to one of {', '.join(_KINDS)}.",
             )
         return _KINDS[word]
     # Versions before 5 did not write the kind.
@@ -246,12 +248,15 @@ def sentence_settings(folder: Path) -> SentenceSettings:
     elif kind == "cross-encoder" and [_class(entry) for entry in modules] != ["Transformer"]:
         others = ", ".join(_class(entry) for entry in modules[1:]) or _class(modules[0])
         raise TaskError(
-            f"{folder} is a cross-encoder with the module {others}, which accel does not compute.",
+            f"{folder} is a cross-encoder with the module {others}, which accel does not support.",
             fix="use sentence-transformers for this model.",
         )
     prompts = general.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise IntegrityError(f"{folder / GENERAL} says {prompts!r:.100} for prompts.", fix="give a text for each name.")
+        raise IntegrityError(
+            f"prompts is {prompts!r:.100} in {folder / GENERAL}, but it must map prompt names to texts.",
+            fix="correct the field, for example to {'query': 'query: '}.",
+        )
     settings = SentenceSettings(
         folder=folder,
         kind=kind,
@@ -267,8 +272,8 @@ def sentence_settings(folder: Path) -> SentenceSettings:
     )
     if settings.similarity not in SIMILARITIES:
         raise ConfigError(
-            f"{folder / GENERAL} says {settings.similarity!r} for similarity_fn_name, which accel does not compute.",
-            fix=f"use one of {', '.join(SIMILARITIES)}.",
+            f"similarity_fn_name is {settings.similarity!r} in {folder / GENERAL}, which accel does not support.",
+            fix=f"set similarity_fn_name to one of {', '.join(SIMILARITIES)}.",
         )
     settings.prompt()
     return settings
@@ -325,8 +330,8 @@ def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     modes = (word,) if isinstance(word, str) else tuple(word) if isinstance(word, list) else ()
     if not modes or not set(modes) <= set(POOLING_MODES):
         raise ConfigError(
-            f"{path} says {word!r} for pooling_mode, which accel does not compute.",
-            fix=f"use one or several of {', '.join(POOLING_MODES)}.",
+            f"pooling_mode is {word!r} in {path}, which accel does not support.",
+            fix=f"set pooling_mode to one or several of {', '.join(POOLING_MODES)}.",
         )
     return modes
 
@@ -337,8 +342,9 @@ def _check(path: Path, values: Mapping[str, Any], known: Mapping[str, str | tupl
         use = known.get(name)
         if use is None or (isinstance(use, tuple) and not any(value == one for one in use)):
             raise ConfigError(
-                f"{path} says {value!r:.100} for {name}, which accel does not follow: the answers would differ.",
-                fix="use sentence-transformers for this model; or remove the field, if it does not matter.",
+                f"{name} is {value!r:.100} in {path}. accel does not support this setting, so its results would differ from "
+                "those of sentence-transformers.",
+                fix="use sentence-transformers for this model, or remove the field if your results do not depend on it.",
             )
 
 
@@ -348,7 +354,7 @@ def _check_transformer(path: Path, values: Mapping[str, Any], kind: Kind) -> Non
     modalities = values.get("modality_config")
     if kind and written != task:
         raise ConfigError(
-            f"{path} says {written!r} for transformer_task; accel computes {kind}s of {task!r}.",
+            f"transformer_task is {written!r} in {path}. For a model of the kind {kind!r}, accel supports only {task!r}.",
             fix="use sentence-transformers for this model.",
         )
     # With `message`, a chat template would be applied to every text if the model has one.
@@ -356,7 +362,8 @@ def _check_transformer(path: Path, values: Mapping[str, Any], kind: Kind) -> Non
         not isinstance(modalities, dict) or "message" in modalities or modalities.get("text") != _ON_TEXT[task]
     ):
         raise ConfigError(
-            f"{path} says {modalities!r:.200} for modality_config; accel reads texts without a chat template, by {_ON_TEXT[task]}.",
+            f"modality_config is {modalities!r:.200} in {path}. accel supports only texts without a chat template: "
+            f"{ {'text': _ON_TEXT[task]} }.",
             fix="use sentence-transformers for this model.",
         )
     for name in ("model_args", "model_kwargs", "config_args", "config_kwargs"):
@@ -373,8 +380,8 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
         kind, place = entry.get("type"), entry.get("path")
         if not isinstance(kind, str) or not isinstance(place, str) or ".." in Path(place).parts:
             raise IntegrityError(
-                f"{path} has a module without its type or path: {entry!r:.200}.",
-                fix="copy the file again from where it came, or pass pooling=... for a folder without it.",
+                f"{path} contains a module without a valid type or path: {entry!r:.200}.",
+                fix="copy the file again from the original model. If the folder has no modules.json, pass pooling=...",
             )
     return entries
 
@@ -390,7 +397,9 @@ def _number(path: Path, values: Mapping[str, Any], name: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise IntegrityError(f"{path} says {value!r:.100} for {name}.", fix="use a whole number above 0.")
+        raise IntegrityError(
+            f"{name} is {value!r:.100} in {path}, but it must be a whole number above 0.", fix="correct the field."
+        )
     return value
 
 

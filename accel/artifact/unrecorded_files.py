@@ -40,8 +40,9 @@ def check_nothing_added(folder: Path, recorded: Iterable[str]) -> None:
     for name in files_within(folder):
         if name not in own and (kind := kind_of(name)) in kinds:
             raise IntegrityError(
-                f"{folder / name} is no file of this artifact, and its {kind} would be read with it.",
-                fix="remove it; where it was added on purpose: `accel validate FOLDER --accept-files`.",
+                f"{folder / name} is not recorded in the manifest of the artifact. transformers would read it as a part of the "
+                f"{kind}, which could change results.",
+                fix="remove the file. If you added it on purpose, run `accel validate FOLDER --accept-files`.",
             )
 
 

@@ -61,18 +61,25 @@ def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
         OutputFolderError: The folder is one of the inputs, is not empty, or cannot be written.
     """
     if not isinstance(out, str | os.PathLike):
-        raise OutputFolderError(f"{out!r} is no folder.", fix="name a folder.")
+        raise OutputFolderError(f"The output folder {out!r} is not a path.", fix="pass the path of a folder.")
     target = Path(out).expanduser().absolute()
     for source in inputs:
         if source is not None and source.exists() and target.resolve() == source.resolve():
-            raise OutputFolderError(f"{target} is also the input.", fix="name another output folder.")
+            raise OutputFolderError(
+                f"The output folder {target} is the same as the input folder.", fix="use another output folder."
+            )
     if target.is_dir() and any(target.iterdir()):
-        raise OutputFolderError(f"{target} is not empty.", fix="name a new folder, or remove this one first.")
+        raise OutputFolderError(
+            f"The output folder {target} is not empty.", fix="use a new output folder, or delete this folder first."
+        )
     if target.exists() and not target.is_dir():
-        raise OutputFolderError(f"{target} is a file.", fix="name a folder.")
+        raise OutputFolderError(f"The output path {target} is a file, not a folder.", fix="use the path of a folder.")
     above = next(parent for parent in target.parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise OutputFolderError(f"{target} cannot be made: {above} cannot be written.", fix="name another folder.")
+        raise OutputFolderError(
+            f"The output folder {target} cannot be created, because {above} is not writable.",
+            fix="use an output folder in a place that you may write to.",
+        )
     return target
 
 
@@ -189,7 +196,9 @@ def held(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[
 
 
 def _cannot_be_made(target: Path, error: OSError) -> OutputFolderError:
-    return OutputFolderError(f"{target} cannot be made: {error}.", fix="name a folder that can be written.")
+    return OutputFolderError(
+        f"{target} cannot be created: {error}.", fix="use a path in a folder that you may write to."
+    )
 
 
 def _finish(temporary: Path, target: Path, identity: os.stat_result) -> None:
@@ -208,9 +217,9 @@ def _finish(temporary: Path, target: Path, identity: os.stat_result) -> None:
         if error.errno not in _TAKEN:
             raise _cannot_be_made(target, error) from error
         raise OutputFolderError(
-            f"Another process wrote to {target} while this one was making it; what that wrote was kept, and what this made was "
-            "removed.",
-            fix="use what is there, or run it again with another output folder.",
+            f"Another process wrote to the output folder {target} while this process was working. The files of the other "
+            "process were kept, and the result of this process was deleted.",
+            fix="use the files in the folder, or run the command again with another output folder.",
         ) from error
 
 
@@ -221,7 +230,8 @@ def _check_made(temporary: Path, target: Path, identity: os.stat_result) -> None
         now = None
     if now is None or (now.st_dev, now.st_ino) != (identity.st_dev, identity.st_ino):
         raise OutputFolderError(
-            f"What was to become {target} was removed while it was being made.", fix="run it again."
+            f"The result for {target} was lost: another process removed its temporary folder {temporary.name}.",
+            fix="run the command again.",
         )
 
 
@@ -256,7 +266,7 @@ def discard(folder: Path) -> None:
         return
     except OSError as error:
         raise OutputFolderError(
-            f"{folder} cannot be removed: {error}.", fix="remove it yourself, or name another folder."
+            f"The folder {folder} cannot be deleted: {error}.", fix="delete the folder yourself, or use another folder."
         ) from error
     shutil.rmtree(renamed, ignore_errors=True)
 
@@ -270,8 +280,8 @@ def check_space(folder: Path, needs: int) -> None:
     free = shutil.disk_usage(folder).free
     if needs > free:
         raise OutputFolderError(
-            f"{_megabytes(needs)} are about to be written into {folder}, whose disk has {_megabytes(free)} left.",
-            fix="free some space, or name a folder on another disk.",
+            f"The disk of {folder} does not have enough space: {_megabytes(needs)} are needed, {_megabytes(free)} are free.",
+            fix="free some space, or use a folder on another disk.",
         )
 
 
@@ -292,9 +302,9 @@ def _is_full(error: BaseException, folder: Path) -> bool:
 def _full(folder: Path, written: int, error: Exception) -> OutputFolderError:
     free = shutil.disk_usage(folder).free
     return OutputFolderError(
-        f"The disk of {folder} is full: {_megabytes(written)} were written, {_megabytes(free)} are left "
+        f"The disk of {folder} is full: {_megabytes(written)} were written, {_megabytes(free)} are free "
         f"({' '.join(str(error).split())[:200]}).",
-        fix="free some space, or name a folder on another disk.",
+        fix="free some space, or use a folder on another disk.",
     )
 
 
@@ -356,7 +366,7 @@ def remove_stale(folder: Path) -> None:
         except (Timeout, OSError):
             continue
         try:
-            logger.info("removing %s, left by an interrupted run", temporary)
+            logger.info("removing %s, a temporary folder of an interrupted run", temporary)
             shutil.rmtree(temporary, ignore_errors=True)
         finally:
             _unlock(lock)
@@ -410,7 +420,7 @@ def copy_companions(source: Path, target: Path) -> None:
             if is_inside(path, source):
                 shutil.copyfile(path, target / path.name)
             else:
-                logger.warning("%s is a link that leaves its folder; it is not copied.", path)
+                logger.warning("%s is a link to a file outside its folder, so it is not copied.", path)
 
 
 @functools.cache

@@ -35,12 +35,12 @@ def why_unpadded(artifact: Artifact) -> str | None:
     """Return the reason why an artifact's sequences cannot be padded; `None` if they can."""
     changed = max((float(step.validation.get(PADDING_DIFFERENCE, 0)) for step in artifact.manifest.steps), default=0.0)
     if changed > 0:
-        return f"padding changes what this model answers (by {changed:.2g} of the largest value)"
+        return f"padding changes the outputs of this model (by {changed:.2g} times the largest output value)"
     for component in artifact.components:
         if component.stateful:
-            return f"{component.name!r} keeps a cache that would hold the padding"
+            return f"the KV cache of the graph {component.name!r} would contain the padding tokens"
         if not any(spec.role == "mask" and _AXIS in spec.shape for spec in component.inputs):
-            return f"{component.name!r} takes no mask to hide the padding"
+            return f"the graph {component.name!r} has no attention mask input to mask the padding"
     return None
 
 
@@ -124,7 +124,7 @@ class _PaddedSession(BaseSession[Session], ABC):
         for name, spec in self._taken.items():
             if _AXIS in spec.shape and name in feeds:
                 return int(feeds[name].shape[spec.shape.index(_AXIS)])
-        raise InputError(f"None of {sorted(feeds)} has a sequence axis.")
+        raise InputError(f"None of the inputs {sorted(feeds)} has a sequence axis.")
 
     def _padded(self, name: str, tensor: torch.Tensor, size: int) -> torch.Tensor:
         from torch.nn.functional import pad
@@ -201,7 +201,9 @@ class BucketedSession(_PaddedSession):
         """
         if out is not None:
             raise InputError(
-                "A bucketed session cannot write into given buffers.", fix="leave out=... or the buckets out."
+                "A session with buckets cannot write outputs into buffers (out=...), because its outputs have the size of the "
+                "bucket.",
+                fix="remove out=..., or remove the buckets from SessionOptions.",
             )
         return super().run(feeds, outputs=outputs, state=state)
 

@@ -56,8 +56,8 @@ def conflicts() -> list[Reason]:
     return [
         Reason(
             "conflict",
-            f"{first} and {second} are both installed; they own the same import name and overwrite each other",
-            f"pip uninstall -y {first} {second}, then install the one you want",
+            f"{first} and {second} are both installed, but they have the same import name and overwrite each other's files",
+            f"run `pip uninstall -y {first} {second}`, then install only the package that you want",
         )
         for first, second in sorted(pairs)
         if {first, second} <= tool_versions(first, second).keys()

@@ -151,7 +151,7 @@ class Plan:
         reasons, device = _obstacles(self.backend, inventory.probe(self.backend), question, inventory)
         if reasons:
             raise BackendUnavailableError(
-                f"Backend {self.backend.name!r} cannot run the export in {artifact.path}: "
+                f"The backend {self.backend.name!r} cannot run the exported model in {artifact.path}: "
                 f"{'; '.join(reason.message for reason in reasons)}.",
                 fix=next((reason.remedy for reason in reasons if reason.remedy), None),
             )
@@ -242,8 +242,8 @@ def make_plan(
     if artifact is not None:
         if config != ExportConfig():
             raise ConfigError(
-                f"{found.folder} holds an exported graph already, which export settings cannot change.",
-                fix="leave them out, or pass export=True for a folder that also holds PyTorch weights.",
+                f"{found.folder} contains an exported graph, and export settings cannot change an exported graph.",
+                fix="remove the export settings. If the folder also contains PyTorch weights, pass export=True to export again.",
             )
         run = artifact.manifest.run
         if run is not None and named is None:
@@ -254,7 +254,10 @@ def make_plan(
             artifact.format, artifact.task, artifact.dtype, _device(settings, run), artifact.domains
         )
     elif found.module is not None:
-        raise InputError("A module in memory has no folder to keep an export in.", fix="export it: accel.export(...).")
+        raise InputError(
+            "A PyTorch module in memory cannot be loaded directly, because it has no folder for its exported graph.",
+            fix="export the module first: accel.export(model, out).",
+        )
     else:
         # A backend that cannot export gets the format from the backend that owns it.
         stages = named.capabilities if named is not None else ()
@@ -327,11 +330,11 @@ def select(question: SelectionRequest, inventory: Inventory, named: BackendSpec 
             verdicts[spec.name] = ConsideredBackend(spec.name, "chosen", found, ())
         else:
             why = (
-                Reason("not-named", f"{named.name!r} was asked for")
+                Reason("not-named", f"the caller chose {named.name!r}")
                 if named is not None
-                else Reason("lower-priority", "another one has priority")
+                else Reason("lower-priority", "the chosen backend has a higher priority")
                 if spec.auto
-                else Reason("by-name-only", "only used when named", f"backend={spec.name!r}")
+                else Reason("by-name-only", "it is used only if you name it", f"backend={spec.name!r}")
             )
             verdicts[spec.name] = ConsideredBackend(spec.name, "possible", found, (why,))
     order = [*(spec.name for spec in inventory.specs), *inventory.broken]
@@ -356,18 +359,21 @@ def _obstacles(
     capability = spec.capability("run", question.format, task=task)
     if capability is None:
         formats = sorted({c.consumes for c in spec.capabilities if c.stage == "run" and c.consumes})
-        reasons.append(Reason("format", f"it runs {', '.join(formats) or 'nothing'}, not {question.format}"))
+        runs = f"it runs models in the format {', '.join(formats)}" if formats else "it runs no models"
+        reasons.append(Reason("format", f"{runs}, not {question.format}"))
     else:
         if (missing := missing_domains(spec, capability, question.domains, inventory.specs)) is not None:
             reasons.append(missing)
         if question.dtype not in capability.dtypes:
-            what = f"it does not run {question.dtype} graphs{'' if '*' in capability.tasks else f' for {task}'}"
+            what = f"it does not run {question.dtype} graphs{'' if '*' in capability.tasks else f' of the task {task}'}"
             reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
         if not capability.does(task):
-            reasons.append(_other_format(spec, question.format, task) or Reason("task", f"it does not run {task}"))
+            reasons.append(
+                _other_format(spec, question.format, task) or Reason("task", f"it does not run the task {task}")
+            )
     found = None
     if not probe.available:
-        reasons.extend(probe.reasons or (Reason("no-device", "it found no device"),))
+        reasons.extend(probe.reasons or (Reason("no-device", "it found no device that it can use"),))
     elif device is None:
         found = probe.devices[0]
     else:
@@ -386,8 +392,8 @@ def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
     if not others:
         return None
     able = any(one.stage == "export" and one.does(task) for one in spec.capabilities)
-    remedy = f"export the model for it: `accel export MODEL OUT --backend {spec.name}`" if able else ""
-    return Reason("task", f"it runs {task} from {', '.join(others)}, not from {format}", remedy)
+    remedy = f"export the model for this backend: `accel export MODEL OUT --backend {spec.name}`" if able else ""
+    return Reason("task", f"it runs the task {task} in the format {', '.join(others)}, not {format}", remedy)
 
 
 def _nothing_runs(
@@ -398,19 +404,20 @@ def _nothing_runs(
 ) -> BackendUnavailableError:
     """Return the error with the table of backends, and the first remedy of the named backend, or of any backend."""
     format = question.format
-    what = f"Backend {named.name!r} cannot run" if named is not None else "No backend can run"
+    what = f"The backend {named.name!r} cannot run" if named is not None else "No installed backend can run"
     rows = [row for row in selection.table if row.verdict != "broken" and (named is None or row.backend == named.name)]
     fix = next((reason.remedy for row in rows for reason in row.reasons if reason.remedy), None)
     others = [spec.name for spec in inventory.specs if spec.capability("run", format)]
     if fix is None and named is not None and others and named.name not in others:
         fix = (
-            f"name a backend that runs {format} ({', '.join(others)}), or make what {named.name} runs of the model's weights: "
+            f"use a backend that runs the format {format} ({', '.join(others)}), or export the PyTorch weights for {named.name}: "
             f"accel.export(model, out, backend={named.name!r}), or export=True in from_pretrained."
         )
     where = f" on {question.device}" if question.device else ""
     return BackendUnavailableError(
-        f"{what} {format} ({question.dtype}, {question.task}){where}. Considered:\n{selection}",
-        fix=fix or "run `accel doctor` to see what this machine has.",
+        f"{what} this model (format {format}, {question.dtype}, task {question.task}){where}. Backends that were considered:\n"
+        f"{selection}",
+        fix=fix or "run `accel doctor` to see the backends and devices of this machine.",
     )
 
 
@@ -440,13 +447,15 @@ def _check_padding(options: SessionOptions, artifact: Artifact) -> None:
     """Raise for padding if the model's sequences cannot be padded, and for buckets longer than the model's positions."""
     setting = "buckets" if options.buckets else "pad_to_multiple_of" if options.pad_to_multiple_of != 1 else None
     if setting is not None and (reason := why_unpadded(artifact)) is not None:
-        verb = "Buckets pad" if options.buckets else "pad_to_multiple_of pads"
-        raise ConfigError(f"{verb} the sequence, and {reason}.", fix=f"leave {setting} out.")
+        raise ConfigError(
+            f"SessionOptions.{setting} pads the sequences, but sequences of this model cannot be padded: {reason}.",
+            fix=f"leave {setting} out.",
+        )
     for component in artifact.components:
         limit = component.max_sizes.get("sequence")
         if options.buckets and limit is not None and options.buckets[-1] > limit:
             raise ConfigError(
-                f"The bucket {options.buckets[-1]} is longer than the model's {limit} positions.",
+                f"The bucket length {options.buckets[-1]} is larger than the {limit} positions of the model.",
                 fix=f"use buckets up to {limit}.",
             )
 
@@ -458,8 +467,9 @@ def _check_threads(options: SessionOptions) -> None:
         value = getattr(options, name)
         if value is not None and value > most:
             raise ConfigError(
-                f"SessionOptions.{name} is {value}; this process may use {available_processors()} processors.",
-                fix="leave it out, or use no more than there are processors.",
+                f"SessionOptions.{name} is {value}, but accel accepts at most {most}. This process may use "
+                f"{available_processors()} processors.",
+                fix=f"leave {name} out, or use at most {available_processors()}.",
             )
 
 
@@ -503,7 +513,8 @@ def _recorded_provider_options(run: RunRecord, spec: BackendSpec, artifact: Arti
 
 def _not_from_a_manifest(artifact: Artifact, name: str, value: object) -> ConfigError:
     return ConfigError(
-        f"The manifest of {artifact.path} sets run.{name} = {str(value)[:200]!r}, which a manifest may not.",
-        fix="if you trust it, pass that option yourself (session_options=..., provider_options=...); "
-        "session_options=SessionOptions() runs the artifact without what it recorded.",
+        f"The manifest of {artifact.path} sets run.{name} = {str(value)[:200]!r}. For security, accel does not read this option "
+        "from a manifest.",
+        fix="pass session_options=SessionOptions() and provider_options={} to ignore the recorded options. If you trust the "
+        "artifact, pass the option yourself in session_options or provider_options.",
     )

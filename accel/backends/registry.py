@@ -53,17 +53,23 @@ def _describe(name: str, value: str) -> BackendSpec:
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"The plugin {name!r} cannot be loaded from {value!r}: {type(error).__name__}: {error}",
-            fix=f"reinstall or remove it, or leave it out of {ALLOW_LIST_VARIABLE}.",
+            fix=f"reinstall or uninstall the plugin, or leave {name} out of the environment variable {ALLOW_LIST_VARIABLE}.",
         ) from error
     if not isinstance(spec, BackendSpec):
-        raise PluginError(f"The entry point {name!r} = {value!r} is a {type(spec).__name__}, not a BackendSpec.")
+        raise PluginError(
+            f"The entry point {name!r} of a backend plugin refers to {value!r}, which is a {type(spec).__name__}, not a "
+            "BackendSpec."
+        )
     if spec.name != name:
-        raise PluginError(f"The entry point {name!r} holds a spec named {spec.name!r}; both names must agree.")
+        raise PluginError(
+            f"The entry point {name!r} of a backend plugin refers to a BackendSpec with the name {spec.name!r}. Both names must "
+            "be equal."
+        )
     if spec.api[0] != API_VERSION[0] or spec.api[1] > API_VERSION[1]:
         raise PluginError(
-            f"The plugin {name!r} is written for plugin API {spec.api[0]}.{spec.api[1]}; this accel has "
-            f"{API_VERSION[0]}.{API_VERSION[1]}.",
-            fix="install versions of accel-transformers and of the plugin that agree.",
+            f"The plugin {name!r} was written for version {spec.api[0]}.{spec.api[1]} of the plugin API, but this version of "
+            f"accel has version {API_VERSION[0]}.{API_VERSION[1]}.",
+            fix="install versions of accel-transformers and of the plugin that have the same version of the plugin API.",
         )
     return spec
 
@@ -79,8 +85,8 @@ def _spec(name: str, entries: Sequence[metadata.EntryPoint]) -> BackendSpec:
     if len(entries) > 1:
         claims = ", ".join(f"{e.value} ({e.dist.name if e.dist else 'unknown'})" for e in entries)
         raise PluginError(
-            f"More than one plugin is called {name!r}: {claims}.",
-            fix=f"uninstall one of them, or list the plugins you want in {ALLOW_LIST_VARIABLE}.",
+            f"Several installed plugins have the name {name!r}: {claims}.",
+            fix="uninstall all of these plugins except one.",
         )
     return _describe(name, entries[0].value)
 
@@ -122,7 +128,8 @@ class Inventory:
         """
         if not isinstance(name, str):
             raise ConfigError(
-                f"A backend is called by its name, not by {name!r}.", fix="`accel doctor` shows the names."
+                f"The backend is {name!r}, but it must be the name of a backend.",
+                fix="run `accel doctor` to see the names of the backends.",
             )
         if name in self.broken:
             raise PluginError(self.broken[name].message, fix=self.broken[name].remedy or None)
@@ -132,8 +139,9 @@ class Inventory:
             return found
         known = [*(s.name for s in self.specs), *self.broken, *(alias for s in self.specs for alias in s.aliases)]
         raise UnknownBackendError(
-            f"There is no backend {name!r}.{did_you_mean(name, known)} Installed: {', '.join(s.name for s in self.specs)}.",
-            fix="use one of the names above; `accel doctor` shows what each of them needs.",
+            f"There is no backend {name!r}.{did_you_mean(name, known)} Installed backends: "
+            f"{', '.join(s.name for s in self.specs)}.",
+            fix="use the name of an installed backend, or run `accel doctor` to see what each backend requires.",
         )
 
 
@@ -153,13 +161,16 @@ def tell_broken() -> None:
     specs, broken = describe_all()
     for name, reason in broken.items():
         logger.warning(
-            "The backend %r is left out, others may do its work: %s Fix: %s", name, reason.message, reason.remedy
+            "The backend %r is ignored, and another backend may be chosen: %s Fix: %s",
+            name,
+            reason.message,
+            reason.remedy,
         )
     if not specs and not broken:
         raise BackendUnavailableError(
-            "No backend is registered, not even accel's own: its entry points are missing.",
-            fix="install the package (`pip install accel-transformers`, or `pip install -e .` in a checkout): the folder on "
-            f"the path alone does not register them; or check {ALLOW_LIST_VARIABLE}.",
+            "No backend is registered, because the entry points of accel-transformers are missing. Adding its folder to the "
+            "Python path does not register them.",
+            fix="install the package: `pip install accel-transformers`, or `pip install -e .` in a checkout.",
         )
 
 
@@ -192,7 +203,7 @@ def _imported(spec: BackendSpec, impl: str) -> Any:
             f"The backend {spec.name!r} cannot be imported: {type(error).__name__}: {error}",
             fix=_install(spec)
             if isinstance(error, ModuleNotFoundError)
-            else "repair that installation; its packages are there, in the versions that `accel doctor` shows.",
+            else "reinstall the packages of this backend. `accel doctor` shows their versions.",
         ) from error
 
 
@@ -221,8 +232,8 @@ def probe(spec: BackendSpec) -> Probe:
         return load(spec).probe()
     # A plugin may raise any exception, even `SystemExit`.
     except (Exception, SystemExit) as error:  # noqa: BLE001
-        message = f"its probe failed: {type(error).__name__}: {error}"
-        return Probe(reasons=(Reason("probe-failed", message, "report it to the plugin's author"),))
+        message = f"the search for devices of this backend failed: {type(error).__name__}: {error}"
+        return Probe(reasons=(Reason("probe-failed", message, "report the error to the author of the plugin"),))
 
 
 def folder_reader(files: Iterable[str]) -> FolderReader | None:

@@ -63,8 +63,10 @@ def open_plan(plan: Plan, *, few_calls: bool = False) -> OpenSessions:
     logger.info("backend %s on %s for %s (%s)", spec.name, device, plan.format, plan.dtype)
     if plan.run is not None and options.compute_dtype not in (None, artifact.dtype):
         logger.warning(
-            "%s computes in %s, as it was measured (%s). Pass session_options=SessionOptions(compute_dtype=%r) to change it.",
+            "%s computes in %s, because its manifest records this data type as the fastest (measured: %s). To compute in %s, "
+            "pass session_options=SessionOptions(compute_dtype=%r).",
             artifact.path.name, options.compute_dtype, dict(plan.run.measured) or "no accuracy recorded", artifact.dtype,
+            artifact.dtype,
         )  # fmt: skip
     implementation = registry.load(spec)
     plain = replace(options, buckets=(), pad_to_multiple_of=1)

@@ -39,7 +39,7 @@ class StagePlan:
         worker = make() if make is not None else None
         if worker is None:
             raise PluginError(
-                f"The backend {self.backend.name!r} declares the stage {self.stage!r} and offers no {name}."
+                f"The backend {self.backend.name!r} declares the stage {self.stage!r}, but its implementation has no {name}."
             )
         return worker
 
@@ -94,23 +94,28 @@ def plan_stage(
                 f"The backend {owner.name!r} cannot {stage} this graph: {reason.message}.", fix=f"{reason.remedy}."
             )
         return StagePlan(stage, owner, able[owner])
-    what = f"{'No backend can' if backend is None else f'Backend {backend!r} cannot'} {stage} {format}"
+    subject = "No installed backend can" if backend is None else f"The backend {backend!r} cannot"
+    what = f"{subject} {stage} a model in the format {format!r}"
+    if stage == "export":
+        what = f"{subject} export a model to the format {format!r}"
     if able:
         reasons = {spec.name: inventory.missing(spec) for spec in able}
         raise BackendUnavailableError(
-            f"{what} here. {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}.",
+            f"{what} on this machine. {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}.",
             fix=next(reason.remedy for reason in reasons.values() if reason is not None),
         )
     if stage != "export" and formats and format not in formats:
-        raise BackendUnavailableError(f"{what}.", fix=f"start from a model in the format {' or '.join(formats)}.")
+        raise BackendUnavailableError(f"{what}.", fix=f"pass a model in the format {' or '.join(formats)}.")
     others = [repr(spec.name) for spec in inventory.specs if stage == "prepare" and fitting(spec.capabilities)]
     reading = (one for some in declared.values() for one in some if _format(one) == format)
     offered = sorted({scheme for one in reading for scheme in one.schemes})
     if others:
-        fix = f"use backend={' or '.join(others)}, or leave it out."
+        fix = f"use backend={' or '.join(others)}, or leave backend out."
     else:
-        fix = f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see what each backend does."
-    with_scheme = f" with scheme {scheme!r}.{did_you_mean(scheme, offered)}" if scheme else "."
+        fix = (
+            f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see the stages of each backend."
+        )
+    with_scheme = f" with the scheme {scheme!r}.{did_you_mean(scheme, offered)}" if scheme else "."
     raise BackendUnavailableError(f"{what}{with_scheme}", fix=fix)
 
 
@@ -140,13 +145,12 @@ def missing_domains(
     remedies = []
     if spec.capability("optimize", format, produces=format) is not None:
         remedies.append(
-            f"make the graph without them: `accel optimize EXPORT OUT --backend {spec.name}`, from the artifact as it was "
-            "exported"
+            f"optimize the exported artifact again for this backend: `accel optimize EXPORT OUT --backend {spec.name}`"
         )
     elif spec.capability("export") is not None:
-        remedies.append(f"export the model for it: `accel export MODEL OUT --backend {spec.name}`")
+        remedies.append(f"export the model for this backend: `accel export MODEL OUT --backend {spec.name}`")
     else:
-        remedies.append("take the artifact as it was exported, before it was optimized or quantized")
+        remedies.append("use the exported artifact from before it was optimized or quantized")
     able = [
         one.name
         for one in specs
@@ -155,5 +159,7 @@ def missing_domains(
     if able:
         remedies.append(f"or use the backend {' or '.join(able)}")
     return Reason(
-        "operators", f"it has no operators of {', '.join(missing)}, which this graph uses", ", ".join(remedies)
+        "operators",
+        f"the graph uses operators of {', '.join(missing)}, which this backend does not have",
+        ", ".join(remedies),
     )

@@ -58,7 +58,8 @@ def load_processor(folder: Path, task: str, *, trust_remote_code: bool = False) 
             return open_companion(loader, folder, trust_remote_code=trust_remote_code)
     except (ArtifactNotFoundError, BackendUnavailableError) as error:
         raise InputError(
-            f"{folder} has no {kind} that can be loaded: {error.message}", fix="pass processor=..."
+            f"The {kind} in {folder} cannot be loaded: {error.message}",
+            fix=f"copy the {kind} files of the original model into the folder, or pass processor=...",
         ) from error
 
 
@@ -73,7 +74,11 @@ def longest(limit: int | None, processor: Any, asked: int | None) -> int | None:
     if not hasattr(processor, "model_max_length"):
         return None
     if asked is not None and (asked < 3 or (limit is not None and asked > limit)):
-        raise ConfigError(f"max_length is {asked}; the model has {limit} positions.", fix=f"use 3 to {limit}.")
+        raise ConfigError(
+            f"max_length is {asked}, but it must be at least 3"
+            f"{f' and at most {limit}, the number of positions of the model' if limit is not None else ''}.",
+            fix=f"use a max_length from 3 to {limit}." if limit is not None else "use a max_length of at least 3.",
+        )
     own_limit = processor.model_max_length if processor.model_max_length < _UNLIMITED else None
     return asked or min((n for n in (limit, own_limit) if n), default=None)
 
@@ -164,8 +169,8 @@ def for_graph(
     for spec in inputs:
         if spec.name not in complete:
             raise InputError(
-                f"The graph takes {spec.name!r}, which its processor does not make (it makes {sorted(feeds)}).",
-                fix="pass batches of inputs: an iterable of dictionaries of tensors.",
+                f"The graph requires the input {spec.name!r}, but the tokenizer or processor makes only {sorted(feeds)}.",
+                fix="pass batches with all inputs of the graph: an iterable of dictionaries of tensors.",
             )
     return {spec.name: complete[spec.name] for spec in inputs}
 
@@ -176,15 +181,16 @@ def _tensors(batch: Any, position: int) -> Feeds:
 
     if not isinstance(batch, Mapping):
         raise InputError(
-            f"Batch {position} is a {type(batch).__name__}.",
+            f"Batch {position} of the calibration data is of type {type(batch).__name__}, but it must be a dictionary of tensors.",
             fix="pass dictionaries of tensors, rows such as {'text': ...}, a data set or a file.",
         )
     tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise InputError(
-                f"Batch {position} of the calibration data has values in {name!r} that are not finite.",
-                fix="remove them: they would decide the ranges.",
+                f"The input {name!r} in batch {position} of the calibration data contains NaN or infinite values, which would make "
+                "the activation ranges useless.",
+                fix="remove the rows with such values.",
             )
     return tensors
 
@@ -232,7 +238,7 @@ def calibration_batches(
         # Keep the batches of a generator: the quantizer may need several passes.
         kept = list(itertools.islice(data, config.samples)) if isinstance(data, Iterator) else data
         if isinstance(kept, Sequence) and not kept:
-            raise QuantizeError("The calibration data holds no batches.", fix="pass at least one.")
+            raise QuantizeError("The calibration data has no batches.", fix="pass at least one batch.")
         return Batches(lambda: map(_tensors, kept, itertools.count()), inputs, {"source": "batches"}, prompts=prompts)
     rows = take(load_rows(data, split=split, revision=revision, token=token), config.samples, config.seed)
     rows = map_columns(rows, artifact.task, columns, answers=False)

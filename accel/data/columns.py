@@ -111,10 +111,10 @@ def map_columns(
     spec = task_spec(task)
     if not spec.columns:
         raise InputError(
-            f"accel does not know which columns {spec.name} needs.",
+            f"The task {spec.name!r} does not declare data columns, so accel cannot read rows for it.",
             fix="pass batches of inputs instead: an iterable of dictionaries of tensors."
             if not answers
-            else f"measure one of {', '.join(measured_tasks())}.",
+            else f"use one of the tasks whose accuracy accel measures: {', '.join(measured_tasks())}.",
         )
     features = dict(rows.dataset.features)
     mapping = _checked(columns or {}, spec, features)
@@ -146,19 +146,19 @@ def _checked(columns: Mapping[str, str], spec: TaskSpec, features: Mapping[str, 
     for use, name in columns.items():
         if use not in uses:
             raise ConfigError(
-                f"{spec.name} has no use for a column called {use!r}.{did_you_mean(use, uses)}",
-                fix=f"map {', '.join(uses)}.",
+                f"columns maps {use!r}, which the task {spec.name!r} does not use.{did_you_mean(use, uses)}",
+                fix=f"map only {', '.join(uses)}.",
             )
         if name not in features:
             raise ConfigError(
-                f"The data has no column {name!r}.{did_you_mean(name, features)} It has {_listing(features)}.",
-                fix=f"name one of them for {use!r}.",
+                f"The data has no column {name!r}.{did_you_mean(name, features)} Its columns are {_listing(features)}.",
+                fix=f"map {use!r} to a column of the data.",
             )
         fits, holds = _kind_of(uses[use])
         if not fits(features[name]):
             raise ConfigError(
-                f"The column {name!r} does not hold {holds}: {features[name]}.",
-                fix=f"name another one for {use!r}: {_listing(features)}.",
+                f"{use!r} must be a column of {holds}, but the column {name!r} has the type {features[name]}.",
+                fix=f"map {use!r} to another column of the data: {_listing(features)}.",
             )
     return dict(columns)
 
@@ -171,7 +171,8 @@ def _kind_of(column: Column) -> tuple[Callable[[Any], bool], str]:
     """
     if column.holds not in _FITS:
         raise PluginError(
-            f"The task's column {column.use!r} holds {column.holds!r}.{did_you_mean(column.holds, _FITS)}",
+            f"The TaskSpec declares the column {column.use!r} with the unknown value holds={column.holds!r}."
+            f"{did_you_mean(column.holds, _FITS)}",
             fix=f"use one of {', '.join(_FITS)} in `Column(holds=...)`.",
         )
     return _FITS[column.holds]
@@ -196,11 +197,11 @@ def _guess(
 
 
 def _unmapped(rows: DatasetRows, column: Column, features: Mapping[str, Any], mapping: Mapping[str, str]) -> InputError:
-    mapped = f" Found: {', '.join(f'{use} = {name}' for use, name in mapping.items())}." if mapping else ""
+    mapped = f" Mapped columns: {', '.join(f'{use} = {name}' for use, name in mapping.items())}." if mapping else ""
     return InputError(
-        f"None of the columns of {rows.sample.source} is clearly the {column.use} ({_kind_of(column)[1]}): "
-        f"{_listing(features)}.{mapped}",
-        fix=f"say which one it is: columns={{{column.use!r}: '<column>'}}, or --column {column.use}=<column>.",
+        f"accel cannot decide which column of {rows.sample.source} is the {column.use!r} column ({_kind_of(column)[1]}). "
+        f"The columns are {_listing(features)}.{mapped}",
+        fix=f"name the column: columns={{{column.use!r}: '<column>'}}, or --column {column.use}=<column>.",
     )
 
 

@@ -48,8 +48,8 @@ def images_of(rows: DatasetRows, use: str = "image") -> Sequence[Any]:
         missing = [path for path in dataset[name][:] if not Path(path).is_file()]
         if missing:
             raise InputError(
-                f"{len(missing)} of {len(dataset)} images are not found, the first is {missing[0]!r}.",
-                fix="give paths that are absolute or relative to the working folder.",
+                f"{len(missing)} of {len(dataset)} image files do not exist. The first is {missing[0]!r}.",
+                fix="use paths that are absolute or relative to the current folder.",
             )
         dataset = dataset.cast_column(name, datasets.Image())
     column: Sequence[Any] = dataset[name]
@@ -101,7 +101,7 @@ def one_channel(value: Any, row: int, what: str) -> npt.NDArray[Any]:
         array = array[..., 0]
     if array.ndim != 2:
         raise InputError(
-            f"The {what} of row {row} has shape {array.shape}: colours, and no value for each pixel.",
-            fix=f"give pictures of one channel, whose values are the {what}.",
+            f"The {what} of row {row} is a color image of shape {array.shape}, but it must have a single value per pixel.",
+            fix=f"pass images with one channel that contains the {what}.",
         )
     return array

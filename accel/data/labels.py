@@ -35,7 +35,10 @@ def label_ids(rows: DatasetRows, use: str, config: Any) -> list[Any]:
     flat = [item for value in values for item in (value or [])] if nested else values
     if nested and any(value is None or len(value) == 0 for value in values):
         empty = sum(value is None or len(value) == 0 for value in values)
-        raise InputError(f"{empty} of {len(values)} rows have no {use}.", fix="remove them, or label them.")
+        raise InputError(
+            f"{empty} of {len(values)} rows have no value in the {use!r} column.",
+            fix="remove these rows, or add their labels.",
+        )
     feature = rows.feature(use)
     translate = translation(flat, inner(feature) if nested else feature, config, rows)
     return [[translate(item) for item in value] for value in values] if nested else [translate(v) for v in values]
@@ -48,8 +51,8 @@ def translation(flat: Sequence[Any], feature: Any, config: Any, rows: DatasetRow
     unlabelled = sum(value is None or value == -1 for value in flat)
     if unlabelled:
         raise InputError(
-            f"{unlabelled} of {len(flat)} labels of {rows.sample.source} are missing (empty or -1).",
-            fix="use a labelled split, or remove these rows.",
+            f"{unlabelled} of {len(flat)} labels in {rows.sample.source} are missing (empty or -1).",
+            fix="use a split with labels, or remove the rows without a label.",
         )
     folded = {name.casefold(): i for name, i in label2id.items()}
     by_name = folded if len(folded) == len(label2id) else label2id
@@ -65,27 +68,28 @@ def translation(flat: Sequence[Any], feature: Any, config: Any, rows: DatasetRow
             value.isdecimal() and key(value) not in by_name for value in flat
         ):
             raise InputError(
-                f"The labels of {rows.sample.source} are names and numbers mixed: {_some(sorted(set(flat)))}.",
-                fix="use one or the other in the whole column.",
+                f"The label column of {rows.sample.source} mixes label names and label ids: {_some(sorted(set(flat)))}.",
+                fix="use only names or only ids in the whole column.",
             )
         unknown = sorted({value for value in flat if key(value) not in by_name})
         if unknown:
             raise InputError(
-                f"{_some(unknown)} in {rows.sample.source} are labels that the model does not know; it knows "
-                f"{_some(list(label2id))}.",
-                fix="use data with the model's labels, or put the names into the model's config (id2label, label2id).",
+                f"{rows.sample.source} has labels that are not in the label2id of the model's config: {_some(unknown)}. The labels "
+                f"of the model are {_some(list(label2id))}.",
+                fix="use data with the labels of the model, or add the label names to the model's config (id2label, label2id).",
             )
         return lambda value: by_name[key(value)]
     if not all(isinstance(value, int | float) and float(value).is_integer() for value in flat):
         raise InputError(
-            f"The labels of {rows.sample.source} are neither names nor whole numbers: {_some(sorted(set(map(str, flat))))}.",
+            f"The labels of {rows.sample.source} must be label names or whole numbers, but they are "
+            f"{_some(sorted(set(map(str, flat))))}.",
             fix="map another column: columns={'label': '<column>'}, or --column label=<column>.",
         )
     outside = sorted({int(value) for value in flat if not 0 <= value < count and value != IGNORED})
     if outside:
         raise InputError(
-            f"{_some(outside)} in {rows.sample.source} are labels that the model does not know; it has {count}, from 0.",
-            fix="use data with the model's labels.",
+            f"{rows.sample.source} has the label ids {_some(outside)}, but the model has only the ids 0 to {count - 1}.",
+            fix="use data with the labels of the model.",
         )
     return int
 
@@ -101,7 +105,10 @@ def numbers(rows: DatasetRows, use: str) -> list[float]:
     values = rows.column(use)
     bad = sum(value is None or not math.isfinite(value) for value in values)
     if bad:
-        raise InputError(f"{bad} of {len(values)} rows have no {use}.", fix="remove them, or fill them in.")
+        raise InputError(
+            f"{bad} of {len(values)} rows have no finite number in the {use!r} column.",
+            fix="remove these rows, or add the missing numbers.",
+        )
     return [float(value) for value in values]
 
 
@@ -115,7 +122,8 @@ def texts(rows: DatasetRows, use: str) -> list[str]:
     bad = sum(not isinstance(value, str) for value in values)
     if bad:
         raise InputError(
-            f"{bad} of {len(values)} rows of {rows.sample.source} have no {use}.", fix="remove them, or fill them in."
+            f"{bad} of {len(values)} rows of {rows.sample.source} have no text in the {use!r} column.",
+            fix="remove these rows, or add the missing texts.",
         )
     return values
 
@@ -129,8 +137,8 @@ def accepted_answers(value: Any, rows: DatasetRows) -> list[str]:
     if isinstance(value, Sequence) and all(isinstance(text, str) for text in value):
         return list(value)
     raise InputError(
-        f"An answer of {rows.sample.source} is {value!r}.",
-        fix="give a text, a list of texts, or {'text': [...]} as SQuAD does.",
+        f"An answer in {rows.sample.source} is {value!r}, which accel cannot read.",
+        fix="use a text, a list of texts, or {'text': [...]} as in SQuAD.",
     )
 
 
@@ -156,8 +164,9 @@ def candidate_texts(rows: DatasetRows, names_in: Callable[[Mapping[str, Any]], l
         candidates = next((list(names) for one in features.values() if (names := getattr(one, "names", None))), [])
     if not candidates:
         raise InputError(
-            f"{rows.sample.source} holds no texts to compare with, and no classes with names.",
-            fix="say which column holds texts: columns={'text': '<column>'}, or --column text=<column>.",
+            f"{rows.sample.source} has no column of candidate texts and no class names. A zero-shot model compares its inputs with "
+            "such texts.",
+            fix="name the column with the texts: columns={'text': '<column>'}, or --column text=<column>.",
         )
     return list(dict.fromkeys(candidates))
 

@@ -83,8 +83,10 @@ class DatasetRows:
         """
         if not self.has(use):
             raise ConfigError(
-                f"No column of {self.sample.source} is used as {use!r}; the uses are {', '.join(self.sample.columns or ())}.",
-                fix="map a column to it, or add a Column with this use to the columns of the task's TaskSpec.",
+                f"No column of {self.sample.source} is mapped to {use!r}; columns are mapped to "
+                f"{', '.join(self.sample.columns or ())}.",
+                fix=f"map a column to {use!r} with columns={{{use!r}: '<column>'}}. For a task of your own, add a Column with this "
+                "use to TaskSpec.columns.",
             )
         return dict(self.sample.columns or {})[use]
 
@@ -154,7 +156,9 @@ def load_rows(
         with quiet():
             if path.is_file():
                 if split is not None:
-                    raise ConfigError(f"{path.name} is one file and has no split {split!r}.", fix="leave split out.")
+                    raise ConfigError(
+                        f"The data file {path.name} has no splits, but split is {split!r}.", fix="leave split out."
+                    )
                 loaded, source, sha256 = read_files([path]), path.name, _sha256(path)
             elif path.is_dir():
                 loaded, source = _read_folder(path), path.name
@@ -164,11 +168,11 @@ def load_rows(
         loaded = _one_split(loaded, split, source)
     elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
         if not data:
-            raise InputError("The data holds no rows.", fix="pass at least one row.")
+            raise InputError("The data has no rows.", fix="pass at least one row.")
         if not all(isinstance(row, Mapping) for row in data):
             raise InputError(
-                f"The rows are {type(data[0]).__name__}, not dictionaries.",
-                fix="pass dictionaries such as {'text': ..., 'label': ...}.",
+                f"The first row of the data is of type {type(data[0]).__name__}, but every row must be a dictionary.",
+                fix="pass a list of dictionaries such as {'text': ..., 'label': ...}.",
             )
         loaded, source = datasets.Dataset.from_list([dict(row) for row in data]), "rows"
     elif isinstance(data, datasets.Dataset | datasets.DatasetDict):
@@ -176,12 +180,12 @@ def load_rows(
         source = loaded.info.dataset_name or loaded.info.builder_name or "dataset"
     else:
         raise InputError(
-            f"A {type(data).__name__} is not data that accel reads.",
-            fix="pass a datasets.Dataset (of an iterable one, Dataset.from_list(list(data.take(n)))), "
-            "a CSV, JSON or Parquet file, or the name of a data set on the Hub.",
+            f"The data is of type {type(data).__name__}, which accel cannot read.",
+            fix="pass a datasets.Dataset, a CSV, JSON or Parquet file, or the name of a data set on the Hub. Convert an "
+            "IterableDataset with Dataset.from_list(list(data.take(n))).",
         )
     if len(loaded) == 0:
-        raise InputError(f"{source} holds no rows.", fix="pass data with at least one row.")
+        raise InputError(f"The data set {source} has no rows.", fix="pass data with at least one row.")
     info = loaded.info
     return DatasetRows(
         loaded,
@@ -218,10 +222,11 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
-            f"{path.name} is not a kind of file that accel reads.", fix=f"use one of {', '.join(sorted(_READERS))}."
+            f"accel cannot read the data file {path.name}: the file type {path.suffix!r} is not supported.",
+            fix=f"use a file of one of the types {', '.join(sorted(_READERS))}.",
         )
     if all(one.stat().st_size == 0 for one in paths):
-        raise InputError(f"{path.name} is empty.", fix="pass a file with at least one row.")
+        raise InputError(f"The data file {path.name} is empty.", fix="pass a file with at least one row.")
     options: dict[str, Any] = {}
     try:
         if reader == "csv":
@@ -239,10 +244,14 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, csv.Error) as error:
         cause = error.__cause__ or error
         if "corresponds to no data" in str(cause):
-            raise InputError(f"{path.name} holds no rows.", fix="pass a file with at least one row.") from error
-        raise InputError(f"{path.name} cannot be read as {reader}: {cause}", fix="check the file.") from error
+            raise InputError(
+                f"The data file {path.name} has no rows.", fix="pass a file with at least one row."
+            ) from error
+        raise InputError(
+            f"The data file {path.name} cannot be read as {reader}: {cause}", fix="check the content of the file."
+        ) from error
     if len(loaded) == 0:
-        raise InputError(f"{path.name} holds no rows.", fix="pass a file with at least one row.")
+        raise InputError(f"The data file {path.name} has no rows.", fix="pass a file with at least one row.")
     return loaded
 
 
@@ -257,13 +266,16 @@ def _head(path: Path) -> list[str]:
         names = next(csv.reader(file, delimiter="\t" if tabs else ",", strict=True), [])
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise InputError(f"{path.name} has the column {repeated!r} twice.", fix="rename one of them.")
+        raise InputError(
+            f"The data file {path.name} has two columns named {repeated!r}.", fix="rename one of the two columns."
+        )
     separator = next((one for one in ";\t|" if len(names) == 1 and one in names[0]), None)
     if separator is not None:
         kind = "tab" if separator == "\t" else repr(separator)
         raise InputError(
-            f"The columns of {path.name} are separated by {kind}: {names[0]!r}.",
-            fix="write it with commas, or with tabs as a .tsv file.",
+            f"The data file {path.name} separates its columns with {kind} instead of {'tab' if tabs else 'commas'}: "
+            f"its first line is {names[0]!r}.",
+            fix="save the file with commas between columns, or as a .tsv file with tabs between columns.",
         )
     return names
 
@@ -277,8 +289,8 @@ def _read_folder(path: Path) -> Any:
         return datasets.load_dataset("imagefolder", data_dir=str(path))
     except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
         raise InputError(
-            f"{path} is a folder that holds no data set: {error}",
-            fix="pass a file, a folder written by Dataset.save_to_disk, or one with a folder of images for each label.",
+            f"The folder {path} contains no data set that accel can read: {error}",
+            fix="pass a file, a folder written by Dataset.save_to_disk, or a folder with one subfolder of images per label.",
         ) from error
 
 
@@ -288,7 +300,7 @@ def _download(name: str, split: str | None, config: str | None, revision: str | 
     from huggingface_hub import constants
 
     if name.startswith((".", "/", "~")) or Path(name).suffix.lower() in _READERS or name.count("/") > 1 or not name:
-        raise ArtifactNotFoundError(f"There is no file {name!r}.", fix="check the path.")
+        raise ArtifactNotFoundError(f"The data file {name!r} does not exist.", fix="check the path.")
     outage = None
     if not constants.HF_HUB_OFFLINE:
         # Ask the Hub first: `load_dataset` retries for half a minute and gives a less precise error.
@@ -305,14 +317,14 @@ def _download(name: str, split: str | None, config: str | None, revision: str | 
         if outage is not None:
             raise _unavailable(name, outage, revision) from outage
         raise ArtifactNotFoundError(
-            f"{name!r} is neither a file here nor a data set that can be fetched from the Hub: {error}",
-            fix="check the name, the configuration and split, and the network; or pass a local file.",
+            f"{name!r} is not a local file, and no data set of this name can be downloaded from the Hub: {error}",
+            fix="check the name, the configuration and the split of the data set, or pass a local file.",
         ) from error
 
 
 def _unavailable(name: str, error: Exception, revision: str | None) -> ArtifactNotFoundError:
     reason, fix = hub_reason(error, name=name, kind="data set", revision=revision)
-    return ArtifactNotFoundError(f"There is no file {name!r} here. {reason}", fix=fix)
+    return ArtifactNotFoundError(f"There is no local file {name!r}. {reason}", fix=fix)
 
 
 @contextmanager
@@ -335,13 +347,17 @@ def _one_split(data: Any, split: str | None, what: str) -> Any:
 
     if isinstance(data, datasets.Dataset):
         if split is not None and str(data.split) != split:
-            raise ConfigError(f"{what} is one split already, {data.split}.", fix="leave split out.")
+            raise ConfigError(
+                f"split is {split!r}, but {what} contains only the split {str(data.split)!r}.", fix="leave split out."
+            )
         return data
     if split is None and len(data) == 1:
         return next(iter(data.values()))
     if split not in data:
-        asked = f"no split {split!r}.{did_you_mean(split, data)} It has" if split is not None else "several splits:"
-        raise ConfigError(f"{what} has {asked} {', '.join(data)}.", fix="name one of them with split=... (--split).")
+        problem = (
+            f"no split {split!r}.{did_you_mean(split, data)} Its splits are" if split is not None else "several splits:"
+        )
+        raise ConfigError(f"{what} has {problem} {', '.join(data)}.", fix="choose a split with split=... (--split).")
     return data[split]
 
 
@@ -365,7 +381,7 @@ def take(rows: DatasetRows, n: int | None, seed: int = 0) -> DatasetRows:
         ConfigError: `n` is below 1.
     """
     if n is not None and n < 1:
-        raise ConfigError(f"{n} rows were asked for.", fix="ask for at least one.")
+        raise ConfigError(f"The number of rows is {n}, but it must be at least 1.", fix="use at least 1 row.")
     if n is None or n >= len(rows):
         return rows
     import numpy as np

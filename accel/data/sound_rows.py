@@ -71,12 +71,14 @@ def wave_of(value: Any, rate: int) -> Wave:
         samples = np.asarray(value)
     else:
         raise InputError(
-            f"{type(value).__name__} is no sound.",
-            fix="give {'array': samples, 'sampling_rate': rate}, the path of a sound file, or samples at the model's rate.",
+            f"A value of type {type(value).__name__} cannot be read as audio.",
+            fix="pass {'array': samples, 'sampling_rate': rate}, the path of an audio file, or samples at the model's sampling rate.",
         )
     samples = _one_channel(np.asarray(samples, np.float32))
     if samples.size == 0 or not np.isfinite(samples).all():
-        raise InputError("The sound is empty, or has samples that are not finite.", fix="remove it.")
+        raise InputError(
+            "The audio is empty or contains NaN or infinite samples.", fix="remove the row, or repair its audio."
+        )
     if own_rate != rate:
         from scipy.signal import resample_poly
 
@@ -95,8 +97,8 @@ def _one_channel(samples: Wave) -> Wave:
 def _read(path: Path) -> tuple[npt.NDArray[Any], int]:
     if not path.is_file():
         raise InputError(
-            f"There is no sound file {str(path)!r}.",
-            fix="give a path that is absolute or relative to the working folder.",
+            f"The audio file {str(path)!r} does not exist.",
+            fix="use a path that is absolute or relative to the current folder.",
         )
     return _decoded(path, path.name)
 
@@ -114,7 +116,9 @@ def _decoded(file: Any, name: str) -> tuple[npt.NDArray[Any], int]:
     try:
         samples, rate = soundfile.read(file, dtype="float32")
     except (soundfile.LibsndfileError, OSError, TypeError) as error:
-        raise InputError(f"{name} cannot be read: {error}", fix="convert it to WAV or FLAC.") from error
+        raise InputError(
+            f"The audio file {name} cannot be read: {error}", fix="convert the file to WAV or FLAC."
+        ) from error
     return samples, int(rate)
 
 
@@ -128,8 +132,8 @@ def _wav(file: Any, name: str) -> tuple[npt.NDArray[Any], int]:
             rate, samples = wavfile.read(file)
     except (ValueError, OSError, EOFError) as error:
         raise InputError(
-            f"{name} cannot be read as WAV: {error}",
-            fix="convert it to WAV, or install soundfile, which reads FLAC, OGG and MP3.",
+            f"The audio file {name} cannot be read as WAV: {error}",
+            fix="convert the file to WAV, or run `pip install soundfile` to read FLAC, OGG and MP3.",
         ) from error
     if samples.dtype.kind == "u":
         samples = (samples.astype(np.float32) - 128) / 128

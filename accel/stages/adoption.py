@@ -69,7 +69,9 @@ def adopt(
     graphs = folder / subfolder
     reader = _reader(_names_within(graphs), file_name)
     if reader is None:
-        raise ArtifactNotFoundError(f"No backend here reads the graphs of {graphs}.", fix="run `accel doctor`.")
+        raise ArtifactNotFoundError(
+            f"No installed backend can read the graphs in {graphs}.", fix="run `accel doctor` to see the backends."
+        )
     name = fitting_task(task, read_config(folder)) if task else None
     progress.report("reading the graphs", 0, 1)
     artifact = reader.adopt(folder, task=name, subfolder=subfolder, file_name=file_name, variant=variant)
@@ -87,7 +89,9 @@ def weights_of(resolved: ResolvedModel, config: ExportConfig | None = None) -> A
     spec = plan_stage("export", WEIGHTS).backend
     backend = registry.load(spec)
     if not isinstance(backend, WeightsBackend):
-        raise PluginError(f"The backend {spec.name!r} declares the format {WEIGHTS!r} and has no method `adopt`.")
+        raise PluginError(
+            f"The backend {spec.name!r} declares the format {WEIGHTS!r}, but its implementation has no method `adopt`."
+        )
     location, trust = resolved.location, resolved.hub.trust_remote_code
     artifact = backend.adopt(
         location.folder, task=resolved.task, config=config or ExportConfig(), trust_remote_code=trust

@@ -131,14 +131,15 @@ def export_resolved(
     name, capability = plan.backend.name, plan.capability
     if not capability.does(resolved.task):
         raise TaskError(
-            f"Backend {name!r} does not export models for {resolved.task}.",
-            fix="export it with another backend=... (--backend), or leave that out.",
+            f"The backend {name!r} does not export models of the task {resolved.task!r}.",
+            fix="use another backend=... (--backend), or leave backend out.",
         )
     if config.dtype not in capability.dtypes:
         raise ConfigError(
-            f"Backend {name!r} does not export {config.dtype}.", fix=f"use dtype={' or '.join(capability.dtypes)}."
+            f"The backend {name!r} does not export models in {config.dtype}.",
+            fix=f"use dtype={' or '.join(capability.dtypes)}.",
         )
-    check_names(f"The exporter of backend {name!r}", "option", config.options, capability.options)
+    check_names(f"The exporter of the backend {name!r}", "option", config.options, capability.options)
     exporter: Exporter = plan.worker()
     progress.report("loading the model", 0, 4)
     source = load_source(resolved, config, sample=sample, axes=axes)
@@ -152,7 +153,7 @@ def export_resolved(
         other = fixed or plain
         if other is None:
             raise
-        how = "for images of one size" if fixed is not None else "with its plain attention"
+        how = "for images of a fixed size" if fixed is not None else "with eager attention"
         logger.info("exporting %s again %s: %s", source.origin.id, how, error.message)
         artifact = _export_source(other, out, name, exporter, config, processor, started, resolved.hub)
     progress.report("exported", 4, 4)
@@ -199,7 +200,7 @@ def _export_source(
                 raise
             raise ValidationError(
                 error.message,
-                fix="export to ONNX (leave backend=... out), which another converter makes; or pass a larger atol=...",
+                fix="export to ONNX, which uses another converter (leave backend out), or pass a larger atol=...",
             ) from error
         if changed is not None:
             validation[PADDING_DIFFERENCE] = changed
@@ -215,8 +216,7 @@ def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.
     if len(cases) == 1 and (difference := task_spec(source.task).difference(shapes)):
         raise TaskError(
             f"{source.architecture} {difference}.",
-            fix="pass the task=... that the model is for. A task of your own declares the outputs of its models, with their axes, in "
-            "TaskSpec.outputs.",
+            fix="pass the task of the model with task=... If you wrote the task, correct the names and axes in TaskSpec.outputs.",
         )
 
 
@@ -293,8 +293,8 @@ def _check(
             opened.close()
     except SessionError as error:
         raise ExportError(
-            f"The new graph of {artifact.manifest.architecture} does not run on backend {backend!r}: {error.message}",
-            fix="export it with another backend=..., or run it with backend='pytorch'.",
+            f"The exported graph of {artifact.manifest.architecture} does not run on the backend {backend!r}: {error.message}",
+            fix="export the model with another backend=..., or run the model with backend='pytorch'.",
         ) from error
 
 
@@ -366,7 +366,9 @@ def cached_export(resolved: ResolvedModel, plan: StagePlan, *, config: ExportCon
         try:
             return Artifact.load(folder)
         except (IntegrityError, SchemaError) as error:
-            logger.warning("%s Exporting it again.", error.message)
+            logger.warning(
+                "The cached export of %s is damaged and will be exported again: %s", location.id, error.message
+            )
     # The folder is damaged, or was left by an interrupted removal.
     discard(folder)
     try:
@@ -376,9 +378,9 @@ def cached_export(resolved: ResolvedModel, plan: StagePlan, *, config: ExportCon
             # Another process exported the same model at the same time.
             return Artifact.load(folder)
         raise OutputFolderError(
-            f"The export of {location.id} cannot be kept: {error.message}",
-            fix="set ACCEL_HOME to a folder that can be written and has room, or export the model into a folder of your own: "
-            "accel export MODEL OUT.",
+            f"The export of {location.id} cannot be saved in the cache folder of accel: {error.message}",
+            fix="set the environment variable ACCEL_HOME to a writable folder with free space, or export the model into your own "
+            "folder: accel export MODEL OUT.",
         ) from error
-    logger.warning("%s held no exported graph: exported it once, kept in %s.", location.id, folder)
+    logger.warning("%s has no exported graph, so accel exported it and saved the export in %s.", location.id, folder)
     return artifact

@@ -32,7 +32,11 @@ def warn_of_size(parent: Artifact, made: Artifact, fix: str) -> None:
     """
     if made.bytes > _LARGER * parent.bytes:
         logger.warning(
-            "%s is larger than its input: %s bytes, from %s. %s", made.path, f"{made.bytes:,}", f"{parent.bytes:,}", fix
+            "%s is larger than its input artifact: %s bytes instead of %s bytes. %s",
+            made.path,
+            f"{made.bytes:,}",
+            f"{parent.bytes:,}",
+            fix,
         )
 
 
@@ -99,7 +103,9 @@ def compare_with_model(
             raise
         result = compared(own)
     logger.info(
-        "float32 is %.2g off from float64 in PyTorch, and the graph %.2g from it", own, result["max_abs_difference"]
+        "PyTorch in float32 differs from PyTorch in float64 by %.2g of the output scale; the graph differs by at most %.2g",
+        own,
+        result["max_abs_difference"],
     )
     return {**result, OWN_ROUNDING: own}
 
@@ -149,7 +155,9 @@ def compare_rows(
         try:
             found = session.run(batch, state=state)
         except SessionError as error:
-            raise _dependent(f"rows that are answered alone fail in a batch of {count}: {error.message}") from error
+            raise _dependent(
+                f"rows that run alone without error fail in a batch of {count} rows: {error.message}"
+            ) from error
         expected = _stacked(alone, found)
         found = {name: found[name] for name in expected}
         if case.stateful:
@@ -160,7 +168,8 @@ def compare_rows(
             accepted = _accepted(scale, atol, dtype, rounding)
             if not difference <= accepted:
                 raise _dependent(
-                    f"{name!r} changes by {difference:.3g} where a row is alone; accepted is {accepted:.3g}"
+                    f"the output {name!r} of a row changes by {difference:.3g} if the row runs alone, and at most {accepted:.3g} "
+                    "is accepted"
                 )
             largest = max(largest, difference)
         case = case.then
@@ -202,8 +211,8 @@ def _accepted(scale: float, atol: float | None, dtype: str, rounding: float) -> 
 
 def _dependent(what: str) -> ValidationError:
     return ValidationError(
-        f"The answer to a row {DEPENDS_ON_ROWS} of its batch: {what}.",
-        fix="run the model in PyTorch, one row at a time; and report the architecture.",
+        f"The output for a row {DEPENDS_ON_ROWS} of its batch: {what}.",
+        fix="run the model with PyTorch and one row per call, and report the model architecture as an issue.",
     )
 
 
@@ -232,11 +241,11 @@ def compare(
     if not found["max_abs_difference"] <= found["tolerance"]:
         integers = found["output"] in {spec.name for spec in session.outputs if spec.dtype.startswith(("int", "uint"))}
         raise ValidationError(
-            f"The result differs from the original by {found['max_abs_difference']:.3g} in {found['output']!r} at "
-            f"{found['worst']}; accepted is {found['tolerance']:.3g}.",
-            fix="keep float32: these are numbers of what the model chose, which are right or wrong, and rounding decides."
+            f"The output {found['output']!r} of the new graph differs from the original by {found['max_abs_difference']:.3g} for "
+            f"inputs of the sizes {found['worst']}. At most {found['tolerance']:.3g} is accepted.",
+            fix="use float32. This output contains indices that the model chooses, and rounding changes the choice."
             if integers and dtype != "float32"
-            else "pass a larger atol=... if this precision is enough; otherwise the result is wrong: report it.",
+            else "if this precision is enough for you, pass a larger atol=... Otherwise report the wrong result as an issue.",
         )
     return found
 
@@ -268,15 +277,16 @@ def _check_outputs(found: Mapping[str, torch.Tensor], expected: Mapping[str, tor
     missing = [name for name in expected if name not in found]
     if missing and len(found) < len(expected):
         raise ValidationError(
-            f"The result has no output {', '.join(map(repr, missing))}; it has {', '.join(map(repr, found))}.",
-            fix="compare it with the model that it was made from, or export that again with the same task.",
+            f"The graph has no output {', '.join(map(repr, missing))}. Its outputs are {', '.join(map(repr, found))}.",
+            fix="compare the graph with the model from which it was exported, or export the model again with the same task.",
         )
     by_order = dict(zip(expected, found.values(), strict=False)) if missing else found
     for name, values in expected.items():
         if by_order[name].shape != values.shape:
             raise ValidationError(
-                f"The output {name!r} has the shape {tuple(by_order[name].shape)}; the original's has {tuple(values.shape)}.",
-                fix="compare it with the model that it was made from, or export that again with the same task.",
+                f"The output {name!r} of the graph has the shape {tuple(by_order[name].shape)}, but the output of the original "
+                f"model has the shape {tuple(values.shape)}.",
+                fix="compare the graph with the model from which it was exported, or export the model again with the same task.",
             )
 
 

@@ -9,20 +9,26 @@ from ..artifact.writing import checkpoint_weights
 from ..errors import ArtifactNotFoundError, TaskError
 from ..interfaces.task_registry import missing_config, task_spec
 
-_CUSTOM = "ORTModelForCustomTasks.from_pretrained(FOLDER) runs any ONNX graph, with its own input names"
+_CUSTOM = (
+    "Then load the graph with ORTModelForCustomTasks.from_pretrained(FOLDER), and pass inputs by the names in the graph"
+)
 _LIBRARIES: Mapping[str, tuple[str, str]] = {
     "gliner_config.json": (
         "GLiNER",
-        f"export it with GLiNER (`model.export_to_onnx(FOLDER)`); {_CUSTOM}. GLiNER still makes its inputs and reads its outputs.",
+        f"export the model with GLiNER (`model.export_to_onnx(FOLDER)`). {_CUSTOM}. Use GLiNER to make the inputs and to read the "
+        "outputs.",
     ),
-    "model_index.json": ("Diffusers", "use diffusers, or name one of its folders (subfolder='text_encoder')."),
-    "open_clip_config.json": ("OpenCLIP", "use the same model in transformers' format (CLIPModel)."),
-    "hyperparams.yaml": ("SpeechBrain", f"export its graph with torch.onnx; {_CUSTOM}."),
-    "config.cfg": ("spaCy", "use spaCy; a transformer that it was trained over can be named by its own id."),
-    "consolidated*.safetensors": ("mistral-common or Llama", "use the same model in transformers' format."),
-    "consolidated*.pth": ("mistral-common or Llama", "use the same model in transformers' format."),
-    "*.gguf": ("llama.cpp", "use the repository that the GGUF file was made from."),
-    "*.nemo": ("NeMo", f"export its graph with NeMo (`model.export(...)`); {_CUSTOM}."),
+    "model_index.json": (
+        "Diffusers",
+        "use diffusers, or load one of the transformers models in the folder, for example with subfolder='text_encoder'.",
+    ),
+    "open_clip_config.json": ("OpenCLIP", "use the same model in the format of transformers (CLIPModel)."),
+    "hyperparams.yaml": ("SpeechBrain", f"export the model with torch.onnx. {_CUSTOM}."),
+    "config.cfg": ("spaCy", "use spaCy, or load the transformer that the spaCy model contains by its own Hub id."),
+    "consolidated*.safetensors": ("mistral-common or Llama", "use the same model in the format of transformers."),
+    "consolidated*.pth": ("mistral-common or Llama", "use the same model in the format of transformers."),
+    "*.gguf": ("llama.cpp", "use the transformers repository from which the GGUF file was created."),
+    "*.nemo": ("NeMo", f"export the model with NeMo (`model.export(...)`). {_CUSTOM}."),
 }
 """File name patterns that identify the folders of a library, with the library's name and a remedy."""
 _SETFIT, _HEAD = "config_setfit.json", "model_head.pkl"
@@ -33,13 +39,13 @@ def no_model(folder: Path) -> ArtifactNotFoundError:
     for pattern, (library, fix) in _LIBRARIES.items():
         if name := next((path.name for path in sorted(folder.glob(pattern)) if path.is_file()), None):
             return ArtifactNotFoundError(
-                f"{folder} holds a model of {library} ({name}) and no config.json: transformers does not have such models.",
+                f"{folder} contains a model of {library} ({name}), which transformers cannot load: the folder has no config.json.",
                 fix=fix,
             )
     if checkpoint_weights(folder):
         return missing_config(folder)
     return ArtifactNotFoundError(
-        f"{folder} holds no model: it has neither config.json nor adapter_config.json.", fix="check the path."
+        f"{folder} contains no model: it has neither config.json nor adapter_config.json.", fix="check the path."
     )
 
 
@@ -57,8 +63,8 @@ def check_heads(folder: Path, task: str | None) -> None:
         return
     if task is None or (not (spec := task_spec(task)).embeds and not spec.any_graph):
         raise TaskError(
-            f"{folder} is a classifier of SetFit. Its labels come from {_HEAD}, a pickle: accel does not read pickles, because reading "
-            "one runs code.",
-            fix="load its embedder alone with task='sentence-similarity', and pass the vectors of `encode` to the head, which SetFit "
-            "loads: SetFitModel.from_pretrained(FOLDER).model_head.predict(vectors).",
+            f"{folder} is a SetFit classifier, whose classification head is in the pickle file {_HEAD}. accel does not read pickle "
+            "files, because reading a pickle file can run any code.",
+            fix="load only the embedding model with task='sentence-similarity', and compute embeddings with `encode`. Then "
+            "classify them with SetFit: SetFitModel.from_pretrained(FOLDER).model_head.predict(embeddings).",
         )

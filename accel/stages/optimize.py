@@ -87,7 +87,7 @@ def optimize(
         )
     progress.report("optimized", 2, 2)
     result = Artifact(target, result.manifest)
-    warn_of_size(artifact, result, "Use its input where size matters, or a lower level.")
+    warn_of_size(artifact, result, "If size matters, use the input artifact, or optimize with a lower level.")
     return result
 
 
@@ -115,7 +115,8 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
         )
     except ValidationError as error:
         raise ValidationError(
-            f"After optimizing at {config.level}: {error.message}", fix="use a lower level, or disable fusions."
+            f"Optimization at level {config.level} changed the outputs of the graph. {error.message}",
+            fix="use a lower level, or disable fusions with disable=...",
         ) from error
     finally:
         opened.close()

@@ -150,8 +150,8 @@ def prepare(
 
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
-            f"Only a PyTorch model can be prepared, not a {type(model).__name__}.",
-            fix="load it with transformers (AutoModelFor....from_pretrained).",
+            f"The model is a {type(model).__name__}, but it must be a PyTorch model (torch.nn.Module).",
+            fix="load the model with transformers, for example with AutoModelForSequenceClassification.from_pretrained.",
         )
     plan = plan_stage("prepare", WEIGHTS, backend, scheme=config.scheme)
     _check_device(plan, config.scheme, model)
@@ -169,7 +169,8 @@ def _check_device(plan: StagePlan, scheme: str, model: torch.nn.Module) -> None:
     found = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if len({name.partition(":")[0] for name in found}) > 1:
         raise PrepareError(
-            f"The model is spread over {', '.join(found)}.", fix="move it to one device first (model.to(...))."
+            f"The parameters of the model are on several devices: {', '.join(found)}.",
+            fix="move the model to one device with model.to(...).",
         )
     kind = found[0].partition(":")[0] if found else "cpu"
     declared = plan.capability.devices
@@ -179,7 +180,7 @@ def _check_device(plan: StagePlan, scheme: str, model: torch.nn.Module) -> None:
     why = "; ".join(str(reason) for reason in probe.reasons)
     remedy = next((reason.remedy for reason in probe.reasons if reason.remedy), "")
     raise BackendUnavailableError(
-        f"The backend {plan.backend.name!r} cannot do {scheme!r} on {kind} here; it is for {', '.join(declared)}."
-        + (f" {why}." if why else ""),
+        f"The backend {plan.backend.name!r} cannot run the scheme {scheme!r} for a model on the device {kind!r} of this machine. "
+        f"The scheme supports the devices {', '.join(declared)}." + (f" {why}." if why else ""),
         fix=f"{remedy}." if remedy else f"move the model to {' or '.join(declared)}.",
     )

@@ -55,8 +55,8 @@ def quantize(
     config = QuantizeConfig.merged(config, settings)
     if isinstance(calibration, str | os.PathLike | Mapping):
         raise ConfigError(
-            f"calibration is a {type(calibration).__name__}, not batches of inputs.",
-            fix="pass a list of dictionaries of tensors, or a file of rows to accel.quantize.",
+            f"calibration is a {type(calibration).__name__}, but it must be an iterable of batches.",
+            fix="pass a list of dictionaries of tensors, or use accel.quantize, which also accepts a file with rows.",
         )
     target = check_output(out, artifact.path)
     plan = plan_stage("quantize", artifact.format, backend, scheme=config.scheme, domains=artifact.domains)
@@ -74,8 +74,8 @@ def quantize(
     warn_of_size(
         artifact,
         result,
-        "Scales and new nodes take more than the weights save, or a weight is stored in both forms, as float embeddings that are "
-        "also the last layer: exclude=... leaves a layer in float.",
+        "The scales and new nodes need more space than the smaller weights save, or a shared weight is stored both quantized and "
+        "in float. To keep a layer in float, pass its name in exclude=...",
     )
     return result
 
@@ -96,8 +96,8 @@ def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -
         artifact = resolved.artifact if resolved.artifact is not None else weights_of(resolved)
     if artifact.manifest.quantization is not None:
         raise QuantizeError(
-            f"{artifact.path} is quantized already ({artifact.manifest.quantization.scheme}).",
-            fix="quantize the artifact that it was made from.",
+            f"{artifact.path} is already quantized (scheme {artifact.manifest.quantization.scheme}).",
+            fix="quantize the float artifact from which it was created.",
         )
     return artifact
 
@@ -117,7 +117,7 @@ def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
             continue
         others = sorted({s.scheme for c in spec.capabilities for s in c.settings if name in s.names})
         raise ConfigError(
-            f"{config.scheme} of backend {spec.name!r} has no use for {name}={getattr(config, name)!r}.",
+            f"The scheme {config.scheme!r} of the backend {spec.name!r} does not use the setting {name}={getattr(config, name)!r}.",
             fix=f"leave {name} out{', or use the scheme ' + ' or '.join(others) if others else ''}.",
         )
 
@@ -137,9 +137,9 @@ class _CompletedBatches:
             other = next((name for name, value in batch.items() if not hasattr(value, "ndim")), None)
             if other is not None:
                 raise QuantizeError(
-                    f"{other!r} of the calibration data is a {type(batch[other]).__name__}, no tensor.",
-                    fix="pass batches of tensors, such as a tokenizer makes with return_tensors='pt', or rows in the columns of the "
-                    "model's task.",
+                    f"The input {other!r} of the calibration data is a {type(batch[other]).__name__}, but it must be a tensor.",
+                    fix="pass batches of tensors, for example from a tokenizer called with return_tensors='pt', or pass rows with "
+                    "the data columns of the task.",
                 )
             yield with_defaults(batch, self._names, self._own_defaults)
 

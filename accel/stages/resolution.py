@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
+import reprlib
+import reprlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,21 +80,27 @@ def resolve(
         return ResolvedModel.of_artifact(unwrapped, hub)
     if not isinstance(model, str | os.PathLike):
         if not hasattr(model, "forward"):
-            raise ConfigError(f"{model!r} is not a model.", fix="pass a Hub id, a folder, or a torch.nn.Module.")
+            raise ConfigError(
+                f"The model is a {type(model).__name__}, which accel cannot load: {reprlib.repr(model)}.",
+                fix="pass a Hub id, a folder, or a torch.nn.Module.",
+            )
         return ResolvedModel(
             kind="module", id=type(model).__name__, task=_task_of_module(model, task), module=model, hub=hub
         )
     for word, value in (("file_name", file_name), ("variant", variant)):
         check_type(word, value, (str, NoneType))
     if not os.fspath(model):
-        raise ConfigError("The model's name is empty.", fix="name a Hub id or a folder; `.` is the current one.")
+        raise ConfigError(
+            "The name of the model is empty.", fix="pass a Hub id or a folder. Pass `.` for the current folder."
+        )
     weights = weights or export is True
     named = _graph_named(model)
     if named is not None and not weights:
         if file_name is not None or variant is not None:
             raise ConfigError(
-                f"{model} is a graph already, beside file_name={file_name!r} and variant={variant!r}.",
-                fix="name the folder, or leave them out.",
+                f"The model {model} is the path of a graph, so file_name={file_name!r} and variant={variant!r} cannot choose "
+                "another graph.",
+                fix="pass the folder of the graph, or leave file_name and variant out.",
             )
         inside = "/".join(part for part in (hub.subfolder, named.subfolder) if part)
         resolved = resolve(
@@ -135,8 +144,8 @@ def resolve(
             return replace(resolved, id=location.id)
     if export is False:
         raise ArtifactNotFoundError(
-            f"{folder} holds no exported graph, and export=False.",
-            fix="leave export out, or export it first: `accel export MODEL OUT`.",
+            f"{folder} contains no exported graph, and export=False forbids exporting the model.",
+            fix="leave export out, or export the model first: `accel export MODEL OUT`.",
         )
     if not adapter and not (folder / "config.json").is_file():
         if holds_graphs(folder):
@@ -144,8 +153,8 @@ def resolve(
         raise no_model(folder)
     if (folder / MANIFEST).is_file() and not resolved.has_weights:
         raise ArtifactNotFoundError(
-            f"{folder} is an exported artifact already and holds no PyTorch weights.",
-            fix="load it with ORTModelFor...from_pretrained, or export the model it was made from.",
+            f"{folder} is an exported artifact without PyTorch weights, but PyTorch weights are required here.",
+            fix="load the artifact with ORTModelFor...from_pretrained, or export the original PyTorch model.",
         )
     kind: Kind = "adapter" if adapter else "weights"
     return replace(resolved, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
@@ -159,7 +168,8 @@ def _tell_of_weights(artifact: Artifact) -> None:
     beside = [path.name for path in checkpoint_weights(artifact.path) if path.name not in own]
     if beside:
         logger.warning(
-            "%s holds %s beside its graphs, which are opened; they may be of other weights. export=True takes the checkpoint.",
+            "%s contains graphs and the PyTorch weights %s. accel opens the graphs, which may have been exported from other "
+            "weights. Pass export=True to use the PyTorch weights.",
             artifact.path,
             ", ".join(beside),
         )
@@ -281,7 +291,7 @@ def _task_of_class(folder: Path, default: str) -> str:
     try:
         sentence_settings(place).check_embeds()
     except (ConfigError, TaskError) as error:
-        logger.info("%s gives hidden states alone: %s", place, error.message)
+        logger.info("%s returns only hidden states, without pooling: %s", place, error.message)
         return spec.name
     return infer_task({}, place)
 
@@ -295,8 +305,8 @@ def artifact_of(model: Any, *, hub: HubOptions | None = None) -> Artifact:
     resolved = resolve(model, hub=hub)
     if resolved.artifact is None:
         raise ArtifactNotFoundError(
-            f"{resolved.id} is not an artifact: it holds PyTorch weights.",
-            fix="export it first: `accel export MODEL OUT`.",
+            f"{resolved.id} is not an exported artifact: it contains PyTorch weights.",
+            fix="export the model first: `accel export MODEL OUT`.",
         )
     return resolved.artifact
 
@@ -312,7 +322,8 @@ def original(resolved: ResolvedModel, *, local_files_only: bool = False) -> Reso
     source = resolved.artifact.manifest.source if resolved.artifact is not None else None
     if resolved.kind == "foreign" or source is None:
         raise ArtifactNotFoundError(
-            f"{resolved.id} does not say what it was made from.", fix="name the original: against=... (--against)."
+            f"{resolved.id} does not record the PyTorch model from which it was exported.",
+            fix="pass the PyTorch model with against=... (--against).",
         )
     hub = replace(
         resolved.hub,

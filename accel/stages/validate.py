@@ -87,7 +87,8 @@ def validate(
         other = original(resolve(artifact, hub=hub))
     else:
         raise ArtifactNotFoundError(
-            f"{artifact.path} does not say what it was made from.", fix="name the original: against=... (--against)."
+            f"{artifact.path} does not record the PyTorch model from which it was exported.",
+            fix="pass the PyTorch model with against=... (--against).",
         )
     recorded = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
     source = load_source(other, ExportConfig.from_dict(recorded))
@@ -144,7 +145,9 @@ def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.C
     unknown_inputs = {name for case in cases for name in case.feeds if name not in taken}
     if unknown_inputs:
         logger.warning(
-            "%s takes no %s, which are left out of the comparison.", artifact.path, ", ".join(sorted(unknown_inputs))
+            "The graph of %s has no input %s. The comparison uses PyTorch's default for each missing input.",
+            artifact.path,
+            ", ".join(sorted(unknown_inputs)),
         )
         feeds = [{name: tensor for name, tensor in case.feeds.items() if name in taken} for case in cases]
         cases = [
@@ -156,7 +159,11 @@ def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.C
     exported = any(step.stage == "export" for step in artifact.manifest.steps)
     if exported or not missing or _HIDDEN_STATES not in returned:
         return cases
-    logger.warning("%s returns no %s, which is not compared.", artifact.path, ", ".join(sorted(missing)))
+    logger.warning(
+        "The graph of %s does not return %s. These outputs of the PyTorch model are not compared.",
+        artifact.path,
+        ", ".join(sorted(missing)),
+    )
     return [
         replace(case, expected={name: value for name, value in case.expected.items() if name in returned})
         for case in cases

@@ -133,10 +133,10 @@ def test_transformers_folder_is_quantized_directly(made: Callable[..., Artifact]
         ({"scheme": "weight-int4", "algorithm": "hqq"}, ConfigError, "not offered"),
         ({"scheme": "weight-int4", "algorithm": "gptq"}, QuantizeError, "calibration data"),
         ({"scheme": "static-int8"}, QuantizeError, "calibration data"),
-        ({"scheme": "static-int8", "smooth_quant": 0.5}, ConfigError, "no use for smooth_quant"),
+        ({"scheme": "static-int8", "smooth_quant": 0.5}, ConfigError, "does not use the setting smooth_quant"),
         ({"scheme": "weight-int4", "exclude": ("clasifier",)}, ConfigError, "Did you mean 'classifier'"),
-        ({"scheme": "static-int8", "calibration": "rows.csv"}, ConfigError, "is a str, not batches"),
-        ({"scheme": "weight-int4", "exclude": ("re:(",)}, ConfigError, "no regular expression"),
+        ({"scheme": "static-int8", "calibration": "rows.csv"}, ConfigError, "calibration is a str"),
+        ({"scheme": "weight-int4", "exclude": ("re:(",)}, ConfigError, "not a valid regular expression"),
         (
             {"scheme": "weight-int4", "algorithm": "awq", "block_size": 128, "calibration": rows()},
             ConfigError,
@@ -364,7 +364,7 @@ def test_openvino_converts_blocks_after_unknown_reshape(tmp_path: Path) -> None:
     ("batch", "message"),
     [
         ({"ids": torch.ones((1, 4), dtype=torch.int64)}, "has ids, and none of what the model takes"),
-        ({"input_ids": [[5, 6, 7]]}, "is a list, no tensor"),
+        ({"input_ids": [[5, 6, 7]]}, "is a list, but it must be a tensor"),
     ],
     ids=["names", "lists"],
 )

@@ -316,7 +316,7 @@ def test_settings_change_the_result(settings: dict[str, Any], ir: Artifact, stat
     ("settings", "message"),
     [
         ({"preset": "performence"}, "performance"),
-        ({"format": "qoperator"}, "has no use for format='qoperator'"),
+        ({"format": "qoperator"}, "does not use the setting format='qoperator'"),
         ({"scheme": "weight-int4", "algorithm": "hqq"}, "HQQ"),
     ],
 )

@@ -322,7 +322,7 @@ def test_invalid_models_are_refused_and_unchanged() -> None:
         accel.prepare_qat(twice, preset="int4", block_size=16)
     with pytest.raises(PrepareError, match="turned to torch.bfloat16"):
         twice.to(torch.bfloat16)(**rows(1)[0])
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
         accel.prepare_qat(tiny_model("bert"), preset="int4", exclude=["re:("])
     with pytest.raises(PrepareError, match="not all finite"):
         accel.prepare_qat(tiny_model("bert"), calibration=[{"inputs_embeds": torch.full((1, 2, 32), torch.nan)}])

@@ -178,7 +178,7 @@ def test_result_larger_than_its_input_is_warned(
 ) -> None:
     small, large = sorted((tiny_artifact("bert"), universal), key=lambda one: one.bytes)
     warn_of_size(small, large, "keep the input.")
-    assert f"{large.bytes:,} bytes, from {small.bytes:,}. keep the input." in caplog.text
+    assert f"{large.bytes:,} bytes instead of {small.bytes:,} bytes. keep the input." in caplog.text
 
 
 def test_result_smaller_than_its_input_is_not_warned(

@@ -80,8 +80,8 @@ def refusal(folder: str, stage: str) -> str | None:
     """Return the error message with which a stage rejects a folder, or `None` if the stage accepts the folder."""
     kind, name = kind_of(folder), Path(folder).name
     table: dict[str, list[tuple[bool, str]]] = {
-        "optimize": [(is_ir(folder), "No backend can optimize openvino_ir")],
-        "dynamic-int8": [(is_ir(folder), "No backend can quantize openvino_ir with scheme 'dynamic-int8'")],
+        "optimize": [(is_ir(folder), "No installed backend can optimize a model in the format 'openvino_ir'")],
+        "dynamic-int8": [(is_ir(folder), "can quantize a model in the format 'openvino_ir' with the scheme 'dynamic-int8'")],
         "static-int8": [
             (name in OUTER_CACHES, "keeps its KV cache outside of its graph"),
             (not is_ir(folder) and name in BRANCHED, "All layers are in the branches of an If"),

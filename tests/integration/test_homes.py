@@ -123,7 +123,7 @@ def test_models_open_without_a_cache_folder(
 def test_search_that_cannot_store_results_names_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
     (tmp_path / "tune").write_text("")
-    with pytest.raises(OutputFolderError, match="cannot be kept") as caught:
+    with pytest.raises(OutputFolderError, match="cannot be saved") as caught:
         ResultStore().put("accuracy", {"a": 1}, {"b": 2})
     assert "ACCEL_HOME" in str(caught.value.fix)
 
@@ -147,7 +147,7 @@ def test_removal_failure_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path:
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(OutputFolderError, match="cannot be removed"):
+    with pytest.raises(OutputFolderError, match="cannot be deleted"):
         discard(tmp_path / "folder")
 
 

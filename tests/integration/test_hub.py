@@ -168,7 +168,7 @@ def test_partial_download_opens_offline(hub: FakeHub, monkeypatch: pytest.Monkey
     location = locate(NAME, HubOptions(), choose_graphs=partial(graphs_to_fetch, NAME))
     assert (location.folder / "onnx" / "model.onnx").is_file()
     assert not hub.fetched
-    with pytest.raises(ArtifactNotFoundError, match="not complete in the cache") as caught:
+    with pytest.raises(ArtifactNotFoundError, match="are missing in the local cache") as caught:
         locate(NAME, HubOptions(), choose_graphs=partial(graphs_to_fetch, NAME, variant="O3"))
     assert "network" in caught.value.fix
     assert before
@@ -179,7 +179,7 @@ def test_partial_download_opens_offline(hub: FakeHub, monkeypatch: pytest.Monkey
     [
         ((401, ""), "refuses access", "token"),
         ((404, "RepoNotFound"), "no model 'org/model', or it is private", "token"),
-        ((403, "GatedRepo"), "is gated", "ask for access"),
+        ((403, "GatedRepo"), "is gated", "request access"),
         ((404, "RevisionNotFound"), "no revision 'v9'", "revision"),
         ((403, ""), "refuses access", "token"),
         ((429, ""), "too many requests", "HF_HUB_OFFLINE=1"),
@@ -229,7 +229,7 @@ def test_cached_files_are_used_if_the_hub_is_down(
     use(closed_port(), str(tmp_path / "cache"), monkeypatch)
     location = locate(NAME, HubOptions(), choose_graphs=partial(graphs_to_fetch, NAME))
     assert (location.folder / "onnx" / "model.onnx").is_file()
-    assert "taken from the cache" in caplog.text
+    assert "uses the cached copy" in caplog.text
 
 
 def test_misspelled_model_id_gets_a_suggestion(hub: FakeHub, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_full_disk_raises(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None
 
     hub.repositories[NAME] = dict.fromkeys(CHECKPOINT, b"")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(ArtifactNotFoundError, match="disk of the cache is full") as caught:
+    with pytest.raises(ArtifactNotFoundError, match="disk of the Hugging Face cache is full") as caught:
         accel.export(NAME, "out")
     assert "free some space" in caught.value.fix
 

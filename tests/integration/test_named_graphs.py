@@ -129,10 +129,10 @@ def test_graph_file_of_a_hub_repository(repository: Path, monkeypatch: pytest.Mo
 
 
 def test_graph_file_with_variant_is_refused(repository: Path) -> None:
-    with pytest.raises(ConfigError, match="is a graph already"):
+    with pytest.raises(ConfigError, match="is the path of a graph"):
         accel.ORTModel.from_pretrained(repository / "onnx" / "model.onnx", variant="quantized")
 
 
 def test_file_that_is_not_a_graph_is_refused(repository: Path) -> None:
-    with pytest.raises(ArtifactNotFoundError, match="neither a folder nor a graph"):
+    with pytest.raises(ArtifactNotFoundError, match="a model folder is required"):
         resolve(repository / "config.json")

@@ -251,7 +251,7 @@ def test_results_of_a_running_search_are_not_cleared(tmp_path: Path, monkeypatch
     with store.in_use():
         store.put("screens", {"a": 1}, {"found": 1})
         assert cache.clear() == []
-        with pytest.raises(OutputFolderError, match="search is running"):
+        with pytest.raises(OutputFolderError, match="running search"):
             cache.clear("tune")
         assert store.get("screens", {"a": 1}) == {"found": 1}
     assert [entry.name for entry in cache.clear("tune")] == ["tune"]

@@ -498,7 +498,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # The answer is read from the column with the largest score. In float16, another column may have the largest score.
     Refusal(
         lambda c: c.task == "table-question-answering" and c.optimizer == "cpu" and c.level == HALVING,
-        "After optimizing at O4",
+        "Optimization at level O4",
         takes_long=True,
     ),
     # The model selects keypoints one by one, so rounding can change which keypoint is selected.

@@ -71,7 +71,7 @@ def test_rows_of_several_files_are_numbered_continuously(tmp_path: Path) -> None
         ("rows.csv", b"text,id\na,1\nb,2,3\n", "cannot be read as csv"),
         ("rows.csv", b"text\na\n\xff\nc\n", "cannot be read as csv"),
         ("rows.csv", b'id,text\n1,good\n2,"never closed\n3,lost\n', "EOF inside string"),
-        ("rows.csv", b"text,id,text\na,1,b\n", "'text' twice"),
+        ("rows.csv", b"text,id,text\na,1,b\n", "two columns named 'text'"),
         ("rows.csv", "id,text\n1,ok\n".encode("utf-16"), "can't decode"),
         ("rows.csv", b"text\n", "no rows"),
         ("rows.csv", b"", "is empty"),

@@ -306,7 +306,7 @@ def test_index_outputs_must_be_equal() -> None:
     expected = {"matches": torch.arange(2000)[None]}
     case = Case({"batch": 1}, {}, expected)
     assert compare(_answers(**expected), [case], None, "float16")["max_abs_difference"] == 0
-    with pytest.raises(ValidationError, match="'matches'.*\n.*keep float32"):
+    with pytest.raises(ValidationError, match="'matches'.*\n.*use float32"):
         compare(_answers(matches=expected["matches"].roll(1)), [case], None, "float16")
     with pytest.raises(ValidationError, match="'matches'"):
         compare(_answers(matches=expected["matches"] + 1), [case], None, "float32")

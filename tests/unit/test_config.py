@@ -49,7 +49,7 @@ def test_round_trip(config: object) -> None:
         (SessionOptions, {"spinning": 1}, "use bool"),
         (SessionOptions, {"buckets": (32, 16)}, "rising"),
         (SessionOptions, {"pad_to_multiple_of": 0}, "at least 1"),
-        (SessionOptions, {"pad_to_multiple_of": 8, "buckets": (8,)}, "leave one of the two"),
+        (SessionOptions, {"pad_to_multiple_of": 8, "buckets": (8,)}, "set only one of"),
         (SessionOptions, {"compute_dtype": "int8"}, "float32, float16, bfloat16"),
         (SessionOptions, {"graph_optimization": "most"}, "none, basic, extended, all"),
     ],

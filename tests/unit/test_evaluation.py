@@ -326,7 +326,7 @@ class TestEvaluate:
         assert short.value < 0.8
 
     def test_unknown_labels_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
-        with pytest.raises(InputError, match="'lost_card' in rows are labels that the model does not know"):
+        with pytest.raises(InputError, match="not in the label2id of the model's config: 'lost_card'"):
             accel.evaluate(tiny_artifact(), [{"text": "my card", "label": "lost_card"}])
 
     def test_missing_labels_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
@@ -334,7 +334,7 @@ class TestEvaluate:
             accel.evaluate(tiny_artifact(), [{"text": "my card", "label": -1}])
 
     def test_unknown_original_model_raises(self, tmp_path: Path, tiny_artifact: Callable[..., Artifact]) -> None:
-        with pytest.raises(ArtifactNotFoundError, match="does not say what it was made from"):
+        with pytest.raises(ArtifactNotFoundError, match="does not record the PyTorch model"):
             accel.evaluate(
                 tiny_model("bert"), [{"text": "my card", "label": 1}], processor=tiny_tokenizer(), against=True
             )

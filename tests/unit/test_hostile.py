@@ -169,12 +169,12 @@ def _changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "message"),
     [
         (_changed(pad_value=float("nan")), "is padded with nan"),
-        (_changed(pad_value=1 << 40), "is padded with"),
-        (_changed(pair="nothing"), "is no counterpart of"),
+        (_changed(pad_value=1 << 40), "padding value"),
+        (_changed(pair="nothing"), "the pair of the cache tensor"),
         (_changed(shape=["batch"]), "1 axes|axes instead of 1"),
         (_changed(dtype="float32"), "int64 instead of float32"),
         (_changed(name="other"), "has no 'other'"),
-        (lambda values: values["components"][0].update(inputs=[]), "takes nothing"),
+        (lambda values: values["components"][0].update(inputs=[]), "has no input"),
         (lambda values: values["steps"][0]["validation"].update(padding_difference=float("nan")), "padding_difference"),
         (lambda values: values["steps"][0]["validation"].update(padding_difference="much"), "padding_difference"),
         (lambda values: values.update(architecture="HALF"), "surrogates not allowed"),
@@ -333,5 +333,5 @@ def test_tokenizer_code_requires_trust(tmp_path: Path) -> None:
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_tokens.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "own_tokens.py").write_text("raise SystemExit(3)")
-    with pytest.raises(ConfigError, match="code that comes with the model"):
+    with pytest.raises(ConfigError, match="Python code in the model repository"):
         open_companion("AutoTokenizer", tmp_path)

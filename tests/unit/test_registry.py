@@ -77,10 +77,10 @@ def test_backend_with_auto_false_is_selected_only_by_name() -> None:
 @pytest.mark.parametrize(
     ("question", "reason"),
     [
-        ({"format": "openvino_ir"}, "it runs onnx, not openvino_ir"),
+        ({"format": "openvino_ir"}, "it runs models in the format onnx, not openvino_ir"),
         ({"dtype": "float16"}, "float16"),
         ({"device": DeviceSpec("cuda", 3)}, "no device cuda:3, only cuda:0, cuda:1"),
-        ({"task": "depth-estimation"}, "does not run depth-estimation"),
+        ({"task": "depth-estimation"}, "does not run the task depth-estimation"),
     ],
 )
 def test_every_mismatch_is_a_reason(question: dict[str, object], reason: str) -> None:
@@ -101,8 +101,8 @@ def test_limited_capability_is_preferred_to_a_general_one() -> None:
     assert select([one], [CUDA], task="text-generation", dtype="float16").backend == "a"
     refused = select([one], [CUDA], task="text-generation", dtype="float32")
     assert refused.backend is None
-    assert "does not run float32 graphs for text-generation, only float16" in str(refused)
-    assert "it does not run translation" in str(select([one], [CUDA], task="translation"))
+    assert "does not run float32 graphs of the task text-generation, only float16" in str(refused)
+    assert "it does not run the task translation" in str(select([one], [CUDA], task="translation"))
 
 
 def test_task_in_another_format_suggests_an_export() -> None:
@@ -112,7 +112,10 @@ def test_task_in_another_format_suggests_an_export() -> None:
         Capability(stage="run", consumes="onnx", excludes=("text-generation",)),
     )
     refused = str(select([spec("a", capabilities=made)], [CPU], task="text-generation"))
-    assert "it runs text-generation from openvino_ir, not from onnx (export the model for it:" in refused
+    assert (
+        "it runs the task text-generation in the format openvino_ir, not onnx (export the model for this backend:"
+        in refused
+    )
     assert "accel export MODEL OUT --backend a" in refused
 
 
@@ -127,7 +130,7 @@ def test_unsupported_operators_exclude_a_backend() -> None:
         assert select(specs, [CPU, CPU], backend="a", domains=domains).backend == "a"
     found = select(specs, [CPU, CPU], backend="a", domains=("", "com.vendor"))
     assert found.backend is None
-    assert "it has no operators of com.vendor, which this graph uses (take the artifact as it was exported" in str(
+    assert "the graph uses operators of com.vendor, which this backend does not have (use the exported artifact" in str(
         found
     )
     assert "or use the backend b)" in str(found)
@@ -174,7 +177,9 @@ def test_plan_depends_only_on_its_arguments(tiny_artifact: Callable[..., Artifac
     assert found.with_artifact(artifact, inventory).artifact is artifact
     component = replace(artifact.components[0], domains=("com.vendor",))
     other = replace(artifact, manifest=replace(artifact.manifest, components=(component,)))
-    with pytest.raises(BackendUnavailableError, match="cannot run the export in .*: it has no operators of com.vendor"):
+    with pytest.raises(
+        BackendUnavailableError, match="cannot run the exported model in .*: the graph uses operators of com.vendor"
+    ):
         found.with_artifact(other, inventory)
 
 
@@ -252,7 +257,9 @@ def test_plugin_that_exits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_missing_entry_points_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    with pytest.raises(BackendUnavailableError, match=r"entry points are missing.*\n?.*pip install"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"entry points of accel-transformers are missing.*\n?.*pip install"
+    ):
         plan_stage("export", "onnx")
 
 
@@ -324,13 +331,14 @@ def test_stage_is_run_by_the_backend_of_the_format(monkeypatch: pytest.MonkeyPat
     limited = Capability(stage="quantize", consumes="onnx", produces="own", schemes=("dynamic-int8",), domains=("",))
     install(monkeypatch, ("c", "spec_c", spec("c", capabilities=(limited,))))
     assert plan_stage("quantize", "onnx", domains=("",)).backend.name == "c"
-    with pytest.raises(BackendUnavailableError, match="'c' cannot quantize this graph: it has no operators of x"):
+    with pytest.raises(BackendUnavailableError, match="'c' cannot quantize this graph: the graph uses operators of x"):
         plan_stage("quantize", "onnx", domains=("", "x"))
-    with pytest.raises(BackendUnavailableError, match="No backend can optimize onnx"):
+    with pytest.raises(BackendUnavailableError, match="No installed backend can optimize a model in the format 'onnx'"):
         plan_stage("optimize", "onnx")
     # The suggested fix must work: if no backend reads the format, another scheme does not help.
     with pytest.raises(
-        BackendUnavailableError, match=r"No backend can quantize pt2\.\nFix: start from a model in the format onnx\."
+        BackendUnavailableError,
+        match=r"No installed backend can quantize a model in the format 'pt2'\.\nFix: pass a model in the format onnx\.",
     ):
         plan_stage("quantize", "pt2", scheme="dynamic-int8")
 
@@ -376,7 +384,9 @@ def test_model_is_passed_to_its_preparer(monkeypatch: pytest.MonkeyPatch) -> Non
     install(monkeypatch, ("d", "spec_d", spec("d", impl="doubling_plugin:Backend", capabilities=declared)))
     model = torch.nn.Linear(2, 2)
     assert isinstance(prepare(model, PrepareConfig(scheme="doubled")), torch.nn.Sequential)
-    with pytest.raises(BackendUnavailableError, match="cannot do 'doubled' on meta here; it is for cpu"):
+    with pytest.raises(
+        BackendUnavailableError, match="cannot run the scheme 'doubled' for a model on the device 'meta'"
+    ):
         prepare(model.to("meta"), PrepareConfig(scheme="doubled"))
     with pytest.raises(ConfigError, match="not a str"):
         prepare("some/model", PrepareConfig(scheme="doubled"))  # type: ignore[arg-type]

@@ -88,9 +88,9 @@ def test_resampling_keeps_pitch_and_duration() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("nowhere.wav", "no sound file"),
-        (None, "NoneType is no sound"),
-        ({"array": [0.0, float("nan")], "sampling_rate": RATE}, "not finite"),
+        ("nowhere.wav", "audio file .* does not exist"),
+        (None, "NoneType cannot be read as audio"),
+        ({"array": [0.0, float("nan")], "sampling_rate": RATE}, "NaN or infinite"),
         ({"array": [], "sampling_rate": RATE}, "empty"),
         ({"path": None, "bytes": b"RIFF and no more"}, "cannot be read"),
     ],
@@ -128,7 +128,7 @@ def test_audio_columns_are_recognized() -> None:
     pair = {"audio1": WAVE.tolist(), "audio2": WAVE.tolist(), "label": 1}
     found = map_columns(load_rows([pair]), "audio-xvector").sample.columns
     assert found == {"label": "label", "audio": "audio1", "audio_pair": "audio2"}
-    with pytest.raises(InputError, match="clearly the audio"):
+    with pytest.raises(InputError, match="is the 'audio' column"):
         map_columns(load_rows([{"number": 3, "label": 0}]), "audio-classification")
 
 
