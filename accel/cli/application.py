@@ -30,7 +30,7 @@ _SETTING = re.compile(rf"\b([a-z_]+)=(\.\.\.|True|[{_QUOTES}][^{_QUOTES}]*[{_QUO
 
 app = typer.Typer(
     name="accel",
-    help="Run Hugging Face transformers fast: export, check, optimize, quantize, evaluate and run them on the hardware at hand.",
+    help="Run Hugging Face transformers fast: export, check, optimize, quantize, evaluate and serve models on your hardware.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -158,12 +158,12 @@ def command(as_json: bool, verbose: bool) -> Iterator[None]:
             raise typer.Exit(lost) from error
         if verbose:
             raise
-        named = "check that path, and who may read and write it."
-        fix = named if error.filename is not None else "run it again with --verbose, which shows where it happened."
+        named = "check this path and its read and write permissions."
+        fix = named if error.filename is not None else "run the command again with --verbose to see the traceback."
         _tell(type(error).__name__, f"{error}.", fix, as_json)
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt:
-        sys.stderr.write("Interrupted; nothing was left half-written.\n")
+        sys.stderr.write("Interrupted. No incomplete output was left.\n")
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -248,7 +248,10 @@ def pairs_of(pairs: list[str] | None, option: str, example: str) -> dict[str, st
     for pair in pairs or ():
         name, separator, value = pair.partition("=")
         if not separator or not name or not value:
-            raise ConfigError(f"{option} {pair!r} is not NAME=VALUE.", fix=f"write, for example, {option} {example}.")
+            raise ConfigError(
+                f"The value {pair!r} of {option} does not have the form NAME=VALUE.",
+                fix=f"use, for example, {option} {example}.",
+            )
         found[name] = value
     return found or None
 

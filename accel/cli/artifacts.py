@@ -18,25 +18,30 @@ def export(
     out: options.Out,
     task: options.Task = None,
     backend: options.Backend = None,
-    format: Annotated[str, typer.Option(help="Artifact format.")] = "onnx",
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    opset: Annotated[int | None, typer.Option(help="ONNX opset.")] = None,
+    format: Annotated[str, typer.Option(help="Format of the exported graph.")] = "onnx",
+    dtype: Annotated[str, typer.Option(help="Data type of the weights: float32, float16 or bfloat16.")] = "float32",
+    opset: Annotated[int | None, typer.Option(help="ONNX opset; the exporter's default if omitted.")] = None,
     pooling: Annotated[
         str | None,
-        typer.Option(help="Embeddings: mean, cls, max, last, weightedmean or mean_sqrt_len_tokens, inside the graph."),
+        typer.Option(
+            help="For embeddings, pooling added to the graph: mean, cls, max, last, weightedmean or mean_sqrt_len_tokens."
+        ),
     ] = None,
     normalize: Annotated[
-        bool | None, typer.Option("--normalize/--no-normalize", help="Embeddings: normalise inside the graph.")
+        bool | None,
+        typer.Option("--normalize/--no-normalize", help="For embeddings, normalize the vectors in the graph."),
     ] = None,
     output_hidden_states: Annotated[
-        bool, typer.Option("--output-hidden-states", help="The graph returns every layer's hidden states, too.")
+        bool, typer.Option("--output-hidden-states", help="The graph also returns the hidden states of every layer.")
     ] = False,
     output_attentions: Annotated[
-        bool, typer.Option("--output-attentions", help="The graph returns every layer's attentions, too.")
+        bool, typer.Option("--output-attentions", help="The graph also returns the attentions of every layer.")
     ] = False,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An option of the backend's exporter; repeat it for more."),
+        typer.Option(
+            metavar="NAME=VALUE", help="Option of the backend's exporter. Repeat the flag for several options."
+        ),
     ] = None,
     atol: options.Atol = None,
     revision: options.Revision = None,
@@ -67,7 +72,8 @@ def export(
     return CommandResult(
         _described(artifact),
         f"{artifact.path}: {artifact.format}, {artifact.task}, {artifact.dtype}, {artifact.bytes / 1e6:.1f} MB\n"
-        f"differs from PyTorch by {difference:.2g} at most (accepted: {limit:.2g}, {len(step.validation['shapes'])} shapes)",
+        f"largest difference from PyTorch: {difference:.2g} (accepted: {limit:.2g}, compared on "
+        f"{len(step.validation['shapes'])} shapes)",
     )
 
 
@@ -76,16 +82,19 @@ def export(
 )
 def validate(
     artifact: options.Artifact,
-    against: Annotated[str | None, typer.Option(help="PyTorch model; the recorded source when left out.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="PyTorch model to compare with; the original model if omitted.")
+    ] = None,
     backend: options.Backend = None,
     device: options.Device = None,
     atol: options.Atol = None,
     accept_files: Annotated[
-        bool, typer.Option("--accept-files", help="Record configs and tokenizer files as they are now, first.")
+        bool,
+        typer.Option("--accept-files", help="First record the current config and tokenizer files in the manifest."),
     ] = False,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
-    """Check an artifact's files and compare it with the PyTorch model it was made from."""
+    """Check the files of an artifact, and compare the artifact with its original PyTorch model."""
     from ..artifact.hub import HubOptions
     from ..artifact.manifest import Artifact as Folder
     from ..stages.validate import validate as run
@@ -96,8 +105,8 @@ def validate(
     result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
     word = "passed" if result.passed else "FAILED"
     lines = [
-        f"{word}: differs by {result.max_abs_difference:.3g} at most, accepted {result.tolerance:.3g}, "
-        f"{len(result.shapes)} shapes, run by {result.backend}"
+        f"{word}: largest difference from PyTorch {result.max_abs_difference:.3g}, accepted {result.tolerance:.3g}, "
+        f"{len(result.shapes)} shapes, run by the backend {result.backend}"
     ]
     for form in result.forms:
         found = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
@@ -109,18 +118,25 @@ def validate(
 def optimize(
     artifact: options.Artifact,
     out: options.Out,
-    level: Annotated[str, typer.Option(help="O1, O2 (fusions), O3 (approximations) or O4 (float16).")] = "O2",
-    disable: Annotated[list[str] | None, typer.Option(help="A fusion to leave out; repeat it for more.")] = None,
-    enable: Annotated[list[str] | None, typer.Option(help="A fusion to add; repeat it for more.")] = None,
-    atol: Annotated[float | None, typer.Option(help="Accepted absolute difference from ARTIFACT.")] = None,
+    level: Annotated[str, typer.Option(help="Level: O1, O2 (fusions), O3 (approximations) or O4 (float16).")] = "O2",
+    disable: Annotated[
+        list[str] | None, typer.Option(help="Fusion to disable. Repeat the flag for several fusions.")
+    ] = None,
+    enable: Annotated[
+        list[str] | None, typer.Option(help="Fusion to add. Repeat the flag for several fusions.")
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(help="Accepted absolute difference from the outputs of ARTIFACT.")
+    ] = None,
     calibration: Annotated[
-        str | None, typer.Option(help="Of O4: rows to try float16 on; what leaves its range stays float32.")
+        str | None,
+        typer.Option(help="For O4: rows that test float16. Operators with values outside its range stay in float32."),
     ] = None,
     calibration_split: options.CalibrationSplit = None,
     column: options.Column = None,
     backend: options.Backend = None,
 ) -> CommandResult:
-    """Rewrite a graph into a faster one and compare it with its parent."""
+    """Rewrite a graph into a faster graph, and compare it with the original graph."""
     from ..stages.optimize import optimize as run
 
     made = run(
@@ -141,7 +157,7 @@ def optimize(
         _described(made),
         f"{made.path}: {level}, {made.bytes / 1e6:.1f} MB\n"
         f"fused: {', '.join(f'{name} {count}' for name, count in fused.items()) or 'nothing'}\n"
-        f"differs from its parent by {step.validation['max_abs_difference']:.2g} at most "
+        f"largest difference from the original graph: {step.validation['max_abs_difference']:.2g} "
         f"(accepted: {step.validation['tolerance']:.2g})",
     )
 
@@ -153,62 +169,84 @@ def quantize(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="dynamic-int8 (default), static-int8, weight-int8, weight-int4, ...; with a budget: only this."
+            help="dynamic-int8 (default), static-int8, weight-int8, weight-int4, ... With --max-drop, try only this scheme."
         ),
     ] = None,
-    preset: Annotated[str, typer.Option(help="Processor to quantize for; auto reads this one's flags.")] = "auto",
+    preset: Annotated[
+        str, typer.Option(help="Processor to quantize for; auto detects this machine's processor.")
+    ] = "auto",
     calibration: options.Calibration = None,
     calibration_split: options.CalibrationSplit = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration rows at most (256).")] = None,
-    method: Annotated[str | None, typer.Option(help="minmax, moving_average, entropy or percentile.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Maximum number of calibration rows (default: 256).")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="How activation ranges are computed: minmax, moving_average, entropy or percentile."),
+    ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(help="A layer to leave in float, or re:EXPRESSION; repeat it for more.")
+        list[str] | None,
+        typer.Option(help="Layer to keep in float, or re:EXPRESSION. Repeat the flag for several layers."),
     ] = None,
     operator: Annotated[
-        list[str] | None, typer.Option(help="Quantize these operator types only; repeat it for more.")
+        list[str] | None, typer.Option(help="Quantize only this operator type. Repeat the flag for several types.")
     ] = None,
     per_channel: Annotated[
-        bool | None, typer.Option("--per-channel/--per-tensor", help="Scales of weights; the preset's choice.")
+        bool | None,
+        typer.Option(
+            "--per-channel/--per-tensor",
+            help="One scale per output channel or per weight; set by the preset if omitted.",
+        ),
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="Weights around zero; the preset's choice.")
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Symmetric weights (zero point 0) or asymmetric weights; set by the preset if omitted.",
+        ),
     ] = None,
-    graph: Annotated[str | None, typer.Option("--format", help="Of static-int8: qdq (default) or qoperator.")] = None,
+    graph: Annotated[str | None, typer.Option("--format", help="For static-int8: qdq (default) or qoperator.")] = None,
     smooth_quant: Annotated[
-        float | None, typer.Option(help="Of static-int8: move outliers into the weights, from 0 to 1.")
+        float | None,
+        typer.Option(help="For static-int8: SmoothQuant exponent from 0 to 1, which moves outliers into the weights."),
     ] = None,
-    percentile: Annotated[float | None, typer.Option(help="Of --method percentile (99.99).")] = None,
+    percentile: Annotated[
+        float | None,
+        typer.Option(help="For --method percentile: percentage of values inside the range (default: 99.99)."),
+    ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Of weights in blocks: values that share a scale (32).")
+        int | None, typer.Option(help="For weight-int4: number of values that share a scale (default: 32).")
     ] = None,
     algorithm: Annotated[
         str | None,
-        typer.Option(
-            help="Of weights in blocks: rtn (default), hqq, awq, gptq, teq or autoround, as the backend has them."
-        ),
+        typer.Option(help="For weight-int4, if the backend has it: rtn (default), hqq, awq, gptq, teq or autoround."),
     ] = None,
     ratio: Annotated[
-        float | None, typer.Option(help="Of weight-int4: share of layers, the rest in 8 bits (1).")
+        float | None,
+        typer.Option(
+            help="For weight-int4: fraction of the layers in 4 bits; the other layers get 8 bits (default: 1)."
+        ),
     ] = None,
     scale_estimation: Annotated[
         bool | None,
         typer.Option(
-            "--scale-estimation", help="Of weight-int4, where the backend has it: fit scales to --calibration."
+            "--scale-estimation",
+            help="For weight-int4, if the backend has it: fit the scales to the --calibration rows.",
         ),
     ] = None,
     max_drop: Annotated[
-        float | None, typer.Option(help="Budget: points of the metric that may be lost on --data.")
+        float | None, typer.Option(help="Accuracy budget: points of the metric that may be lost on --data.")
     ] = None,
     metric: options.Metric = None,
-    data: Annotated[str | None, typer.Option(help="Labelled rows to measure on: a file or Hub data set.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Labelled rows to measure accuracy: a file or a Hub data set.")
+    ] = None,
     split: options.Split = None,
     column: options.Column = None,
-    rows: Annotated[int | None, typer.Option(help="Rows of --data at most.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Maximum number of rows of --data.")] = None,
     max_length: options.MaxLength = None,
     batch_size: options.BatchSize = 1,
     backend: options.Backend = None,
 ) -> CommandResult:
-    """Rewrite a graph into one with fewer bits; with a budget, search for the fastest that stays inside it."""
+    """Quantize a graph. With --max-drop, search for the fastest quantization that stays within the accuracy budget."""
     from ..tuning.quantize_within_budget import quantize as run
 
     given: dict[str, Any] = {
@@ -251,7 +289,7 @@ def _quantized(artifact: Any) -> str:
     lines = [f"{artifact.path}: {quantization.scheme}{preset}, {artifact.bytes / 1e6:.1f} MB"]
     accuracy = step.validation.get("accuracy")
     if accuracy is None:
-        return f"{lines[0]}\naccuracy was not measured: pass --data FILE, or run `accel evaluate`"
+        return f"{lines[0]}\nThe accuracy was not measured. To measure it, pass --data FILE or run `accel evaluate`."
     from ..measuring.accuracy.evaluation import rows_a_call
     from ..measuring.report import disturbed
 
@@ -274,37 +312,40 @@ def _quantized(artifact: Any) -> str:
 @subcommand(app, epilog="Example: accel convert org/model out/ -b 1 -s 16 -s 128 --quantize dynamic-int8")
 def convert(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")] = None,
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to make.")] = None,
-    model_option: Annotated[str | None, typer.Option("--model", "-m", help="Instead of the argument MODEL.")] = None,
-    out_option: Annotated[Path | None, typer.Option("--output", "-o", help="Instead of the argument OUT.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Output folder.")] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="Replaces the argument MODEL.")] = None,
+    out_option: Annotated[Path | None, typer.Option("--output", "-o", help="Replaces the argument OUT.")] = None,
     batch: Annotated[
-        list[int] | None, typer.Option("--batch-size", "-b", help="Rows a call; repeat for a grid. [1]")
+        list[int] | None,
+        typer.Option("--batch-size", "-b", help="Rows per call. Repeat the flag for several sizes. [default: 1]"),
     ] = None,
     sequence: Annotated[
-        list[int] | None, typer.Option("--seq-len", "-s", help="Tokens a row; repeat for a grid. [16, 128]")
+        list[int] | None,
+        typer.Option("--seq-len", "-s", help="Tokens per row. Repeat the flag for several lengths. [default: 16, 128]"),
     ] = None,
     backend: options.Backends = None,
     task: options.Task = None,
-    optimize: Annotated[str, typer.Option(help="Optimization level, or none.")] = "O2",
-    quantize: Annotated[str | None, typer.Option(help="Quantization scheme; none when left out.")] = None,
+    optimize: Annotated[str, typer.Option(help="Optimization level, or `none`.")] = "O2",
+    quantize: Annotated[str | None, typer.Option(help="Quantization scheme; no quantization if omitted.")] = None,
     calibration: options.Calibration = None,
     atol: options.Atol = None,
-    nb_measures: Annotated[int, typer.Option(help="Timed calls of each variant and shape.")] = 240,
-    warmup: Annotated[int, typer.Option(help="Calls before them.")] = 10,
+    nb_measures: Annotated[int, typer.Option(help="Number of timed calls for each variant and shape.")] = 240,
+    warmup: Annotated[int, typer.Option(help="Number of calls before the timed calls.")] = 10,
     threads: options.Threads = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
-    """Export, optimize and quantize for every backend, check the results, time all beside PyTorch, write a report."""
+    """Export, optimize and quantize a model for every backend, compare and time the results with PyTorch, and write a report."""
     from ..measuring.report import text_table
     from ..tuning.conversion import convert as run
 
     if model is not None and out is None and model_option is not None:
         model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`
-    for name, given, other in (("MODEL", model, model_option), ("OUT", out, out_option)):
-        if (given is None) == (other is None):
-            many = "twice" if given is not None else "nowhere"
-            raise ConfigError(f"{name} is given {many}.", fix="accel convert MODEL OUT")
+    for name, argument, option in (("MODEL", model, model_option), ("OUT", out, out_option)):
+        if (argument is None) == (option is None):
+            flag = "--model" if name == "MODEL" else "--output"
+            problem = f"is set by the argument and by {flag}" if argument is not None else "is missing"
+            raise ConfigError(f"{name} {problem}.", fix="run `accel convert MODEL OUT`.")
     found = run(
         str(model or model_option), Path(out or out_option or ""), backends=backend, task=task,
         level=None if optimize == "none" else optimize, scheme=quantize, calibration=calibration,
@@ -312,7 +353,7 @@ def convert(
         threads=threads, revision=revision, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     values = found.benchmark.to_dict()
-    failures = "".join(f"\n{name} could not be made: {why}" for name, why in found.failed.items())
+    failures = "".join(f"\n{name} could not be created: {why}" for name, why in found.failed.items())
     artifacts = {name: artifact.path for name, artifact in found.artifacts.items()}
     return CommandResult(
         {"path": found.path, "artifacts": artifacts, "failed": found.failed, "benchmark": values},

@@ -11,7 +11,7 @@ from . import options
 from .application import CommandResult, app, pairs_of, subcommand
 
 deploy_app = typer.Typer(
-    help="Write what another server runs, and check it: Triton Inference Server.",
+    help="Write and check a model repository for Triton Inference Server.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -25,45 +25,79 @@ Pairs = list[str] | None
 def triton(
     artifact: options.Artifact,
     out: options.Out,
-    name: Annotated[str | None, typer.Option(help="Of the model that clients call; the task's when left out.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model that clients call; the name of the task if omitted.")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Pipeline task, such as zero-shot-classification.")] = None,
     layout: Annotated[
-        str, typer.Option(help="auto, text (a front that batches), ensemble, or graph (tensors alone).")
+        str,
+        typer.Option(
+            help="auto, text (a Python model tokenizes texts and calls the graph), ensemble, or graph (only tensors)."
+        ),
     ] = "auto",
-    backend: Annotated[str, typer.Option(help="Triton's: auto, onnxruntime, openvino, tensorrt or python.")] = "auto",
-    accelerator: Annotated[str | None, typer.Option(help="Of onnxruntime: tensorrt or openvino.")] = None,
+    backend: Annotated[
+        str, typer.Option(help="Triton backend: auto, onnxruntime, openvino, tensorrt or python.")
+    ] = "auto",
+    accelerator: Annotated[
+        str | None, typer.Option(help="Accelerator of Triton's onnxruntime backend: tensorrt or openvino.")
+    ] = None,
     accelerator_option: Annotated[
-        Pairs, typer.Option(metavar="NAME=VALUE", help="An option of the accelerator, by Triton's name; repeat.")
+        Pairs,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Option of the accelerator, with its name in Triton. Repeat the flag for several options.",
+        ),
     ] = None,
     parameter: Annotated[
-        Pairs, typer.Option(metavar="NAME=VALUE", help="A parameter of the graph's backend, by Triton's name; repeat.")
+        Pairs,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Parameter of the Triton backend, with its name in Triton. Repeat the flag for several.",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda (every GPU of the server) or cuda:0.")] = "cpu",
-    instances: Annotated[int, typer.Option(help="Copies of the graph, on each device.")] = 1,
-    front_instances: Annotated[int, typer.Option(help="Copies of the front, each a process.")] = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads of a call of the graph; the runtime's choice.")] = None,
-    max_batch_size: Annotated[int, typer.Option(help="Rows of a call at most.")] = 32,
+    instances: Annotated[int, typer.Option(help="Number of instances of the graph on each device.")] = 1,
+    front_instances: Annotated[
+        int, typer.Option(help="Number of processes of the Python model that tokenizes texts.")
+    ] = 1,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of one call of the graph; chosen by the runtime if omitted.")
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Maximum number of rows per call.")] = 32,
     preferred_batch_size: Annotated[
-        list[int] | None, typer.Option(help="Rows that the batcher waits for; repeat.")
+        list[int] | None,
+        typer.Option(help="Batch size that Triton's batcher waits for. Repeat the flag for several sizes."),
     ] = None,
-    queue_delay_us: Annotated[int, typer.Option(help="How long a request waits for others, microseconds.")] = 0,
+    queue_delay_us: Annotated[
+        int, typer.Option(help="Time that a request waits for other requests of its batch, in microseconds.")
+    ] = 0,
     queue_timeout_us: Annotated[
-        int | None, typer.Option(help="How long a request waits at all; see the guide before setting it.")
+        int | None,
+        typer.Option(help="Maximum time in the queue, in microseconds. Read docs/guides/triton.md before you set it."),
     ] = None,
-    queue_size: Annotated[int | None, typer.Option(help="Requests that may wait; likewise.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a text at most; the model's when left out.")] = None,
-    bucket: Annotated[list[int] | None, typer.Option(help="A length that batches are padded up to; repeat.")] = None,
-    profile: Annotated[str, typer.Option(help="Of TensorRT: batch=1:8:32,sequence=1:64:128.")] = "",
+    queue_size: Annotated[
+        int | None,
+        typer.Option(help="Maximum number of waiting requests. Read docs/guides/triton.md before you set it."),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Maximum tokens per text; the model's limit if omitted.")
+    ] = None,
+    bucket: Annotated[
+        list[int] | None, typer.Option(help="Length to which batches are padded. Repeat the flag for several lengths.")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="For TensorRT: shapes min:opt:max, such as batch=1:8:32,sequence=1:64:128.")
+    ] = "",
     cache: Annotated[
-        str, typer.Option(help="Folder on the server for engines and kernel times.")
+        str, typer.Option(help="Folder on the server that caches compiled engines and kernel timings.")
     ] = "/var/cache/accel-triton",
     warmup: Annotated[
-        bool, typer.Option("--warmup/--no-warmup", help="Run the graph before it takes requests.")
+        bool, typer.Option("--warmup/--no-warmup", help="Run the graph once before the server accepts requests.")
     ] = True,
-    versions: Annotated[str, typer.Option(help="Versions that are served: latest or all.")] = "latest",
-    version: Annotated[int, typer.Option(help="Number of the version that is written.")] = 1,
+    versions: Annotated[str, typer.Option(help="Versions that Triton serves: latest or all.")] = "latest",
+    version: Annotated[int, typer.Option(help="Version number of the written model.")] = 1,
 ) -> CommandResult:
-    """Write a model repository for Triton: the graph, and a front that takes texts and answers with what they mean."""
+    """Write a model repository for Triton: the graph, and a Python model that accepts texts and returns results."""
     from ..deploying.triton import deploy
 
     written = deploy(
@@ -94,9 +128,9 @@ def triton(
 def check(
     repository: Annotated[Path, typer.Argument(metavar="OUT", help="Folder made by `accel deploy triton`.")],
 ) -> CommandResult:
-    """Compare a model repository with what `accel deploy triton` writes: every difference, each with its remedy."""
+    """Check the files of a model repository for Triton, and print each problem with a fix."""
     from ..deploying import triton as target
 
     findings = target.check(repository)
-    text = "\n".join(map(str, findings)) or f"{repository}: nothing is wrong with its files"
+    text = "\n".join(map(str, findings)) or f"{repository}: no problem found in the files"
     return CommandResult({"path": repository, "findings": findings}, text, failed=bool(findings))

@@ -12,7 +12,7 @@ from . import options
 from .application import CommandResult, app, subcommand
 
 cache_app = typer.Typer(
-    help="List or clear what is kept: exports made on the fly, and searches.",
+    help="List or remove cached files: exports made by `from_pretrained`, and results of `accel tune`.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -22,14 +22,16 @@ app.add_typer(cache_app, name="cache")
 
 @subcommand(app, epilog="Example: accel doctor MODEL --json")
 def doctor(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or folder, to see how it runs.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Hub id or folder of a model, to see how it would run.")
+    ] = None,
     task: options.Task = None,
     backend: options.Backend = None,
     device: options.Device = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
-    """Show every backend and task with what is missing, and its remedy; for a model, how it would run here and why."""
+    """Show every backend and task, what is missing and how to install it. With MODEL, show how the model would run on this machine."""
     if model is not None:
         from ..models.arguments import read_arguments
         from ..models.base import ORTModel
@@ -40,7 +42,10 @@ def doctor(
         plan = ORTModel.plan(model, arguments)
         return CommandResult(plan.to_dict(), str(plan), failed=plan.why_not is not None)
     if any((task, backend, device, revision, trust_remote_code)):
-        raise ConfigError("These options are about a model.", fix="name the model: accel doctor MODEL.")
+        raise ConfigError(
+            "--task, --backend, --device, --revision and --trust-remote-code require the argument MODEL.",
+            fix="add the model: accel doctor MODEL.",
+        )
     from ..backends.doctor import list_backends
     from ..backends.machine import conflicts, machine
     from ..interfaces.task_registry import all_tasks, broken_tasks
@@ -82,9 +87,9 @@ def _reason(message: str, remedy: str | None) -> str:
 
 @subcommand(app, epilog="Example: accel demo --out demo-out/")
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Keep the artifact here, the others beside it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep the exported artifact in this folder, and the other artifacts next to this folder.")] = None,
 ) -> CommandResult:
-    """Do the main job on a real intent classifier, offline: export, optimize, quantize, evaluate, compare with PyTorch."""
+    """Export, optimize and quantize the included intent classifier, and compare it with PyTorch. Runs offline."""
     from ..demo.walkthrough import render, run
 
     report = run(out)
@@ -93,7 +98,7 @@ def demo(
 
 @subcommand(cache_app, "list", verbose=False, epilog="Example: accel cache list")
 def cache_list() -> CommandResult:
-    """List exports that `from_pretrained` made, and what `accel tune` built and measured, with sizes."""
+    """List the cached exports of `from_pretrained` and the cached results of `accel tune`, with their sizes."""
     from ..artifact.cache import entries
 
     kept = entries()
@@ -103,9 +108,9 @@ def cache_list() -> CommandResult:
 
 @subcommand(cache_app, "clear", verbose=False, epilog="Example: accel cache clear tune")
 def cache_clear(
-    name: Annotated[str | None, typer.Argument(help="Only entries whose name starts with this; see the list.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Remove only entries whose name starts with this text.")] = None,
 ) -> CommandResult:
-    """Remove exports that `from_pretrained` made, what `accel tune` keeps, and checksums remembered about them."""
+    """Remove the cached exports of `from_pretrained`, the results of `accel tune`, and cached checksums."""
     from ..artifact.cache import clear
 
     removed = clear(name)

@@ -16,19 +16,20 @@ def evaluate(
     data: Annotated[str, typer.Option(help="Labelled rows: a CSV, JSON or Parquet file, a folder, or a Hub data set.")],
     metric: options.Metric = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare with the PyTorch model it was made from.")
+        bool, typer.Option("--compare", help="Compare with the original PyTorch model of the artifact.")
     ] = False,
     against: Annotated[str | None, typer.Option(help="Compare with this model or artifact.")] = None,
     split: options.Split = None,
     column: options.Column = None,
-    rows: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of rows.")] = 0,
+    rows: Annotated[int | None, typer.Option(help="Maximum number of rows.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed for the choice of rows.")] = 0,
     max_length: options.MaxLength = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
             "--batch-size",
-            help="Rows a call: as many as the artifact's accuracy was measured with; else 1 for dynamic quantization, 32 for others.",
+            help="Rows per call. Default: the recorded batch size of the artifact; without a record, 1 for dynamic quantization "
+            "and 32 for other models.",
         ),
     ] = None,
     backend: options.Backend = None,
@@ -36,7 +37,7 @@ def evaluate(
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
-    """Measure a model on labelled data, and compare it with its original on the same rows."""
+    """Measure the accuracy of a model on labelled data, and compare it with the original model on the same rows."""
     from ..measuring.accuracy.evaluation import evaluate as run
 
     result = run(
@@ -87,33 +88,46 @@ def benchmark(
         list[str], typer.Argument(metavar="MODEL...", help="Artifacts, transformers folders or Hub ids.")
     ],
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", help="Who runs artifacts; repeat for several.")
+        list[str] | None,
+        typer.Option("--backend", help="Backend that runs artifacts. Repeat the flag for several backends."),
     ] = None,
     pytorch: Annotated[
-        list[str] | None, typer.Option(help="PyTorch eager in this dtype; repeat. float32 always.")
+        list[str] | None,
+        typer.Option(help="Also measure PyTorch eager in this dtype. Repeat the flag. float32 is always measured."),
     ] = None,
     compiled: Annotated[
-        list[str] | None, typer.Option("--compile", help="torch.compile in this dtype; repeat.")
+        list[str] | None,
+        typer.Option("--compile", help="Also measure torch.compile in this dtype. Repeat the flag for several."),
     ] = None,
     cuda_graph: Annotated[
         list[str] | None,
-        typer.Option(help="PyTorch eager in this dtype from a CUDA graph; repeat. On a GPU, as --pytorch."),
+        typer.Option(
+            help="Also measure PyTorch eager in this dtype with CUDA graphs. Repeat the flag. Default on a GPU: as --pytorch."
+        ),
     ] = None,
     batch: options.Batches = None,
     sequence: options.Sequences = None,
     texts: options.Texts = None,
-    tokenizer: Annotated[bool, typer.Option("--tokenizer", help="Tokenize the texts inside the timed call.")] = False,
+    tokenizer: Annotated[
+        bool, typer.Option("--tokenizer", help="Include tokenization of the texts in the timed call.")
+    ] = False,
     max_length: options.MaxLength = None,
     threads: options.Threads = None,
-    warmup: Annotated[int, typer.Option(help="Calls before the first round.")] = 10,
-    rounds: Annotated[int, typer.Option(help="How often the variants take turns.")] = 12,
+    warmup: Annotated[int, typer.Option(help="Number of calls before the first round.")] = 10,
+    rounds: Annotated[
+        int, typer.Option(help="Number of rounds. In each round, all variants run one after the other.")
+    ] = 12,
     calls: Annotated[
-        int | None, typer.Option(help="Calls of a variant in each round: 20, or 1 with --new-tokens.")
+        int | None, typer.Option(help="Calls of each variant per round. Default: 20, or 1 with --new-tokens.")
     ] = None,
-    processes: Annotated[int, typer.Option(help="How often each variant is loaded anew.")] = 4,
-    new_tokens: Annotated[int, typer.Option(help="Time generating: until the first token, and this many.")] = 0,
-    callers: Annotated[int, typer.Option(help="Threads that call at once (closed loop).")] = 1,
-    rate: Annotated[float | None, typer.Option(help="Calls a second that arrive at random times (open loop).")] = None,
+    processes: Annotated[int, typer.Option(help="Number of processes that load and time each variant again.")] = 4,
+    new_tokens: Annotated[
+        int, typer.Option(help="Measure text generation: time to the first token and to this number of tokens.")
+    ] = 0,
+    callers: Annotated[
+        int, typer.Option(help="Number of threads that call the model at the same time (closed loop).")
+    ] = 1,
+    rate: Annotated[float | None, typer.Option(help="Calls per second at random times (open loop).")] = None,
     task: options.Task = None,
     device: options.Device = None,
     atol: options.Atol = None,
@@ -122,7 +136,7 @@ def benchmark(
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
-    """Measure variants of a model, one process each, taking turns; outputs are compared with PyTorch first."""
+    """Compare the outputs of a model's variants with PyTorch, and measure their latency. Each variant has its own process."""
     from ..measuring.latency.benchmark import benchmark as run
     from ..measuring.report import check_pages, text_table, write_html, write_png
 
@@ -151,32 +165,44 @@ def tune(
     data: Annotated[str, typer.Option(help="Labelled rows to measure accuracy on: a file or a Hub data set.")],
     metric: options.Metric = None,
     calibration: options.Calibration = None,
-    objective: Annotated[str, typer.Option(help="latency, throughput, size or cost.")] = "latency",
-    max_drop: Annotated[float | None, typer.Option(help="Points that may be lost against PyTorch float32.")] = None,
-    min_accuracy: Annotated[float | None, typer.Option(help="Least value of the metric.")] = None,
-    max_latency_ms: Annotated[float | None, typer.Option(help="Largest median on every workload.")] = None,
-    max_memory_mb: Annotated[float | None, typer.Option(help="Largest peak memory of the process.")] = None,
-    max_size_mb: Annotated[float | None, typer.Option(help="Largest size of the files.")] = None,
+    objective: Annotated[str, typer.Option(help="What to optimize: latency, throughput, size or cost.")] = "latency",
+    max_drop: Annotated[
+        float | None, typer.Option(help="Points that may be lost compared with PyTorch float32.")
+    ] = None,
+    min_accuracy: Annotated[float | None, typer.Option(help="Minimum value of the metric.")] = None,
+    max_latency_ms: Annotated[
+        float | None, typer.Option(help="Maximum median latency of every workload, in milliseconds.")
+    ] = None,
+    max_memory_mb: Annotated[
+        float | None, typer.Option(help="Maximum peak memory of the process, in megabytes.")
+    ] = None,
+    max_size_mb: Annotated[float | None, typer.Option(help="Maximum size of the files, in megabytes.")] = None,
     batch: options.Batches = None,
     sequence: options.Sequences = None,
     texts: options.Texts = None,
     split: options.Split = None,
     column: options.Column = None,
     calibration_split: options.CalibrationSplit = None,
-    samples: Annotated[int | None, typer.Option(help="Rows of --data at most; all when left out.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Maximum number of rows of --data; all rows if omitted.")] = None,
     max_length: options.MaxLength = None,
     backend: options.Backends = None,
-    device: Annotated[str | None, typer.Option(help="Device type to run on.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device type: cpu, cuda, ...; all available types if omitted.")
+    ] = None,
     task: options.Task = None,
     threads: options.Threads = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds; what is not tried by then is listed.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what earlier runs measured.")] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Time limit in seconds. Untried candidates are listed.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Ignore the results of earlier runs, and measure again.")
+    ] = False,
     report: options.Report = None,
     png: options.Png = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
-    """Try what every backend offers on this machine and data, and keep the best that fits the constraints."""
+    """Try the candidates of every backend on this machine and data, and keep the best one that meets the constraints."""
     from ..measuring.report import check_pages, write_html, write_png
     from ..tuning.trials import render
     from ..tuning.tune import tune as run

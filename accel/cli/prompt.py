@@ -16,22 +16,35 @@ from .application import app, command, emit, print_line
 @app.command(epilog='Example: accel generate Qwen/Qwen3-0.6B --prompt "Why is the sky blue?" --max-new-tokens 200')
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, transformers folder or artifact.")],
-    prompt: Annotated[str | None, typer.Option(help="What to answer; standard input when left out.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; read from standard input if omitted.")] = None,
     system: Annotated[str | None, typer.Option(help="System message, for chat models.")] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Use the tokenizer's chat template; when it has one.")
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat", help="Apply the tokenizer's chat template or not; applied if the tokenizer has one."
+        ),
     ] = None,
-    image: Annotated[Path | None, typer.Option(help="Picture, for models that describe one.")] = None,
-    audio: Annotated[Path | None, typer.Option(help="Recording, for speech models.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens at most.")] = 256,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    temperature: Annotated[float | None, typer.Option(min=1e-6, help="With --sample: above 1 is wilder.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="With --sample: among so many; 0 for all.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Image file, for models with image input.")] = None,
+    audio: Annotated[Path | None, typer.Option(help="Audio file, for speech models.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of generated tokens.")] = 256,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample tokens instead of choosing the most likely token.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-6, help="With --sample: temperature; values above 1 give more random text.")
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --sample: sample from this number of the most likely tokens; 0 for all."),
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="With --sample: among this much probability.")
+        float | None,
+        typer.Option(
+            min=0, max=1, help="With --sample: sample from the most likely tokens with this total probability."
+        ),
     ] = None,
-    num_beams: Annotated[int, typer.Option(min=1, help="Beam search with so many beams.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="With --sample: the same answer again.")] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Number of beams of a beam search.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="With --sample: random seed, for a repeatable answer.")] = None,
     task: options.Task = None,
     backend: options.Backend = None,
     device: options.Device = None,
@@ -40,11 +53,13 @@ def generate(
     as_json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Answer a prompt, printing the text while it is generated; speed goes to standard error."""
+    """Answer a prompt. The text is printed while it is generated; the speed is printed on standard error."""
     with command(as_json, verbose):
         text = sys.stdin.read() if prompt is None and image is None and audio is None else prompt or ""
         if not sample and (temperature is not None or top_k is not None or top_p is not None or seed is not None):
-            raise ConfigError("temperature, top-k, top-p and seed need sampling.", fix="add --sample.")
+            raise ConfigError(
+                "--temperature, --top-k, --top-p and --seed have an effect only with --sample.", fix="add --sample."
+            )
         import transformers
 
         from ..models.processors import companion_of

@@ -13,7 +13,8 @@ from . import options
 from .application import CommandResult, app, columns_of, command, pairs_of, subcommand
 
 Options = Annotated[
-    list[str] | None, typer.Option("--option", metavar="NAME=JSON", help="An option of the operation; repeat.")
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=JSON", help="Option of the operation. Repeat the flag for several options."),
 ]
 
 
@@ -44,7 +45,7 @@ def _replaced(name: str) -> None:
     )
     def tell(context: typer.Context) -> None:
         with command("--json" in context.args, verbose=False):
-            raise ConfigError(f"`accel {name}` was removed.", fix=_REPLACED[name])
+            raise ConfigError(f"The command `accel {name}` was removed.", fix=_REPLACED[name])
 
 
 for _name in _REPLACED:
@@ -56,20 +57,31 @@ for _name in _REPLACED:
 )
 def batch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Artifact, folder or Hub id.")],
-    data: Annotated[list[str], typer.Option(help="CSV, JSON lines or Parquet: a file, folder or pattern; repeat.")],
-    out: Annotated[Path, typer.Option(help="Folder for the answers; the one of a killed run goes on.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="CSV, JSON Lines or Parquet file, folder or file pattern. Repeat the flag for several files."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Output folder. With the folder of an interrupted run, continue that run.")],
     operation: Annotated[
-        str | None, typer.Option(help="embed, generate, a pipeline's task, ...; the model's own.")
+        str | None, typer.Option(help="embed, generate, the task of a pipeline, ...; chosen by the model if omitted.")
     ] = None,
     option: Options = None,
     column: options.Column = None,
-    keep: Annotated[list[str] | None, typer.Option(help="Column that is copied to the answers; repeat.")] = None,
-    on_error: Annotated[str, typer.Option(help="At a row without an answer: stop, or record what was wrong.")] = "stop",
-    format: Annotated[str, typer.Option(help="parquet or jsonl.")] = "parquet",
-    rows_a_part: Annotated[int, typer.Option(help="Rows of a file of answers.")] = 2048,
-    workers: Annotated[int, typer.Option(min=1, help="Sessions; they share the processors.")] = 1,
-    max_batch: Annotated[int, typer.Option(min=1, help="Rows in one call of the model.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one call, padding counted.")] = 16384,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Column to copy to the output. Repeat the flag for several columns.")
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="If a row fails: `stop`, or `record` the error in the output.")
+    ] = "stop",
+    format: Annotated[str, typer.Option(help="Format of the output files: parquet or jsonl.")] = "parquet",
+    rows_a_part: Annotated[int, typer.Option(help="Number of rows per output file.")] = 2048,
+    workers: Annotated[int, typer.Option(min=1, help="Number of sessions. They share the processors.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of rows per model call.")] = 64,
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens per model call, including padding.")
+    ] = 16384,
     ray: options.Ray = False,
     address: options.Address = None,
     replicas: options.ReplicaCount = options.REPLICAS,
@@ -82,7 +94,7 @@ def batch(
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
-    """Answer every row of a table, each exactly once: killed and called again, it goes on where it was."""
+    """Run a model on every row of a table. An interrupted run continues if the same command is run again."""
     from ..config import SessionOptions
 
     arguments: dict[str, Any] = {
@@ -102,5 +114,5 @@ def batch(
         done = run(model, data, out, **arguments)
     speed = f", {done.computed / done.seconds:.0f} rows a second" if done.computed and done.seconds else ""
     told = f"{done.folder}: {done.rows} rows, {done.operation}, {done.parts} files; {done.computed} computed now{speed}"
-    broken = f"\n{done.broken} rows have no answer: see their column `error`." if done.broken else ""
+    broken = f"\n{done.broken} rows failed: see the column `error` of these rows." if done.broken else ""
     return CommandResult(done, told + broken)

@@ -20,36 +20,49 @@ _KEYS = "ACCEL_API_KEYS"
 def serve(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Artifacts, folders or Hub ids; NAME=MODEL gives one a name."),
+        typer.Argument(metavar="MODEL...", help="Artifacts, folders or Hub ids. NAME=MODEL sets the name of a model."),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines, too.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    workers: Annotated[int, typer.Option(min=1, help="Sessions a model; they share the processors.")] = 1,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts requests from other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free port.")] = 8000,
+    workers: Annotated[int, typer.Option(min=1, help="Number of sessions per model. They share the processors.")] = 1,
     threads: options.Threads = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Rows in one call of a model.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one call, padding counted.")] = 16384,
-    max_queue: Annotated[int, typer.Option(min=1, help="Inputs that may wait; the next request gets 429.")] = 512,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of rows per model call.")] = 64,
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens per model call, including padding.")
+    ] = 16384,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Maximum number of waiting inputs. Further requests get HTTP status 429.")
+    ] = 512,
     max_wait_ms: Annotated[
-        float | None, typer.Option(min=0.001, help="A request that would wait longer gets 429 at once.")
+        float | None,
+        typer.Option(min=0.001, help="A request with a longer expected wait gets HTTP status 429 immediately."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a generated answer that a request may ask for.")
+        int, typer.Option(min=1, help="Maximum number of generated tokens that a request may set.")
     ] = 4096,
-    timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds until a request is dropped.")] = 60.0,
-    max_client_batch: Annotated[int, typer.Option(min=1, help="Inputs in one request.")] = 256,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Size of a request.")] = 8.0,
-    max_text_chars: Annotated[int, typer.Option(min=1, help="Letters of all texts in one request.")] = 1 << 20,
+    timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds after which a request is dropped.")] = 60.0,
+    max_client_batch: Annotated[int, typer.Option(min=1, help="Maximum number of inputs per request.")] = 256,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Maximum size of a request, in MiB.")] = 8.0,
+    max_text_chars: Annotated[
+        int, typer.Option(min=1, help="Maximum number of characters of all texts in a request.")
+    ] = 1 << 20,
     api_keys: Annotated[
         Path | None,
-        typer.Option(help=f"File with a key a line; or {_KEYS}, with commas between. Without: none is asked for."),
+        typer.Option(
+            help=f"File with one API key per line; or set {_KEYS} to keys with commas. By default, no key is required."
+        ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Origin whose pages may call from a browser, such as https://app.example.org, or *; repeat."),
+        typer.Option(
+            help="Origin of web pages that may send requests, such as https://app.example.org, or *. Repeat the flag for several."
+        ),
     ] = None,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that accepted requests get after SIGTERM.")] = 60.0,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for https.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds to finish accepted requests after SIGTERM.")] = 60.0,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="TLS certificate file, for https.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key file of the TLS certificate.")] = None,
     traces: Annotated[
         bool,
         typer.Option(
@@ -68,7 +81,7 @@ def serve(
     trust_remote_code: options.Trust = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Serve models over HTTP: OpenAI's API, the Open Inference Protocol, an endpoint for each task, and a page at /docs."""
+    """Serve models over HTTP, with the OpenAI API, the Open Inference Protocol, an endpoint per task, and a page at /docs."""
     with command(False, verbose):
         try:
             from ..serving.http.app import create_app
@@ -76,7 +89,8 @@ def serve(
             from ..serving.http.server_settings import ServerSettings
         except ImportError as error:
             raise BackendUnavailableError(
-                f"Serving needs {error.name}.", fix='install the extra: pip install "accel-transformers[serve]".'
+                f"`accel serve` needs the Python package {error.name}, which is not installed.",
+                fix='install the extra: pip install "accel-transformers[serve]".',
             ) from error
         from ..config import SessionOptions
         from ..serving.engine import Engine
@@ -97,7 +111,9 @@ def serve(
         if options.wants_ray(ray, address, replicas, cpus, gpus):
             if ssl_certfile is not None or ssl_keyfile is not None:
                 raise ConfigError(
-                    "Ray's proxies speak no TLS.", fix="put a proxy with TLS in front, without --ssl-certfile."
+                    "--ssl-certfile and --ssl-keyfile cannot be used with --ray, because the HTTP proxies of Ray do not support "
+                    "TLS.",
+                    fix="remove --ssl-certfile and --ssl-keyfile, and run a proxy with TLS in front of the server.",
                 )
             from ..serving.ray.ray_deployment import Replicas, Served, serve_on_ray
 
@@ -133,7 +149,10 @@ def _named(models: list[str]) -> dict[str, str] | list[str]:
         name, separator, source = one.partition("=") if not Path(one).exists() else ("", "", "")
         name, source = (name, source) if separator else (name_of(one), one)
         if not name or not source or name in found:
-            raise ConfigError(f"{one!r} names no model, or its name is taken.", fix="write NAME=MODEL, names unlike.")
+            raise ConfigError(
+                f"The model argument {one!r} is not MODEL or NAME=MODEL, or another model has the same name.",
+                fix="write NAME=MODEL, with a different name for each model.",
+            )
         found[name] = source
     return found
 
@@ -152,10 +171,13 @@ def _keys(file: Path | None) -> tuple[str, ...]:
             lines = file.read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise ConfigError(
-                f"{file} cannot be read: {error.strerror}.", fix="name a file with a key a line."
+                f"The file of --api-keys, {file}, cannot be read: {error.strerror}.",
+                fix="use a readable file with one key per line.",
             ) from error
         keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
         if not keys:
-            raise ConfigError(f"{file} holds no key.", fix="write one a line.")
+            raise ConfigError(
+                f"The file of --api-keys, {file}, contains no key.", fix="write one key per line into the file."
+            )
         return keys
     return tuple(key for part in os.environ.get(_KEYS, "").split(",") if (key := part.strip()))

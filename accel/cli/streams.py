@@ -90,7 +90,7 @@ def lost_output(stream: Any = None) -> int | None:
     with contextlib.suppress(OSError):
         sys.stderr.write(
             f"Error: The output cannot be written: {failed.strerror or failed}.\n"
-            "Fix: send it to a file or a terminal that can be written and has room.\n"
+            "Fix: redirect the output to a writable file on a disk with free space.\n"
         )
     return FAILED
 

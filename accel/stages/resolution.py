@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import reprlib
-import reprlib
-import reprlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path

@@ -25,7 +25,7 @@ from .subject import BuiltArtifact, SearchSubject, TimeBudget
 
 logger = logging.getLogger(__name__)
 
-LATE = "not tried: the time limit was near"
+LATE = "it was not tried, because the time limit was near"
 
 
 class _SameThread(Executor):
@@ -201,7 +201,7 @@ class ArtifactBuilder:
             facts: ArtifactFacts = self._ask(share, build, recipe, parent, out, self._subject.model, self._calibration)
         except AccelError as error:
             self.errors[str(recipe)] = error
-            why = f"building it failed: {error.message.splitlines()[0]}"
+            why = f"its artifact could not be created: {error.message.splitlines()[0]}"
             # Store only errors that will occur again, unlike a process that died, a full disk or a removed folder.
             if isinstance(error, StageError | ConfigError | TaskError):
                 self._store.put("builds", key, {"error": why})

@@ -135,7 +135,7 @@ def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[Bac
         if probe.available:
             good.append(spec)
         else:
-            why = "; ".join(str(reason) for reason in probe.reasons) or "it found no device"
+            why = "; ".join(str(reason) for reason in probe.reasons) or "it found no device that it can use"
             skipped.append(SkippedCandidate(name=spec.name, reason=why))
     return good, others, skipped
 
@@ -183,7 +183,7 @@ class SearchSpace:
             if format is None or not any(self._offers("run", format)):
                 continue
             if not capability.searched:
-                self._skip(f"{spec.name}: {format}", "the same kernels are tried where they need no packing")
+                self._skip(f"{spec.name}: {format}", "another format runs the same kernels without a compiled package")
                 continue
             on_host = all(device.type == "cpu" for _, device in self.runners(format, "float32"))
             for dtype in capability.dtypes:
@@ -192,7 +192,9 @@ class SearchSpace:
                         (format, dtype), Recipe(stage="export", backend=spec.name, format=format, setting=dtype)
                     )
                 else:
-                    self._skip(f"{spec.name}: {format} {dtype}", "on the host half-precision files save size, not time")
+                    self._skip(
+                        f"{spec.name}: {format} {dtype}", "half precision makes files smaller but not faster on a CPU"
+                    )
         return list(recipes.values())
 
     def _lent(self) -> Iterator[tuple[BackendSpec, Capability]]:
@@ -220,7 +222,7 @@ class SearchSpace:
         produces = capability.produces
         if produces in (None, capability.consumes) or produces not in {export.format for export in self.exports()}:
             return False
-        why = f"{produces} is exported from PyTorch itself, with better graphs"
+        why = f"a direct export from PyTorch to {produces} gives better graphs"
         self._skip(f"{spec.name}: {capability.consumes} to {produces}", why)
         return True
 
@@ -257,7 +259,7 @@ class SearchSpace:
         recipes = []
         for scheme in capability.schemes:
             if scheme.startswith("static") and not self._calibrated:
-                self._skip(f"{spec.name}: {scheme}", "it needs calibration data: pass --calibration FILE")
+                self._skip(f"{spec.name}: {scheme}", "it needs calibration data (pass --calibration FILE)")
                 continue
             step = Recipe(stage="quantize", backend=spec.name, format=capability.produces or parent.format, setting=scheme,
                           settings=chosen, parent=parent)  # fmt: skip

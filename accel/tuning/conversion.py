@@ -116,8 +116,8 @@ def convert(
     if not recipes:
         table = "\n".join(f"  {skipped.name}: {skipped.reason}" for skipped in space.skipped)
         raise BackendUnavailableError(
-            f"No backend here exports for {resolved.task}. Considered:\n{table}",
-            fix="run `accel doctor`: it says what each backend lacks.",
+            f"No installed backend can export models of the task {resolved.task!r}. Backends that were considered:\n{table}",
+            fix="run `accel doctor` to see what each backend requires.",
         )
     _check_words(recipes, space, level, scheme)
     subject = SearchSubject(model=resolved, baseline=pytorch_variant(resolved), digest="")
@@ -135,7 +135,7 @@ def convert(
         finally:
             search.close()
         for label, error in errors.items():
-            logger.warning("%s could not be made: %s", label, error.message)
+            logger.warning("The artifact %s could not be created: %s", label, error.message)
         for artifact in built:
             label = _label(artifact.recipe)
             path = artifact.path.replace(folder / label)
@@ -192,8 +192,11 @@ def _check_words(recipes: Sequence[Recipe], space: SearchSpace, level: str | Non
     if scheme is not None and scheme not in schemes:
         why = "; ".join(s.reason for s in space.skipped if s.name.endswith(f": {scheme}"))
         raise ConfigError(
-            f"No backend here quantizes with {scheme!r}{f': {why}' if why else '.'}",
-            fix=f"use one of {', '.join(sorted(schemes)) or 'none'}.",
+            f"No installed backend can quantize with the scheme {scheme!r}{f': {why}' if why else '.'}",
+            fix=f"use one of {', '.join(sorted(schemes))}." if schemes else "convert without --quantize.",
         )
     if level is not None and levels and level not in levels:
-        raise ConfigError(f"No backend here optimizes at {level!r}.", fix=f"use one of {', '.join(sorted(levels))}.")
+        raise ConfigError(
+            f"No installed backend has the optimization level {level!r}.",
+            fix=f"use one of {', '.join(sorted(levels))}.",
+        )

@@ -133,7 +133,7 @@ class FloatLayers:
                     build(alone, self._artifact, folder, self._subject.model, calibration)
                     harm[layer] = _distance(self._outputs(Artifact.load(folder), self._backend, rows), expected)
             except AccelError as error:
-                logger.info("layer %s alone cannot be measured: %s", layer, error.message)
+                logger.info("the error of quantizing only the layer %s cannot be measured: %s", layer, error.message)
                 harm[layer] = math.inf
             finally:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -68,7 +68,7 @@ class AccuracyGrader:
         """Start to measure the baseline in another process."""
         known = self._store.get("accuracy", self._reference_key())
         if known is not None:
-            self._reference = build(Accuracy, known, "a kept accuracy")
+            self._reference = build(Accuracy, known, "A saved accuracy result")
         else:
             self._pending = self._builder.start(accuracy, self._subject.baseline, self._data, None)
 
@@ -99,7 +99,7 @@ class AccuracyGrader:
         }
         known = self._store.get("accuracy", key)
         if known is not None:
-            tried.accuracy = build(Accuracy, known, "a kept accuracy")
+            tried.accuracy = build(Accuracy, known, "A saved accuracy result")
         else:
             try:
                 self._builder.files(tried.artifact)

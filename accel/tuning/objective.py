@@ -127,13 +127,13 @@ class CandidateComparison:
         limits, screen = self._constraints, tried.last.result
         size, memory = tried.artifact.facts.bytes / 1e6, (screen.peak_memory_bytes or 0) / 1e6
         if limits.max_size_mb is not None and size > limits.max_size_mb:
-            return f"{size:.1f} MB of files; accepted: {limits.max_size_mb:g}"
+            return f"its files have {size:.1f} MB; at most {limits.max_size_mb:g} MB are accepted"
         if limits.max_memory_mb is not None and memory > limits.max_memory_mb:
-            return f"{memory:.0f} MB of memory; accepted: {limits.max_memory_mb:g}"
+            return f"it needs {memory:.0f} MB of memory; at most {limits.max_memory_mb:g} MB are accepted"
         worst = max(cell.latency.median for cell in screen.cells)
         # The short measurement is not precise: reject only latencies far above the limit.
         if limits.max_latency_ms is not None and worst > 1.5 * limits.max_latency_ms:
-            return f"median {worst:.2f} ms in the screen; accepted: {limits.max_latency_ms:g}"
+            return f"its median latency is {worst:.2f} ms in the short measurement; at most {limits.max_latency_ms:g} ms are accepted"
         return ""
 
     def violations(self, tried: TriedCandidate) -> dict[str, float]:
@@ -201,15 +201,18 @@ class CandidateComparison:
         if tried.reason:
             return tried.reason
         if tried.accuracy is None:
-            return f"screened out: {self.speedup(tried)} times PyTorch float32 in the short measurement, where others did better"
+            return f"only {self.speedup(tried)} times as good as PyTorch float32 in the short measurement; other candidates were better"
         if missed := self.violations(tried):
             return "; ".join(f"misses {name} by {by:.4g}" for name, by in missed.items())
         gain = self.beside(winner, tried)
         if gain.equal:
-            return f"fits, and is as good as the winner, which is simpler: the winner is {gain} times as good"
+            return f"it meets the constraints and is as good as the winner ({gain}), but the winner is simpler"
         if gain.value > 1:
-            return f"fits, and the winner is {gain} times as good"
-        return f"fits, and is better than the winner ({gain}), which is as good as the best and simpler"
+            return f"it meets the constraints, but the winner is {gain} times as good"
+        return (
+            f"it meets the constraints and measured better than the winner ({gain}), but the winner is as good as the best "
+            "candidate within the noise, and simpler"
+        )
 
 
 def _calls(result: VariantResult) -> list[tuple[tuple[float, ...], ...]]:

@@ -167,11 +167,20 @@ def quantize(
         chosen = QuantizeConfig.from_dict({**chosen.to_dict(), "calibration": method})
     target = check_output(out, artifact.path)
     if max_drop is not None and not (max_drop >= 0 and math.isfinite(max_drop)):
-        raise ConfigError(f"max_drop is {max_drop}.", fix="give the points that may be lost, such as 0.3.")
+        raise ConfigError(
+            f"max_drop is {max_drop}, but it must be a finite number of at least 0: the points of the metric that may be lost.",
+            fix="use a number such as 0.3.",
+        )
     if max_drop is not None and data is None:
-        raise ConfigError("A budget needs labelled data to measure on.", fix="pass data=... (--data FILE).")
+        raise ConfigError(
+            f"max_drop is {max_drop}, but there is no data. An accuracy budget needs labelled rows to measure accuracy.",
+            fix="pass data=... (--data FILE).",
+        )
     if data is None and metric is not None:
-        raise ConfigError("A metric needs labelled data to measure on.", fix="pass data=... (--data FILE).")
+        raise ConfigError(
+            f"metric is {metric!r}, but there is no data. A metric needs labelled rows.",
+            fix="pass data=... (--data FILE).",
+        )
     batches: Iterable[Feeds] | None = None
     if calibration is not None:
         batches = calibration_batches(
@@ -284,12 +293,15 @@ def _preset(
     yield Proposal(stage="time", action="time", items=fitting)
     winner = search.judge.best(search.judge.finals())
     if winner is None:
-        raise SessionError(fitting[0].reason, fix="run it alone to see why.")
+        raise SessionError(
+            f"The quantized model {fitting[0].candidate.recipe} could not be timed: {fitting[0].reason}",
+            fix="pass measure_speed=False to choose a recipe without timing.",
+        )
     gain = search.judge.speedup(winner)
     if gain.equal or gain.value < 1:
         logger.warning(
-            "The recipe kept inside the budget takes %.2f ms, the float artifact %.2f (%s times as fast): it is smaller, not "
-            "faster.",
+            "The chosen quantized model is not faster than the float model: it takes %.2f ms per call, the float model %.2f ms (%s "
+            "times as fast).",
             _median_ms(winner.last.result), _median_ms(winner.last.anchor), gain,
         )  # fmt: skip
     return winner
@@ -360,10 +372,10 @@ def _nothing_fits(
 ) -> BudgetError:
     measured = [attempt for attempt in table if attempt.drop is not None]
     best = min(measured, key=lambda attempt: attempt.drop or 0.0, default=None)
-    closest = f"The best found is {best}." if best is not None else "No recipe could be measured."
+    closest = f"The best attempt is {best}." if best is not None else "No recipe could be measured."
     lines = "\n".join(f"  {attempt}" for attempt in table)
     return BudgetError(
-        f"No recipe loses at most {max_drop:g} points of {prepared.metric.name} on {data} at "
-        f"{prepared.at}, where the float artifact has {search.grader.reference().scored.value:.4f}. {closest} Tried:\n{lines}",
-        fix="allow a larger max_drop, give calibration data for static schemes, or keep the float artifact.",
+        f"Every quantization recipe loses more than {max_drop:g} points of {prepared.metric.name} on {data} ({prepared.at}). The "
+        f"float model has {search.grader.reference().scored.value:.4f}. {closest} All attempts:\n{lines}",
+        fix="use a larger max_drop, pass calibration data for static schemes, or use the float model.",
     )

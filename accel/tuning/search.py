@@ -155,8 +155,8 @@ class Search:
             if self.clock.left() > 0:
                 raise
             raise BudgetError(
-                f"The time limit of {self.clock.limit_s:g} s was over before PyTorch float32 was measured.",
-                fix="allow more time (--time-limit), or fewer rows (--samples).",
+                f"The time limit of {self.clock.limit_s:g} s ended before the accuracy of the PyTorch float32 model was measured.",
+                fix="use a longer time limit (--time-limit), or fewer rows (--samples).",
             ) from error
         self._baseline_missing = False
         # Reserve time to measure accuracy, because timings without accuracy are useless.
@@ -171,7 +171,7 @@ class Search:
             if name in self.judge.tried or name in self.failed or name in fresh:
                 continue
             if (twin := same.setdefault(tried.identity, name)) != name:
-                self.failed[name] = (candidate, f"the same files and options as {twin}")
+                self.failed[name] = (candidate, f"it has the same files and options as {twin}")
             else:
                 fresh[name] = tried
         group = list({name: fresh[name] for name in map(str, candidates) if name in fresh}.values())
@@ -182,7 +182,7 @@ class Search:
             if tried.screen is not None and tried.screen.result.error is None:
                 self.judge.tried[name] = tried
                 timed.append(tried)
-                logger.info("%s: %s times PyTorch float32", name, self.judge.speedup(tried))
+                logger.info("%s: %s times as good as PyTorch float32", name, self.judge.speedup(tried))
             else:
                 error = tried.reason or (tried.screen.result.error if tried.screen else None) or "it was not measured"
                 why = re.sub(r"^\w+Error: ", "", error.splitlines()[0].removeprefix(f"{name} failed: "))
@@ -195,7 +195,7 @@ class Search:
         graded: list[TriedCandidate] = []
         for tried in progress.track(group, "measuring accuracy"):
             if self.clock.left(share) < self.grader.seconds and any(map(self.fits, graded)):
-                tried.reason = "its accuracy was not measured: the time limit was near"
+                tried.reason = "its accuracy was not measured, because the time limit was near"
                 continue
             self.grader.grade(tried)
             if tried.accuracy is not None:

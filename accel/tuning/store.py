@@ -50,7 +50,7 @@ class ResultStore:
     def put(self, kind: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
         """Write a result immediately, so that it is kept if the search is interrupted."""
         file = self._file(kind, key)
-        with keeping("What a search found"):
+        with keeping("The result of a search"):
             file.parent.mkdir(parents=True, exist_ok=True)
             temporary = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
             try:

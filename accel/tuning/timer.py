@@ -124,8 +124,8 @@ class CandidateTimer:
                 timed = self._heat(heat, replace(SCREEN, hopeless=hopeless), "screening")
             if timed is None and first:
                 raise BudgetError(
-                    f"The time limit of {self._clock.limit_s:g} s ended before anything was timed.",
-                    fix="give it more time: time_limit_s=..., --time-limit.",
+                    f"The time limit of {self._clock.limit_s:g} s ended before the first candidate was timed.",
+                    fix="use a longer time limit: time_limit_s=... (--time-limit).",
                 )
             if timed is None:
                 for tried in heat:
@@ -251,9 +251,12 @@ class CandidateTimer:
 
     def _no_anchor(self, anchor: MeasuredVariant) -> SessionError:
         name = self._subject.reference
-        return SessionError(f"{name} failed: {anchor.error}", fix="run `accel benchmark MODEL` to see why.")
+        return SessionError(
+            f"The baseline of the search, {name}, failed: {anchor.error}",
+            fix="run `accel benchmark MODEL` to see the full error.",
+        )
 
 
 def _kept(record: Mapping[str, Any]) -> Measurement:
     """Read a measurement from its stored record."""
-    return build(Measurement, record, "a kept measurement")
+    return build(Measurement, record, "A saved measurement")

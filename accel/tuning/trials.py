@@ -50,7 +50,10 @@ class Constraints:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} is {value}.", fix="give a number from 0 on.")
+                raise ConfigError(
+                    f"{name} is {value}, but it must be a finite number of at least 0.",
+                    fix="use a number of at least 0.",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,8 @@ class Goal:
         words = get_args(Objective)
         if self.objective not in words:
             raise ConfigError(
-                f"objective is {self.objective!r}.{did_you_mean(self.objective, words)}", fix=f"use {', '.join(words)}."
+                f"objective is {self.objective!r}, which is not an objective of a search.{did_you_mean(self.objective, words)}",
+                fix=f"use one of {', '.join(words)}.",
             )
 
     @property
@@ -224,12 +228,12 @@ def no_fit(
     """
     if not any(by or known for _, by, known in missed):
         within = f" within {limit_s:g} s" if limit_s is not None else ""
-        fix = "run `accel tune --verbose` to see why."
+        fix = "run `accel tune --verbose` to see all errors."
         why = "".join(f"\n  {name}: {reason}" for name, reason in list(failed.items())[:_REASONS])
         more = f"\n  and {len(failed) - _REASONS} more" if len(failed) > _REASONS else ""
         return BudgetError(
-            f"The accuracy of no candidate could be measured{within}; {len(missed)} were timed.{why}{more}",
-            fix=fix if limit_s is None else f"allow more time (--time-limit), or {fix}",
+            f"The search could not measure the accuracy of any candidate{within}. It timed {len(missed)} candidates.{why}{more}",
+            fix=fix if limit_s is None else f"use a longer time limit (--time-limit), or {fix}",
         )
     lines = []
     for name, limit in limits.items():
@@ -240,17 +244,19 @@ def no_fit(
         alone = sum(set(by) == {name} for _, by in judged)
         who, by = min(((who, by.get(name, 0.0)) for who, by in judged), key=lambda item: item[1], default=("", 0.0))
         if not judged:
-            lines.append(f"  {name} {limit:g}: not reached, because every candidate fails another constraint")
+            lines.append(f"  {name} {limit:g}: not checked, because every candidate violates another constraint")
         elif by > 0:
             unit = f" {_UNITS[name]}".rstrip()
-            lines.append(f"  {name} {limit:g} binds: the closest candidate misses it by {by:.4g}{unit} ({who})")
+            lines.append(
+                f"  {name} {limit:g}: violated by all candidates; the closest misses it by {by:.4g}{unit} ({who})"
+            )
         elif alone:
-            lines.append(f"  {name} {limit:g} binds together with others: {alone} candidates miss only this one")
+            lines.append(f"  {name} {limit:g}: the only violated constraint of {alone} candidates")
         else:
             lines.append(f"  {name} {limit:g}: satisfied by {sum(name not in by for _, by in judged)} candidates")
     return BudgetError(
-        f"No candidate satisfies all constraints; {len(missed)} were measured.\n" + "\n".join(lines),
-        fix="relax the constraint that binds, or give calibration data so that more recipes can be tried.",
+        f"None of the {len(missed)} measured candidates satisfies all constraints:\n" + "\n".join(lines),
+        fix="relax a violated constraint, or pass calibration data, so that the search can also try static quantization.",
     )
 
 
@@ -294,7 +300,7 @@ def _notes(tuning: Tuning) -> list[str]:
     notes = []
     if tuning.side_by_side is not None:
         notes.append(
-            f"* and {tuning.baseline.name} are shown as they were timed last, these two alone, which is how the winner will run. The "
-            "others were timed side by side, where calls take a little longer."
+            f"The winner (*) and {tuning.baseline.name} were timed again in a last measurement of only these two. The other "
+            "candidates were timed together, where calls take a little longer."
         )
     return [*notes, *disturbed({"disturbance": asdict(tuning.disturbance)})]

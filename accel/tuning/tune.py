@@ -119,7 +119,9 @@ def tune(
         ArtifactNotFoundError: The model or the data cannot be found.
     """
     if data is None:
-        raise ConfigError("A search needs labelled data to measure accuracy on.", fix="pass data=... (--data FILE).")
+        raise ConfigError(
+            "data is None, but the search needs labelled rows to measure accuracy.", fix="pass data=... (--data FILE)."
+        )
     check_number("time_limit_s", time_limit_s, above=0)
     clock = TimeBudget(limit_s=time_limit_s)
     goal = Goal(
@@ -164,7 +166,9 @@ def tune(
         with store.in_use():
             return search.run(_preset(search, space, target))
     except KeyboardInterrupt:
-        logger.warning("Interrupted; what was measured is kept: the same call goes on from there.")
+        logger.warning(
+            "The search was interrupted. All measurements are saved; run the same command again to continue."
+        )
         raise
     finally:
         search.close()
@@ -196,7 +200,8 @@ def _preset(search: Search, space: SearchSpace, target: Path) -> Preset[Tuning]:
     tuning = _tuning(search, winner, trials, side_by_side.anchor if alone else None)
     if tuning.disturbance.signs:
         logger.warning(
-            "Other programs disturbed the search: %s. Search again with --fresh (fresh=True) when they have ended.",
+            "Other programs disturbed the measurements of the search: %s. End these programs, then search again with --fresh "
+            "(fresh=True).",
             "; ".join(tuning.disturbance.signs),
         )
     artifact = _write(winner, tuning, target)

@@ -39,7 +39,10 @@ def tune_proposals(search: Search, space: SearchSpace) -> Proposals:
     if not exports:
         reasons = {**{skipped.name: skipped.reason for skipped in space.skipped}, **search.builder.failed}
         why = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
-        raise BudgetError(f"Nothing could be exported for {search.subject.task}.\n{why}", fix="run `accel doctor`.")
+        raise BudgetError(
+            f"The search could not export the model (task {search.subject.task!r}) to any format:\n{why}",
+            fix="run `accel doctor` to see what each backend requires.",
+        )
     if search.load.texts is None:
         check_sequences(search.load.sequence, exports[0].facts.limits)
     made = yield Proposal(

@@ -50,7 +50,7 @@ def warn_of_untested_versions(tested: tuple[tuple[str, str, str], ...]) -> None:
     for distribution, oldest, newest in tested:
         if version := untested(distribution, oldest, newest):
             logger.warning(
-                "%s %s was not tested with this version of accel (tested: %s to %s). If something fails, install a tested version: "
-                'pip install "%s==%s.*"',
+                "The installed version of %s, %s, was not tested with this version of accel (tested: %s to %s). If an error occurs, "
+                'install a tested version: pip install "%s==%s.*"',
                 *(distribution, version, oldest, newest, distribution, newest),
             )

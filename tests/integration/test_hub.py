@@ -178,12 +178,12 @@ def test_partial_download_opens_offline(hub: FakeHub, monkeypatch: pytest.Monkey
     ("answer", "said", "fix"),
     [
         ((401, ""), "refuses access", "token"),
-        ((404, "RepoNotFound"), "no model 'org/model', or it is private", "token"),
+        ((404, "RepoNotFound"), "no model 'org/model', or the model is private", "token"),
         ((403, "GatedRepo"), "is gated", "request access"),
         ((404, "RevisionNotFound"), "no revision 'v9'", "revision"),
         ((403, ""), "refuses access", "token"),
         ((429, ""), "too many requests", "HF_HUB_OFFLINE=1"),
-        ((503, ""), "answered 503", "HF_HUB_OFFLINE=1"),
+        ((503, ""), "HTTP status 503", "HF_HUB_OFFLINE=1"),
     ],
 )
 def test_hub_errors_are_reported_within_seconds(answer: tuple[int, str], said: str, fix: str, hub: FakeHub) -> None:

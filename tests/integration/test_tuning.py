@@ -169,7 +169,9 @@ def test_second_run_measures_nothing_again(
 
 def test_error_names_the_binding_constraint(found: Tuning, model: Path, data: Path, tmp_path: Path) -> None:
     how = {**HOW, "backends": ["toy"]}
-    with pytest.raises(BudgetError, match=r"max_size_mb 0\.001 binds: the closest candidate misses it by") as info:
+    with pytest.raises(
+        BudgetError, match=r"max_size_mb 0\.001: violated by all candidates; the closest misses it by"
+    ) as info:
         tune(model, tmp_path / "none", data=str(data), max_drop=5.0, max_size_mb=0.001, **how)
     assert "max_drop 5" in str(info.value)
     assert list(tmp_path.iterdir()) == []

@@ -130,7 +130,7 @@ def test_foreign_address_raises_with_fix(tiny_folder: Callable[..., Path]) -> No
 @pytest.mark.parametrize("asked", [["serve", "model"], ["batch", "model", "--data", "a.csv", "--out", "out"]])
 def test_ray_options_are_refused_without_ray(asked: list[str], option: str) -> None:
     done = CliRunner().invoke(app, [*asked, option, "2"])
-    assert (done.exit_code, f"{option}: for Ray alone" in done.output) == (2, True)
+    assert (done.exit_code, f"{option} can be used only with --ray" in done.output) == (2, True)
 
 
 def test_missing_model_raises(tmp_path: Path) -> None:
@@ -144,4 +144,4 @@ def test_invalid_model_names_and_key_files_raise(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "a=model", "a=other", "--port", "0"])
     assert (done.exit_code, "taken" in done.output) == (2, True)
     done = CliRunner().invoke(app, ["serve", "model", "--api-keys", str(tmp_path / "keys.txt")])
-    assert (done.exit_code, "holds no key" in done.output) == (2, True)
+    assert (done.exit_code, "contains no key" in done.output) == (2, True)

@@ -103,7 +103,7 @@ class TestLoading:
         assert len(load_rows(both, split="test")) == 1
 
     def test_split_of_a_file_is_refused(self, csv_file: Path) -> None:
-        with pytest.raises(ConfigError, match="no split 'test'"):
+        with pytest.raises(ConfigError, match="has no splits, but split is 'test'"):
             load_rows(csv_file, split="test")
 
     @pytest.mark.parametrize("content", ["", "text,label\n"])
@@ -158,7 +158,7 @@ class TestSampling:
         assert take(load_rows(ROWS), 100, seed=7).sample.seed is None
 
     def test_zero_rows_raise(self) -> None:
-        with pytest.raises(ConfigError, match="0 rows"):
+        with pytest.raises(ConfigError, match="number of rows is 0"):
             take(load_rows(ROWS), 0)
 
 
@@ -188,7 +188,7 @@ class TestColumns:
         assert columns(rows, "text-classification", columns={"text": "two"})["text"] == "two"
 
     def test_missing_label_lists_the_columns(self) -> None:
-        with pytest.raises(InputError, match=r"the label \(labels\): text \(string\)"):
+        with pytest.raises(InputError, match=r"is the 'label' column \(labels\). The columns are text \(string\)"):
             columns([{"text": "a"}], "text-classification")
 
     def test_calibration_requires_no_label(self) -> None:
@@ -267,7 +267,7 @@ class TestLabels:
             ids([{"text": "a", "label": "no"}, {"text": "b", "label": "1"}])
 
     def test_unknown_label_number_raises(self) -> None:
-        with pytest.raises(InputError, match="it has 3, from 0"):
+        with pytest.raises(InputError, match="only the ids 0 to 2"):
             ids([{"text": "a", "label": 3}])
 
     @pytest.mark.parametrize("missing", [-1, None])
@@ -342,7 +342,7 @@ class TestCalibrationBatches:
 
     def test_batches_without_an_input_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
         batches = calibration_batches(tiny_artifact(), [{"attention_mask": torch.ones(1, 4, dtype=torch.int64)}])
-        with pytest.raises(InputError, match="'input_ids', which its processor does not make"):
+        with pytest.raises(InputError, match="requires the input 'input_ids'"):
             list(batches)
 
     def test_no_batches_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
@@ -353,7 +353,7 @@ class TestCalibrationBatches:
         artifact = tiny_artifact("vit", "image-classification")
         pixels = torch.zeros(1, 3, 32, 32)
         pixels[0, 0, 0, 0] = float("nan")
-        with pytest.raises(InputError, match="'pixel_values' that are not finite"):
+        with pytest.raises(InputError, match="The input 'pixel_values' in batch 0"):
             list(calibration_batches(artifact, [{"pixel_values": pixels}]))
 
     def test_rows_without_text_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:

@@ -98,7 +98,7 @@ def test_skipped_candidates_have_a_reason(space: SearchSpace) -> None:
     reasons = {skipped.name: skipped.reason for skipped in space.skipped}
     assert reasons["absent"] == "absent is not installed (pip install absent)"
     assert "calibration" in reasons["vendor: static-4"]
-    assert "size, not time" in reasons["vendor: vendor_graph float16"]
+    assert "smaller but not faster" in reasons["vendor: vendor_graph float16"]
 
 
 def test_exported_formats_are_not_converted_again(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:

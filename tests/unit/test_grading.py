@@ -110,7 +110,7 @@ def test_largest_drop_of_several_batch_sizes_counts(monkeypatch: pytest.MonkeyPa
     found = jobs.accuracy(variant, DATA, None, (1, 4, 8))
     assert (found.batch_size, found.scored.value, found.scored.seconds) == (4, 0.92, 6.0)
     assert found.by_batch == {"1": 0.94, "4": 0.92, "8": 0.93}
-    assert build(Accuracy, json.loads(json.dumps(asdict(found))), "a kept accuracy") == found
+    assert build(Accuracy, json.loads(json.dumps(asdict(found))), "A saved accuracy result") == found
 
 
 def test_rows_keep_their_order_if_by_length_is_false() -> None:

@@ -168,7 +168,7 @@ def _changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_changed(pad_value=float("nan")), "is padded with nan"),
+        (_changed(pad_value=float("nan")), "the padding value nan"),
         (_changed(pad_value=1 << 40), "padding value"),
         (_changed(pair="nothing"), "the pair of the cache tensor"),
         (_changed(shape=["batch"]), "1 axes|axes instead of 1"),

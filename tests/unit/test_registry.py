@@ -222,7 +222,7 @@ def test_broken_plugin_does_not_affect_other_plugins(monkeypatch: pytest.MonkeyP
 
 def test_two_plugins_with_one_name_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", spec("y")))
-    with pytest.raises(PluginError, match=r"More than one plugin is called 'x'.*spec_one.*spec_two"):
+    with pytest.raises(PluginError, match=r"Several installed plugins have the name 'x'.*spec_one.*spec_two"):
         registry.describe("x")
     assert [s.name for s in registry.describe_all()[0]] == ["y"]
 
@@ -237,7 +237,7 @@ def test_ignored_plugin_is_warned_once(
     for _ in range(2):
         assert plan_stage("run", "onnx").backend.name == "y"
     assert len(said) == 1
-    assert "The backend 'x' is left out" in said[0]
+    assert "The backend 'x' is ignored" in said[0]
     assert "More than one plugin is called 'x'" in said[0]
 
 
@@ -251,7 +251,7 @@ def test_plugin_that_exits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("b", "spec_b", spec("b", impl="exits_on_probe:Backend", requires=())),
     )
     assert "SystemExit: 3" in registry.describe_all()[1]["a"].message
-    assert "its probe failed: SystemExit: 3" in str(registry.probe(registry.describe("b")).reasons[0])
+    assert "the search for devices of this backend failed: SystemExit: 3" in str(registry.probe(registry.describe("b")).reasons[0])
     assert not any(status.available for status in doctor.list_backends())
 
 
@@ -274,9 +274,9 @@ def test_invalid_specs_are_reported_to_their_author(monkeypatch: pytest.MonkeyPa
     specs, broken = registry.describe_all()
     assert specs == ()
     assert "is a str, not a BackendSpec" in broken["a"].message
-    assert "named 'other'" in broken["b"].message
-    assert "plugin API 4.0" in broken["c"].message
-    assert "plugin API 3.9" in broken["d"].message
+    assert "with the name 'other'" in broken["b"].message
+    assert "version 4.0 of the plugin API" in broken["c"].message
+    assert "version 3.9 of the plugin API" in broken["d"].message
 
 
 def test_plugin_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_plugin_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backend_names_and_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("alpha", "spec_a", spec("alpha", aliases=("AlphaExecutionProvider",))))
     assert registry.describe("AlphaExecutionProvider").name == "alpha"
-    with pytest.raises(UnknownBackendError, match=r"Did you mean 'alpha'\? Installed: alpha"):
+    with pytest.raises(UnknownBackendError, match=r"Did you mean 'alpha'\? Installed backends: alpha"):
         registry.describe("alfa")
 
 
@@ -356,7 +356,7 @@ def test_preparer_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert plan_stage("prepare", "torch", scheme="qat-int8").backend.name == "b"
     assert plan_stage("prepare", "torch", scheme="accelerate").backend.name == "a"
-    with pytest.raises(BackendUnavailableError, match="'c' cannot prepare torch with scheme 'accelerate'.\nFix: .*'a'"):
+    with pytest.raises(BackendUnavailableError, match="'c' cannot prepare .*'accelerate'.\nFix: .*'a'"):
         plan_stage("prepare", "torch", "c", scheme="accelerate")
     with pytest.raises(BackendUnavailableError, match="Did you mean 'accelerate'"):
         plan_stage("prepare", "torch", scheme="acelerate")
@@ -388,7 +388,7 @@ def test_model_is_passed_to_its_preparer(monkeypatch: pytest.MonkeyPatch) -> Non
         BackendUnavailableError, match="cannot run the scheme 'doubled' for a model on the device 'meta'"
     ):
         prepare(model.to("meta"), PrepareConfig(scheme="doubled"))
-    with pytest.raises(ConfigError, match="not a str"):
+    with pytest.raises(ConfigError, match="The model is a str"):
         prepare("some/model", PrepareConfig(scheme="doubled"))  # type: ignore[arg-type]
 
 
@@ -398,5 +398,5 @@ def test_declared_preparation_without_preparer_raises(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "empty_plugin", module)
     declared = (Capability(stage="prepare", schemes=("empty",)),)
     install(monkeypatch, ("e", "spec_e", spec("e", impl="empty_plugin:Backend", capabilities=declared)))
-    with pytest.raises(PluginError, match="offers no preparer"):
+    with pytest.raises(PluginError, match="its implementation has no preparer"):
         prepare(torch.nn.Linear(2, 2), PrepareConfig(scheme="empty"))
