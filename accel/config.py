@@ -161,7 +161,9 @@ class WrongTypeError(ValueError):
         super().__init__(f"{subject} is {type(value).__name__} {reprlib.repr(value)}")
         choices = [str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)]
         self.subject, self.value = subject, reprlib.repr(value)
-        self.expected = f"one of {', '.join(choices)}" if choices else " or ".join(map(_words, options))
+        self.expected = (
+            f"one of {', '.join(choices)}" if choices else f"a value of type {' or '.join(map(_words, options))}"
+        )
         self.near = did_you_mean(str(value), choices)
 
 

@@ -87,7 +87,10 @@ def _reason(message: str, remedy: str | None) -> str:
 
 @subcommand(app, epilog="Example: accel demo --out demo-out/")
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Keep the exported artifact in this folder, and the other artifacts next to this folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Keep the exported artifact in this folder, and the other artifacts next to this folder."),
+    ] = None,
 ) -> CommandResult:
     """Export, optimize and quantize the included intent classifier, and compare it with PyTorch. Runs offline."""
     from ..demo.walkthrough import render, run

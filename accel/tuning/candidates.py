@@ -129,7 +129,7 @@ def _usable(backends: Sequence[str] | None) -> tuple[list[BackendSpec], list[Bac
     for spec in specs:
         if requested is not None and spec.name not in requested:
             others.append(spec)
-            skipped.append(SkippedCandidate(name=spec.name, reason="not among the backends asked for"))
+            skipped.append(SkippedCandidate(name=spec.name, reason="it is not one of the requested backends"))
             continue
         probe = registry.probe(spec)
         if probe.available:

@@ -375,7 +375,10 @@ def test_stale_staging_folders_are_removed(tmp_path: Path) -> None:
 
 
 def test_recreated_staging_folder_raises(tmp_path: Path) -> None:
-    with pytest.raises(OutputFolderError, match="another process removed its temporary folder"), staging(tmp_path / "out") as folder:
+    with (
+        pytest.raises(OutputFolderError, match="another process removed its temporary folder"),
+        staging(tmp_path / "out") as folder,
+    ):
         folder.rmdir()
         folder.mkdir()
     assert list(tmp_path.iterdir()) == []

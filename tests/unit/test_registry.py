@@ -251,7 +251,9 @@ def test_plugin_that_exits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("b", "spec_b", spec("b", impl="exits_on_probe:Backend", requires=())),
     )
     assert "SystemExit: 3" in registry.describe_all()[1]["a"].message
-    assert "the search for devices of this backend failed: SystemExit: 3" in str(registry.probe(registry.describe("b")).reasons[0])
+    assert "the search for devices of this backend failed: SystemExit: 3" in str(
+        registry.probe(registry.describe("b")).reasons[0]
+    )
     assert not any(status.available for status in doctor.list_backends())
 
 
