@@ -1,7 +1,8 @@
-"""What mkdocs does not do by itself; named under `hooks` in mkdocs.yml.
+"""Hooks of mkdocs, which mkdocs.yml lists under `hooks`.
 
-A folder in the navigation (`guides/`) stands for the pages in it, so that a new guide or backend page needs no second
-entry; and words behind a fence's language (`python notest`, `text output`), which the tests read, are not shown.
+`on_config` replaces each folder in the navigation (such as `guides/`) by its pages, so that a new page is shown without a change
+of mkdocs.yml. `on_page_markdown` removes the words after the language of a code block (`python notest`, `text output`), which
+only the tests use.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 _FENCE = re.compile(r"^(```[a-z]+)[ \t]+[a-z].*$", re.MULTILINE)
-# Pages that come first in their folder, in the order a reader needs them; the rest follow by name.
+# Pages that the navigation shows first in their folder; all other pages of the folder follow in alphabetical order.
 _FIRST = ("cpu.md",)
 
 
 def expand(nav: list[Any], docs: Path) -> list[Any]:
-    """The navigation with each folder replaced by its pages."""
+    """Return the navigation with each folder replaced by its pages."""
     expanded: list[Any] = []
     for entry in nav:
         for title, target in entry.items():
@@ -30,11 +31,11 @@ def expand(nav: list[Any], docs: Path) -> list[Any]:
 
 
 def on_config(config: Any) -> Any:
-    """Expand the navigation."""
+    """Replace each folder in the navigation by its pages."""
     config["nav"] = expand(config["nav"], Path(config["docs_dir"]))
     return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leave only the language behind each opening fence."""
+    """Remove all words after the language in the first line of each code block."""
     return _FENCE.sub(r"\1", markdown)

@@ -20,19 +20,22 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "support.md"
 _INTRO = """# What runs where
 
-`docs/tools/support_table.py` writes this page from the specs that `accel` itself reads. `accel doctor` prints which backends can run
-on your machine, and `accel doctor MODEL` prints which backend would run one model there, and why.
+This page shows the tasks, stages and devices that each backend supports. `docs/tools/support_table.py` generates the page from the
+specs of the backends and the tasks.
+
+To see which backends can run on your machine, run `accel doctor`. To see which backend `accel` would select for a model and why, run
+`accel doctor MODEL`.
 """
 
 
 def entries(group: str) -> dict[str, str]:
-    """Entry points of a group, by name."""
+    """Return the entry points of a group, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return dict(project["entry-points"][f"accel.{group}"])
 
 
 def backends() -> list[BackendSpec]:
-    """The specs of our backends, in alphabetical order."""
+    """Return the specs of the backends in this repository, in alphabetical order."""
     specs = []
     for target in entries("backends").values():
         module, _, name = target.partition(":")
@@ -41,12 +44,12 @@ def backends() -> list[BackendSpec]:
 
 
 def covers(capability: Capability, task: str) -> bool:
-    """Whether a capability includes a task."""
+    """Return whether a capability includes a task."""
     return ("*" in capability.tasks or among(task, capability.tasks)) and not among(task, capability.excludes)
 
 
 def runs(spec: BackendSpec, task: str) -> bool:
-    """Whether a backend runs models of a task."""
+    """Return whether a backend runs models of a task."""
     return any(c.stage == "run" and covers(c, task) for c in spec.capabilities)
 
 
@@ -54,6 +57,11 @@ def render() -> str:
     """Return the page."""
     specs = backends()
     lines = [_INTRO, "## Tasks and backends", ""]
+    lines += [
+        '"yes" means that the backend runs models of the task. `neural-compressor` only quantizes models; run the',
+        "quantized models with `cpu` or `openvino`.",
+        "",
+    ]
     lines.append("| task | class | " + " | ".join(f"`{spec.name}`" for spec in specs) + " |")
     lines.append("| --- | --- |" + " :-: |" * len(specs))
     for task in entries("tasks"):
@@ -61,7 +69,13 @@ def render() -> str:
         marks = " | ".join("yes" if runs(spec, task) else "" for spec in specs)
         lines.append(f"| {task} | `{model_class}` | {marks} |")
     lines += ["", "## Stages and devices", ""]
-    lines.append("| backend | runs on | opens | exports | optimizes | quantizes | installed by |")
+    lines += [
+        'The columns "opens" and "exports" contain artifact formats. The columns "optimizes" and "quantizes" contain optimization levels',
+        "and quantization schemes. The last column contains the extra that installs the backend. An empty cell means that the backend does not",
+        "support the stage.",
+        "",
+    ]
+    lines.append("| backend | devices | opens | exports | optimizes | quantizes | extra |")
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for spec in specs:
         of = {
@@ -82,10 +96,11 @@ def render() -> str:
         "",
         "## Tested versions",
         "",
-        "Any other version warns once in a process. TensorRT was tested with a stand-in for its library only.",
+        "The table shows the oldest and the newest tested version of each library. With any other version, `accel` prints one warning",
+        "in each process and continues. The TensorRT backend was tested only with a mock of the TensorRT library.",
         "",
     ]
-    lines += ["| library | oldest | newest |", "| --- | --- | --- |"]
+    lines += ["| library | oldest tested version | newest tested version |", "| --- | --- | --- |"]
     tested = dict.fromkeys((*TESTED, *(row for spec in specs for row in spec.tested)))
     lines += [f"| {library} | {oldest} | {newest} |" for library, oldest, newest in sorted(tested)]
     return "\n".join(lines) + "\n"
@@ -98,11 +113,11 @@ def _joined(words: object) -> str:
 def main() -> int:
     """Write the page, or with --check report whether it is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     if parser.parse_args().check:
         current = PAGE.is_file() and PAGE.read_text("utf-8") == render()
         if not current:
-            print("out of date: python docs/tools/support_table.py", file=sys.stderr)
+            print(f"{PAGE.name} is out of date. Fix: python docs/tools/support_table.py", file=sys.stderr)
         return int(not current)
     PAGE.write_text(render(), encoding="utf-8")
     return 0
