@@ -71,8 +71,8 @@ def render() -> str:
     lines += ["", "## Stages and devices", ""]
     lines += [
         'The columns "opens" and "exports" contain artifact formats. The columns "optimizes" and "quantizes" contain optimization levels',
-        "and quantization schemes. The last column contains the extra that installs the backend. An empty cell means that the backend does not",
-        "support the stage.",
+        "and quantization schemes. The last column contains the extra that installs the backend. An empty cell means that the backend",
+        "does not support the stage.",
         "",
     ]
     lines.append("| backend | devices | opens | exports | optimizes | quantizes | extra |")

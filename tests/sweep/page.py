@@ -24,25 +24,159 @@ MODALITIES = {"text": "Text", "image": "Images and videos", "audio": "Sounds"}
 
 _HEAD = """# Tested models
 
-`make sweep` builds a small model with random weights of every architecture that transformers has for each task, takes it through
-each stage of each backend, and compares every answer with PyTorch in float32. The table below holds the results.
-A page for each modality says in words what runs: {pages}.
-"""
-_LEGEND = """## How to read it
+This page shows which architectures of transformers work with each backend. A program builds a small model with random weights for every
+architecture and every task. It runs the model through all stages of each backend (for example export, optimize and quantize), and compares
+the outputs with PyTorch in float32.
 
-- A number is the largest difference from PyTorch in float32, relative to PyTorch's largest value, over several shapes: one row, several
-  rows with padding on the right, for decoders on the left. Padding positions are not compared.
-- Accepted in float32: 1e-4, or three times the difference of PyTorch's own float32 from float64 (at most 1e-2). Accepted for int8: 0.35,
-  or 1.25 times what rounding alone does to the same model in PyTorch. Random weights exaggerate the error of int8: see
-  [Accuracy budget](guides/accuracy-budget.md) for trained models.
-- `same`: `generate` makes the tokens that transformers makes, with a cache and without.
-- `rows`: six rows of a batch that differ in length, padding and special tokens. Each row is computed alone, compared with PyTorch's answer
-  to this row, and with the same row in the batch. `rows-int8`: a dynamic int8 graph against the float32 graph that it was made from.
-- `1.2x`: the error of a float16 graph on a GPU over the error of PyTorch in float16, both against float32, with every kind of padding and
-  up to 16 rows of 256 tokens. Accepted: 3.
-- `[n]`: the number of the reason why there is no answer; point at it, or see the list below the table. A dash: the backend lacks the
-  stage.
+The next table counts the results, and the table below it contains every single result. The pages {pages} list the supported stages of each
+architecture in words. To repeat the measurement, run `make sweep`.
 """
+_STATUS_MEANING = """The columns mean:
+
+- right: the outputs are correct.
+- refused: `accel` raised an error that explains why it does not support the model.
+- failed: the stage ended with an unexpected error, a crash or a timeout.
+- wrong: the stage ran without an error, but the outputs are wrong.
+- The last column contains the share of correct results for the models that transformers' own exporters can export.
+"""
+_LEGEND = """## How to read the table
+
+| cell | meaning |
+| --- | --- |
+| a number, for example `2e-7` | the largest difference from PyTorch in float32, divided by the largest output of PyTorch |
+| `same` | `generate` returns the same tokens as transformers, with and without a KV cache |
+| `1.2x` | the error of a float16 graph on a GPU, divided by the error of PyTorch in float16. Both errors are differences from float32 |
+| `[3]` | the stage raised an error; its message is item 3 of the list of reasons below the table |
+| a dash | the backend does not have this stage |
+
+The columns are the stages. `rows` and `rows-int8` test the rows of a batch:
+
+- `rows`: six rows that differ in length, padding and special tokens. The output of each row alone is compared with PyTorch, and with the
+  output of the same row in a batch.
+- `rows-int8`: the same six rows. A dynamic int8 graph is compared with the float32 graph from which it was quantized.
+
+A result is correct if the difference is at most:
+
+| stages | largest allowed difference |
+| --- | --- |
+| float32 | 1e-4, or three times the difference between float32 and float64 in PyTorch (at most 1e-2) |
+| int8 | 0.35, or 1.25 times the difference that rounding to int8 causes in PyTorch |
+| float16 on a GPU | three times the error of PyTorch in float16 (`3.0x`) |
+
+The inputs have several shapes: one row, and several rows with padding on the right (for decoders also on the left). The float16 test uses
+up to 16 rows of 256 tokens. The outputs at padding positions are not compared.
+
+The int8 error of models with random weights is larger than the error of trained models. To measure the error of a trained model, see
+[Accuracy budget](guides/accuracy-budget.md).
+"""
+_REASONS = """## Reasons
+
+This list contains the reasons why stages do not work. A reason begins with the error class. Its text can differ from the text that the
+current version of `accel` prints. "the model" replaces the name of the model class. Long texts end with "…".
+"""
+_PLAIN_WORDS = (
+    (
+        r"After optimizing at (\w+): The result differs from the original by",
+        r"After the optimization \1, the outputs differ from the original outputs by",
+    ),
+    (r"The result differs from the original by", "The outputs differ from the original outputs by"),
+    (
+        r" in ('\w+') at (\{.*?\}); accepted is ([\w.+-]*\w)\.?",
+        r" in \1 with the input sizes \2; the largest allowed difference is \3.",
+    ),
+    (
+        r"the model computes with the number that the axis ('\w+') of ('\w+') has in the trace \((\d+)\): the graph would serve "
+        r"this size alone\.",
+        r"The exported graph would work only with the size \3 of the axis \1 of \2, because the model uses this size as a constant.",
+    ),
+    (
+        r"(\w+(?: model)?) keeps ('\w+') between tokens, which is none of transformers' caches\.",
+        r"\1 stores \2 between tokens, which is not a KV cache of transformers.",
+    ),
+    (
+        r"keeps a (\w+) between tokens, which cannot be put into a graph\.",
+        r"uses a \1, which cannot be part of a graph.",
+    ),
+    (r"the model takes a cache and returns none\.", "The model has a cache as an input and returns no cache."),
+    (
+        r"the model is no VITS, of whose parts graphs are made\.",
+        "The model does not have the structure of VITS, the only supported architecture of this type.",
+    ),
+    (
+        r"the model has other parts than SAM and SAM-HQ, of which graphs are made\.",
+        "The model does not have the structure of SAM or SAM-HQ, the only supported architectures of this type.",
+    ),
+    (
+        r"the model decides by the values of its tensors what to compute \((.*?)\); a graph computes the same for all values\.",
+        r"The code of the model has a branch that depends on the values of a tensor (\1), which a graph cannot contain.",
+    ),
+    (
+        r"Nothing is left to quantize: the graph has no product with a constant\.",
+        "The graph contains no matrix product with a constant weight, so there is nothing to quantize.",
+    ),
+    (
+        r"The mask leaves out tokens between others; this model's sliding window counts them\.",
+        "The mask has padding between tokens, which a model with a sliding window does not support.",
+    ),
+    (
+        r"The inputs have (\d+) along the axis ('\w+'); the model has positions for (\d+)\.",
+        r"The axis \2 of the inputs has the size \1; the maximum size of the model is \3.",
+    ),
+    (
+        r"('\w+') has (\d+) tokens; the graph reads (\d+): the model computes longer texts in blocks, which would be another graph\.",
+        r"\1 has \2 tokens; the graph supports at most \3 tokens, because the model splits longer texts into blocks.",
+    ),
+    (
+        r"A sound of (\d+) frames came; the model has positions for (\d+)\.",
+        r"The audio input has \1 frames; the maximum of the model is \2 frames.",
+    ),
+    (
+        r"the model is an encoder and a decoder; a model for ([\w-]+) is a decoder alone\.",
+        r"The model is an encoder-decoder; models for \1 must be decoders.",
+    ),
+    (
+        r"The images in the prompts of the model attend in both directions, where its token_type_ids say so; a graph attends in "
+        r"causal order\.",
+        "The model uses bidirectional attention for image tokens, and the exported graph supports only causal attention.",
+    ),
+    (
+        r"No inputs can be made for the model: it generates from ('\w+'), and generating models are exported that read (.*), or "
+        r"sounds as Whisper.*",
+        r"accel cannot create inputs for the model: it reads \1. Supported inputs of models that generate tokens are \2, and the "
+        r"audio inputs of Whisper, Moonshine and similar models.",
+    ),
+    (
+        r"The graph in (\S+) returns (\[.*?\]) and no logits; a model for ([\w-]+) returns logits with (\d+)( axes)?\.?",
+        r"The graph in \1 returns \2 and no logits; a model for \3 must return logits with \4 axes.",
+    ),
+    (
+        r"The graph in (\S+) returns logits with (\d+) axes; a model for ([\w-]+) returns logits with (\d+)( axes)?\.?",
+        r"The graph in \1 returns logits with \2 axes; a model for \3 must return logits with \4 axes.",
+    ),
+    (
+        r"the model itself fails on (\d+) rows of (\d+) tokens",
+        r"The PyTorch model raises an error for \1 rows of \2 tokens",
+    ),
+    (r"the model cannot be traced", "The model cannot be exported"),
+    (
+        r"^the small model has (\d+) million weights",
+        r"the smallest model that the program can build is too large: it has \1 million weights",
+    ),
+    (r"^takes images in another form than pixel_values alone", "needs image inputs in addition to pixel_values"),
+    (r"^says no image token", "the config contains no image token"),
+    (r"^reads (\w+), which the sweep makes no inputs of", r"the program cannot create the input '\1'"),
+    (
+        r"^reads sounds within a prompt, in a form of its own",
+        "reads audio inputs inside the prompt, in a special format",
+    ),
+    (
+        r"^logits is not finite in PyTorch with these weights",
+        "the logits of PyTorch contain NaN or infinity with these random weights",
+    ),
+    (r"^does not answer on (.*?) in PyTorch", r"PyTorch raises an error for the inputs \1"),
+    (r"\bNotShrinkable: (\w+):", r"the program cannot create a small \1:"),
+)
+"""Patterns of recorded error messages, each with its replacement in the pages."""
 _TABLE = """<div id="models" data-source="assets/models.json"><p>This table needs JavaScript.</p></div>
 <script src="../assets/models.js"></script>
 """
@@ -101,8 +235,14 @@ def _modality_page(name: str, cells: Sequence[Cell], backends: Sequence[str]) ->
     for cell in cells:
         by_task[cell.task].append(cell)
     parts = [
-        f"# Tested models: {MODALITIES[name]}\n\n`all` means that every stage gives right answers. A number in brackets is a "
-        "[reason](#reasons). [The table](../models.md) has the measured differences and says how they were measured.\n"
+        f"# Tested models: {MODALITIES[name]}\n\nThis page shows the stages of each backend that work with each architecture. The table of "
+        "[all results](../models.md) contains the measured differences, and explains how they were measured.\n\n"
+        "| cell | meaning |\n| --- | --- |\n"
+        "| all | all stages of the backend give correct outputs |\n"
+        "| all but O2 [1] | all stages except `O2` give correct outputs. Item 1 of the list "
+        "[Reasons](#reasons) explains why `O2` does not work |\n"
+        "| no [1] | no stage works |\n"
+        "| an empty cell | the model was not tested with this backend |\n"
     ]
     for task, some in sorted(by_task.items()):
         known = {(cell.architecture, cell.backend, cell.stage): cell for cell in some}
@@ -114,7 +254,7 @@ def _modality_page(name: str, cells: Sequence[Cell], backends: Sequence[str]) ->
             parts.append(f"| {architecture} | {' | '.join(row)} |")
         parts.append("")
     listed = [f"{number}. {_literal(text)}" for number, text in enumerate(reasons.texts(), start=1)]
-    return "\n".join([*parts, *(["## Reasons\n", *listed, ""] if listed else [])])
+    return "\n".join([*parts, *([_REASONS, *listed, ""] if listed else [])])
 
 
 def _in_words(cells: Sequence[Cell | None], reasons: _Reasons) -> str:
@@ -174,7 +314,10 @@ def share(cells: Sequence[Cell]) -> float:
 
 def _made_with(about: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
-    return f"Made with {versions}; {about.get('processor', 'an unknown processor')}.\n"
+    return (
+        f"The models were tested with these library versions: {versions}. The processors were: "
+        f"{about.get('processor', 'an unknown processor')}.\n"
+    )
 
 
 def _counts(cells: Sequence[Cell], backends: Sequence[str]) -> str:
@@ -190,17 +333,23 @@ def _counts(cells: Sequence[Cell], backends: Sequence[str]) -> str:
         lines.append(f"| {TITLES.get(backend, backend)} | {numbers} | {share(able):.1%} of {len(able)} |")
     missing = sum(cell.status == NOT_BUILT for cell in cells)
     ran = len({(cell.architecture, cell.task) for cell in cells}) - missing
-    unmade = f" For {missing} more, no small model could be made: see [below](#not-built)." if missing else ""
-    return "\n".join(lines) + f"\n\n{ran} pairs of an architecture and a task were run.{unmade}\n"
+    unmade = (
+        f" For {missing} further pairs, the program could not build a small model: see [Models that were not "
+        f"tested](#models-that-were-not-tested)."
+        if missing
+        else ""
+    )
+    tested = f"{ran} pairs of an architecture and a task were tested.{unmade}\n"
+    return "\n".join(lines) + f"\n\n{_STATUS_MEANING}\n{tested}"
 
 
 def _wrong(cells: Sequence[Cell]) -> str:
     found = sorted(cell.key for cell in cells if cell.status == WRONG)
     if not found:
-        return "No call that succeeded gave a wrong answer.\n"
+        return "No stage that ran without an error gave wrong outputs.\n"
     reasons = {cell.key: cell.reason for cell in cells}
     lines = [f"- `{key}`: {reasons[key]}" for key in found]
-    return "## Wrong\n\nThese calls succeeded with a wrong answer.\n\n" + "\n".join(lines) + "\n"
+    return "## Wrong\n\nThese stages ran without an error, but their outputs are wrong:\n\n" + "\n".join(lines) + "\n"
 
 
 def _shown(cell: Cell | None, reasons: _Reasons) -> str:
@@ -237,16 +386,24 @@ class _Reasons:
         text = re.sub(r"\b(a|an|A|An) the model", "the model", text)
         text = re.sub(r"\bid:\d+", "id:…", text)  # ids of nodes differ from model to model
         text = text if len(text) <= _MOST_OF_A_REASON else text[:_MOST_OF_A_REASON].rstrip() + " …"
+        text = in_plain_words(text)
         if cell.upstream is False:
-            text = f"(transformers' own exporters cannot capture it either) {text}"
+            text = f"(the exporters of transformers also fail) {text}"
         if cell.status == FAILED:
-            text = f"(no refusal: it failed) {text}"
+            text = f"(unexpected error) {text}"
         self._counts[text] += 1
         return self._numbers.setdefault(text, len(self._numbers) + 1)
 
     def texts(self) -> list[str]:
         """Return all reasons, ordered by their numbers."""
         return list(self._numbers)
+
+
+def in_plain_words(reason: str) -> str:
+    """Return a recorded error message with its sentences replaced by sentences that readers of the pages understand."""
+    for pattern, replacement in _PLAIN_WORDS:
+        reason = re.sub(pattern, replacement, reason)
+    return reason
 
 
 def _literal(text: str) -> str:
@@ -258,12 +415,17 @@ def _not_built(cells: Sequence[Cell]) -> str:
     by_reason: dict[str, list[str]] = defaultdict(list)
     for cell in cells:
         if cell.status == NOT_BUILT:
-            text = _CLASS.sub("the model", cell.reason)[:_MOST_OF_A_REASON]
+            text = in_plain_words(_CLASS.sub("the model", cell.reason)[:_MOST_OF_A_REASON])
             by_reason[text].append(f"{cell.architecture} ({cell.task})")
     if not by_reason:
-        return "## Not built\n\nEvery pair on this page has a small model.\n"
+        return "## Models that were not tested\n\nA small model was built for every pair on this page.\n"
     lines = [f"- {_literal(reason)}: {', '.join(sorted(names))}" for reason, names in sorted(by_reason.items())]
     return (
-        "## Not built\n\nThese say nothing about the library: a package is missing, the sizes of the config depend on each "
-        "other in a way that the sweep does not know, or the model wants other inputs.\n\n" + "\n".join(lines) + "\n"
+        "## Models that were not tested\n\nThe test program could not build a small model for these architectures, so it is unknown "
+        "whether `accel` supports "
+        "them. Each item of the list begins with the error message of the test program. The causes are: a package is not installed, "
+        "the sizes in "
+        "the config depend on each other in a special way, or the model needs special inputs.\n\n"
+        + "\n".join(lines)
+        + "\n"
     )

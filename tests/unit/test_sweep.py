@@ -267,8 +267,8 @@ def test_pages_contain_numbers_reasons_and_unbuilt_models() -> None:
     assert "| bert | all but O2 [1] |" in files["models/text.md"]
     assert "1. `OptimizeError: the model has | no graph`" in files["models/text.md"]
     assert "- `no`: x (text-generation)" in text
-    assert "No call that succeeded gave a wrong answer." in text
-    assert "torch 2; a processor" in text
+    assert "No stage that ran without an error gave wrong outputs." in text
+    assert "library versions: torch 2. The processors were: a processor." in text
 
 
 def test_pages_match_the_recorded_cells() -> None:
