@@ -512,7 +512,7 @@ def test_changed_model_raises(uncompiled: list[Any], change: str) -> None:
         assert "forward" not in vars(model.restore())
 
 
-# PEFT reads a deprecated attribute of transformers, which warns.
+# PEFT reads a deprecated attribute of transformers, and transformers warns about the attribute.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("how", ["another adapter", "none"])
 def test_other_adapter_raises(uncompiled: list[Any], how: str) -> None:

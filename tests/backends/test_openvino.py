@@ -126,7 +126,7 @@ def test_axes_have_names(tiny_ir: Callable[..., Artifact]) -> None:
 
 def test_axes_of_model_with_few_positions() -> None:
     """The exporter runs the graph with several input sizes to identify the axes of its outputs. These sizes stay within
-    the model's number of positions, because the graph fails beyond it (as in Wav2Vec2-Conformer).
+    the model's number of positions, because the graph fails for longer inputs (as in Wav2Vec2-Conformer).
     """
     given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32, name="x")
     given.output(0).set_names({"x"})

@@ -175,7 +175,9 @@ def test_model_quantized_for_this_cpu_stays_int8(
 
 @pytest.mark.parametrize("through_integers", [False, True])
 def test_scaling_product_is_kept(through_integers: bool) -> None:
-    """A product that scales quantized keys is kept. Attention in graphs from ONNX contains this product."""
+    """If the int8 products of a graph are converted to floating point, a multiplication that scales the quantized keys
+    is kept. Attention in graphs from ONNX contains this multiplication.
+    """
 
     def rounded(value: ov.Output) -> ov.Node:
         if not through_integers:

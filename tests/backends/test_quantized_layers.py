@@ -411,7 +411,7 @@ def test_adapters_stay_in_float_on_quantized_layers(first: str, tmp_path: Path) 
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     settings = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"], init_lora_weights=False)
     with warnings.catch_warnings():
-        # PEFT reads a deprecated attribute of transformers, which warns.
+        # PEFT reads a deprecated attribute of transformers, and transformers warns about the attribute.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         if first == "adapter":
             model = accel.prepare_qat(peft.get_peft_model(tiny_model("bert"), settings), calibration=rows())
@@ -436,7 +436,7 @@ def test_adapters_stay_in_float_on_quantized_layers(first: str, tmp_path: Path) 
 def _with_adapter(model: Any, **settings: Any) -> Any:
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     with warnings.catch_warnings():
-        # PEFT reads a deprecated attribute of transformers, which warns.
+        # PEFT reads a deprecated attribute of transformers, and transformers warns about the attribute.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], **settings))
 

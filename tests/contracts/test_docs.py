@@ -142,8 +142,8 @@ def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("page", slow_ones([page for page in PAGES if has_python(page)]), ids=name_of)
 def test_page_blocks_run_and_print_their_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # The output of a page must not depend on the installed plugins, so only one backend is enabled. The page of a
-    # backend enables that backend.
+    # The output of a page must not depend on the installed plugins, so the test enables only some plugins. The page of
+    # a backend also enables the backend.
     own = page.stem if page.parent.name == "backends" else "cpu"
     monkeypatch.setenv("ACCEL_PLUGINS", f"cpu,{own}")
     namespace: dict[str, Any] = {"__name__": "docs_page"}

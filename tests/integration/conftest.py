@@ -13,7 +13,7 @@ PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz"
 
 @pytest.fixture(scope="session")
 def folders(shared: Callable[..., Path]) -> Path:
-    """Return the folder of the unpacked model folders that other tools wrote."""
+    """Return the folder that contains the unpacked model folders of other tools."""
 
     def unpack(out: Path) -> None:
         with tarfile.open(PACKED) as archive:

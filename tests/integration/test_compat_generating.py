@@ -156,7 +156,7 @@ def test_graphs_of_different_variants_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the model folders that Optimum wrote, unpacked from tests/fixtures/foreign."""
+    """Return the folder that contains the model folders of Optimum, unpacked from tests/fixtures/foreign."""
     out = tmp_path_factory.mktemp("foreign")
     with tarfile.open(Path(__file__).parents[1] / "fixtures" / "foreign" / "folders.tar.xz") as packed:
         members = [member for member in packed if member.name.startswith(("optimum/gpt2-pair", "optimum/t5-"))]

@@ -691,8 +691,8 @@ def test_generation_graph_for_another_task_raises(task: str, copied: Any) -> Non
 
 
 def test_position_ids_of_an_embedding_decoder(tmp_path: Path) -> None:
-    """A decoder for embeddings runs without the caller's `position_ids`. Optimum's graphs of such decoders read this
-    input, and tokenizers do not return it. Only the distances between positions matter.
+    """A decoder for embeddings runs without the caller's `position_ids`. Optimum's graphs of such decoders have the
+    input `position_ids`, which tokenizers do not return. Attention depends only on the distances between positions.
     """
     transformers.Qwen3Config(vocab_size=120, hidden_size=2).save_pretrained(tmp_path)
     model = onnx.parser.parse_model(f"""

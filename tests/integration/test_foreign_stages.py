@@ -1,5 +1,5 @@
 """Tests of every stage on every folder that other tools wrote. The result of the stage is correct, or the stage raises
-the error in the table below.
+the error that the function `refusal` returns.
 
 The folders are in tests/fixtures/foreign. Results are compared with the PyTorch model from which the folder was
 exported.
@@ -110,7 +110,9 @@ def refusal(folder: str, stage: str) -> str | None:
 
 
 class Expected:
-    """Context manager that checks that a stage succeeds, or that it raises the error in the table with a `Fix:`."""
+    """Context manager that checks that a stage succeeds, or that it raises the error that `refusal` returns, with a
+    `Fix:`.
+    """
 
     def __init__(self, folder: str, stage: str) -> None:
         self._reason = refusal(folder, stage)
@@ -231,8 +233,8 @@ def test_deploy_triton(folder: str, layout: str, with_tokenizer: Any, tmp_path: 
 
 
 def test_detailed_outputs_of_whisper_with_other_state_names(folders: Path) -> None:
-    """If the caller requests detailed outputs, transformers splits Whisper's cache into layers and rows. This also
-    works with the state names of this folder.
+    """Detailed outputs of `generate` work for a Whisper folder whose states have other names. For detailed outputs,
+    transformers splits Whisper's cache into layers and rows.
     """
     model = accel.ORTModelForSpeechSeq2Seq.from_pretrained(folders / "intel" / "whisper-ir")
     sound = torch.randn(2, 4, 3000, generator=torch.Generator().manual_seed(0))

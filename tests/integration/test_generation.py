@@ -220,8 +220,8 @@ def test_audio_without_mask_is_not_padded(family: str, generator: Artifacts) -> 
 @pytest.mark.thorough
 def test_audio_length_is_limited_by_positions(generator: Artifacts) -> None:
     artifact = generator("speech-to-text")
-    # The encoder has one position for each four frames: 101 positions, because the padding position uses one of the 102
-    # rows of the table.
+    # The encoder has one position for every four frames. There are 101 positions, because the padding position uses one
+    # of the 102 rows of the table.
     assert artifact.component("encoder").max_sizes == {"frames": 404}
     model = opened(artifact)
     longest = torch.randn((1, 404, 20), generator=torch.Generator().manual_seed(3))
@@ -398,8 +398,8 @@ def test_image_pipeline_with_patches(backend: str, made: Callable[[str, str], Pa
 def test_question_is_drawn_above_the_image(
     backend: str, made: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Visual question answering with Pix2Struct: the image processor draws the question above the image, with a font
-    from the Hub.
+    """For visual question answering, Pix2Struct's image processor draws the question above the image, with a font from
+    the Hub.
     """
     from transformers.models.pix2struct import image_processing_pil_pix2struct as processing
 

@@ -593,8 +593,8 @@ def test_damaged_cached_export_is_exported_again(
 
 @pytest.mark.thorough
 def test_export_removed_while_it_is_opened(small_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another process may delete a cached export that is being opened (`accel cache clear`). Then the model is exported
-    again. Errors of existing exports are raised.
+    """If another process deletes a cached export while it is being opened (`accel cache clear`), the model is exported
+    again. Other errors that occur while the export is opened are raised.
     """
     from accel.models import base
 

@@ -218,8 +218,8 @@ def faint(contrast: float, seed: int = 0) -> Any:
 def tell_pictures_apart(matcher: Any, single: torch.Tensor) -> None:
     """Set the matcher's weights and thresholds so that the tests cover different cases.
 
-    SuperPoint then finds different numbers of points in different images, and one point in `single`. For some image
-    pair, LightGlue stops at each of its layers, after it has dropped points.
+    SuperPoint then finds different numbers of points in different images, and one point in `single`. Each layer of
+    LightGlue is the last computed layer for at least one image pair, and LightGlue drops points before its last layer.
     """
     torch.manual_seed(0)
     detector = matcher.keypoint_detector

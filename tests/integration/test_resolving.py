@@ -237,8 +237,8 @@ class TestRemoteCode:
 
 
 def test_foreign_engine_has_no_recorded_export(tiny_artifact: Callable[..., Artifact]) -> None:
-    """The engine's only step is its own build, whose settings belong to the vendor (TensorRT's shape profile), so they
-    are no export settings.
+    """An engine that another tool built has one step, the build. The settings of the build belong to the vendor
+    (TensorRT's shape profile), so they are not export settings.
     """
     artifact = tiny_artifact()
     built = Step(stage="export", backend="made", config={"profile": {}}, parent=artifact.digest)

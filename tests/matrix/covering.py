@@ -35,7 +35,7 @@ def cover(
         cases: All valid cases. Only targets that occur in these cases must be covered.
         targets: Function that returns the targets that a case covers.
         stages: Function that returns the artifacts that a case needs, with the seconds to make each artifact. An
-            artifact of a chosen case costs no time again.
+            artifact that a chosen case already needs costs no additional time.
         seconds: Time of a case in addition to its artifacts.
         seed: Seed of the order of equally good cases.
     """

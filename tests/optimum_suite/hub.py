@@ -236,7 +236,7 @@ def _processors(model: Any, architecture: str, task: str) -> list[Any]:
 
 
 def _tokenizer(model: Any) -> Any:
-    """Return the tiny tokenizer with a setting that it returns only inputs that the model accepts."""
+    """Return the tiny tokenizer, which is set to return only inputs that the model accepts."""
     parameters = inspect.signature(model.forward).parameters
     two_kinds = "token_type_ids" in parameters and (getattr(model.config, "type_vocab_size", None) or 0) > 1
     names = ["input_ids", *(["token_type_ids"] if two_kinds else []), "attention_mask"]
@@ -268,7 +268,7 @@ def _say_words_of_whisper(said: Any) -> None:
 
 
 def _foreign() -> Path:
-    """Return the folder of the unpacked model folders that Optimum wrote."""
+    """Return the folder that contains the unpacked model folders of Optimum."""
     folder = Path(os.environ[CACHE]) / "foreign"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():

@@ -1,5 +1,5 @@
-"""Functions for the stored folders that other tools wrote, and for the questions (model inputs) whose outputs of those
-tools are stored.
+"""Functions that read the stored folders of other tools, and the stored outputs of these tools for each question (model
+input).
 """
 
 from __future__ import annotations

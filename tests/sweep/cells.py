@@ -281,7 +281,7 @@ class _Run:
             # counts as a failure, and not as a refusal.
             new = stage in (ROWS, ROWS_INT8) and reason != self.why_not_exported
             status = FAILED if new else REFUSED
-        # Record any other error as a failure of accel.
+        # Record every other type of error as a failure of accel.
         except Exception as error:  # noqa: BLE001
             status, reason = FAILED, reason_of(error)
         if stage == EXPORT:

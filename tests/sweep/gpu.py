@@ -144,7 +144,7 @@ def sweep_on_gpu(
             status, reason = NOT_BUILT, str(error)
         except AccelError as error:
             status, reason = REFUSED, reason_of(error)
-        # Record any other error as a failure of accel.
+        # Record every other type of error as a failure of accel.
         except Exception as error:  # noqa: BLE001
             status, reason = FAILED, reason_of(error)
         shown = None if apart is None or apart == float("inf") else float(f"{apart:.2g}")

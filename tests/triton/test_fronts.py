@@ -82,7 +82,7 @@ Local = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
-    """Return a function that creates the front model of a task."""
+    """Return a function that creates the front model of a task (the model that accepts texts)."""
     made: dict[Any, Front] = {}
 
     def get(task: str, of: str | None = None, **settings: Any) -> Front:
@@ -102,7 +102,9 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
 
 @pytest.fixture(scope="session")
 def local(front: Fronts) -> Callable[..., Any]:
-    """Return a function that creates the local pipeline for the artifact of a front model."""
+    """Return a function that creates the local pipeline for the artifact that the front model (the model that accepts
+    texts) runs.
+    """
     made: dict[str, Any] = {}
 
     def get(task: str, of: str | None = None) -> Any:

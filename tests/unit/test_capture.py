@@ -449,8 +449,8 @@ def test_sample_tokens_are_in_both_vocabularies() -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.int64, 8)])
 def test_sample_boxes_keep_dtype_and_width(dtype: torch.dtype, width: int) -> None:
-    """Bounding boxes may be fractions of the page, or four corner points. Their data type and width are those of the
-    caller's sample.
+    """Bounding boxes may be fractions of the page, or four corner points. The export takes their data type and width
+    from the caller's sample.
     """
     example = {"bbox": torch.ones(2, 5, width, dtype=dtype)}
     resized = resize(

@@ -133,7 +133,7 @@ def test_wrong_bucket_is_not_used(
 def test_wrong_padding_multiples_are_not_used(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the results of a runtime depend on padding, the first padded call detects this before it returns."""
+    """If the results of a runtime depend on padding, the first padded call detects the difference before it returns."""
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-steps"))
     plain = open_plan(make_plan(artifact)).sessions["model"]
     session: Any = open_plan(
