@@ -319,15 +319,17 @@ def render(report: DemoReport) -> str:
     gain = Ratio(value=tuned.speed, low=tuned.speed_low, high=tuned.speed_high) if tuned is not None else None
     disturbed = f"Other programs disturbed the latencies: {'; '.join(report.disturbed)}.\n" if report.disturbed else ""
     search = (
-        f"accel tune looked at {tuned.candidates} candidates in {tuned.seconds:.0f} s; of those that lose at most "
-        f"{tuned.max_drop:g} points it keeps\n  {tuned.winner}: {gain} times PyTorch, {tuned.drop:.2f} points lost.\n"
+        f"accel tune tested {tuned.candidates} candidates in {tuned.seconds:.0f} s. The fastest candidate that loses at most "
+        f"{tuned.max_drop:g} points of accuracy is\n  {tuned.winner}:\n"
+        f"  {gain} times as fast as PyTorch, {tuned.drop:.2f} points lost.\n"
         if tuned is not None
         else ""
     )
     return (
         f"{printed(table, 110)}{disturbed}{missing}{search}"
         f"Exported graphs differ from PyTorch by {report.max_abs_difference:.2g} at most.\n"
-        "Accuracy: one query a call. "
-        f"Latency: batch {batch} x {sequence} tokens, {report.threads} threads, one process per variant taking turns.\n"
+        "Accuracy was measured with one query per call. "
+        f"Latency was measured with {batch} row of {sequence} tokens and {report.threads} threads.\n"
+        "Each variant runs in its own process, and the processes run alternately.\n"
         f"Done in {report.seconds:.0f} s."
     )
