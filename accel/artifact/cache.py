@@ -39,9 +39,10 @@ def entries() -> list[CacheEntry]:
 
 
 def clear(name: str | None = None) -> list[CacheEntry]:
-    """Remove cache entries. Without a name, also remove the saved results of file checks and form comparisons.
+    """Remove cache entries.
 
-    Without a name, the results of searches are kept while a search runs.
+    Without a name, also remove the saved results of file checks and of comparisons between padded and unpadded calls. In
+    this case, the results of searches are kept while a search runs.
 
     Args:
         name: Remove only entries whose name starts with this text.
@@ -94,8 +95,8 @@ def using_searches() -> Iterator[Path]:
 
 @contextmanager
 def alone_with_searches(mine: Path | None = None) -> Iterator[bool]:
-    """Prevent new searches within the block. Yields whether no other search runs; the search with the lock file `mine`
-    does not count.
+    """Prevent the start of new searches within the block. Yields whether no other search runs. The search with the lock
+    file `mine` is not counted.
     """
     with _gate() as entered:
         others = [path for path in (accel_home() / SEARCHES / "running").glob("*.lock") if path != mine]

@@ -48,9 +48,9 @@ def record_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
 
 
 def stamp_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
-    """Return records that identify files by size and modification time, without reading them.
+    """Return records that identify files by size and modification time, without reading the files.
 
-    Folders of other tools have no manifest with checksums.
+    The records are for folders of other tools, which have no manifest with checksums.
     """
     found = [(name, (folder / name).stat()) for name in names]
     return tuple(FileRecord(name=n, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}") for n, stat in found)
@@ -83,8 +83,8 @@ def verify(folder: Path, records: Sequence[FileRecord]) -> None:
 
 
 class _Checksums:
-    """SHA-256 checksums of files. Those of files over 1 MiB are cached across processes by inode, size and modification
-    times.
+    """SHA-256 checksums of files. Checksums of files over 1 MiB are cached across processes, by inode, size and
+    modification times.
     """
 
     def __init__(self) -> None:

@@ -212,8 +212,8 @@ def is_outage(error: Exception) -> bool:
 
 
 def _cached_listing(name: str, options: HubOptions, cache: str | None) -> list[str] | None:
-    """Return the last cached file list of a repository; `None` if huggingface_hub is older than 2.0 and caches no
-    lists, or has none.
+    """Return the last cached file list of a repository. `None` if no list is cached, or if huggingface_hub is older than
+    2.0 and cannot cache lists.
     """
     import huggingface_hub
     from huggingface_hub import errors

@@ -130,8 +130,10 @@ def _graphs(files: Sequence[str], choose: Callable[[Sequence[str]], Sequence[str
 
 
 def _is_data_of(graph: str, file: str, graphs: Sequence[str]) -> bool:
-    """Return whether a file holds external data of a graph: its name starts like the graph's name, or like no graph's
-    name in that folder.
+    """Return whether a file contains external data of a graph.
+
+    The file belongs to the graph with the longest matching name. A file whose name matches no graph of the folder may
+    belong to every graph.
     """
     name = PurePosixPath(file).name
     if _folder(file) != _folder(graph) or file in graphs:

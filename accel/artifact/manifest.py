@@ -33,7 +33,7 @@ MARK = "accel.manifest"
 """Metadata key in graphs that were written with a manifest. Graphs without it are treated as graphs of other tools."""
 SCHEMA_VERSION = 2
 _WITH_FILES = 2
-"""First schema version that records companion files (configs, tokenizers) and a checksum of the manifest."""
+"""First schema version that records checksums of configs and tokenizer files, and a checksum of the manifest itself."""
 _SEAL, _UNSEALED = "sha256", "0" * 64
 """Key of the manifest's own checksum, and its placeholder. The checksum is computed while the text contains the
 placeholder.
@@ -71,11 +71,11 @@ class Component:
         outputs: Outputs of the graph.
         max_sizes: Largest size of each limited axis by axis name, such as the number of positions.
         unused_inputs: Inputs of the model that do not affect its result. They are dropped when passed.
-        own_defaults: Inputs of the model with a special meaning when absent. Unlike `token_type_ids`, which default to
-            zeros, they are never filled in, and never dropped when passed.
+        own_defaults: Inputs for which the PyTorch model computes its own default. accel never adds a default for these
+            inputs, and never drops a value that the caller passed.
         stateful: Whether sessions keep a KV cache or another state between calls (`Session.new_state`).
-        croppable: Whether tokens can be removed from the state. Possible for keys and values, impossible for a state of
-            fixed size.
+        croppable: Whether tokens can be removed from the state. True for a KV cache; false for a state of fixed size, as
+            in state-space models.
         continues: For decoders: how many new tokens a call accepts after earlier calls. `any` number; `one`, if the
             graph was made for single steps; `none`, if the graph has no cache and computes all tokens again in each
             call.

@@ -80,7 +80,7 @@ def open_companion(
     ):
         raise _missing(path, kind)
     if loader != "GenerationConfig":
-        # Without a value, transformers asks the user on standard input.
+        # If the argument is missing, transformers asks the user on standard input whether code may run.
         arguments.setdefault("trust_remote_code", False)
     try:
         loaded = getattr(transformers, loader).from_pretrained(folder, local_files_only=local_files_only, **arguments)
@@ -145,7 +145,7 @@ def _check_generation(file: Path, loaded: Any) -> None:
 
 
 def _explain(error: BaseException, folder: str | os.PathLike[str], kind: str, patterns: Sequence[str]) -> NoReturn:
-    """Raise an error of accel for an error of transformers."""
+    """Raise the error class of accel that matches an error of transformers."""
     if isinstance(error, AccelError):
         raise error
     path, why = Path(folder), " ".join(str(error).split())[:_LONGEST]

@@ -26,7 +26,7 @@ _KINDS: Mapping[str, Kind] = {
     "CrossEncoder": "cross-encoder",
     "SparseEncoder": "sparse encoder",
     "MultiVectorEncoder": "multi-vector encoder",
-    # Class name of this kind in PyLate.
+    # The library PyLate saves multi-vector models under the class name `ColBERT`.
     "ColBERT": "multi-vector encoder",
 }
 _SPARSE = ("SpladePooling", "SparseAutoEncoder", "CSRSparsity", "SparseStaticEmbedding", "IDF", "MLMTransformer")
@@ -41,7 +41,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Pooling fields of versions before 5.5, in the order in which several poolings are concatenated."""
+"""Pooling fields of sentence-transformers before version 5.5, in the order in which several poolings are concatenated."""
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 READ, HARMLESS = "read", "harmless"
@@ -66,7 +66,7 @@ FIELDS: Mapping[str, Mapping[str, str | tuple[Any, ...]]] = {
         "transformer_task": READ,
         "modality_config": READ,
         "module_output_name": (None, "token_embeddings", "scores"),
-        # Harmless: the vectors are the same, only computed without padding.
+        # Unpadding does not change the vectors. It only avoids computation for padding tokens.
         "unpad_inputs": HARMLESS,
         "processing_kwargs": _EMPTY,
         "query_length": (None,),
@@ -96,7 +96,9 @@ FIELDS: Mapping[str, Mapping[str, str | tuple[Any, ...]]] = {
     "Normalize": {"module_input_name": _ON_VECTORS, "module_output_name": _ON_VECTORS},
     "Dropout": {"dropout": HARMLESS},
 }
-"""Fields by file, or by module for module configs: read, harmless, or refused unless the value is in this tuple."""
+"""Known fields, by file name or by module class. accel reads the field (`READ`), ignores it (`HARMLESS`), or accepts only
+the values in a tuple and raises an error for other values.
+"""
 
 _DENSE_ACTIVATION = "torch.nn.Tanh"
 # Arguments for loading weights and tokenizers. accel chooses their values itself.
@@ -211,7 +213,7 @@ def sentence_kind(folder: Path) -> Kind:
                 fix=f"set model_type to one of {', '.join(_KINDS)}.",
             )
         return _KINDS[word]
-    # Versions before 5 did not write the kind.
+    # sentence-transformers before version 5 did not write `model_type`, so the kind follows from the modules.
     names = {_class(entry) for entry in _modules(folder)}
     if names & set(_SPARSE):
         return "sparse encoder"
@@ -280,8 +282,9 @@ def sentence_settings(folder: Path) -> SentenceSettings:
 
 
 def embedding_roles(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> dict[str, str]:
-    """Return the transformers names of outputs that another tool named differently, by name in the graph of a text
-    model.
+    """Return the transformers name for each output of a text model's graph that another tool named differently.
+
+    The keys are the output names in the graph. The result is empty if no output needs another name.
     """
     ranks = {spec.name: len(spec.shape) for spec in outputs}
     if "last_hidden_state" in ranks or all(spec.name != "input_ids" for spec in inputs):
@@ -357,7 +360,7 @@ def _check_transformer(path: Path, values: Mapping[str, Any], kind: Kind) -> Non
             f"transformer_task is {written!r} in {path}. For a model of the kind {kind!r}, accel supports only {task!r}.",
             fix="use sentence-transformers for this model.",
         )
-    # With `message`, a chat template would be applied to every text if the model has one.
+    # If `modality_config` contains `message`, sentence-transformers applies the model's chat template to every text.
     if modalities is not None and (
         not isinstance(modalities, dict) or "message" in modalities or modalities.get("text") != _ON_TEXT[task]
     ):

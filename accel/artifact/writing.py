@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 STAGING_PREFIX = ".accel-staging-"
 """Prefix of the names of temporary folders."""
 _NO_ROOM = 64 << 10
-_FICLONE = 0x40049409  # linux/fs.h: makes one file share the blocks of another; blocks are copied when written to
-_TRIES = 20  # for random names that are taken, or file systems without locks
+# Number of the ioctl `FICLONE` in linux/fs.h. It makes a file share the disk blocks of another file until one file changes.
+_FICLONE = 0x40049409
+_TRIES = 20  # largest number of attempts to lock a temporary folder, because its random name may already be used
 # Errors of `rename` if the target is a file or a folder that is not empty.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # Texts of NumPy's write errors, which have no `errno`.
@@ -107,10 +108,11 @@ def staging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def merging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
-    """Like `staging`, for a target that already contains files: new files move into it one by one, the manifest last.
+    """Yield a temporary folder, like `staging`, for a target folder that already contains files. At the end of the block,
+    the new files move into the target one by one, the manifest last.
 
-    If the process is killed meanwhile, the folder contains graphs with the metadata key of accel but no manifest. Such
-    graphs do not open.
+    If the process is killed while the files move, the target contains graphs with the metadata key of accel but no
+    manifest. accel refuses to open graphs in this state.
 
     Args:
         out: The folder; it is created if missing. An artifact in it, and files with the same names, are replaced.
@@ -167,7 +169,7 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
 
 @contextmanager
 def held(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[bool]:
-    """Hold a lock file within the block, against other processes and threads. Yields whether the lock was acquired.
+    """Lock a file within the block, so that other processes and threads cannot lock it. Yields whether the file was locked.
 
     Args:
         path: The lock file.
@@ -357,7 +359,7 @@ def _unlock(lock: FileLock) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove temporary folders and lock files of interrupted runs: those with a free lock."""
+    """Remove the temporary folders and lock files of interrupted runs. A run was interrupted if its lock is free."""
     for entry in folder.glob(f"{STAGING_PREFIX}*"):
         temporary = entry.with_name(entry.name.removesuffix(".lock"))
         lock = FileLock(_lock_of(temporary))

@@ -1,9 +1,10 @@
 """Pad sequences to one of a few lengths (buckets, with static shapes) or to a multiple of a length (with dynamic
 shapes).
 
-The classes wrap the sessions of any backend. They pad with the values in the input specs, run the session for that
-length, and cut the outputs. Padding is masked, so outputs equal those of the unpadded call. A model is refused if its
-export measured a difference, and a length is not used if its outputs differ on the present device (see `FormChecks`).
+The classes wrap the sessions of any backend. They pad the inputs with the values in the input specs, run the session for
+the padded length, and cut the outputs. The attention mask hides the padding, so the outputs equal the outputs of the
+unpadded call. Models whose export measured a difference are refused. A padded length is not used if its outputs differ on
+the device of the session (see `FormChecks`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _PaddedSession(BaseSession[Session], ABC):
     """
 
     _form: ClassVar[str]
-    """Prefix of the names of padded forms. Results of their checks are cached under these names."""
+    """Prefix of the names under which the results of comparing padded with unpadded calls are cached."""
 
     def __init__(self, component: Component, described: Session, checks: FormChecks) -> None:
         super().__init__(described, component, described.device, described.compute_dtype)

@@ -1,7 +1,8 @@
 """Decide how a model runs: artifact, backend, device and options, or the reasons why it cannot run.
 
-`make_plan` is a pure function of the resolved model, the caller's settings and the installed backends. It opens and
-writes nothing. `accel.stages.export` makes a missing artifact of a plan, and `accel.backends.sessions` opens a plan.
+`make_plan` is a pure function of the resolved model, the caller's settings and the installed backends. It opens no session
+and writes no file. `accel.stages.export` exports the model of a plan if it is not an artifact yet, and
+`accel.backends.sessions` opens the sessions of a plan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _RECORDED = (
     "threads", "inter_op_threads", "compute_dtype", "buckets", "pad_to_multiple_of", "graph_optimization", "spinning"
 )  # fmt: skip
 _MOST_THREADS = 1024
-"""Number of threads that is accepted on every machine, whatever its number of processors."""
+"""Number of threads that accel accepts on every machine, even if the machine has fewer processors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The decision how a model runs.
+    """The decision about the artifact, backend, device and options with which a model runs.
 
     Attributes:
         model: The resolved model.
@@ -96,7 +97,7 @@ class Plan:
         exporter: The plan of the export that comes first; `None` for an artifact, and for PyTorch weights that run
             without export.
         artifact: The artifact that runs; `None` until it is exported.
-        run: The manifest's `run`, if the plan uses it.
+        run: The run settings that the manifest records, if the plan uses them.
         options: Options of the sessions; the caller's options until there is an artifact.
         provider_options: Vendor-specific options for the device.
         why_not: The error if no backend can run the model. The message contains the table.
@@ -212,8 +213,8 @@ def make_plan(
 ) -> Plan:
     """Decide how a model runs.
 
-    Order of precedence: the caller's settings; the measured settings in the manifest (`run`, unless another backend is
-    named); the artifact's dtype; the defaults.
+    The caller's settings have priority. Next come the measured settings in the manifest (`run`), unless the caller named
+    another backend; then the dtype of the artifact; then the defaults.
 
     Args:
         model: The result of `resolve`, or an artifact.
@@ -259,7 +260,7 @@ def make_plan(
             fix="export the module first: accel.export(model, out).",
         )
     else:
-        # A backend that cannot export gets the format from the backend that owns it.
+        # If the named backend cannot export, the default backend for the format exports the model.
         stages = named.capabilities if named is not None else ()
         makes = [c.produces for c in stages if c.stage == "export" and c.produces]
         runs = [c.consumes for c in stages if c.stage == "run" and c.consumes]
@@ -282,12 +283,12 @@ def make_plan(
 
 
 def _device(settings: RunPreferences, run: RunRecord | None) -> DeviceSpec | None:
-    """Return the requested device, or the device that an artifact was measured on."""
+    """Return the requested device, or the device that the manifest records. `None` for any device."""
     name = settings.device or (run.device if run is not None else None)
     return DeviceSpec.parse(name) if name is not None else None
 
 
-# The choice of a backend
+# Functions that choose a backend.
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +422,7 @@ def _nothing_runs(
     )
 
 
-# Options
+# Functions that check and complete the options of sessions.
 
 
 def _with_options(plan: Plan, artifact: Artifact) -> Plan:
@@ -474,8 +475,8 @@ def _check_threads(options: SessionOptions) -> None:
 
 
 def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) -> int:
-    """Return the length multiple for padding: the caller's, or the backend's preferred multiple if sequences can be
-    padded, or 1.
+    """Return the number of tokens to whose multiple sequences are padded: the caller's number, or the backend's preferred
+    number if sequences can be padded, or 1.
     """
     if options.pad_to_multiple_of is not None:
         return options.pad_to_multiple_of

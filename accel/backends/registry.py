@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ALLOW_LIST_VARIABLE = "ACCEL_PLUGINS"
 BASELINE = "pytorch"
-"""The baseline of all comparisons. It needs only accel's own requirements, and the allow-list cannot exclude it."""
+"""Name of the backend with which all comparisons are made. It is always installed, and `ACCEL_PLUGINS` cannot exclude it."""
 
 
 def installed() -> dict[str, tuple[metadata.EntryPoint, ...]]:

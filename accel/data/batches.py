@@ -133,7 +133,7 @@ class Batches:
 
 
 def _bounded(encoded: EncodedRows, rows: Sequence[int]) -> list[Sequence[int]]:
-    """Split a batch into parts of at most 256 tokens including padding, so that the longest row does not decide the memory use."""
+    """Split a batch into parts of at most 256 tokens including padding, to limit the memory of calibration with long rows."""
     if not encoded.tokens:
         return [rows]
     width = max(len(encoded.tokens["input_ids"][row]) for row in rows)
@@ -142,7 +142,7 @@ def _bounded(encoded: EncodedRows, rows: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _as_prompts(feeds: Feeds, inputs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Add the remaining inputs of a decoder graph: position ids that skip padding, and `logits_to_keep` for all tokens."""
+    """Add the decoder inputs that a tokenizer does not return: position ids that skip padding, and `logits_to_keep`."""
     import torch
 
     decoder_inputs = dict(feeds)
@@ -176,7 +176,7 @@ def for_graph(
 
 
 def _tensors(batch: Any, position: int) -> Feeds:
-    """Convert a batch that the caller made into tensors and check that all values are finite."""
+    """Convert the values of a batch from the caller to tensors, and check that all numbers are finite."""
     import torch
 
     if not isinstance(batch, Mapping):

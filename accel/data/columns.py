@@ -101,7 +101,7 @@ def map_columns(
     Args:
         rows: The data.
         task: The task; its `TaskSpec.columns` list the uses.
-        columns: Column name by use; other columns are inferred.
+        columns: Column name by use (such as `text` or `label`). The other uses are mapped automatically.
         answers: Whether references (labels, tags, answers or scores) are needed. Calibration needs none.
 
     Raises:
@@ -190,7 +190,7 @@ def _guess(
             return name
     if column.use in ("text_pair", "audio_pair") or column.needed == "known":
         return None
-    # Do not guess among several candidates, and do not take a column whose name belongs to another use.
+    # Do not choose between several matching columns, and skip columns whose name is usual for another use.
     others = {name for other in columns if other is not column for name in other.known}
     left = [name for name, feature in free.items() if fits(feature) and name not in others]
     return left[0] if len(left) == 1 else None

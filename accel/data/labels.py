@@ -11,14 +11,15 @@ from .rows import DatasetRows
 
 _SHOWN = 5
 IGNORED = -100
-"""Tag of words that are left out of the metric, the same value as `ignore_index` in PyTorch's losses."""
+"""Label id of words that the metric ignores. The value is the default of `ignore_index` in PyTorch's losses."""
 
 
 def label_ids(rows: DatasetRows, use: str, config: Any) -> list[Any]:
     """Return the labels of the rows as label ids of the model, nested like the column.
 
-    Label names are looked up in the model's `label2id`. Integers are kept, except integers of a `ClassLabel` column whose
-    names are all in `label2id`: they are matched by name, because data sets and models often number classes differently.
+    Label names are looked up in the model's `label2id`. Integers are used as label ids, with one exception: for a
+    `ClassLabel` column whose names are all in `label2id`, the names are looked up, because data sets and models often number
+    their classes differently.
 
     Args:
         rows: The data with mapped columns.
@@ -26,9 +27,7 @@ def label_ids(rows: DatasetRows, use: str, config: Any) -> list[Any]:
         config: The model's config.
 
     Raises:
-        InputError: Rows have no label, or a label that the model does not have.
-    Raises:
-        InputError: Rows without a label, or labels that the model does not have.
+        InputError: A row has no label, or the model does not have the label.
     """
     values = rows.column(use)
     nested = use == "tags"

@@ -46,7 +46,7 @@ class SampleRecord:
         total: Number of rows before sampling.
         n: Number of rows used.
         seed: Seed of the sampling; `None` if all rows were used.
-        columns: Column name by use.
+        columns: Column name by use. A use is the role of a column in the task: `text`, `label`, ...
     """
 
     source: str
@@ -109,7 +109,10 @@ class DatasetRows:
 
 
 def is_rows(data: object, inputs: Collection[str] = ()) -> bool:
-    """Return whether the data is rows for `load_rows`, not batches (dictionaries of tensors or arrays by graph input name)."""
+    """Return whether `data` contains rows for `load_rows`.
+
+    If not, `data` contains batches: dictionaries of tensors or arrays, by the names of the graph's inputs.
+    """
     if isinstance(data, str | os.PathLike):
         return True
     if isinstance(data, Sequence) and data and isinstance(data[0], Mapping):
@@ -375,7 +378,7 @@ def _sha256(path: Path) -> str:
 
 
 def take(rows: DatasetRows, n: int | None, seed: int = 0) -> DatasetRows:
-    """Draw `n` rows without replacement and keep their order; return all rows when `n` is `None` or at least their number.
+    """Return `n` randomly drawn rows in their original order. If `n` is `None` or there are at most `n` rows, return all rows.
 
     Raises:
         ConfigError: `n` is below 1.

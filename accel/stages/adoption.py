@@ -1,4 +1,4 @@
-"""Make artifacts of folders without a manifest of accel: graphs of other tools, read by a backend, and PyTorch weights."""
+"""Create artifacts from folders without a manifest of accel. The folders contain graphs of other tools or PyTorch weights."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def adopt(
     task: str | None = None,
     variant: str | None = None,
 ) -> Artifact:
-    """Make an artifact of a folder of another tool. If the graphs must be changed, the changed copies are stored in
-    `ACCEL_HOME`.
+    """Return an artifact for a folder that another tool exported. If the graphs must be changed, changed copies of them are
+    stored in `ACCEL_HOME`.
 
     Args:
         folder: The folder with the model's config.

@@ -1,5 +1,5 @@
-"""`accel.export`: export a model to an artifact, and compare it with PyTorch before the folder appears. Also cached
-exports.
+"""`accel.export`: export a model to an artifact, and compare it with PyTorch before the output folder is created. This module
+also manages the cached exports of `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _export_source(
             copy_companions(source.folder, folder)
         _write_configs(source, folder)
         if source.folder is not None and is_adapter(source.folder):
-            # The adapter's own tokenizer was copied first, and existing files are not overwritten.
+            # Existing files are not overwritten, so the adapter's own tokenizer has priority over the base model's.
             copy_companions(capture.base_of_adapter(source.folder, hub).folder, folder)
         if processor is not None:
             processor.save_pretrained(folder)
@@ -369,7 +369,7 @@ def cached_export(resolved: ResolvedModel, plan: StagePlan, *, config: ExportCon
             logger.warning(
                 "The cached export of %s is damaged and will be exported again: %s", location.id, error.message
             )
-    # The folder is damaged, or was left by an interrupted removal.
+    # The cached export is damaged, or an interrupted removal left parts of it.
     discard(folder)
     try:
         artifact = export_resolved(resolved, folder, plan=plan, config=config)

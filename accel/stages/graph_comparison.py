@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 DEPENDS_ON_ROWS = "depends on the other rows"
 """Text in the error for an exported model whose outputs for a row depend on the other rows of the batch."""
 _KEPT = "logits_to_keep"
-_OF_ITS_OWN = 3.0  # a different order of summation may cause errors as large as PyTorch's, in either direction
+# Accepted ratio between the difference of the graph and PyTorch's own rounding error. A different order of summation causes
+# errors of the same size, with either sign.
+_OF_ITS_OWN = 3.0
 _LARGER = 1.01
-_MOST_ROUNDING = 1e-2  # larger differences are never accepted as rounding
+_MOST_ROUNDING = 1e-2  # largest relative difference that is accepted as a rounding error
 
 
 def warn_of_size(parent: Artifact, made: Artifact, fix: str) -> None:
@@ -217,7 +219,10 @@ def _dependent(what: str) -> ValidationError:
 
 
 def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Merge the comparisons of several graphs: the fields of the worst one, and all of them under `components`."""
+    """Merge the comparisons of several graphs into one record.
+
+    The record has the fields of the graph with the largest difference, and all comparisons under the key `components`.
+    """
     if len(found) == 1:
         return next(iter(found.values()))
     worst = max(found.values(), key=lambda one: _share(one["max_abs_difference"], one["tolerance"]))
@@ -293,8 +298,10 @@ def _check_outputs(found: Mapping[str, torch.Tensor], expected: Mapping[str, tor
 def differences(
     session: Session, cases: list[capture.Case], atol: float | None, dtype: str, *, rounding: float = 0.0
 ) -> dict[str, Any]:
-    """Return the record of `compare` without raising: the largest difference relative to its tolerance, with the output
-    and the case.
+    """Return the largest difference between the outputs of a graph and the expected outputs, as the record for the manifest.
+
+    Unlike `compare`, this function does not raise if the difference exceeds the tolerance. The record names the output and
+    the input sizes with the largest difference relative to its tolerance.
 
     Each output has its own tolerance, so large logits do not hide errors of bounding boxes or embeddings.
 

@@ -30,7 +30,7 @@ _LIBRARIES: Mapping[str, tuple[str, str]] = {
     "*.gguf": ("llama.cpp", "use the transformers repository from which the GGUF file was created."),
     "*.nemo": ("NeMo", f"export the model with NeMo (`model.export(...)`). {_CUSTOM}."),
 }
-"""File name patterns that identify the folders of a library, with the library's name and a remedy."""
+"""File name patterns of models of other libraries, with the name of the library and the fix for the error message."""
 _SETFIT, _HEAD = "config_setfit.json", "model_head.pkl"
 
 
@@ -50,7 +50,8 @@ def no_model(folder: Path) -> ArtifactNotFoundError:
 
 
 def check_heads(folder: Path, task: str | None) -> None:
-    """Raise for a SetFit classifier if the task needs its head, which is a pickle. Its embedding model can be used.
+    """Raise for a SetFit classifier if the task needs its classification head, which is a pickle file. accel can use only the
+    embedding model.
 
     Args:
         folder: The model's folder.

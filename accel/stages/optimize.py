@@ -1,4 +1,4 @@
-"""`accel.optimize`: rewrite a graph into a faster graph, and compare both before the folder appears."""
+"""`accel.optimize`: rewrite a graph into a faster graph, and compare both graphs before the output folder is created."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
         cases: dict[str, list[capture.Case]] = {}
         for component in parent.components:
             session = opened.sessions[component.name]
-            # A decoder without a KV cache continues as well: the session's state stores all tokens.
+            # A decoder without a KV cache can also continue a text, because the session's state stores all tokens.
             continued = component.stateful or component.continues == "none"
             make = _continued_case if continued else _single_case
             shapes = [(1, 3), (3, 40), (1, 40), (3, 3), (2, 1)]

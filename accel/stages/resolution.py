@@ -201,8 +201,8 @@ def _graph_named(model: str | os.PathLike[str]) -> _Graph | None:
 
 
 def _holding(file_name: str | None, folder: Path) -> Artifact | None:
-    """Return the artifact of a folder. For a named graph, return the artifact of the folder or a subfolder that
-    contains the graph, or `None`.
+    """Return the artifact in a folder. With `file_name`, return the artifact of the folder or of a subfolder that contains
+    this graph, or `None` if there is none.
     """
     artifact = Artifact.load(folder)
     if file_name is None or file_name in [component.file for component in artifact.components]:
@@ -240,8 +240,8 @@ def _nested(location: Location, file_name: str | None) -> Artifact | None:
 
 
 def _seen_from(artifact: Artifact, root: Path) -> Artifact:
-    """Return the graphs of a subfolder as an artifact of the parent folder, which contains the config and the
-    tokenizer.
+    """Return the artifact of a subfolder as an artifact of the parent folder `root`, which contains the config and the
+    tokenizer. The paths of the graphs are changed accordingly.
 
     The config and tokenizer files are not recorded in the manifest, because another tool wrote them.
     """
@@ -336,8 +336,8 @@ def recorded_export(artifact: Artifact) -> ExportConfig:
     """Return the settings of an artifact's export with float32, for the PyTorch model that the artifact is compared
     with.
 
-    An engine built from a graph of another tool has no such export step: its export step has the graph as parent, and
-    other settings.
+    The export step of the PyTorch model has no parent. An export step with a parent belongs to an engine that was compiled
+    from a graph, and has different settings, so it is skipped.
     """
     exports = (step for step in artifact.manifest.steps if step.stage == "export" and step.parent is None)
     recorded = next((step.config for step in exports), {})

@@ -13,7 +13,9 @@ from typing import Any
 
 @contextmanager
 def attention_of(model: Any, name: str | None) -> Iterator[None]:
-    """Use another attention implementation for a while. Does nothing for `None` or for a model without a choice."""
+    """Set another attention implementation of a model within the block. Does nothing if the implementation is `None`, or if
+    the model has only one implementation.
+    """
     before = getattr(model.config, "_attn_implementation", None)
     if name is None or before in (None, name):
         yield

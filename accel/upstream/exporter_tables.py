@@ -22,10 +22,11 @@ from .replaced_attributes import replaced_attributes
 
 @contextmanager
 def without_stack_traces() -> Iterator[None]:
-    """Do not record Python stack traces for the nodes of a trace. This saves up to a tenth of the time of an export.
+    """Trace a model within the block without recording Python stack traces for the nodes. This saves up to a tenth of the
+    export time.
 
-    `strip_provenance` would remove them anyway. Errors of a trace still contain the model's lines. Older versions of PyTorch do
-    not have this setting.
+    accel removes the stack traces from exported graphs in any case (`strip_provenance`). Errors of the tracer still show the
+    lines of the model's code. Versions of PyTorch before 2.12 do not have this setting.
     """
     from torch.fx import config
 
@@ -36,7 +37,7 @@ def without_stack_traces() -> Iterator[None]:
 
 @contextmanager
 def with_conversions(conversions: Sequence[Any]) -> Iterator[None]:
-    """Add extensions to the table of transformers' OpenVINO exporter for a while."""
+    """Add conversion extensions to the table of transformers' OpenVINO exporter within the block."""
     from transformers.exporters import exporter_openvino
 
     table = [*exporter_openvino._OV_CONVERSION_EXTENSIONS, *conversions]
@@ -72,7 +73,7 @@ def _put_weights_back(program: torch.export.ExportedProgram) -> None:
 
 @contextmanager
 def without_telemetry() -> Iterator[None]:
-    """Prevent OpenVINO's converter from sending telemetry. It sends none if the variable `CI` is set."""
+    """Prevent OpenVINO's converter from sending telemetry: it sends no telemetry if the environment variable `CI` is set."""
     before = os.environ.get("CI")
     os.environ["CI"] = "true"
     try:

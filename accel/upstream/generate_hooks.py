@@ -1,8 +1,8 @@
 """Private parts of transformers' `generate`, as public methods and functions.
 
 Seen in transformers 5.23 and 5.24; tests/integration/test_generate_overrides.py compares their signatures with the installed
-version. The public alternative, `generate(custom_generate=...)`, replaces every decoding method, including beam search, and
-belongs to the caller.
+version. The public alternative, `generate(custom_generate=...)`, is not used: it replaces every decoding method, including
+beam search, and users pass this argument themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SampleCall:
 
     @property
     def returns_tokens(self) -> bool:
-        """Whether the caller requests only tokens, with standard stopping criteria and standard updates of the cache."""
+        """Whether the caller requests only token ids, and uses only transformers' stopping criteria and cache updates."""
         update = "_update_model_kwargs_for_generation"
         return (
             not self.config.return_dict_in_generate

@@ -1,4 +1,4 @@
-"""Printed output, warnings and log records of other libraries, hidden unless accel's logger is at DEBUG."""
+"""Hide printed output, warnings and log records of other libraries, unless the level of accel's logger is DEBUG."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _taken_away = ExitStack()
 
 
 class _OtherThreads:
-    """A stream that discards output of threads inside `quiet`: `torch.export` prints whole graphs.
-
-    Output of other threads, such as progress bars, passes through.
+    """Stream that discards the output of threads inside `quiet`, because `torch.export` prints whole graphs. The output of other
+    threads, such as progress bars, is written.
 
     Args:
         stream: Standard output or standard error.
@@ -71,8 +70,8 @@ def _take_away(stack: ExitStack) -> None:
     """Hide the output of the whole process. Closing the stack restores everything."""
     from transformers.utils import logging as transformers_logging
 
-    # Only child loggers with their own level, because other loggers inherit it. Each change of a level clears the caches of all
-    # loggers, and PyTorch has hundreds.
+    # Change only child loggers that have their own level; the other child loggers inherit the level. Each change of a level
+    # clears the caches of all loggers, and PyTorch has hundreds of loggers.
     known = list(logging.root.manager.loggerDict.items())
     children = [
         one for name, one in known if name.startswith("torch.") and isinstance(one, logging.Logger) and one.level
@@ -92,6 +91,6 @@ def _take_away(stack: ExitStack) -> None:
 
 
 def hush_imports() -> None:
-    """Hide warnings that appear when transformers imports torchao. Users of a command cannot act on them."""
+    """Hide the warnings that appear when transformers imports torchao, because users of a command can do nothing about them."""
     for name in _AT_IMPORT:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """transformers' `generate` for audio longer than the encoder's window, with timestamps.
 
-Seen in transformers 5.23 and 5.24. The class is private to Whisper's module. There is no public alternative that works with a
-model of another library.
+Seen in transformers 5.23 and 5.24. transformers has this loop only in a private class of Whisper's module. There is no public
+alternative for models that are not PyTorch models.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ class LongFormSpeech(WhisperGenerationMixin):  # type: ignore[misc]  # transform
 
 
 def encoder_strides(config: Any) -> SimpleNamespace:
-    """Return the attributes that Whisper's loop reads from a PyTorch model: convolution strides (two frames per position)."""
+    """Return an object with the attributes that Whisper's loop reads from a PyTorch model: the strides of its convolutions."""
     convolutions = {"conv1": SimpleNamespace(stride=(1,)), "conv2": SimpleNamespace(stride=(2,))}
     return SimpleNamespace(encoder=SimpleNamespace(**convolutions), config=config)

@@ -43,7 +43,9 @@ def shortened_by(encoder: Any, length: Any, mask: torch.Tensor) -> torch.Tensor 
 
 @contextmanager
 def masks_not_shortened(model: Any) -> Iterator[None]:
-    """Let the model use the mask of its encoder's output unchanged. transformers would shorten it as a mask of audio."""
+    """Within the block, let the model use an attention mask that already has the length of the encoder's output. transformers
+    would shorten it again like a mask of audio samples.
+    """
     inner = getattr(model, "model", None)
     with replaced_attributes([(inner, _SHORTEN, lambda _, mask: mask)] if hasattr(inner, _SHORTEN) else []):
         yield

@@ -18,8 +18,8 @@ import sys
 def make_rewrites_exact() -> None:
     """Make onnxscript remove `x + 0` and `x * 1` only for exactly 0 and 1. Call this before its optimizer runs.
 
-    Its rules (onnxscript 0.7) accept any number up to 1e-8 as 0 and up to 1.00001 as 1. This removes the epsilon of an RMSNorm
-    (1e-8 in Helium), so that padding, whose embeddings are zero, becomes NaN.
+    The rules of onnxscript 0.7 also accept numbers up to 1e-8 as 0, and numbers up to 1.00001 as 1. They remove the epsilon of
+    an RMSNorm with the value 1e-8 (Helium). Padding tokens, whose embeddings are zero, then become NaN.
     """
     from onnxscript.rewriter.rules.common import _no_op
 
@@ -34,8 +34,8 @@ def make_rewrites_exact() -> None:
 def parse_operators_once() -> None:
     """Make onnxscript cache the signatures of its five hundred functions for PyTorch's operators.
 
-    `torch.onnx` (2.12) reads all of them for each graph, and onnxscript 0.7 parses their source each time. This takes a tenth of
-    the time of a small export.
+    `torch.onnx` (2.12) reads the signatures of all functions for each graph, and onnxscript 0.7 parses the source code of the
+    functions each time. The cache saves a tenth of the time of a small export.
     """
     from onnxscript import TracedOnnxFunction
 
@@ -47,12 +47,12 @@ def parse_operators_once() -> None:
 def release_traced_graphs() -> None:
     """Release the last graph that onnxscript and torch processed, and the model's weights in it.
 
-    Each rule of onnxscript (0.7) keeps the last graph that it was tried on, and `torch.export` (2.13) keeps the nodes of its last
-    trace, until the process ends.
+    Without this call, each rewrite rule of onnxscript 0.7 references the last graph that it was tried on, and `torch.export`
+    (2.13) references the nodes of its last trace, until the process ends.
     """
     from torch.fx.experimental import proxy_tensor
 
-    # Traces for other formats do not import the rewriter.
+    # The rewriter is imported only by exports to ONNX.
     if rewriter := sys.modules.get("onnxscript.rewriter"):
         for rule in rewriter._DEFAULT_REWRITE_RULES:
             for kept in ("_graph", "_match", "_current_node"):

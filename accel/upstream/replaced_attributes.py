@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def replaced_attributes(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of objects, classes or modules, and restore them at the end, also after an error.
+    """Set attributes of objects, classes or modules within the block, and restore them afterwards, also after an error.
 
-    If an owner inherits an attribute from its class or a base class, the attribute is deleted from the owner at the end.
+    An attribute that an owner inherits from its class or a base class is deleted from the owner after the block.
 
     Args:
         replacements: Owner, name and temporary value of each attribute.

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 
 DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
-"""Errors of a trace that would branch on the values of tensors."""
+"""Errors that the tracer raises if the model's code branches on the values of a tensor."""
 
 
 def formula(size: torch.SymInt) -> Any:
@@ -27,5 +27,5 @@ def formula(size: torch.SymInt) -> Any:
 
 
 def hint(size: Any) -> int | None:
-    """Return the sample's value of a symbolic size, or `None` for a data-dependent size."""
+    """Return the value that a symbolic size has for the example inputs. `None` if the size depends on the values of a tensor."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.has_hint() else None

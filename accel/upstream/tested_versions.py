@@ -1,6 +1,7 @@
 """Tested versions of libraries, and a warning for other versions.
 
-The version ranges in the package's requirements are wide, because all private names are in one package.
+The requirements of the package allow wide version ranges. Private names of the libraries are used only in `accel.upstream`, so
+other versions usually work as well.
 """
 
 from __future__ import annotations
