@@ -27,7 +27,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Box:
-    """A box: its place and size in grid units, a title, and smaller lines below it."""
+    """Box with a position and a size in grid units, a title, and smaller lines below the title."""
 
     x: float
     y: float
@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """An arrow along grid points, with a label at its middle."""
+    """Arrow along grid points, with a label at its middle."""
 
     points: tuple[tuple[float, float], ...]
     label: str = ""
@@ -70,7 +70,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing: its size in grid units, a description for screen readers, and what is on it."""
+    """Drawing with a size in grid units, a description for screen readers, and its boxes and arrows."""
 
     width: float
     height: float
@@ -91,8 +91,8 @@ class Drawing:
 
 
 def data_flow() -> Drawing:
-    """From a model to a pipeline."""
-    return Drawing(21, 8.2, "A model becomes an artifact, a backend opens it, and a pipeline runs it.", (
+    """Draw the steps from a model to a pipeline."""
+    return Drawing(21, 8.2, "accel exports a model to an artifact, a backend opens the artifact, and a pipeline runs it.", (
         Box(0.2, 0.5, 3.8, 3.5, "model", ("Hub id, folder,", "or a PyTorch object"), "plain"),
         Box(5.7, 0.5, 4.8, 3.5, "artifact", ("graph, weights, tokenizer,", "manifest with checksums")),
         Box(12.2, 0.5, 3.5, 3.5, "backend", ("cpu, cuda, openvino,", "pytorch, ..."), "part"),
@@ -103,39 +103,39 @@ def data_flow() -> Drawing:
 
 
 def architecture() -> Drawing:
-    """The engine and its three kinds of parts."""
+    """Draw the packages of the core and the three kinds of plugins."""
     rooms = (
-        ("cli, compat, demo, testing", "commands, Optimum's names, conformance suite"),
-        ("serving, deploying, tuning, measuring", "many callers; Triton; searches; accuracy and latency"),
-        ("models, decoding", "the transformers face; one step, one choice of the next token"),
-        ("stages, data, backends, capture", "export, optimize, quantize; rows to batches; one plan; PyTorch to graph"),
-        ("interfaces, artifact, errors", "what authors of parts import; the immutable folder"),
+        ("cli, compat, demo, testing", "command line, class names of Optimum, conformance tests"),
+        ("serving, deploying, tuning, measuring", "requests of many callers, Triton, searches, measurements"),
+        ("models, decoding", "classes with the transformers interface, token selection"),
+        ("stages, data, backends, capture", "export, optimize, quantize; data sets; backend selection"),
+        ("interfaces, artifact, errors", "base classes of plugins, model folders, error classes"),
     )
     boxes = [Box(0.2, 1.8 + 3 * i, 12, 2.6, title, (line,), "plain") for i, (title, line) in enumerate(rooms)]
     parts = (
-        ("backends", "where does it run?", "accel_plugins/NAME: a folder"),
-        ("tasks", "what does it answer?", "accel/tasks/NAME.py: a module"),
-        ("families", "how is the architecture read?", "accel/families/NAME.py: a module"),
+        ("backends", "runtime and devices", "accel_plugins/NAME: a folder"),
+        ("tasks", "inputs and outputs", "accel/tasks/NAME.py: a module"),
+        ("families", "export of an architecture", "accel/families/NAME.py: a module"),
     )
     boxes += [
         Box(14.2, 1.8 + 5.2 * i, 6.4, 4.2, name, (question, where), "part")
         for i, (name, question, where) in enumerate(parts)
     ]
     labels = (
-        Box(0.2, 0.2, 12, 1.2, "engine: a room imports only rooms below it"),
-        Box(14.2, 0.2, 6.4, 1.2, "parts: found by entry point"),
+        Box(0.2, 0.2, 12, 1.2, "core: packages import only packages below them"),
+        Box(14.2, 0.2, 6.4, 1.2, "plugins: found by entry points"),
     )
     arrows = tuple(Arrow(((14.2, 3.9 + 5.2 * i), (12.2, 3.9 + 5.2 * i))) for i in range(3))
     return Drawing(
         20.8,
         17.2,
-        "The engine's rooms in order, and the three kinds of parts.",
+        "The packages of the core from top to bottom, and the three kinds of plugins.",
         (*labels, *boxes, *arrows),
     )
 
 
 def call() -> Drawing:
-    """What happens in from_pretrained and in a call."""
+    """Draw the steps of `from_pretrained` and of a call."""
     top = (
         ("resolve", "which folder?"),
         ("plan", "which backend, device?"),
@@ -160,18 +160,18 @@ def call() -> Drawing:
     return Drawing(
         20.8,
         12.6,
-        "from_pretrained resolves, plans, exports and opens; a call checks, pads, runs and wraps.",
+        "from_pretrained selects a backend, exports and opens the model; a call checks and pads the inputs and runs a session.",
         tuple(items),
     )
 
 
 def serving() -> Drawing:
-    """Requests through the server."""
-    return Drawing(21, 13, "Requests of many callers are tokenized, queued and run together; answers return one by one.", (
+    """Draw the path of requests through the server."""
+    return Drawing(21, 13, "The server tokenizes and queues the requests of many callers, and runs them together in one batch.", (
         Box(0.2, 1, 3.4, 2.6, "caller", ("HTTP",), "plain"), Box(0.2, 5, 3.4, 2.6, "caller", ("HTTP",), "plain"),
         Box(0.2, 9, 3.4, 2.6, "caller", ("accel.Engine",), "plain"),
         Box(5.6, 3.5, 4, 5.6, "endpoint", ("checks the body,", "limits and key,", "tokenizes")),
-        Box(11.4, 1, 4, 4.6, "model queue", ("rows of like length", "run together")),
+        Box(11.4, 1, 4, 4.6, "model queue", ("rows of similar", "length run together")),
         Box(11.4, 7, 4, 4.6, "continuous batch", ("rows join and leave", "between two steps")),
         Box(17.2, 3.5, 3.5, 5.6, "session", ("of any backend",), "part"),
         Arrow(((3.6, 2.3), (5.6, 5))), Arrow(((3.6, 6.3), (5.6, 6.3))), Arrow(((3.6, 10.3), (5.6, 7.6))),
@@ -184,7 +184,7 @@ DRAWINGS = {"data-flow": data_flow, "architecture": architecture, "call": call, 
 
 
 def main() -> int:
-    """Write the files, or with --check say which ones are out of date."""
+    """Write the files, or with --check report which files are out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 when a file is out of date")
     check = parser.parse_args().check
