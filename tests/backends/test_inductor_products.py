@@ -223,8 +223,8 @@ def test_models_have_one_product_per_group_and_fused_gelu(family: str) -> None:
         rounded = model(**texts())[0]
     called, found = functions(model, texts(), [join_products, activate_before_rounding])
     layers = model.config.num_hidden_layers
-    # In DistilBERT, the output layer of attention is in the same module as query, key and value, so it counts as a
-    # separate product.
+    # In DistilBERT, the output layer of attention is in the same module as query, key and value, so `round_layers`
+    # rounds this layer to float8. In BERT, this layer is not rounded.
     assert called.count(float8.LINEAR) == layers * (3 if family == "distilbert" else 2)
     assert called.count(float8.GELU_LINEAR) == layers
     assert nn.functional.gelu not in called

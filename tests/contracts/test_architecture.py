@@ -147,8 +147,8 @@ def test_public_class_names_are_unique() -> None:
 
 
 def test_search_is_implemented_once() -> None:
-    """Only `Search.run` builds, times and grades candidates. The modules `accuracy_budget`, `conversion` and `tune`
-    only propose candidates.
+    """Only `Search.run` builds, times and grades candidates. The modules `quantize_within_budget`, `conversion` and
+    `tune` only propose candidates.
     """
     parts, calls, presets = {"builder", "timer", "grader"}, set(), set()
     for path in CORE:

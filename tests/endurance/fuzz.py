@@ -62,7 +62,8 @@ def _open(folder: Path) -> None:
 
 
 def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
-    """Damage three graphs in turn: the graph of an ONNX export, the graph of another tool's folder, and an OpenVINO IR.
+    """Damage three graphs one after another: the graph of an ONNX export, the graph of another tool's folder, and an
+    OpenVINO IR.
 
     Args:
         root: Folder for all files of the experiment.

@@ -93,7 +93,7 @@ def test_masks_of_wrong_rank_are_left_to_the_shape_check() -> None:
         assert both_ways(check, mask) == []
 
 
-def test_masks_without_bounds_are_not_checked() -> None:
+def test_value_check_skips_masks_without_bounds() -> None:
     check = InputValueCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")])
     assert both_ways(check, torch.full((2, 3), 7)) == []
     assert both_ways(check, torch.zeros(2, 3, dtype=torch.int64)) == []
@@ -104,7 +104,7 @@ def test_masks_are_not_clamped_on_the_gpu() -> None:
     assert InputValueCheck([ids, spec()]).bounds == {"input_ids": (0, 9)}
 
 
-def test_rows_are_checked_only_for_masks_without_bounds() -> None:
+def test_mask_check_skips_masks_with_bounds() -> None:
     hidden = np.zeros((2, 3), np.int64)
     MaskCheck([spec()]).arrays([hidden])
     with pytest.raises(InputError, match="Row 0 of 'attention_mask'"):
