@@ -2,8 +2,8 @@
 
 In: a path or a Hub id. Out: an `Artifact`. Its manifest lists the graph file of each component, with inputs and
 outputs.
-Code belongs in this package if it finds, describes, verifies or writes such folders, independent of models and
-backends.
+Code belongs in this package if it finds, describes, verifies or writes artifact folders, and does not depend on
+models or backends.
 """
 
 from .accel_home import accel_home, keeping

@@ -125,7 +125,7 @@ def check_file(path: Path, folder: Path, *, fix: str) -> os.stat_result:
     except (OSError, ValueError) as error:
         raise IntegrityError(f"The file {path} of the artifact is missing.", fix=fix) from error
     if not S_ISREG(stat.st_mode):
-        # Reading a pipe would never end.
+        # Refuse pipes and devices, because reading a pipe may never end.
         raise IntegrityError(f"{path} is not a regular file.", fix=fix)
     if not is_inside(path, folder):
         raise IntegrityError(

@@ -133,7 +133,7 @@ def _tell_without_revisions(folder: Path, revision: str) -> None:
 
 def _download(name: str, options: HubOptions, want_graph: bool | None, choose_graphs: Graphs | None) -> Location:
     import huggingface_hub
-    from huggingface_hub import constants  # not an attribute of the package until it is imported
+    from huggingface_hub import constants  # the package has this attribute only after the import
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     cache = os.fspath(options.cache_dir) if options.cache_dir else None

@@ -49,7 +49,7 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> bytes:
     try:
         if not S_ISREG(path.stat().st_mode):
-            # Reading a pipe would never end.
+            # Refuse pipes and devices, because reading a pipe may never end.
             raise IntegrityError(f"{path} is not a regular file.", fix=_AGAIN)
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)

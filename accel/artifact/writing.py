@@ -31,9 +31,9 @@ _NO_ROOM = 64 << 10
 # Number of the ioctl `FICLONE` in linux/fs.h. It makes a file share the disk blocks of another file until one file changes.
 _FICLONE = 0x40049409
 _TRIES = 20  # largest number of attempts to lock a temporary folder, because its random name may already be used
-# Errors of `rename` if the target is a file or a folder that is not empty.
+# Error numbers of `rename` if the target is a file, or a folder that is not empty.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-# Texts of NumPy's write errors, which have no `errno`.
+# Parts of the messages of NumPy's write errors. These errors have no `errno`.
 _SHORT_WRITES = ("problem writing element", "requested and")
 
 _inherited: list[FileLock] = []
@@ -396,7 +396,7 @@ def copy_file(source: Path, target: Path) -> None:
     file as well.
     """
     with suppress(ImportError, OSError), source.open("rb") as read, target.open("wb") as write:
-        import fcntl  # only on Unix
+        import fcntl  # this module exists only on Unix
 
         fcntl.ioctl(write.fileno(), _FICLONE, read.fileno())
         return

@@ -84,8 +84,8 @@ def plan_stage(
     able = {spec: capability for spec, some in declared.items() if (capability := fitting(some)) is not None}
     ready = [spec for spec in able if inventory.missing(spec) is None]
     if ready:
-        # The backend that exports a format owns it. A backend that only rewrites the format for its own hardware must
-        # be named.
+        # Prefer the backend that exports this format. A backend that only rewrites graphs for its own hardware is used only
+        # if the caller names it.
         owner = max(
             ready, key=lambda spec: (bool(spec.capability("export", produces=format)), spec.auto, spec.priority)
         )

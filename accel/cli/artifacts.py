@@ -340,7 +340,8 @@ def convert(
     from ..tuning.conversion import convert as run
 
     if model is not None and out is None and model_option is not None:
-        model, out = None, Path(str(model))  # `accel convert -m MODEL OUT`
+        # In `accel convert -m MODEL OUT`, the only positional argument is the output folder.
+        model, out = None, Path(str(model))
     for name, argument, option in (("MODEL", model, model_option), ("OUT", out, out_option)):
         if (argument is None) == (option is None):
             flag = "--model" if name == "MODEL" else "--output"

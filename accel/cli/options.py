@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConfigError
 
-# Models and folders
+# Arguments and options for models and folders.
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")]
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder made by `accel export`.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Output folder.")]
@@ -17,7 +17,7 @@ Task = Annotated[str | None, typer.Option("--task", help="Task of the model; inf
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow Python code of the model repository to run.")]
 
-# Backends and devices
+# Options for backends and devices.
 Backend = Annotated[str | None, typer.Option("--backend", help="Name of a backend; `accel doctor` lists the names.")]
 Backends = Annotated[
     list[str] | None, typer.Option("--backend", help="Use only this backend. Repeat the flag for several backends.")
@@ -27,7 +27,7 @@ Threads = Annotated[
     int | None, typer.Option("--threads", help="Number of threads; all available processors if omitted.")
 ]
 
-# Rows
+# Options for data sets and their rows.
 Split = Annotated[str | None, typer.Option("--split", help="Split of the data set, such as test.")]
 Column = Annotated[
     list[str] | None,
@@ -54,7 +54,7 @@ CalibrationSplit = Annotated[
 ]
 Atol = Annotated[float | None, typer.Option("--atol", help="Accepted absolute difference from the outputs of PyTorch.")]
 
-# Measured calls
+# Options for the size of timed calls.
 Batches = Annotated[
     list[int] | None,
     typer.Option("--batch", "-b", help="Rows per call. Repeat the flag for several sizes. [default: 1]"),
@@ -68,7 +68,7 @@ Texts = Annotated[
     typer.Option("--texts", help="File with texts, one per line or as a table. Their lengths replace --sequence."),
 ]
 
-# Several processes
+# Options for running several processes on Ray.
 Ray = Annotated[bool, typer.Option("--ray", help="Run on Ray, on this machine or on a cluster.")]
 Address = Annotated[
     str | None,
@@ -83,7 +83,7 @@ Gpus = Annotated[
 ]
 REPLICAS, CPUS, GPUS = "1", 1.0, 0.0
 
-# Output
+# Options for the output of a command.
 Report = Annotated[
     Path | None, typer.Option("--report", help="Write the results to this file as a self-contained HTML page.")
 ]

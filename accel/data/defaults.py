@@ -34,10 +34,10 @@ def with_defaults(
             shape = first.shape if "input_ids" in feeds else first.shape[:2]
             complete[name] = torch.full(shape, _FILL[name], dtype=torch.int64, device=first.device)
         elif name == "bbox" and name not in own_defaults and "input_ids" in feeds:
-            # The top-left corner of the page, as LayoutLM, LayoutLMv3 and LiLT do in transformers.
+            # Without boxes, LayoutLM, LayoutLMv3 and LiLT in transformers use the box (0, 0, 0, 0) for every token.
             ids = feeds["input_ids"]
             complete[name] = torch.zeros((*ids.shape, 4), dtype=torch.int64, device=ids.device)
         elif name == "pixel_mask" and "pixel_values" in feeds:
-            # All ones: no pixel is padding.
+            # A mask of ones means that no pixel is padding.
             complete[name] = torch.ones_like(feeds["pixel_values"][:, 0], dtype=torch.int64)
     return complete

@@ -80,7 +80,7 @@ def tokenized(processor: Any, candidates: Sequence[str], max_length: int | None)
     return dict(tokenizer(list(candidates), return_tensors="pt", **options))
 
 
-# Images with a value per pixel, such as depth or segmentation maps.
+# Functions for images with one value per pixel, such as depth maps or segmentation maps.
 
 
 def pixels(value: Any) -> npt.NDArray[Any]:

@@ -1,9 +1,10 @@
-"""`accel demo`: export, optimize, quantize and measure a shipped model, offline.
+"""`accel demo`: export, optimize, quantize and measure a model that is included in the package, without network access.
 
-In: nothing. Out: a table of variants of the shipped model, measured on this machine.
+In: no input. Out: a table of variants of the included model, measured on this machine.
 
-The model is a two-layer BERT distilled on BANKING77 by `examples/distill_demo_model.py`. The data is the test set of BANKING77, and
-128 training queries for calibration (see `ATTRIBUTION.md`). This module has the paths of the shipped files; `walkthrough` runs the demo.
+The model is a two-layer BERT, which `examples/distill_demo_model.py` distilled on BANKING77. The data is the test set of
+BANKING77, and 128 training queries for calibration (see `ATTRIBUTION.md`). This module contains the paths of the included
+files. The module `walkthrough` runs the demo.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ def export_resolved(
     try:
         artifact = _export_source(source, out, name, exporter, config, processor, started, resolved.hub)
     except (ExportError, ValidationError) as error:
-        # Tracing may fail for other image sizes, and the traced attention may differ for padded audio. Retry with fixed
-        # image sizes or plain attention.
+        # Tracing may fail if the image size is dynamic, and the traced attention may give other results for padded audio.
+        # Therefore export again with a fixed image size or with eager attention.
         fixed = source.with_fixed_images() if sample is None else None
         plain = source.with_plain_attention() if isinstance(error, ValidationError) else None
         other = fixed or plain

@@ -192,7 +192,7 @@ def _stacked(
     for name, value in together.items():
         rows = [row[name] for row in alone]
         if rows[0].shape == value.shape:
-            found[name] = rows[0]  # no batch axis, such as text outputs of an image-text model
+            found[name] = rows[0]  # the output has no batch axis, such as text embeddings of an image-text model
             continue
         for axis in range(value.ndim):
             shapes = {

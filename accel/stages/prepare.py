@@ -68,7 +68,7 @@ def accelerate(
         try:
             prepared.warmup(shapes)
         except BaseException:
-            # `warmup` itself restores a model that is not faster, which removes `restore`.
+            # If the compiled code is not faster, `warmup` has already restored the model and removed the method `restore`.
             if hasattr(prepared, "restore"):
                 prepared.restore()
             raise

@@ -224,7 +224,7 @@ def _nested(location: Location, file_name: str | None) -> Artifact | None:
     if location.folder != root:
         places = [location.folder / MANIFEST]
     elif checkpoint_weights(root):
-        # Other subfolders may contain artifacts that were made from these weights.
+        # Check only the subfolder `onnx`. Other subfolders may contain artifacts that the user created from these weights.
         places = [root / _SUBFOLDER / MANIFEST]
     else:
         places = sorted(root.glob(f"*/{MANIFEST}"), key=lambda path: path.parent.name != _SUBFOLDER)

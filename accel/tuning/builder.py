@@ -202,7 +202,8 @@ class ArtifactBuilder:
         except AccelError as error:
             self.errors[str(recipe)] = error
             why = f"its artifact could not be created: {error.message.splitlines()[0]}"
-            # Store only errors that will occur again, unlike a process that died, a full disk or a removed folder.
+            # Store only errors that would occur again. After other errors, such as a full disk or a process that died, the
+            # build may succeed in the next search.
             if isinstance(error, StageError | ConfigError | TaskError):
                 self._store.put("builds", key, {"error": why})
             return why

@@ -147,7 +147,7 @@ class SearchSpace:
         task: The task.
         device: Device type that runs the candidates; `None` for all device types that a backend finds.
         backends: Names of the backends to search. If they can run but not export a format, another backend exports it.
-        half_exports: Include half-precision exports for the host, where they are smaller but not faster.
+        half_exports: Include half-precision exports for the CPU, where they are smaller but not faster.
         calibrated: Whether there is calibration data.
 
     Attributes:

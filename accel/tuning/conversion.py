@@ -76,8 +76,8 @@ def convert(
 ) -> Conversion:
     """Export, optimize and quantize a model for all available backends, check each artifact, and time all of them next to PyTorch.
 
-    Takes one export for each format (4 to 25 s), some seconds for each further artifact, and the time of the benchmark. To find the
-    best artifact by a search with an accuracy budget, use `accel.tune`.
+    The conversion takes 4 to 25 s for the export to each format, some seconds for each optimized or quantized artifact, and the
+    time of the benchmark. To find the best artifact by a search with an accuracy budget, use `accel.tune`.
 
     Args:
         model: Hub id or transformers folder.
@@ -96,8 +96,8 @@ def convert(
         revision, token, trust_remote_code: As in transformers.
 
     Raises:
-        BackendUnavailableError: None of the named backends, or no backend at all, can export the model here.
-        ConfigError: The settings cannot work, or no backend has the level or scheme.
+        BackendUnavailableError: No requested backend can export the model on this machine.
+        ConfigError: A setting is invalid, or no backend has the level or scheme.
     """
     check_number("nb_measures", nb_measures, 1)
     watch = MachineWatch()

@@ -107,7 +107,7 @@ class FloatLayers:
             middle = (count + outside) // 2
             yield from self._attempt(recipe, ranked[:middle])
             if len(self.fitting) > 1:
-                # This is the same recipe with more layers in float: the new candidate replaces it.
+                # Remove the earlier candidate, which has the same recipe but more layers in float than the new candidate.
                 _remove(self.fitting.pop(0))
                 count = middle
             else:

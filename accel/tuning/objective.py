@@ -104,7 +104,9 @@ class CandidateComparison:
         return ""
 
     def _ratio(self, result: VariantResult, baseline: VariantResult) -> Ratio:
-        """Return the objective relative to a baseline of the same rounds; larger is better. The interval of sizes has no width."""
+        """Return the objective relative to a baseline that was measured in the same rounds; larger is better. For the objective
+        `size`, both ends of the interval equal the ratio.
+        """
         if self._objective == "size":
             exact = (baseline.bytes or 1) / (result.bytes or 1)
             return Ratio(value=exact, low=exact, high=exact)

@@ -1,4 +1,4 @@
-"""`accel.quantize`: quantize a graph, if requested within an accuracy budget.
+"""`accel.quantize`: quantize a graph, optionally within an accuracy budget.
 
 With a budget, the backend's schemes are tried in the declared order, fastest first. Each is measured on the same rows as the float
 artifact. If a scheme loses too much accuracy, its layers are ranked by the error that each causes alone, and the most harmful layers
@@ -124,7 +124,7 @@ def quantize(
     config: QuantizeConfig | None = None,
     **settings: Any,
 ) -> Artifact:
-    """Quantize a graph, and stay within an accuracy budget if one is given.
+    """Quantize a graph, optionally within an accuracy budget.
 
     Quantizing takes seconds, plus one pass over the calibration data for static schemes. A search takes one quantization and
     one evaluation for each row of its table. If layers must be ranked, each layer takes one quantization and one evaluation on 64 rows.

@@ -157,7 +157,7 @@ class TimeBudget:
         return math.inf if self.limit_s is None else share * self.limit_s - self.spent()
 
     def until(self, part: float) -> float:
-        """Return the fraction of the time limit at which this part of the remaining time will be used up."""
+        """Return the fraction of the time limit that will have passed when `part` of the remaining time is used up."""
         return (
             1.0 if self.limit_s is None else (self.spent() + part * max(self.left() - self.kept_s, 0.0)) / self.limit_s
         )

@@ -218,7 +218,8 @@ def no_fit(
     limit_s: float | None,
     failed: Mapping[str, str],
 ) -> BudgetError:
-    """Return the error for a search without a winner: it lists which constraints bind, and by how much they are missed.
+    """Return the error for a search without a winner. Its message lists the violated constraints, and by how much the closest
+    candidate misses each of them.
 
     Args:
         missed: For each candidate: its name, by how much it misses each constraint, and whether its accuracy was measured.

@@ -113,9 +113,10 @@ def tune(
         revision, token, trust_remote_code: As in transformers.
 
     Raises:
-        BudgetError: No candidate meets the constraints; the message names the constraint that binds and by how much it is missed.
+        BudgetError: No candidate meets the constraints. The message lists the violated constraints, and by how much the best
+            candidate misses each of them.
         InputError: The data has no rows or no labels.
-        ConfigError: The settings cannot work.
+        ConfigError: A setting is invalid.
         ArtifactNotFoundError: The model or the data cannot be found.
     """
     if data is None:
@@ -192,7 +193,7 @@ def _preset(search: Search, space: SearchSpace, target: Path) -> Preset[Tuning]:
     assert winner.final is not None
     trials = judge.trials(winner, failed, space)
     side_by_side = winner.final
-    # Time the winner again, only next to the baseline: these numbers are shown and recorded everywhere.
+    # Time the winner and the baseline again, without the other candidates. The table and the manifest contain these numbers.
     yield Proposal(stage="time survivors", action="alone", items=[winner])
     alone = winner.final is not side_by_side
     trials = [judge.measured_again(trial, winner) if trial.winner else trial for trial in trials]

@@ -21,8 +21,8 @@ _VARIED = 3  # number of recipes whose run options are varied
 _SURVIVORS = 5  # number of candidates whose accuracy is measured before checking whether one meets the constraints
 _HELPS = 1.01  # minimum gain of a run option that is combined with others
 
-# Fractions of the time that remains when a stage begins. The exports get the largest one, because nothing works without them. The last
-# timing gets the time that remains after accuracy is measured.
+# Fractions of the remaining time that each stage may use. The exports get the largest fraction, because all other stages need
+# them. The last timing gets the time that remains after accuracy is measured.
 _EXPORT, _REWRITE, _SCREEN, _COMPOSE, _VARY, _GRADE = 0.6, 0.35, 0.4, 0.2, 0.3, 0.6
 
 Proposals = Generator[Proposal, list[Any], None]

@@ -1,5 +1,5 @@
 """Access to private and version-dependent names of transformers, torch and onnxscript, and control of their output.
 
-Each function has a name that does not change, and calls the feature of the installed library version, whatever its name in
-that version.
+In: calls of functions whose names do not change. Out: the features of the installed library versions. Each function hides how
+the installed version of the library names a feature.
 """
