@@ -107,7 +107,7 @@ def test_older_artifacts_without_domains_open(fused: Artifact, tmp_path: Path) -
 
 def test_openvino_names_unsupported_operators(fused: Artifact, tmp_path: Path) -> None:
     """OpenVINO supports many of ONNX Runtime's own operators, so its spec does not list the whole domain. An
-    unsupported operator raises when the graph opens.
+    unsupported operator raises an error when the graph opens.
     """
     pytest.importorskip("openvino")
     open_plan(make_plan(fused, RunPreferences(backend="openvino"))).close()
