@@ -91,7 +91,7 @@ class Engine:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         raise ConfigError(
-            "An Engine runs threads, which cannot be pickled or copied.",
+            "An Engine cannot be pickled or copied, because it contains running threads.",
             fix="pickle the model, and start accel.Engine(model) in the other process.",
         )
 
@@ -100,7 +100,9 @@ class Engine:
     def start(self) -> Self:
         """Open the models and start the threads; `with` calls this method."""
         if self._closed:
-            raise EngineClosedError("The engine was closed.", fix="make another one.")
+            raise EngineClosedError(
+                "The engine is closed and cannot be started again.", fix="create a new accel.Engine(...)."
+            )
         if not self._queues:
             try:
                 for name, source in self._sources.items():
@@ -151,7 +153,9 @@ class Engine:
             ConfigError: The engine has a different observer already.
         """
         if self._observer not in (None, observer):
-            raise ConfigError("The engine has an observer.", fix="make the engine without one.")
+            raise ConfigError(
+                "The engine already has a different observer.", fix="create the engine without observer=..."
+            )
         self._observer = observer
         for queue in self._queues.values():
             queue.observer = observer
@@ -176,7 +180,7 @@ class Engine:
         queue = self._queue(model)
         with self._making:
             if self._closed:
-                raise EngineClosedError("The engine was closed.", fix="make another one.")
+                raise EngineClosedError("The engine is closed.", fix="create a new accel.Engine(...).")
             if queue.name not in self._generators:
                 limits = GenerationLimits(
                     rows=min(self.limits.max_batch, 16),
@@ -197,16 +201,17 @@ class Engine:
 
     def _queue(self, model: str | None) -> ModelQueue:
         if not self._queues:
-            raise EngineClosedError("The engine was not started.", fix="use `with accel.Engine(...) as engine`.")
+            raise EngineClosedError("The engine is not started.", fix="use `with accel.Engine(...) as engine`.")
         if model is None:
             if len(self._queues) > 1:
                 raise ConfigError(
-                    f"The engine has several models: {', '.join(self._queues)}.", fix="say which: model=..."
+                    f"The engine has several models ({', '.join(self._queues)}), and the request does not name one of them.",
+                    fix="pass the name of the model: model=...",
                 )
             return next(iter(self._queues.values()))
         if model not in self._queues:
             raise ConfigError(
-                f"There is no model {model!r}.{did_you_mean(model, self._queues)}",
+                f"The engine has no model {model!r}.{did_you_mean(model, self._queues)}",
                 fix=f"use one of {', '.join(self._queues)}.",
             )
         return self._queues[model]
@@ -286,6 +291,6 @@ class Engine:
 
 def _too_late(seconds: float | None) -> RequestTimeoutError:
     return RequestTimeoutError(
-        f"There was no answer within {seconds:g} s, and the request was dropped.",
-        fix="give it more time (timeout_s=...), or send less at once.",
+        f"There was no result within {seconds:g} s, so the request was cancelled.",
+        fix="use a longer timeout (timeout_s=...), or send fewer inputs at once.",
     )

@@ -162,11 +162,15 @@ class ModelQueue:
             EngineClosedError: The queue was closed.
         """
         if os.getpid() != self._process:
-            raise EngineClosedError("The engine's threads are in another process.", fix="start an engine in this one.")
+            raise EngineClosedError(
+                "The engine was started in another process, and its threads do not exist in this process.",
+                fix="start a new accel.Engine(...) in this process.",
+            )
         name = operation or next(iter(self.operations))
         if name not in self.operations:
             raise TaskError(
-                f"{self.model.artifact.path.name} is a model for {self.model.artifact.task} and does not do {name!r}."
+                f"{self.model.artifact.path.name} is a model for {self.model.artifact.task} and does not support the operation "
+                f"{name!r}."
                 f"{did_you_mean(name, self.operations)}",
                 fix=f"use one of {', '.join(self.operations)}.",
             )
@@ -175,7 +179,10 @@ class ModelQueue:
         job = Job(asked, inputs, options, time.perf_counter(), size)
         with self._lock:
             if not self._open:
-                raise EngineClosedError(f"{self.name!r} accepts no more requests.", fix="start another engine.")
+                raise EngineClosedError(
+                    f"The model {self.name!r} accepts no more requests, because the engine is closed.",
+                    fix="start a new accel.Engine(...).",
+                )
             wait, most = self.wait_s, self._limits.max_wait_s
             full = self._pending >= self._limits.max_queue or (most is not None and self._pending and wait > most)
             if not full:
@@ -191,8 +198,8 @@ class ModelQueue:
 
     def _full(self, wait: float) -> QueueFullError:
         error = QueueFullError(
-            f"{self._pending} inputs are waiting for {self.name!r}, about {wait:.2g} s of work.",
-            fix="try again later, send less at once, or add workers (workers=..., --workers).",
+            f"The model {self.name!r} has too many waiting requests: {self._pending} inputs wait, about {wait:.2g} s of work.",
+            fix="try again later, send fewer inputs at once, or add workers (workers=..., --workers).",
         )
         error.retry_after_s = max(wait, 0.01)
         return error
@@ -217,7 +224,12 @@ class ModelQueue:
                 self._raw.clear()
                 self._ready.clear()
         for job in dropped:
-            _fail(job, EngineClosedError("The engine was closed.", fix="start another one."))
+            _fail(
+                job,
+                EngineClosedError(
+                    "The engine was closed before this request was processed.", fix="start a new accel.Engine(...)."
+                ),
+            )
         with self._lock:
             self._stopping = True
             self._for_workers.notify_all()
@@ -342,7 +354,9 @@ class ModelQueue:
             # An error in one request must not fail the other requests. Dynamic quantization computes its scales from all rows of the
             # batch, so NaN in one row makes all outputs NaN.
             logger.debug(
-                "A batch of %d requests failed or has NaN; running them one by one.", len(jobs), exc_info=failure
+                "A batch of %d requests failed, or its outputs contain NaN; each request now runs alone.",
+                len(jobs),
+                exc_info=failure,
             )
             for job in jobs:
                 self._run(bench, [row for row in rows if row.job is job])
@@ -409,9 +423,10 @@ def _unfit(job: Job, error: BaseException) -> AccelError:
     if isinstance(error, AccelError):
         return error
     # Log at debug level: the tracebacks of invalid requests would fill the log.
-    logger.debug("An input for %s was refused.", job.operation.name, exc_info=error)
+    logger.debug("The operation %s rejected the inputs of a request.", job.operation.name, exc_info=error)
     refusal = InputError(
-        f"{job.operation.name} cannot take this: {error}", fix="see what transformers' pipeline takes."
+        f"The operation {job.operation.name!r} does not accept the inputs: {error}",
+        fix="pass inputs in the format of the transformers pipeline for this task.",
     )
     refusal.__cause__ = error
     return refusal
@@ -419,8 +434,11 @@ def _unfit(job: Job, error: BaseException) -> AccelError:
 
 def _fail(job: Job, error: Exception) -> None:
     if not isinstance(error, AccelError):
-        logger.error("A call of the model for %s failed.", job.operation.name, exc_info=error)
-        failure_error = SessionError(f"The model could not compute {job.operation.name}: {error}", fix="see the log.")
+        logger.error("A model call for the operation %s failed.", job.operation.name, exc_info=error)
+        failure_error = SessionError(
+            f"The model call for the operation {job.operation.name!r} failed: {error}",
+            fix="read the traceback in the log of the process.",
+        )
         failure_error.__cause__ = error
         error = failure_error
     failure = error

@@ -11,18 +11,21 @@ import torch
 
 from ..errors import NotFiniteError
 
-_FIX = "run the model in float32, and look for NaN among its weights: float16 ends at 65504, and larger activations become infinite."
+_FIX = (
+    "run the model in float32, and check its weights for NaN. In float16, numbers above 65504 become infinite, and the activations of "
+    "some models are larger."
+)
 
 
 def not_finite_error(what: str, place: str) -> NotFiniteError:
     """Return an error with the operation and the location of the NaN or infinity, such as `[0].score is nan`."""
-    return NotFiniteError(f"The model computed no finite number for {what}: {place}.", fix=_FIX)
+    return NotFiniteError(f"The model computed NaN or infinity for {what}: {place}.", fix=_FIX)
 
 
 def find_non_finite(value: Any, path: str = "") -> str | None:
     """Return the location and value of the first NaN or infinity in nested lists, mappings, arrays and tensors, or `None`."""
     if isinstance(value, float | np.floating):
-        return None if math.isfinite(value) else f"{path or 'it'} is {float(value)}"
+        return None if math.isfinite(value) else f"{path or 'the value'} is {float(value)}"
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point() or bool(value.isfinite().all()):
             return None
@@ -56,7 +59,7 @@ def find_nan(output: Any) -> str | None:
 
     Infinity is allowed, because some heads use it to mask impossible choices.
     """
-    named = output.items() if isinstance(output, Mapping) else [("its output", output)]
+    named = output.items() if isinstance(output, Mapping) else [("the output", output)]
     for name, value in named:
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
@@ -79,7 +82,7 @@ def check_outputs(operation: str, outputs: Sequence[Sequence[Any]]) -> None:
         for row in rows:
             name = find_nan(row)
             if name is not None:
-                raise not_finite_error(f"{operation} of input {number}", f"{name} holds NaN")
+                raise not_finite_error(f"{operation} of input {number}", f"{name} contains NaN")
 
 
 def check_answer(operation: str, answer: Any) -> None:
@@ -90,4 +93,4 @@ def check_answer(operation: str, answer: Any) -> None:
     """
     place = find_non_finite(answer)
     if place is not None:
-        raise not_finite_error(operation, f"{place} in the answer")
+        raise not_finite_error(operation, f"{place} in the result")

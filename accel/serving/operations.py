@@ -85,8 +85,8 @@ class Operation:
             InputError: An option changes the results so that they do not fit into columns.
         """
         raise TaskError(
-            f"The operation {self.name!r} has no columns for its results.",
-            fix="use another operation; the author of a task implements `Operation.columns`.",
+            f"The results of the operation {self.name!r} cannot be written to table columns.",
+            fix="use another operation, or implement `Operation.columns` in the class of this operation.",
         )
 
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -63,7 +63,7 @@ class PipelineHandler:
     def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Convert the inputs of a request to rows with the pipeline's `preprocess`."""
         if isinstance(inputs, types.GeneratorType):
-            raise InputError("A request cannot be a generator.", fix="pass a list.")
+            raise InputError("The inputs of a request cannot be a generator.", fix="pass a list.")
         self._check(options)
         try:
             # If the pipeline returns here, the input is an empty list and there is nothing to compute.
@@ -73,7 +73,8 @@ class PipelineHandler:
             items, (before, forward, after) = recorded.args
         except TypeError as error:
             raise InputError(
-                f"{self._pipe.task} does not take this: {error}", fix="see transformers' pipeline."
+                f"The pipeline for {self._pipe.task} does not accept the arguments: {error}",
+                fix="see the arguments of this pipeline in the documentation of transformers.",
             ) from error
         rows = []
         for item in items:
@@ -92,8 +93,9 @@ class PipelineHandler:
         unknown = sorted(set(options) - self._known) if self._known is not None else []
         if unknown:
             raise UnknownOptionError(
-                f"{self._pipe.task} has no option {unknown[0]!r}.{did_you_mean(unknown[0], self._known or ())}",
-                fix="see transformers' pipeline.",
+                f"The pipeline for {self._pipe.task} has no option {unknown[0]!r}."
+                f"{did_you_mean(unknown[0], self._known or ())}",
+                fix="see the options of this pipeline in the documentation of transformers.",
             )
 
     def _row(self, inputs: Mapping[str, Any], forward: Mapping[str, Any]) -> Row:
@@ -107,8 +109,8 @@ class PipelineHandler:
         )
         if self._limit and length is not None and length > self._limit:
             raise InputError(
-                f"The text has {length} tokens; the model has {self._limit} positions.",
-                fix="shorten it, or have it truncated.",
+                f"The text has {length} tokens, but the model accepts at most {self._limit}.",
+                fix="shorten the text, or pass truncation=True if the pipeline has this option.",
             )
         alone = () if self._pads else (length,)
         options = tuple(sorted((name, repr(value)) for name, value in forward.items()))

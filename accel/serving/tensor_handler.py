@@ -36,28 +36,37 @@ class TensorHandler:
     def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
         """Check the tensors of a request and return them as one `Row`."""
         if not isinstance(inputs, Mapping):
-            raise InputError("Expected tensors by name.", fix="pass {name: array}.")
+            raise InputError(
+                f"The inputs are a {type(inputs).__name__}, not a mapping from input name to tensor.",
+                fix="pass {name: array}.",
+            )
         feeds = self._model.read_inputs(inputs)
         sizes = {name: tuple(tensor.shape) for name, tensor in feeds.items()}
         for name, spec in self._inputs.items():
             if len(sizes[name]) != len(spec.shape):
                 raise InputError(
-                    f"{name!r} has {len(sizes[name])} axes; the graph takes {spec.shape}.", fix="send that many axes."
+                    f"Input {name!r} has {len(sizes[name])} dimensions, but the graph requires the shape {spec.shape}.",
+                    fix=f"pass a tensor with {len(spec.shape)} dimensions.",
                 )
         count = {sizes[name][0] for name in sizes} if self._batches else {1}
         if len(count) != 1 or 0 in count:
-            raise InputError(f"The inputs have no common batch: {sizes}.", fix="send the same number of rows of each.")
+            raise InputError(
+                f"The inputs do not have the same number of rows, or they have no rows: {sizes}.",
+                fix="pass at least one row, and the same number of rows for each input.",
+            )
         lengths = {
             sizes[name][spec.shape.index(_SEQUENCE)] for name, spec in self._inputs.items() if _SEQUENCE in spec.shape
         }
         if len(lengths) > 1:
             raise InputError(
-                f"The inputs have no common length: {sizes}.", fix="send the same number of tokens of each."
+                f"The inputs do not have the same sequence length: {sizes}.",
+                fix="pass the same number of tokens for each input.",
             )
         length = next(iter(lengths), 1)
         if self._limit and length > self._limit:
             raise InputError(
-                f"The inputs have {length} tokens; the model has {self._limit} positions.", fix="shorten them."
+                f"The inputs have {length} tokens, but the model accepts at most {self._limit}.",
+                fix="shorten the inputs.",
             )
         # Requests with the same `group` can share a call: it contains all sizes that must be equal within a batch.
         free = {"batch", _SEQUENCE} if self._pads else {"batch"}

@@ -98,8 +98,8 @@ def check_lengths(rows: Sequence[TokenRow], longest: int | None) -> None:
         length = len(row["input_ids"])
         if longest is not None and length > longest:
             raise InputError(
-                f"Text {number} has {length} tokens; the model reads {longest}.",
-                fix="shorten it, or have it cut: truncate.",
+                f"Text {number} has {length} tokens, but the model accepts at most {longest}.",
+                fix="shorten the text, or remove the option that disables truncation.",
             )
 
 
@@ -116,7 +116,7 @@ def check_texts(inputs: Any) -> list[str]:
         InputError: The inputs are not a list of texts.
     """
     if not isinstance(inputs, Sequence) or isinstance(inputs, str) or not all(isinstance(one, str) for one in inputs):
-        raise InputError("Expected a list of texts.", fix="pass a list of strings.")
+        raise InputError("The inputs are not a list of texts.", fix="pass a list of strings.")
     return list(inputs)
 
 
@@ -128,4 +128,6 @@ def check_options(options: Options, known: Sequence[str]) -> None:
     """
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise UnknownOptionError(f"There is no option {unknown}.", fix=f"use {', '.join(known)}.")
+        raise UnknownOptionError(
+            f"The operation does not support the options {', '.join(unknown)}.", fix=f"use only {', '.join(known)}."
+        )

@@ -41,9 +41,13 @@ def named(models: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str,
         several: list[Source] = list(models) if isinstance(models, list | tuple) else [cast(Source, models)]
         sources = {name_of(source): source for source in several}
         if len(sources) != len(several):
-            raise ConfigError("Two models have one name.", fix="pass {name: model, ...}.")
+            names = ", ".join(name_of(source) for source in several)
+            raise ConfigError(
+                f"Two models have the same name; the names are {names}.",
+                fix="give each model its own name: models={name: model, ...} or NAME=MODEL in a command.",
+            )
     if not sources:
-        raise ConfigError("There is no model to serve.", fix="name at least one.")
+        raise ConfigError("The list of models to serve is empty.", fix="pass at least one model.")
     return sources
 
 

@@ -232,7 +232,7 @@ def cut(client: TestClient, path: str, left: Any, refused: Any) -> None:
     )
     answer = client.post(path, json={**BASE[path], **body(LONG), **refused})
     assert answer.status_code == 422
-    assert "123 tokens; the model reads 94" in told(answer)
+    assert "123 tokens, but the model accepts at most 94" in told(answer)
 
 
 def tokens_as_texts(client: TestClient) -> None:
@@ -268,7 +268,7 @@ def scores_of_pairs(client: TestClient) -> None:
 
 def documents_not_cut(client: TestClient) -> None:
     answer = client.post("/rerank", json={**BASE["/rerank"], "truncate": False})
-    assert "Text 1 has 125 tokens; the model reads 94" in told(answer)
+    assert "Text 1 has 125 tokens, but the model accepts at most 94" in told(answer)
     assert ask(client, "/rerank", truncate=True) == ask(client, "/rerank")
 
 
@@ -300,7 +300,7 @@ def test_every_test_value_belongs_to_a_field() -> None:
 def test_unserved_paths_name_a_replacement(path: str, client: TestClient) -> None:
     answer = client.request("GET" if path == "/info" else "POST", path, json={})
     assert answer.status_code == 501
-    assert told(answer) == f"{path} is not supported. Fix: {UNSUPPORTED[path]}"
+    assert told(answer) == f"This server does not support the path {path}. Fix: {UNSUPPORTED[path]}"
 
 
 @pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/audio/speech", "/v1/rerank", "/embedd", "/v2/parse"])
@@ -315,7 +315,7 @@ def test_unknown_paths_list_known_paths(path: str, client: TestClient) -> None:
     [
         ([9, 11], "The tokens of text 0 do not begin with [2]"),
         ([2, 9, 500, 3], "Token 500"),
-        ([2, *[9] * 200, 3], "202 tokens; the model reads 94"),
+        ([2, *[9] * 200, 3], "202 tokens, but the model accepts at most 94"),
         ([2, -1, 3], "`input[1]` is -1"),
         ([[2, 9, 3], "help"], '`input` is [[2, 9, 3], "help"]'),
         ([[]], "`input[0]` is []"),

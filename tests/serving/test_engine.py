@@ -184,7 +184,7 @@ def test_full_queue_refuses_with_a_retry_time(gated: Gated) -> None:
     model, gate = gated
     with accel.Engine(model, max_queue=3) as engine:
         jobs = [engine.submit("help") for _ in range(3)]
-        with pytest.raises(QueueFullError, match="3 inputs are waiting") as raised:
+        with pytest.raises(QueueFullError, match="3 inputs wait") as raised:
             engine.submit("help")
         assert raised.value.retry_after_s > 0
         gate.open()
@@ -228,11 +228,11 @@ def test_invalid_request_does_not_fail_its_batch(gated: Gated) -> None:
 @pytest.mark.parametrize(
     ("inputs", "options", "error", "match"),
     [
-        (["help", 3], {}, InputError, "text-classification cannot take this"),
-        ("help", {"operation": "fill-mask"}, TaskError, "does not do 'fill-mask'"),
-        ("help", {"operation": "embde"}, TaskError, "does not do"),
+        (["help", 3], {}, InputError, "text-classification' does not accept the inputs"),
+        ("help", {"operation": "fill-mask"}, TaskError, "does not support the operation 'fill-mask'"),
+        ("help", {"operation": "embde"}, TaskError, "does not support"),
         ("help", {"model": "other"}, ConfigError, "no model 'other'"),
-        ("card " * 200, {}, InputError, "202 tokens; the model has 96 positions"),
+        ("card " * 200, {}, InputError, "202 tokens, but the model accepts at most 96"),
         ("help", {"tpo_k": 2}, InputError, "no option 'tpo_k'. Did you mean 'top_k'"),
     ],
 )  # fmt: skip
@@ -289,7 +289,7 @@ def test_graph_without_pipeline_accepts_tensors(tmp_path: Path) -> None:
         ids = torch.ones((1, 3), dtype=torch.int64)
         inputs = {"input_ids": ids, "attention_mask": ids, "token_type_ids": ids - 1}
         assert engine.run(inputs)["logits"].shape == (1, 3)
-    with pytest.raises(TaskError, match="'tensors' reads no table"):
+    with pytest.raises(TaskError, match="'tensors' cannot run on the rows of a table"):
         batch(model, tmp_path / "rows.csv", tmp_path / "out")
     model.close()
 
@@ -303,7 +303,7 @@ def test_several_models_and_workers(served: Served) -> None:
 
     with accel.Engine(models, workers=2) as engine:
         found = asyncio.run(ask(engine))
-        with pytest.raises(ConfigError, match="several models: labels, tags"):
+        with pytest.raises(ConfigError, match=r"several models \(labels, tags\)"):
             engine.run("help")
     pipes = [accel.pipeline(model=model) for model in models.values()]
     assert close(found[: 2 * len(TEXTS)], [pipe(text) for text in TEXTS for pipe in pipes])

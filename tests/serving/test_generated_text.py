@@ -95,7 +95,7 @@ def test_prompts_are_texts_tokens_or_messages(generator: Callable[..., Artifact]
             5,
             {"role": "user"},
         ):
-            with pytest.raises(InputError, match="The prompt is a"):
+            with pytest.raises(InputError, match="The prompt has the unsupported type"):
                 engine(wrong, options)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="options is a dict"):
             engine([5, 6, 7], {"max_new_tokens": 4})  # type: ignore[arg-type]

@@ -292,11 +292,11 @@ def test_rows_wait_for_room_in_the_cache(engine: Engines, turnstile: Turnstile) 
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
-        ([], {}, "empty"),
-        ([120], {}, "token 120 of 120"),
-        ([-1], {}, "token -1"),
-        ([5] * 193, {}, "can be 193"),
-        ([5], {"max_new_tokens": 193}, "can be 193"),
+        ([], {}, "no tokens"),
+        ([120], {}, "token id 120"),
+        ([-1], {}, "token id -1"),
+        ([5] * 193, {}, "at most 193 tokens"),
+        ([5], {"max_new_tokens": 193}, "at most 193 tokens"),
         ([5], {"logit_bias": {120: 1.0}}, "token 120 of 120"),
     ],
 )

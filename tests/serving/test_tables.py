@@ -103,7 +103,7 @@ def test_pickled_table_reads_the_files_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [({}, "no file"), ({"a.csv": "text\nx\n", "b.jsonl": "{}"}, "as one table"), ({"a.xml": "x"}, "no file")],
+    [({}, "no data file"), ({"a.csv": "text\nx\n", "b.jsonl": "{}"}, "as one table"), ({"a.xml": "x"}, "no data file")],
 )
 def test_other_files_are_refused(names: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, content in names.items():
@@ -128,14 +128,14 @@ def test_columns_are_found(operation: str, columns: list[str], named: dict[str, 
 
 
 def test_unknown_columns_raise() -> None:
-    with pytest.raises(InputError, match="clearly the text") as error:
+    with pytest.raises(InputError, match="contains the input 'text'") as error:
         find_columns(all_operations()["embed"], ["a", "b"])
     assert "--column text=NAME" in str(error.value)
     with pytest.raises(ConfigError, match="Did you mean 'review'"):
         find_columns(all_operations()["embed"], ["review"], {"text": "reviw"})
-    with pytest.raises(ConfigError, match="no use"):
+    with pytest.raises(ConfigError, match="no input 'texts'"):
         find_columns(all_operations()["embed"], ["review"], {"texts": "review"})
-    with pytest.raises(TaskError, match="reads no table"):
+    with pytest.raises(TaskError, match="cannot run on the rows of a table"):
         find_columns(all_operations()["tensors"], ["review"])
 
 

@@ -123,10 +123,15 @@ def plan(
     offered = operations_of(model)
     chosen = usual_operation(model) if operation is None else offered.get(operation)
     if chosen is None:
-        raise ConfigError(f"The model does not do {operation!r}.", fix=f"use one of {', '.join(offered)}.")
+        raise ConfigError(
+            f"The model does not support the operation {operation!r}.", fix=f"use one of {', '.join(offered)}."
+        )
     unknown = sorted(set(keep) - set(table.columns))
     if unknown:
-        raise ConfigError(f"The data has no column {', '.join(unknown)}.", fix=f"use {', '.join(table.columns)}.")
+        raise ConfigError(
+            f"The columns to keep include {', '.join(unknown)}, but the data has only the columns {', '.join(table.columns)}.",
+            fix="name existing columns: keep=[...] (--keep).",
+        )
     request = RowRequest(
         operation=chosen, options=dict(options or {}), columns=find_columns(chosen, table.columns, columns),
         keep=tuple(keep), format=format, on_error=on_error,
@@ -183,7 +188,11 @@ def work(
             done = ledger.done.get(part.number)
             if done is not None and (done.start, done.rows) != (part.start, part.rows):
                 # Earlier versions of accel started a new part at each input file.
-                raise ConfigError(f"{folder} holds a run with other parts.", fix="name another folder.")
+                raise ConfigError(
+                    f"The output folder {folder} contains the results of an earlier version of accel, which divided the rows "
+                    "into parts differently.",
+                    fix="choose another output folder, or delete this folder.",
+                )
         missing = [part for part in table.parts if part.number not in ledger.done]
         computed, start = 0, time.perf_counter()
         progress.report("rows", table.rows - sum(part.rows for part in missing), table.rows)

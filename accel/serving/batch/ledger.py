@@ -64,7 +64,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _unwritten(path: Path, error: OSError) -> OutputFolderError:
     return OutputFolderError(
-        f"{path} cannot be written: {error.strerror}.", fix="make room, and run it again: it goes on where it was."
+        f"The output file {path} cannot be written: {error.strerror}.",
+        fix="free disk space or correct the permissions of the folder, and repeat the run: complete parts are kept.",
     )
 
 
@@ -105,22 +106,29 @@ class RunLedger:
         run = json.loads(json.dumps({"schema": _SCHEMA, **run}))
         known = self.folder / _RUN
         if self.folder.exists() and not self.folder.is_dir():
-            raise OutputFolderError(f"{self.folder} is a file.", fix="name a new folder.")
+            raise OutputFolderError(f"The output folder {self.folder} is a file.", fix="choose a new folder.")
         if (
             self.folder.exists()
             and not known.is_file()
             and any(not one.name.startswith((_PREFIX, _LOCK)) for one in self.folder.iterdir())
         ):
-            raise OutputFolderError(f"{self.folder} is not empty, and no run began there.", fix="name a new folder.")
+            raise OutputFolderError(
+                f"The output folder {self.folder} contains files that were not written by `accel batch`.",
+                fix="choose a new or empty folder.",
+            )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputFolderError(
-                f"{self.folder} cannot be made: {error.strerror}.", fix="name a folder that you may write to."
+                f"The output folder {self.folder} cannot be created: {error.strerror}.",
+                fix="choose a folder that you have permission to write to.",
             ) from error
         with held(self.folder / _LOCK) as free:
             if not free:
-                raise OutputFolderError(f"Another process writes to {self.folder}.", fix="wait for it, or end it.")
+                raise OutputFolderError(
+                    f"Another process writes to the output folder {self.folder}.",
+                    fix="wait until the other process ends, or stop it.",
+                )
             self._read()
             # A run without any results may be replaced.
             if known.is_file() and (self.done or any(self.folder.glob("rows-*"))):
@@ -154,7 +162,8 @@ class RunLedger:
             with file.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != one.sha256:
                     raise IntegrityError(
-                        f"{file} was changed since it was written.", fix="remove it, and it is computed again."
+                        f"The output file {file} was changed after `accel batch` wrote it.",
+                        fix="delete the file and repeat the run: the rows of this file are computed again.",
                     )
 
     def add(self, one: CompletedPart) -> None:
@@ -182,7 +191,10 @@ def _parsed(content: bytes, path: Path) -> Any:
 
 
 def _changed(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path} is not what a run wrote.", fix="restore it, or name another folder.")
+    return IntegrityError(
+        f"The file {path} is damaged: it does not contain what `accel batch` wrote.",
+        fix="restore the file from a backup, or choose another output folder.",
+    )
 
 
 def _compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
@@ -192,13 +204,14 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) ->
         ConfigError: The runs differ; the error lists every difference.
     """
     wrong = [
-        f"{name}: {_short(before.get(name))} then, {_short(now.get(name))} now"
+        f"{name} was {_short(before.get(name))} and is {_short(now.get(name))} now"
         for name in sorted({*before, *now})
         if before.get(name) != now.get(name)
     ]
     if wrong:
         raise ConfigError(
-            f"{folder} holds another run. {'; '.join(wrong)}.", fix="ask for the same again, or name another folder."
+            f"The output folder {folder} contains the results of a different run: {'; '.join(wrong)}.",
+            fix="repeat the run with the earlier values, or choose another output folder.",
         )
 
 

@@ -57,20 +57,32 @@ class RowRequest:
         missing = [name for name in self.operation.needs if not self.options.get(name)]
         if missing:
             raise ConfigError(
-                f"{self.operation.name} needs {', '.join(missing)}.", fix=f'pass --option \'{missing[0]}=["a", "b"]\'.'
+                f"The operation {self.operation.name!r} requires the option {', '.join(missing)}.",
+                fix=f'pass the option, for example --option \'{missing[0]}=["a", "b"]\'.',
             )
         refuse_options(
-            self.options, dict.fromkeys(("return_tensors", "return_documents"), "Tensors and documents have no column.")
+            self.options,
+            dict.fromkeys(
+                ("return_tensors", "return_documents"), "Tensors and documents do not fit into table columns."
+            ),
         )
         answers = self.operation.columns(self.options)
         if self.format not in ("parquet", "jsonl"):
-            raise ConfigError(f"{self.format!r} is not a format of answers.", fix="use parquet or jsonl.")
+            raise ConfigError(
+                f"{self.format!r} is not a supported format of output files.",
+                fix="use 'parquet' or 'jsonl' (--format).",
+            )
         if self.on_error not in ("stop", "record"):
-            raise ConfigError(f"on_error is {self.on_error!r}.", fix="use stop or record.")
+            raise ConfigError(
+                f"on_error is {self.on_error!r}; expected 'stop' or 'record'.",
+                fix="use 'stop' to end at the first failed row, or 'record' to write failed rows with the reason (--on-error).",
+            )
         taken = {"row", "error", *answers} & set(self.keep)
         if taken:
             raise ConfigError(
-                f"The output has columns of its own called {', '.join(sorted(taken))}.", fix="do not keep them."
+                f"The data columns {', '.join(sorted(taken))} cannot be copied to the output, because the output already has "
+                "columns with these names.",
+                fix="leave these columns out of keep=[...] (--keep), or rename them in the data.",
             )
         if self.operation.name == "generate":
             _generation(self.options)
@@ -88,8 +100,8 @@ def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder
     wrong = next((i for i, one in enumerate(results) if isinstance(one, FailedRow)), None)
     if wrong is not None and request.on_error == "stop":
         raise InputError(
-            f"Row {part.start + wrong}: {results[wrong].reason.rstrip('.')}.",
-            fix="correct it, or have such rows written with what is wrong: --on-error record.",
+            f"Row {part.start + wrong} of the data failed: {results[wrong].reason.rstrip('.')}.",
+            fix="correct the row, or write failed rows to the output with the reason: on_error='record' (--on-error record).",
         )
     answers = [None if isinstance(one, FailedRow) else one for one in results]
     errors = [one.reason if isinstance(one, FailedRow) else None for one in results]
@@ -128,20 +140,24 @@ def _table(
     for row in rows:
         if row.keys() - kinds.keys():
             raise PluginError(
-                f"The operation {request.operation.name!r} declares the columns {sorted(kinds)} and returns {sorted(row)}.",
-                fix="return a value for each column of Operation.columns from Operation.values.",
+                f"The operation {request.operation.name!r} declares the output columns {sorted(kinds)}, but it returned the "
+                f"columns {sorted(row)}.",
+                fix="let Operation.values return only columns that Operation.columns declares.",
             )
     try:
         copied = {name: pa.array(values, kept_types[name]) for name, values in kept.items()}
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise InputError(f"A column that is kept changes its type: {error}", fix="keep another one.") from error
+        raise InputError(
+            f"The values of a copied column do not match the type of the column: {error}",
+            fix="leave the column out of keep=[...] (--keep), or correct the data.",
+        ) from error
     try:
         made = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()}
     # Arrow raises these errors for values of the wrong type; `ArrowInvalid` is a `ValueError`.
     except (TypeError, ValueError) as error:
         raise PluginError(
-            f"The operation {request.operation.name!r} returns values of other types than its columns have: {error}",
-            fix="return values from Operation.values that the Arrow types of Operation.columns hold.",
+            f"The operation {request.operation.name!r} returned values that do not match the declared types of its columns: {error}",
+            fix="let Operation.values return values of the Arrow types that Operation.columns declares.",
         ) from error
     columns = {
         "row": pa.array(range(start, start + len(rows)), pa.int64()),
@@ -185,14 +201,18 @@ def _generation(options: Mapping[str, Any]) -> GenerationOptions:
     try:
         return GenerationOptions(**options)
     except TypeError as error:
-        raise InputError(f"Unknown options of a generation: {error}.", fix="see GenerationOptions.") from error
+        raise InputError(
+            f"The options of text generation are invalid: {error}.",
+            fix="use only the fields of accel.GenerationOptions.",
+        ) from error
 
 
 def _text(value: Any) -> str:
     """Return a value without a JSON type, such as a time or a decimal number, as text."""
     if isinstance(value, bytes):
         raise InputError(
-            "A kept column holds bytes, which JSON cannot hold.", fix="write parquet, or keep another one."
+            "A column that is copied to the output contains bytes, which JSON cannot represent.",
+            fix="write Parquet files (--format parquet), or leave the column out of --keep.",
         )
     return str(value)
 

@@ -35,7 +35,9 @@ class _Actor:
         own_identity = identify(self._engine)
         if own_identity != identity:
             raise ConfigError(
-                f"The model is {own_identity} here, and {identity} elsewhere.", fix="use nodes of one kind."
+                f"The nodes of the Ray cluster would compute different results: this node has {own_identity}, the first node "
+                f"had {identity}.",
+                fix="use nodes with the same model files, the same version of accel and the same hardware.",
             )
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:

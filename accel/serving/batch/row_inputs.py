@@ -24,14 +24,17 @@ def find_columns(
         TaskError: The operation cannot run on tables.
     """
     if not operation.reads:
-        raise TaskError(f"{operation.name!r} reads no table.", fix="name another operation.")
+        raise TaskError(
+            f"The operation {operation.name!r} cannot run on the rows of a table.",
+            fix="choose another operation: operation=... (--operation).",
+        )
     uses, every = operation.reads, (*operation.reads, *operation.may_read)
     chosen: dict[str, str] = {}
     for use, name in (named or {}).items():
         if use not in every:
             raise ConfigError(
-                f"{operation.name} has no use for a column called {use!r}.{did_you_mean(use, every)}",
-                fix=f"map {', '.join(every)}.",
+                f"The operation {operation.name!r} has no input {use!r}.{did_you_mean(use, every)}",
+                fix=f"name a column for one of the inputs {', '.join(every)}.",
             )
         if name not in columns:
             raise ConfigError(
@@ -46,8 +49,9 @@ def find_columns(
         known = [name for name in names if name in free]
         if not free or (not known and len(free) > 1):
             raise InputError(
-                f"None of the columns {', '.join(columns)} is clearly the {use}.",
-                fix=f"say which: --column {use}=NAME.",
+                f"It is not clear which of the columns {', '.join(columns)} contains the input {use!r} of the operation "
+                f"{operation.name!r}.",
+                fix=f"name the column: --column {use}=NAME.",
             )
         chosen[use] = known[0] if known else free[0]
     return chosen

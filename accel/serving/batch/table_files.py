@@ -100,7 +100,10 @@ def scan(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rows_a
         InputError: There are no rows, or they cannot be read.
     """
     if rows_a_part < 1:
-        raise ConfigError(f"A part cannot have {rows_a_part} rows.", fix="use at least 1.")
+        raise ConfigError(
+            f"rows_a_part is {rows_a_part}, but each output file needs at least one row.",
+            fix="use a number of at least 1 (--rows-a-part).",
+        )
     files = _files(data)
     return Table(
         files=files,
@@ -126,10 +129,11 @@ def _files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> t
             files += sorted(Path(match) for match in glob.glob(os.fspath(path)))  # noqa: PTH207  # `Path.glob` rejects absolute patterns
     kinds = sorted({file.suffix.lower() for file in files})
     if not files:
-        raise ConfigError(f"There is no file {data!s}.", fix="check the path.")
+        raise ConfigError(f"There is no data file {data!s}.", fix="check the path, or add files to the folder.")
     if len(kinds) > 1 or kinds[0] not in TABLES:
         raise ConfigError(
-            f"{', '.join(kind or 'files without a suffix' for kind in kinds)} cannot be read as one table.",
-            fix=f"use files of one kind: {', '.join(TABLES)}.",
+            f"The data files have the suffixes {', '.join(kind or '(no suffix)' for kind in kinds)}, which cannot be read as one "
+            "table.",
+            fix=f"use files with the same suffix, one of {', '.join(TABLES)}.",
         )
     return tuple(file.absolute() for file in files)

@@ -83,7 +83,7 @@ class GenerationEngine:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         raise ConfigError(
-            "A GenerationEngine runs threads, which cannot be pickled or copied.",
+            "A GenerationEngine cannot be pickled or copied, because it contains running threads.",
             fix="pickle the model, and start accel.GenerationEngine(model) in the other process.",
         )
 
@@ -99,7 +99,7 @@ class GenerationEngine:
         """
         if isinstance(prompt, str):
             if not prompt:
-                raise InputError("The prompt is empty.", fix="give a text.")
+                raise InputError("The prompt is an empty text.", fix="pass a text with at least one character.")
             with self._encoding:
                 return list(self.tokenizer(prompt)["input_ids"])
         if hasattr(prompt, "tolist"):
@@ -111,14 +111,18 @@ class GenerationEngine:
             isinstance(one, Integral) and not isinstance(one, bool) for one in prompt
         ):
             raise InputError(
-                f"The prompt is a {type(prompt).__name__}{f' of {type(prompt[0]).__name__}' if isinstance(prompt, Sequence) else ''}.",
-                fix="give one text, one row of tokens (integers), or messages with role and content.",
+                f"The prompt has the unsupported type {type(prompt).__name__}"
+                f"{f' of {type(prompt[0]).__name__}' if isinstance(prompt, Sequence) else ''}.",
+                fix="pass one text, one list of token ids, or a list of messages with `role` and `content`.",
             )
         return [int(cast(int, token)) for token in prompt]
 
     def _chat(self, messages: Messages) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
-            raise InputError("The tokenizer has no chat template.", fix="give the prompt as a text.")
+            raise InputError(
+                "The prompt is a list of messages, but the tokenizer has no chat template.",
+                fix="pass the prompt as a text.",
+            )
         try:
             with self._encoding:
                 encoded = self.tokenizer.apply_chat_template(
@@ -126,7 +130,10 @@ class GenerationEngine:
                 )
         # Chat templates raise errors of any type, for example about roles.
         except Exception as error:
-            raise InputError(f"The chat template refuses the messages: {error}", fix="correct their roles.") from error
+            raise InputError(
+                f"The chat template of the tokenizer rejects the messages: {error}",
+                fix="correct the roles and the order of the messages.",
+            ) from error
         return list(encoded["input_ids"])
 
     # Generate text
@@ -141,7 +148,8 @@ class GenerationEngine:
         """
         if options is not None and not isinstance(options, GenerationOptions):
             raise InputError(
-                f"options is a {type(options).__name__}.", fix="pass GenerationOptions(max_new_tokens=..., ...)."
+                f"The argument options is a {type(options).__name__}, not GenerationOptions.",
+                fix="pass accel.GenerationOptions(max_new_tokens=..., ...).",
             )
         return self.scheduler.submit(self.encode(prompt), options or GenerationOptions())
 
@@ -230,5 +238,6 @@ def _tokenizer_of(model: Any) -> Any:
         return companion_of(model, "AutoTokenizer")
     except ArtifactNotFoundError as error:
         raise ConfigError(
-            f"{model.artifact.path.name} has no tokenizer.", fix="pass tokenizer=... to the engine."
+            f"The model folder {model.artifact.path.name} has no tokenizer.",
+            fix="pass a tokenizer: GenerationEngine(model, tokenizer=...).",
         ) from error

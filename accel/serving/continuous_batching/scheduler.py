@@ -75,7 +75,10 @@ class Scheduler:
 
     def __init__(self, model: Any, limits: GenerationLimits) -> None:
         if not continues_text(model):
-            raise InputError(f"{type(model).__name__} does not continue text.", fix="open a model for text-generation.")
+            raise InputError(
+                f"{type(model).__name__} does not generate text from token ids.",
+                fix="use a model for text-generation, such as ORTModelForCausalLM.",
+            )
         self.model, self.limits = model, limits
         component = model.decoder_step.component
         self._behind_encoder = bool(model.config.is_encoder_decoder)
@@ -119,14 +122,21 @@ class Scheduler:
             EngineClosedError: The scheduler was closed.
         """
         if os.getpid() != self._process:
-            raise EngineClosedError("The engine's thread is in another process.", fix="start an engine in this one.")
+            raise EngineClosedError(
+                "The engine was started in another process, and its thread does not exist in this process.",
+                fix="start a new engine in this process.",
+            )
         row = self._row_of(Generation(ids, options, self._new_tokens(ids, options), self._wake))
         with self._changed:
             if self._closing:
-                raise EngineClosedError("The engine is closed.", fix="start another one.")
+                raise EngineClosedError(
+                    "The generation engine is closed and accepts no more prompts.", fix="start a new engine."
+                )
             if len(self._waiting) >= self.limits.queue:
                 raise QueueFullError(
-                    f"{len(self._waiting)} prompts wait for {self.limits.rows} rows.", fix="try again later."
+                    f"The queue is full: {len(self._waiting)} prompts wait, and the model generates at most {self.limits.rows} "
+                    "texts at the same time.",
+                    fix="try again later.",
                 )
             self._waiting.append(row)
             self._changed.notify()
@@ -147,11 +157,12 @@ class Scheduler:
     def _new_tokens(self, ids: Sequence[int], options: GenerationOptions) -> int:
         """Return the greatest number of new tokens for a prompt, from the request, the model and the limits."""
         if not ids:
-            raise InputError("The prompt is empty.", fix="give at least one token.")
+            raise InputError("The prompt has no tokens.", fix="pass at least one token id.")
         if min(ids) < 0 or max(ids) >= self._vocabulary:
             raise InputError(
-                f"The prompt holds token {max(ids) if max(ids) >= self._vocabulary else min(ids)} of {self._vocabulary}.",
-                fix="use the model's own tokenizer.",
+                f"The prompt contains token id {max(ids) if max(ids) >= self._vocabulary else min(ids)}, but the model has only the "
+                f"token ids 0 to {self._vocabulary - 1}.",
+                fix="use the tokenizer that belongs to the model.",
             )
         before = 1 if self._behind_encoder else len(ids)
         limits = [n for n in (self._limit, self._positions, self.cache_tokens) if n]
@@ -159,13 +170,13 @@ class Scheduler:
         asked, most = options.max_new_tokens, self.limits.max_new_tokens
         if asked is not None and most is not None and asked > most:
             raise InputError(
-                f"{asked} new tokens are asked for; an answer has at most {most}.",
-                fix="ask for fewer, or allow more (max_new_tokens=..., --max-new-tokens).",
+                f"The request asks for {asked} new tokens, but at most {most} are allowed.",
+                fix="ask for fewer new tokens, or raise the limit (max_new_tokens=..., --max-new-tokens).",
             )
         if room < 1 or (asked is not None and asked > room):
             raise InputError(
-                f"The prompt has {len(ids)} tokens{f', and {asked} new ones are asked for' if asked else ''}; together they can "
-                f"be {min(limits) + 1}.",
+                f"The prompt has {len(ids)} tokens{f' and the request asks for {asked} new tokens' if asked else ''}, but prompt and "
+                f"new tokens together can have at most {min(limits) + 1} tokens.",
                 fix="shorten the prompt, or ask for fewer new tokens.",
             )
         if asked is not None:
@@ -299,5 +310,8 @@ def _caller_error(error: Exception) -> AccelError:
     """Return the error that callers get; the details of unexpected errors are only logged."""
     if isinstance(error, AccelError):
         return error
-    logger.error("generating failed", exc_info=error)
-    return SessionError(f"Generating failed: {type(error).__name__}.", fix="see the log of the process.")
+    logger.error("The generation of text failed.", exc_info=error)
+    return SessionError(
+        f"The generation of text failed with {type(error).__name__}.",
+        fix="read the traceback in the log of the process.",
+    )

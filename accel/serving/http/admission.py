@@ -69,8 +69,8 @@ class Admission:
             names = list(engine.models)
             self._metrics.refused(names[0] if len(names) == 1 else "")
             error = QueueFullError(
-                f"{others} requests are being answered, about {late + queued:.2g} s of work.",
-                fix="try again later, or send less at once.",
+                f"The server is overloaded: {others} requests are in progress, about {late + queued:.2g} s of work.",
+                fix="try again later, or send fewer inputs at once.",
             )
             error.retry_after_s = late + queued
             raise error

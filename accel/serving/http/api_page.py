@@ -25,6 +25,6 @@ async def _openapi(call: HttpCall, _: Any) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(path="/docs", method="GET", answer=_docs, summary="A page to try the models on", tag="docs", open=True),
-    Endpoint(path="/openapi.json", method="GET", answer=_openapi, summary="This description", tag="docs", open=True),
+    Endpoint(path="/docs", method="GET", answer=_docs, summary="Web page to try the models", tag="docs", open=True),
+    Endpoint(path="/openapi.json", method="GET", answer=_openapi, summary="OpenAPI description", tag="docs", open=True),
 )

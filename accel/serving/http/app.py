@@ -138,7 +138,7 @@ class _Keys:
         matches = [hmac.compare_digest(digest, one) for one in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             raise HttpError(
-                401, "The request has no valid API key.", kind="unauthorized", fix="send Authorization: Bearer <key>.",
+                401, "The request has no valid API key.", kind="unauthorized", fix="send the header Authorization: Bearer <key>.",
                 headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
 
@@ -175,7 +175,12 @@ def _serve(endpoint: Endpoint, server: ServerState, keys: _Keys, admission: Admi
                     admission.check(server.in_flight - 1)
                 keys.check(request)
                 if not server.ready:
-                    raise HttpError(503, "The models are not open yet.", kind="starting", headers={"retry-after": "1"})
+                    raise HttpError(
+                        503,
+                        "The server is starting, and its models are not loaded yet.",
+                        kind="starting",
+                        headers={"retry-after": "1"},
+                    )
             body: Any = None
             if endpoint.body is not None and not endpoint.raw:
                 body = parse(endpoint.body, await call.read())

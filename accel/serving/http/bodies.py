@@ -51,7 +51,7 @@ def parse(model: type[Model], content: bytes) -> Model:
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False, include_context=False, include_input=False)
         if first["type"] == "json_invalid":
-            raise HttpError(400, f"The body is not JSON: {first['msg']}.", kind="invalid_json") from error
+            raise HttpError(400, f"The request body is not valid JSON: {first['msg']}.", kind="invalid_json") from error
         raise invalid(error, model, json.loads(content)) from error
 
 
@@ -63,8 +63,8 @@ def _check_finite(content: bytes) -> None:
         return
     if place is not None:
         raise HttpError(
-            400, f"The body holds a number that is not finite: {place}.", param=re.split(r"[.\[ ]", place)[0],
-            fix="send finite numbers; JSON has no others.",
+            400, f"The request body contains NaN or a number that is too large: {place}.", param=re.split(r"[.\[ ]", place)[0],
+            fix="send only finite numbers.",
         )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpE
     first = str(paths[0][0]) if paths[0] else None
     sentences = [_sentence(path, groups[path], model, schema, value) for path in paths[:3]]
     refused: Mapping[str, str] = {**getattr(model, "remedies", {}), **getattr(model, "refused", {})}
-    fix = refused.get(first or "", "see /docs for what is taken.")
+    fix = refused.get(first or "", "see the accepted fields and values at /docs.")
     return HttpError(422, " ".join(sentences), fix=fix, param=first and first[:100])
 
 

@@ -14,7 +14,7 @@ from .bodies import Body
 from .endpoints import Endpoint, HttpCall
 from .replies import JsonReply, message_error
 
-_PRIORITY = {"priority": "All requests wait in one queue."}
+_PRIORITY = {"priority": "The server has one queue for all requests."}
 
 
 class CohereRerankBody(Body):
@@ -28,10 +28,12 @@ class CohereRerankBody(Body):
 
     ignored: ClassVar[Mapping[str, str]] = _PRIORITY
     refused: ClassVar[Mapping[str, str]] = {
-        "max_tokens_per_doc": "leave it out: documents are cut to what the model reads.",
-        "relevant_spans": "leave it out, and rank passages instead of documents.",
+        "max_tokens_per_doc": "remove max_tokens_per_doc: the server truncates documents to the model's maximum length.",
+        "relevant_spans": "remove relevant_spans, and send passages instead of complete documents.",
     }
-    remedies: ClassVar[Mapping[str, str]] = {"documents": "send texts; fields of a document are joined by the caller."}
+    remedies: ClassVar[Mapping[str, str]] = {
+        "documents": "send a list of texts; join the fields of each document into one text."
+    }
 
 
 class CohereEmbedBody(Body):
@@ -47,13 +49,13 @@ class CohereEmbedBody(Body):
 
     ignored: ClassVar[Mapping[str, str]] = _PRIORITY
     refused: ClassVar[Mapping[str, str]] = {
-        "images": "send texts: no model here embeds pictures.",
-        "inputs": "send texts: no model here embeds pictures.",
-        "max_tokens": "leave it out: texts are cut to what the model reads.",
+        "images": "send texts in the field `texts`: this server does not embed images.",
+        "inputs": "send texts in the field `texts`: this server does not embed images.",
+        "max_tokens": "remove max_tokens: the server truncates texts to the model's maximum length.",
     }
     remedies: ClassVar[Mapping[str, str]] = {
-        "embedding_types": "ask for float or base64, and make integers or bits of them yourself.",
-        "input_type": "send a type of text; no model here embeds pictures.",
+        "embedding_types": "request float or base64, and convert the embeddings to integers or bits in the client.",
+        "input_type": "use an input type for text: this server does not embed images.",
     }
 
 
@@ -110,12 +112,12 @@ def encoded(row: np.ndarray[Any, Any]) -> str:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v2/rerank", answer=_rerank, body=CohereRerankBody, summary="Documents by how well they answer a query",
+        path="/v2/rerank", answer=_rerank, body=CohereRerankBody, summary="Rank documents by relevance to a query",
         tag="cohere", operation="rank", error=message_error,
         example={"query": "a lost card", "documents": ["I cannot find my card", "the exchange rate"]},
     ),
     Endpoint(
-        path="/v2/embed", answer=_embed, body=CohereEmbedBody, summary="Embeddings of texts", tag="cohere",
+        path="/v2/embed", answer=_embed, body=CohereEmbedBody, summary="Compute embeddings of texts", tag="cohere",
         operation="embed", error=message_error, example={"texts": ["a lost card", "a stolen card"], "input_type": "search_document"},
     ),
 )  # fmt: skip

@@ -95,12 +95,14 @@ class ServerState:
         if name is not None:
             if name not in models:
                 raise HttpError(
-                    404, f"There is no model {name!r}.{did_you_mean(name, models)}", kind="model_not_found",
+                    404, f"The server has no model {name!r}.{did_you_mean(name, models)}", kind="model_not_found",
                     fix=f"use one of {', '.join(models)}.",
                 )  # fmt: skip
             if operation not in self.engine.operations(name):
                 raise HttpError(
-                    422, f"{name!r} does not do {operation}.", fix=f"it does {', '.join(self.engine.operations(name))}."
+                    422,
+                    f"The model {name!r} does not support the operation {operation!r}.",
+                    fix=f"use one of the model's operations: {', '.join(self.engine.operations(name))}.",
                 )
             return name
         fitting = [one for one in models if operation in self.engine.operations(one)]
@@ -108,9 +110,16 @@ class ServerState:
             return fitting[0]
         if not fitting:
             raise HttpError(
-                404, f"No model here does {operation}.", kind="model_not_found", fix="see /v1/models for what there is."
+                404,
+                f"No model of this server supports the operation {operation!r}.",
+                kind="model_not_found",
+                fix="see the operations of the models at /v1/models.",
             )
-        raise HttpError(422, f"Several models do {operation}.", fix=f"set model to one of {', '.join(fitting)}.")
+        raise HttpError(
+            422,
+            f"Several models of this server support the operation {operation!r}, and the request does not name a model.",
+            fix=f"set the field `model` to one of {', '.join(fitting)}.",
+        )
 
 
 @dataclass(slots=True)
@@ -145,7 +154,9 @@ class HttpCall:
         most = self.server.settings.max_client_batch
         if size > most:
             raise HttpError(
-                422, f"The request has {size} inputs; at most {most} are accepted.", fix="send several requests."
+                422,
+                f"The request has {size} inputs, but the server accepts at most {most} inputs in one request.",
+                fix="divide the inputs into several requests.",
             )
 
     async def read(self) -> bytes:
@@ -156,9 +167,18 @@ class HttpCall:
                 shutting down.
         """
         if self.request.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
-            raise HttpError(415, "Compressed bodies are not accepted.", fix="send it without compression.")
+            raise HttpError(
+                415,
+                "The request body is compressed, which this server does not support.",
+                fix="send the body uncompressed.",
+            )
         most = self.server.settings.max_body_bytes
-        too_large = HttpError(413, f"The body has more than {most} bytes.", kind="too_large", fix="send less at once.")
+        too_large = HttpError(
+            413,
+            f"The request body has more than {most} bytes.",
+            kind="too_large",
+            fix="send fewer or shorter inputs at once.",
+        )
         declared = self.request.headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > most:
             raise too_large
@@ -178,12 +198,12 @@ class HttpCall:
             # Close the connection, because the rest of this body would be read as the next request.
             ends = {"connection": "close"}
             if server.draining:
-                raise HttpError(503, "The server is about to end.", kind="closing", headers=ends) from error
+                raise HttpError(503, "The server is shutting down.", kind="closing", headers=ends) from error
             raise HttpError(
                 408,
-                f"The body did not arrive within {seconds:g} s.",
+                f"The request body did not arrive completely within {seconds:g} s.",
                 kind="timeout",
-                fix="send it at once.",
+                fix="send the complete body without pauses.",
                 headers=ends,
             ) from error
         finally:
@@ -203,7 +223,10 @@ class HttpCall:
         most = self.server.settings.max_text_chars
         if _characters(inputs) * times > most:
             raise HttpError(
-                413, f"The texts have more than {most} characters.", kind="too_large", fix="send less at once."
+                413,
+                f"The texts of the request have more than {most} characters in total.",
+                kind="too_large",
+                fix="send fewer or shorter texts at once.",
             )
 
     async def ask(self, inputs: Any, *, operation: str, model: str | None = None, **options: Any) -> Any:
@@ -243,7 +266,10 @@ class HttpCall:
             if gone.done():
                 raise ClientDisconnect
             limit = self.engine.limits.timeout_s
-            raise RequestTimeoutError(f"There was no answer within {limit:g} s.", fix="send less at once.")
+            raise RequestTimeoutError(
+                f"There was no result within {limit:g} s, so the request was cancelled.",
+                fix="send fewer inputs at once.",
+            )
         finally:
             gone.cancel()
             work.cancel()

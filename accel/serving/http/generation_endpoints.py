@@ -66,16 +66,16 @@ class StreamOptions(Body):
 
 
 _IGNORED = {
-    "user": "It tells OpenAI who asks.",
-    "safety_identifier": "It tells OpenAI who asks.",
-    "metadata": "It is kept with answers that are stored, and none are.",
-    "prompt_cache_key": "Nothing is kept of a prompt.",
-    "prompt_cache_retention": "Nothing is kept of a prompt.",
-    "prompt_cache_options": "Nothing is kept of a prompt.",
+    "user": "The field identifies the end user for OpenAI.",
+    "safety_identifier": "The field identifies the end user for OpenAI.",
+    "metadata": "The field belongs to stored responses, and this server does not store responses.",
+    "prompt_cache_key": "This server does not cache prompts.",
+    "prompt_cache_retention": "This server does not cache prompts.",
+    "prompt_cache_options": "This server does not cache prompts.",
 }
-_ONE = "leave it out, and send the request once for each answer, with another seed."
-_NO_TOOLS = "leave it out, and describe the tools in the messages."
-_NO_LOGPROBS = "leave it out: probabilities of tokens are not returned."
+_ONE = "send one request for each answer, each with a different seed."
+_NO_TOOLS = "remove the field, and describe the tools in the messages."
+_NO_LOGPROBS = "remove the field: this server does not return token probabilities."
 
 
 class OpenAIBody(Sampling):
@@ -99,9 +99,9 @@ class OpenAIBody(Sampling):
     ignored: ClassVar[Mapping[str, str]] = _IGNORED
     remedies: ClassVar[Mapping[str, str]] = {
         "n": _ONE,
-        "store": "leave it out: answers are not stored.",
-        "service_tier": "leave it out: there is one tier.",
-        "stream_options": "send include_usage and continuous_usage_stats alone.",
+        "store": "remove store: this server does not store responses.",
+        "service_tier": "remove service_tier: this server has only one tier.",
+        "stream_options": "use only the fields include_usage and continuous_usage_stats.",
     }
 
 
@@ -151,16 +151,16 @@ class ChatBody(OpenAIBody):
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
-    ignored: ClassVar[Mapping[str, str]] = {**_IGNORED, "parallel_tool_calls": "No tools are called."}
+    ignored: ClassVar[Mapping[str, str]] = {**_IGNORED, "parallel_tool_calls": "This server does not call tools."}
     refused: ClassVar[Mapping[str, str]] = {
-        "audio": "leave it out: answers are texts.",
+        "audio": "remove audio: this server returns only text.",
         "function_call": _NO_TOOLS,
         "functions": _NO_TOOLS,
-        "moderation": "leave it out, and check texts with a classifier at /classify.",
-        "prediction": "leave it out: answers are generated token by token.",
-        "reasoning_effort": "leave it out, and ask for it in the messages.",
-        "verbosity": "leave it out, and ask for it in the messages, or set max_tokens.",
-        "web_search_options": "leave it out, and put what was found into the messages.",
+        "moderation": "remove moderation, and check texts with a classification model at /classify.",
+        "prediction": "remove prediction: the model generates every token of the answer.",
+        "reasoning_effort": "remove reasoning_effort, and describe in the messages how long the model should reason.",
+        "verbosity": "remove verbosity, and describe the length of the answer in the messages, or set max_tokens.",
+        "web_search_options": "remove web_search_options, and put search results into the messages.",
     }
     remedies: ClassVar[Mapping[str, str]] = {
         **OpenAIBody.remedies,
@@ -168,9 +168,9 @@ class ChatBody(OpenAIBody):
         "tool_choice": _NO_TOOLS,
         "logprobs": _NO_LOGPROBS,
         "top_logprobs": _NO_LOGPROBS,
-        "response_format": "ask for text, and describe another format in the messages.",
-        "modalities": "ask for text alone.",
-        "messages": "send messages of text.",
+        "response_format": 'use {"type": "text"}, and describe any other format in the messages.',
+        "modalities": 'use ["text"]: this server returns only text.',
+        "messages": "send messages whose content is text.",
     }
 
 
@@ -187,9 +187,9 @@ class CompletionBody(OpenAIBody):
     remedies: ClassVar[Mapping[str, str]] = {
         **OpenAIBody.remedies,
         "logprobs": _NO_LOGPROBS,
-        "echo": "leave it out, and put the prompt before the answer.",
+        "echo": "remove echo, and put the prompt before the answer in the client.",
         "best_of": _ONE,
-        "suffix": "leave it out: models here continue texts, and do not fill gaps.",
+        "suffix": "remove suffix: this server can only continue a text, not insert text before a suffix.",
     }
 
     def prompts(self) -> list[Prompt]:
@@ -253,7 +253,8 @@ class _Answers:
                         number, piece = await queue.get()
                 except TimeoutError as error:
                     raise RequestTimeoutError(
-                        f"No token came within {seconds:g} s, and the request was dropped.", fix="try again later."
+                        f"The model generated no token within {seconds:g} s, so the request was cancelled.",
+                        fix="try again later.",
                     ) from error
                 if isinstance(piece, Exception):
                     self._call.server.metrics.failed(self.name, piece)
@@ -462,16 +463,16 @@ async def _generate(call: HttpCall, body: GenerateBody) -> Response:
 
 
 GENERATE = Endpoint(
-    path="/generate", answer=_generate, body=GenerateBody, summary="A text continued, as server-sent events",
+    path="/generate", answer=_generate, body=GenerateBody, summary="Continue a text, streamed as server-sent events",
     tag="tasks", operation=_OPERATION, example={"inputs": "Once upon a time", "max_new_tokens": 64},
 )  # fmt: skip
 ENDPOINTS = (
     Endpoint(
-        path="/v1/chat/completions", answer=_chat, body=ChatBody, summary="The answer in a conversation", tag="openai",
+        path="/v1/chat/completions", answer=_chat, body=ChatBody, summary="Generate the next message of a conversation", tag="openai",
         error=openai_error, operation=_OPERATION, example={"messages": [{"role": "user", "content": "Where is it?"}], "max_tokens": 64},
     ),
     Endpoint(
-        path="/v1/completions", answer=_completions, body=CompletionBody, summary="Texts continued", tag="openai",
+        path="/v1/completions", answer=_completions, body=CompletionBody, summary="Continue texts", tag="openai",
         error=openai_error, operation=_OPERATION, example={"prompt": "Once upon a time", "max_tokens": 64},
     ),
     GENERATE,

@@ -17,7 +17,12 @@ async def _health(call: HttpCall, _: Any) -> Response:
 async def ready(call: HttpCall, _: Any) -> Response:
     """Respond with 200 if the server accepts requests, or with 503."""
     if not call.server.ready or call.server.draining:
-        raise HttpError(503, "The server accepts no requests.", kind="closing" if call.server.draining else "starting")
+        reason = "shutting down" if call.server.draining else "starting"
+        raise HttpError(
+            503,
+            f"The server is {reason} and accepts no requests.",
+            kind="closing" if call.server.draining else "starting",
+        )
     return JsonReply({"status": "ready", "models": list(call.engine.models)})
 
 
@@ -27,15 +32,15 @@ async def _metrics(call: HttpCall, _: Any) -> Response:
 
 ENDPOINTS = (
     Endpoint(
-        path="/health", method="GET", answer=_health, summary="Whether the process lives", tag="health", open=True
+        path="/health", method="GET", answer=_health, summary="Check that the process is alive", tag="health", open=True
     ),
     Endpoint(
         path="/ready",
         method="GET",
         answer=ready,
-        summary="Whether the server accepts requests",
+        summary="Check that the server accepts requests",
         tag="health",
         open=True,
     ),
-    Endpoint(path="/metrics", method="GET", answer=_metrics, summary="Counters, for Prometheus", tag="health"),
+    Endpoint(path="/metrics", method="GET", answer=_metrics, summary="Metrics for Prometheus", tag="health"),
 )

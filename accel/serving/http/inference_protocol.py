@@ -88,7 +88,7 @@ def _target(call: HttpCall) -> _Target:
             known[name] = text_operation(models[name])
         if (operation := known[name]) is not None:
             return _Target(shown, name, operation)
-    raise HttpError(404, f"There is no model {shown!r} of version {version!r}.", kind="model_not_found")
+    raise HttpError(404, f"The server has no model {shown!r} with version {version!r}.", kind="model_not_found")
 
 
 async def _model_ready(call: HttpCall, _: Any) -> Response:
@@ -136,7 +136,9 @@ async def _infer(call: HttpCall, _: Any) -> Response:
         _known(one.parameters, ("binary_data",))
     unknown = sorted(set(requested) - set(outputs))
     if unknown:
-        raise HttpError(422, f"There is no output {unknown}.", fix=f"use {', '.join(outputs)}.")
+        raise HttpError(
+            422, f"The model has no output {', '.join(unknown)}.", fix=f"request only {', '.join(outputs)}."
+        )
     feeds = _read(body, binary, texts=target.operation is not None)
     if target.operation is not None:
         return _reply(target.shown, body, requested, await _answered(call, target.name, target.operation, feeds))
@@ -164,17 +166,26 @@ def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
         _known(one.parameters, ("binary_data_size",))
         size = one.parameters.get("binary_data_size")
         if one.name in feeds:
-            raise HttpError(422, f"Input {one.name!r} came twice.", fix="send it once.")
+            raise HttpError(422, f"The request contains the input {one.name!r} twice.", fix="send each input once.")
         check_datatype(one.name, one.datatype, texts=texts)
         if size is None:
             feeds[one.name] = from_json(one.name, one.datatype, one.shape, one.data)
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - used:
-            raise HttpError(422, f"Input {one.name!r} has no {size} bytes after the JSON.", fix="send all of them.")
+            raise HttpError(
+                422,
+                f"Input {one.name!r} declares binary_data_size {size!r}, but the body has {len(binary) - used} bytes left for it "
+                "after the JSON.",
+                fix="set binary_data_size to the number of bytes that the input has.",
+            )
         feeds[one.name] = from_binary(one.name, one.datatype, one.shape, binary[used : used + size])
         used += size
     if used != len(binary):
-        raise HttpError(422, f"{len(binary) - used} bytes after the JSON belong to no input.", fix="leave them out.")
+        raise HttpError(
+            422,
+            f"The last {len(binary) - used} bytes of the body belong to no input.",
+            fix="remove the bytes, or declare them with binary_data_size.",
+        )
     return feeds
 
 
@@ -232,7 +243,9 @@ def _split(whole: bytes, declared: str | None) -> tuple[InferBody, bytes]:
         return parse(InferBody, whole), b""
     if not declared.isdecimal() or not declared.isascii() or len(declared) > 12 or int(declared) > len(whole):
         raise HttpError(
-            400, f"{_HEADER} is {declared[:20]!r} and the body has {len(whole)} bytes.", fix="send its length."
+            400,
+            f"The header {_HEADER} is {declared[:20]!r}; expected the length of the JSON, at most {len(whole)} bytes.",
+            fix="set the header to the number of bytes of the JSON.",
         )
     length = int(declared)
     return parse(InferBody, whole[:length]), whole[length:]
@@ -242,7 +255,9 @@ def _known(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise if a request has parameters that are not supported, such as shared memory."""
     unknown = sorted(set(parameters) - set(known))
     if unknown:
-        raise HttpError(422, f"The parameters {unknown} are not supported.", fix=f"use {', '.join(known)}.")
+        raise HttpError(
+            422, f"The request parameters {', '.join(unknown)} are not supported.", fix=f"use only {', '.join(known)}."
+        )
 
 
 _MODEL = "/v2/models/{model}"
@@ -251,17 +266,17 @@ _SHAPE = {"tag": "inference protocol", "error": error_text}
 _EXAMPLE = {"inputs": [{"name": "input_ids", "datatype": "INT64", "shape": [1, 3], "data": [2, 9, 3]}]}
 
 ENDPOINTS = (
-    Endpoint(path="/v2", method="GET", answer=_server, summary="Name, version, extensions", **_SHAPE),  # type: ignore[arg-type]
-    Endpoint(path="/v2/health/live", method="GET", answer=_live, summary="As /health", open=True, **_SHAPE),  # type: ignore[arg-type]
-    Endpoint(path="/v2/health/ready", method="GET", answer=ready, summary="As /ready", open=True, **_SHAPE),  # type: ignore[arg-type]
+    Endpoint(path="/v2", method="GET", answer=_server, summary="Name, version and extensions of the server", **_SHAPE),  # type: ignore[arg-type]
+    Endpoint(path="/v2/health/live", method="GET", answer=_live, summary="Check that the process is alive", open=True, **_SHAPE),  # type: ignore[arg-type]
+    Endpoint(path="/v2/health/ready", method="GET", answer=ready, summary="Check that the server accepts requests", open=True, **_SHAPE),  # type: ignore[arg-type]
     *(
         Endpoint(path=base + path, method=method, answer=answer, summary=summary, **more, **_SHAPE)  # type: ignore[arg-type]
         for base in (_MODEL, _OF_VERSION)
         for path, method, answer, summary, more in (
-            ("/ready", "GET", _model_ready, "Whether a model takes requests", {}),
-            ("", "GET", _metadata, "A model's inputs and outputs", {}),
+            ("/ready", "GET", _model_ready, "Check that a model accepts requests", {}),
+            ("", "GET", _metadata, "Inputs and outputs of a model", {}),
             (
-                "/infer", "POST", _infer, "Tensors through a model",
+                "/infer", "POST", _infer, "Run a model on tensors",
                 {"body": InferBody, "raw": True, "operation": "tensors", "example": _EXAMPLE},
             ),
         )

@@ -68,7 +68,7 @@ class OuterMiddleware:
         server.metrics.in_flight.inc()
         try:
             if server.draining and scope["path"] not in self._open:
-                error = HttpError(503, "The server is about to end.", kind="closing", headers={"retry-after": "1"})
+                error = HttpError(503, "The server is shutting down.", kind="closing", headers={"retry-after": "1"})
                 await error_reply(error, request_id)(scope, receive, answer)
             elif scope["method"] == "POST" and scope["path"] in self._direct and not scope.get("root_path"):
                 serve = self._direct[scope["path"]]

@@ -29,7 +29,7 @@ class EmbeddingsBody(Body):
     normalize: bool = True
     user: str | None = None
 
-    ignored: ClassVar[Mapping[str, str]] = {"user": "It tells OpenAI who asks."}
+    ignored: ClassVar[Mapping[str, str]] = {"user": "The field identifies the end user for OpenAI."}
 
 
 async def _embeddings(call: HttpCall, body: EmbeddingsBody) -> Response:
@@ -66,15 +66,17 @@ async def _models(call: HttpCall, _: Any) -> Response:
 async def _model(call: HttpCall, _: Any) -> Response:
     name = call.request.path_params["model"]
     if name not in call.engine.models:
-        raise HttpError(404, f"There is no model {name!r}.", kind="model_not_found", fix="see /v1/models.")
+        raise HttpError(
+            404, f"The server has no model {name!r}.", kind="model_not_found", fix="see the models at /v1/models."
+        )
     return JsonReply(_card(call, name))
 
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/embeddings", answer=_embeddings, body=EmbeddingsBody, summary="Embeddings of texts", tag="openai",
+        path="/v1/embeddings", answer=_embeddings, body=EmbeddingsBody, summary="Compute embeddings of texts", tag="openai",
         error=openai_error, operation="embed", example={"input": ["a lost card", "a stolen card"]},
     ),
-    Endpoint(path="/v1/models", method="GET", answer=_models, summary="What is served", tag="openai"),
-    Endpoint(path="/v1/models/{model:path}", method="GET", answer=_model, summary="One of them", tag="openai"),
+    Endpoint(path="/v1/models", method="GET", answer=_models, summary="List the models", tag="openai"),
+    Endpoint(path="/v1/models/{model:path}", method="GET", answer=_model, summary="Describe one model", tag="openai"),
 )  # fmt: skip

@@ -12,14 +12,14 @@ from .replies import ErrorBody
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _FAILURES = {
-    "400": "not JSON",
-    "401": "no API key",
-    "404": "no such model",
+    "400": "the body is not valid JSON",
+    "401": "the API key is missing or invalid",
+    "404": "the server has no such model",
     "408": "the body did not arrive in time",
-    "413": "too large",
-    "422": "a field is wrong",
+    "413": "the body or its texts are too large",
+    "422": "a field is invalid",
     "429": "the queue is full; try again after Retry-After seconds",
-    "503": "starting or ending",
+    "503": "the server is starting or shutting down",
 }
 
 
@@ -32,7 +32,7 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         paths.setdefault(path, {})[one.method.lower()] = _operation(one, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "accel", "version": __version__, "description": "Models behind one engine."},
+        "info": {"title": "accel", "version": __version__, "description": "Inference server for transformers models."},
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -59,7 +59,7 @@ def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
             for name in _PARAMETER.findall(one.path)
         ],
         "responses": {
-            "200": {"description": "The answer"},
+            "200": {"description": "The result"},
             **{status: {"description": text, "content": failure} for status, text in _FAILURES.items()},
         },
         "security": [] if one.open else [{}, {"key": []}],

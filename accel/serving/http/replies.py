@@ -47,7 +47,7 @@ def write_json(content: Any) -> bytes:
         # `NaN` or `Infinity` may also occur inside a text, so check the parsed values.
         place = find_non_finite(json.loads(text))
         if place is not None:
-            raise not_finite_error("an answer", place)
+            raise not_finite_error("the response", place)
     return text
 
 
@@ -181,9 +181,9 @@ def http_error(error: Exception, request_id: str) -> HttpError:
     for cls, status, kind in _STATUS:
         if isinstance(error, cls):
             return HttpError(status, error.message, fix=error.fix, kind=kind)
-    logger.error("%s failed", request_id, exc_info=error)
-    fix = f"ask for {request_id} in the server's log."
-    return HttpError(500, "Something went wrong here.", fix=fix, kind="internal_error")
+    logger.error("The request %s failed.", request_id, exc_info=error)
+    fix = f"search for the request id {request_id} in the server's log."
+    return HttpError(500, "An unexpected error occurred in the server.", fix=fix, kind="internal_error")
 
 
 def error_reply(error: Exception, request_id: str, shape: ErrorShape = plain_error) -> Response:

@@ -33,7 +33,8 @@ class Tracer:
             self._provider = provider if provider is not None else _exporting()
         except ImportError as error:
             raise BackendUnavailableError(
-                f"Traces need {error.name}.", fix='install the extra: pip install "accel-transformers[traces]".'
+                f"Sending OpenTelemetry traces requires the package {error.name}, which is not installed.",
+                fix='install the extra: pip install "accel-transformers[traces]".',
             ) from error
         self._extract = extract
         self._kind = trace.SpanKind.SERVER

@@ -31,8 +31,8 @@ async def _invoke(call: HttpCall, body: InvocationBody) -> Response:
     if not fitting:
         raise HttpError(
             422,
-            f"parameters.model is {model!r}: no such model, or no endpoint for its task.",
-            fix=f"set it to one of {', '.join(names)}.",
+            f"The field parameters.model is {model!r}. The server has no model with this name, or no endpoint for its task.",
+            fix=f"set parameters.model to one of {', '.join(names)}.",
         )
     problems: list[HttpError] = []
     for task in fitting:
@@ -56,9 +56,16 @@ def _body_of(task: Endpoint, inputs: Any, parameters: dict[str, Any]) -> dict[st
 
 
 ENDPOINTS = (
-    Endpoint(path="/ping", method="GET", answer=ready, summary="As /ready", tag="sagemaker", open=True),
     Endpoint(
-        path="/invocations", answer=_invoke, body=InvocationBody, summary="As the endpoint of the model's task",
+        path="/ping",
+        method="GET",
+        answer=ready,
+        summary="Check that the server accepts requests",
+        tag="sagemaker",
+        open=True,
+    ),
+    Endpoint(
+        path="/invocations", answer=_invoke, body=InvocationBody, summary="Run the task of a model",
         tag="sagemaker", example={"inputs": "I lost my card"},
     ),
 )  # fmt: skip

@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
     async def _end(self) -> None:
         server = self._front.server
         settings = server.settings
-        logger.info("Ending: %d requests are being answered.", server.in_flight)
+        logger.info("The server is shutting down; %d requests are in progress.", server.in_flight)
         loop = asyncio.get_running_loop()
         start = loop.time()
         # Keep the socket open for `linger_s`, so that new requests get 503 instead of a refused connection.
@@ -94,7 +94,9 @@ class _Server(uvicorn.Server):
         while server.in_flight and loop.time() - start < settings.drain_s:
             await asyncio.sleep(0.02)
         if server.in_flight:
-            logger.warning("%d requests were not answered within %g s.", server.in_flight, settings.drain_s)
+            logger.warning(
+                "%d requests did not finish within %g s and are aborted.", server.in_flight, settings.drain_s
+            )
             self.force_exit = True
         self.should_exit = True
 
@@ -112,9 +114,9 @@ def _check_certificate(config: uvicorn.Config) -> None:
     # uvicorn raises `AssertionError` if there is a key without a certificate.
     except (OSError, ValueError, AssertionError) as error:
         raise ConfigError(
-            f"The certificate {config.ssl_certfile!s} with the key {config.ssl_keyfile!s} cannot be used: "
-            f"{error or 'the one needs the other'}.",
-            fix="pass files in PEM format that can be read: ssl_certfile=... and the key that belongs to it, ssl_keyfile=...",
+            f"The TLS certificate {config.ssl_certfile!s} with the key {config.ssl_keyfile!s} cannot be loaded: "
+            f"{error or 'a key was passed without a certificate'}.",
+            fix="pass readable PEM files: the certificate as ssl_certfile=... and its private key as ssl_keyfile=...",
         ) from error
 
 
@@ -175,6 +177,6 @@ def bound_socket(host: str, port: int) -> socket.socket:
         bound.close()
         another = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host, an address of this machine"
         raise ConfigError(
-            f"{host}:{port} cannot be listened on: {error.strerror}.", fix=f"use another {another}."
+            f"The server cannot listen on {host}:{port}: {error.strerror}.", fix=f"use another {another}."
         ) from error
     return bound

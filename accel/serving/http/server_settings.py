@@ -41,14 +41,15 @@ class ServerSettings:
             check_number(name, getattr(self, name), 1)
         check_number("body_timeout_s", self.body_timeout_s, above=0)
         if not all(self.api_keys):
-            raise ConfigError("An API key is empty.", fix="leave it out, or give it a value.")
+            raise ConfigError("One of the API keys is empty.", fix="remove the empty key, or set it to a text.")
         if not all(key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
             raise ConfigError(
-                "An API key has characters that a header cannot carry.",
-                fix="use printable ASCII without outer spaces.",
+                "An API key contains characters that are not allowed in an HTTP header.",
+                fix="use only printable ASCII characters, without a space at the start or the end.",
             )
         for one in self.cors_origins:
             if one != "*" and not _ORIGIN.match(one):
                 raise ConfigError(
-                    f"{one!r} is not an origin.", fix="write it like https://app.example.org, without a path."
+                    f"{one!r} is not a valid CORS origin.",
+                    fix="write the scheme and the host without a path, such as https://app.example.org.",
                 )

@@ -41,7 +41,11 @@ def check_datatype(name: str, datatype: str, *, texts: bool) -> None:
     """
     known = ("BYTES",) if texts else tuple(_DTYPES)
     if datatype not in known:
-        raise HttpError(422, f"Input {name!r} has the datatype {datatype[:20]!r}.", fix=f"use {', '.join(known)}.")
+        raise HttpError(
+            422,
+            f"Input {name!r} has the datatype {datatype[:20]!r}, which the model does not accept.",
+            fix=f"use {' or '.join(known)}.",
+        )
 
 
 def from_json(name: str, datatype: str, shape: Sequence[int], data: list[Any] | None) -> Values:
@@ -52,16 +56,28 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: list[Any] | 
     """
     flat = _flat(data or [])
     if len(flat) != _elements(name, shape):
-        raise HttpError(422, f"Input {name!r} has {len(flat)} values and the shape {list(shape)}.", fix="send as many.")
+        raise HttpError(
+            422,
+            f"Input {name!r} has {len(flat)} values, but its shape {list(shape)} requires {math.prod(shape)}.",
+            fix="send as many values as the shape requires.",
+        )
     if datatype == "BYTES":
         if not all(isinstance(value, str) for value in flat):
-            raise HttpError(422, f"Input {name!r} has values that are not texts.", fix="send strings.")
+            raise HttpError(
+                422, f"Input {name!r} has the datatype BYTES, but some values are not texts.", fix="send only strings."
+            )
         return as_texts(flat, shape)
     dtype = _DTYPES[datatype]
     kinds = (bool,) if datatype == "BOOL" else (int, float) if dtype.is_floating_point else (int,)
     if not all(isinstance(value, kinds) and (datatype == "BOOL" or not isinstance(value, bool)) for value in flat):
-        raise HttpError(422, f"Input {name!r} has values that are not {datatype}.", fix="send numbers of that type.")
-    too_large = HttpError(422, f"Input {name!r} does not fit {datatype}.", fix="send smaller values.")
+        raise HttpError(
+            422,
+            f"Input {name!r} has the datatype {datatype}, but some values have another type.",
+            fix=f"send only {'true and false' if datatype == 'BOOL' else 'numbers' if dtype.is_floating_point else 'integers'}.",
+        )
+    too_large = HttpError(
+        422, f"Input {name!r} has values that are outside the range of {datatype}.", fix="send values within the range."
+    )
     try:
         tensor = torch.tensor(flat, dtype=dtype).reshape(tuple(shape))
     except (RuntimeError, OverflowError, ValueError) as error:
@@ -84,25 +100,32 @@ def from_binary(name: str, datatype: str, shape: Sequence[int], data: bytes) -> 
         texts = _unpacked(name, data)
         if len(texts) != count:
             raise HttpError(
-                422, f"Input {name!r} has {len(texts)} texts and the shape {list(shape)}.", fix="send as many."
+                422,
+                f"Input {name!r} has {len(texts)} texts, but its shape {list(shape)} requires {count}.",
+                fix="send as many texts as the shape requires.",
             )
         return as_texts(texts, shape)
     dtype = _DTYPES[datatype]
     if count * dtype.itemsize != len(data):
         raise HttpError(
-            422, f"Input {name!r} has {len(data)} bytes; {datatype} of the shape {list(shape)} has {count * dtype.itemsize}.",
-            fix="send as many.",
+            422,
+            f"Input {name!r} has {len(data)} bytes, but {datatype} with the shape {list(shape)} requires {count * dtype.itemsize}.",
+            fix="send as many bytes as the shape requires.",
         )  # fmt: skip
     if not data:
         return torch.empty(tuple(shape), dtype=dtype)
     array = np.frombuffer(data, dtype=np.uint8).copy()
     if dtype == torch.bool and array.max() > 1:
-        raise HttpError(422, f"Input {name!r} has values that are not BOOL.", fix="send 0 and 1.")
+        raise HttpError(
+            422,
+            f"Input {name!r} has the datatype BOOL, but some bytes are not 0 or 1.",
+            fix="send only the bytes 0 and 1.",
+        )
     tensor = torch.from_numpy(array).view(dtype).reshape(tuple(shape))
     if dtype.is_floating_point and tensor.isnan().any():
         # Infinity is allowed, because attention masks may contain it.
         place = tensor.isnan().nonzero()[0].tolist()
-        raise HttpError(400, f"Input {name!r} holds NaN at {place}.", fix="send numbers.")
+        raise HttpError(400, f"Input {name!r} contains NaN at the index {place}.", fix="send numbers instead of NaN.")
     return tensor
 
 
@@ -123,7 +146,11 @@ def to_binary(values: Values) -> bytes:
 
 def _elements(name: str, shape: Sequence[int]) -> int:
     if any(size < 0 for size in shape):
-        raise HttpError(422, f"Input {name!r} has the shape {list(shape)}.", fix="use sizes of at least 0.")
+        raise HttpError(
+            422,
+            f"Input {name!r} has the shape {list(shape)}, which contains a negative size.",
+            fix="use sizes of at least 0.",
+        )
     return math.prod(shape)
 
 
@@ -148,6 +175,8 @@ def _unpacked(name: str, data: bytes) -> list[str]:
             texts.append(data[at - size : at].decode("utf-8"))
     except (struct.error, UnicodeDecodeError) as error:
         raise HttpError(
-            422, f"Input {name!r} is not BYTES.", fix="send UTF-8, each text after its length in 4 bytes."
+            422,
+            f"The binary data of input {name!r} is not valid for the datatype BYTES.",
+            fix="send each text as its length in 4 bytes (little-endian), followed by its UTF-8 bytes.",
         ) from error
     return texts

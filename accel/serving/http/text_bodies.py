@@ -73,7 +73,7 @@ async def _tokenize(call: HttpCall, body: TokenizeBody) -> Response:
 
 ENDPOINTS = (
     Endpoint(
-        path="/tokenize", answer=_tokenize, body=TokenizeBody, summary="The tokens of texts", tag="tasks",
+        path="/tokenize", answer=_tokenize, body=TokenizeBody, summary="Tokenize texts", tag="tasks",
         error=text_error, operation="tokenize", example={"inputs": "I lost my card"},
     ),
 )  # fmt: skip

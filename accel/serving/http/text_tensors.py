@@ -1,6 +1,7 @@
-"""Texts over the Open Inference Protocol: the model `NAME.text` takes and returns texts.
+"""Texts over the Open Inference Protocol: the model name `NAME.text` accepts and returns texts instead of tensors of token ids.
 
-Its inputs and outputs are the same as those of the task's front model in a Triton repository, so one client can use both servers.
+The inputs and outputs are the same as those of the text model that accel writes to a Triton model repository. One client can
+therefore use both servers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def rows_of(operation: Operation, arrays: Mapping[str, Texts]) -> list[Any]:
     """
     sizes = input_sizes(operation)
     if arrays.keys() != sizes.keys():
-        raise HttpError(422, f"The inputs are {sorted(arrays)}.", fix=f"send {', '.join(sizes)}.")
+        raise HttpError(
+            422,
+            f"The request has the inputs {', '.join(sorted(arrays))}, but the model requires {', '.join(sizes)}.",
+            fix=f"send exactly the inputs {', '.join(sizes)}.",
+        )
     texts: dict[str, Any] = {}
     for name, size in sizes.items():
         array = arrays[name]
@@ -63,12 +68,18 @@ def rows_of(operation: Operation, arrays: Mapping[str, Texts]) -> list[Any]:
             array = array[:, None]
         if array.ndim != 2 or not array.size or size not in (-1, array.shape[1]):
             raise HttpError(
-                422, f"Input {name!r} has the shape {list(arrays[name].shape)}.", fix=f"use [rows, {'texts' if size < 0 else size}]."
+                422,
+                f"Input {name!r} has the shape {list(arrays[name].shape)}; expected [rows, {'texts' if size < 0 else size}].",
+                fix="send an array of the expected shape with at least one row.",
             )  # fmt: skip
         texts[name] = array
     count = {len(array) for array in texts.values()}
     if len(count) != 1:
-        raise HttpError(422, f"The inputs have {sorted(count)} rows.", fix="send as many of each.")
+        raise HttpError(
+            422,
+            f"The inputs have different numbers of rows: {', '.join(map(str, sorted(count)))}.",
+            fix="send the same number of rows for each input.",
+        )
     return [
         operation.inputs(
             {name.lower(): array[i][0] if sizes[name] == 1 else list(array[i]) for name, array in texts.items()}
@@ -91,7 +102,8 @@ def arrays_of(operation: Operation, answers: Sequence[Any], model: ORTModel) -> 
         if len(lengths) != 1 or None in lengths or (size != -1 and lengths != {size}):
             expected = "the same number of values" if size == -1 else f"{size} values"
             raise PluginError(
-                f"The operation {operation.name!r} returns no rectangular tensor {name!r}: {values!r:.200}.",
+                f"The operation {operation.name!r} returned values for the output {name!r} that do not form a rectangular tensor: "
+                f"{values!r:.200}.",
                 fix=f"let `Operation.tensor_values` return a list of {expected} for each row.",
             )
         array = np.array(values, dtype=_DTYPES[datatype])

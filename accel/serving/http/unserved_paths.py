@@ -9,13 +9,13 @@ from ...errors import did_you_mean
 from .replies import ErrorShape, HttpError, error_text, message_error, plain_error, text_error
 
 UNSUPPORTED = {
-    "/embed_all": "send the tokens to /v2/models/NAME/infer, which returns what the graph returns for each of them.",
-    "/embed_sparse": "use /embed: no model here makes sparse vectors.",
-    "/predict": "use /classify, which takes `top_k` and `function_to_apply`.",
-    "/similarity": "use /embed, whose vectors have length 1: their products are the similarities.",
+    "/embed_all": "send token ids to /v2/models/NAME/infer, which returns the graph's output for each token.",
+    "/embed_sparse": "use /embed: this server does not compute sparse embeddings.",
+    "/predict": "use /classify, which accepts `top_k` and `function_to_apply`.",
+    "/similarity": "use /embed, and compute the dot product of two embeddings: it is their cosine similarity.",
     "/decode": "decode the tokens with the model's tokenizer.",
     "/info": "use /v1/models, or /v2/models/NAME.",
-    "/v2/chat": "use /v1/chat/completions, with a client of OpenAI's.",
+    "/v2/chat": "use /v1/chat/completions with an OpenAI client.",
     "/v1/responses": "use /v1/chat/completions.",
 }
 """Advice for each path of another API that is not supported."""
@@ -32,13 +32,17 @@ def absent(path: str, status: int, detail: str, paths: Sequence[str]) -> HttpErr
         paths: All existing paths.
     """
     if status != 404:
-        return HttpError(status, f"{detail}: {path[:200]}.", kind="method_not_allowed", fix="see /docs.")
+        return HttpError(
+            status, f"{detail}: {path[:200]}.", kind="method_not_allowed", fix="see the supported methods at /docs."
+        )
     if path in UNSUPPORTED:
-        return HttpError(501, f"{path} is not supported.", kind="not_supported", fix=UNSUPPORTED[path])
+        return HttpError(
+            501, f"This server does not support the path {path}.", kind="not_supported", fix=UNSUPPORTED[path]
+        )
     head = path.split("/")[1]
     near = [one for one in paths if one.split("/")[1] == head] or [one for one in paths if one.count("/") == 1]
     return HttpError(
-        404, f"There is no {path[:200]} (Not Found).{did_you_mean(path, paths)}", kind="not_found",
+        404, f"The server has no path {path[:200]} (Not Found).{did_you_mean(path, paths)}", kind="not_found",
         fix=f"use one of {', '.join(dict.fromkeys(near))}; /docs describes them.",
     )  # fmt: skip
 

@@ -42,8 +42,12 @@ def connected(address: str | None) -> Iterator[Any]:
         elif ours:
             ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
+        action = (
+            "start a Ray cluster on this machine" if address is None else f"connect to the Ray cluster at {address}"
+        )
         raise BackendUnavailableError(
-            f"There is no Ray cluster at {address}: {error}", fix="check --address, and the cluster with `ray status`."
+            f"accel could not {action}: {error}",
+            fix="check the address (--address); `ray status` shows the state of a cluster.",
         ) from error
     try:
         yield ray
@@ -63,6 +67,7 @@ def replicas_of(text: str) -> tuple[int, int]:
     most = int(match[2] or match[1]) if match else 0
     if not 1 <= least <= most:
         raise ConfigError(
-            f"{text!r} is not a number of replicas.", fix="write 4, or 1:4 for one that follows the load."
+            f"{text!r} is not a number of replicas.",
+            fix="write a number such as 4, or a range such as 1:4 to change the number with the load.",
         )
     return least, most

@@ -43,7 +43,10 @@ class Replicas:
     def __post_init__(self) -> None:
         replicas_of(self.count)
         if self.cpus < 0 or self.gpus < 0 or self.target <= 0 or self.drain_s < 0:
-            raise ConfigError(f"{self} has a number that is too small.", fix="use numbers above 0.")
+            raise ConfigError(
+                f"A number is too small in {self}.",
+                fix="use a target above 0, and at least 0 for cpus, gpus and drain_s.",
+            )
 
     def options(self, max_queue: int) -> dict[str, Any]:
         """Return the options of the Ray Serve deployment."""
@@ -110,10 +113,14 @@ def build(arguments: Mapping[str, Any]) -> Any:
     for name in arguments:
         if name not in ARGUMENTS:
             raise ConfigError(
-                f"There is no argument {name!r}.{did_you_mean(name, ARGUMENTS)}", fix=f"use {', '.join(ARGUMENTS)}."
+                f"The Serve application has no argument {name!r}.{did_you_mean(name, ARGUMENTS)}",
+                fix=f"use the arguments {', '.join(ARGUMENTS)}.",
             )
     if not arguments.get("models"):
-        raise ConfigError("There are no models.", fix="set models.")
+        raise ConfigError(
+            "The argument `models` of the Serve application is missing or empty.",
+            fix="set models to a Hub id, a folder, or a mapping from model name to Hub id or folder.",
+        )
     values = dict(arguments)
     served = Served(**{name: values[name] for name in ("models", "engine", "settings", "traces") if name in values})
     numbers = {name: float(values[name]) for name in ("cpus", "gpus", "target", "drain_s") if name in values}
@@ -166,7 +173,8 @@ def serve_on_ray(
                 serve.run(application(served, replicas), name=_NAME, route_prefix="/")
             except RuntimeError as error:
                 raise SessionError(
-                    f"The replicas do not start: {error}", fix="see their logs: `serve status`."
+                    f"The replicas of the server did not start: {error}",
+                    fix="run `serve status`, and read the logs of the replicas.",
                 ) from error
             url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
             _wait(f"{url}/ready")
@@ -199,7 +207,7 @@ def _wait(url: str, seconds: float = 60.0) -> None:
             pass
         if time.monotonic() > end:
             raise SessionError(
-                f"It is deployed, and {url} does not answer.",
-                fix="the cluster may serve at another port already: see `serve config`, and pass --port.",
+                f"The server is deployed on the Ray cluster, but {url} did not respond with status 200 within {seconds:g} s.",
+                fix="the cluster may already use another HTTP port: run `serve config` to see it, and pass it with --port.",
             )
         time.sleep(0.2)
