@@ -18,7 +18,8 @@ from .runtime import Runtime
 def overlapped(runtime: Runtime, check: Callable[[], None]) -> Iterator[None]:
     """Run the kernels of `check` in parallel with the kernels that the `with` block enqueues on the runtime's stream.
 
-    Both start after the earlier work of that stream, and its later work waits for both.
+    The kernels of `check` and of the block start after the earlier work of the stream. Later work of the stream waits
+    for both groups of kernels.
     """
     runtime.aside.wait_stream(runtime.stream)
     with torch.cuda.stream(runtime.aside):
@@ -73,9 +74,11 @@ def captured(
             graph.replay()
     # Catch everything from ONNX Runtime and CUDA: the run worked above, so the call continues without a CUDA graph.
     except Exception as error:
-        raise CaptureError(f"the capture failed: {type(error).__name__}: {str(error)[:300]}") from error
+        raise CaptureError(
+            f"A run of the model cannot be captured as a CUDA graph: {type(error).__name__}: {str(error)[:300]}."
+        ) from error
     torch.cuda.synchronize(runtime.device)
-    _compare(outputs, expected, "replaying the captured run")
+    _compare(outputs, expected, "The replay of the captured CUDA graph")
     if varied:
         _compare_on_others(runtime, enqueue, graph, outputs, varied)
     return graph
@@ -103,7 +106,7 @@ def _compare_on_others(
             expected = {name: tensor.clone() for name, tensor in outputs.items()}
             graph.replay()
         torch.cuda.synchronize(runtime.device)
-        _compare(outputs, expected, "replaying it on other inputs")
+        _compare(outputs, expected, "The replay of the captured CUDA graph with other inputs")
     finally:
         with torch.cuda.stream(runtime.stream):
             for buffer, value in zip(varied, before, strict=True):
@@ -114,7 +117,7 @@ def _compare_on_others(
 def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
     for name, tensor in found.items():
         if not _agree(tensor, expected[name]):
-            raise CaptureError(f"{what} gives another {name}")
+            raise CaptureError(f"{what} gives a different output {name!r} than the run without a CUDA graph.")
 
 
 class DeferredIdCheck:
@@ -153,8 +156,9 @@ class DeferredIdCheck:
         self._host.zero_()
         listing = ", ".join(f"{name} has {least} to {most}" for name, (least, most) in self.bounds.items())
         raise InputError(
-            f"This call, or an earlier one, held ids on the GPU that the model does not have ({listing}); its answer is for others.",
-            fix="use the tokenizer that belongs to the model; ids on the host are refused before they are computed.",
+            "This call, or an earlier call on this GPU, had token ids that the model does not have, so its results are wrong. "
+            f"The valid ids are: {listing}.",
+            fix="use the tokenizer that belongs to the model. Ids in CPU memory are checked before the model runs.",
         )
 
 

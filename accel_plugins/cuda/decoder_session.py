@@ -24,8 +24,8 @@ class CudaDecoderSession(CudaSession[DecoderRuntime]):
     """Session that runs a decoder with KV caches in GPU memory.
 
     The first call of a state, and any call with several tokens, copies the attention mask to CPU memory and waits for the
-    copy. A call with one token for each row does not wait. The second call of this kind captures a CUDA graph, and
-    later calls replay the graph.
+    copy. A call with one token for each row does not wait. The second call with one token for each row captures a CUDA
+    graph, and later calls replay the graph.
 
     Args:
         runtime: The runtime of the decoder on its GPU.
@@ -43,7 +43,7 @@ class CudaDecoderSession(CudaSession[DecoderRuntime]):
     ) -> dict[str, torch.Tensor]:
         """Run the decoder; see `accel.interfaces.protocols.Session.run`.
 
-        The state holds the cache tensors; callers pass the rest.
+        The state contains the cache tensors; callers pass the other inputs.
 
         Raises:
             InputError: The state is missing or belongs to another session, or the mask does not continue the earlier

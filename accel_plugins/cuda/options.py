@@ -34,7 +34,7 @@ PROVIDER_OPTIONS = (
 OWN_OPTIONS = ("cuda_graphs", "packing", "padding")
 _TAKEN = {
     "enable_cuda_graph": "use cuda_graphs=0 to turn CUDA graphs off.",
-    "user_compute_stream": "leave it out: calls are ordered on torch's current stream.",
+    "user_compute_stream": "leave user_compute_stream out: accel orders calls on torch's current stream.",
 }
 _TRUE, _FALSE = ("1", "true"), ("0", "false")
 
@@ -76,7 +76,7 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> CudaOptio
     padding = str(options.get("padding", "check"))
     if padding not in get_args(Padding):
         raise ConfigError(
-            f"padding is {padding!r}.{did_you_mean(padding, get_args(Padding))}",
+            f"padding is {padding!r}, which is not a known mode.{did_you_mean(padding, get_args(Padding))}",
             fix=f"use one of {', '.join(get_args(Padding))}.",
         )
     tf32 = _truth("use_tf32", options.get("use_tf32", False))
@@ -101,12 +101,14 @@ def _provider_value(value: object) -> str:
 def _integer(name: str, value: object) -> int:
     text = str(value)
     if not text.isdigit():
-        raise ConfigError(f"{name} is {value!r}.", fix="use a whole number from 0 on.")
+        raise ConfigError(
+            f"{name} is {value!r}; expected a whole number of at least 0.", fix=f"use a number, such as {name}=16."
+        )
     return int(text)
 
 
 def _truth(name: str, value: object) -> bool:
     text = str(value).lower()
     if text not in (*_TRUE, *_FALSE):
-        raise ConfigError(f"{name} is {value!r}.", fix="use True or False.")
+        raise ConfigError(f"{name} is {value!r}; expected True or False.", fix=f"use {name}=True or {name}=False.")
     return text in _TRUE

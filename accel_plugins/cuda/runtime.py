@@ -56,7 +56,7 @@ ELEMENT_TYPES = {dtype: int(ir.tensor_adapters.from_torch_dtype(dtype)) for dtyp
 # A run with IO binding raises `RuntimeError` for every kind of failure, and torch does so as well.
 RUN_ERRORS = (*upstream.RUN_ERRORS, RuntimeError)
 
-# For each form, the form that is used instead if the results of the former are not correct.
+# The form to use instead if the results of a form are not correct.
 _INSTEAD: Mapping[FormName, FormName] = {"packed": "lengths", "short": "full", "full": "general", "lengths": "general"}
 # The sequence length at which each form is compared: a length that calls of this form typically have.
 _CHECKED_LENGTH: Mapping[FormName, int] = {
@@ -93,7 +93,7 @@ def _graph_obstacle(path: Path) -> str | None:
     """
     model = read_graph(path)
     operators = sorted({node.op_type for graph in model.graphs() for node in graph if node.op_type in _SIZED_BY_VALUES})
-    return f"the sizes that {', '.join(operators)} makes depend on values" if operators else None
+    return f"the output sizes of the operators {', '.join(operators)} depend on values" if operators else None
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Runtime:
         self.mask = mask_input(path)
         checked = self.mask is not None and options.padding == "check"
         self.packs = checked and options.packing and packs(path)
-        # `short` was measured on GPUs where ONNX Runtime would select cuDNN's attention.
+        # Use the form `short` only on GPUs where ONNX Runtime would select cuDNN's attention: it was measured on these GPUs.
         self._short = checked and _capability(request.device) >= _HOPPER and _KERNELS not in options.provider
         self._path = path
         self._session_options = session
@@ -174,16 +174,16 @@ class Runtime:
         shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
         self._weights = SharedWeights(path, self.device) if shared else None
         self.graph_obstacle = _graph_obstacle(path) if options.cuda_graphs else "cuda_graphs=0"
-        # Forms whose results agreed with those of the general form.
+        # Forms whose results agreed with the results of the general form.
         self._right: set[FormName] = {"general"}
-        # Whether the whole graph runs on the GPU, as far as is known.
+        # Whether the whole graph runs on the GPU; set to False if ONNX Runtime cannot open the graph in this way.
         self._whole = True
         self._run_options = ort.RunOptions()
         # accel captures CUDA graphs for each shape, so disable ONNX Runtime's own capture.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
-        # Runs need not synchronize, because the order on the stream is sufficient. Graphs that partly run on the CPU do
-        # synchronize. Without that, ONNX Runtime would keep the CPU memory of their kernels until the session is
-        # closed, and freeing it then crashes the process (ONNX Runtime 1.31).
+        # Runs need not synchronize, because the order on the stream is sufficient. Graphs that partly run on the CPU must
+        # synchronize. Without synchronization, ONNX Runtime would keep the CPU memory of their kernels until the session
+        # is closed, and freeing this memory then crashes the process (ONNX Runtime 1.31).
         self._waiting_options = ort.RunOptions()
         self._waiting_options.add_run_config_entry("gpu_graph_id", "-1")
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -328,8 +328,8 @@ class Runtime:
                     raise
                 session = self._open_with(model, {}, **extra)
                 self._whole = False
-                self.graph_obstacle = f"ONNX Runtime cannot run all of it on the GPU ({error.message[-300:]})"
-                logger.info("no CUDA graphs for %s: %s", self._path.name, self.graph_obstacle)
+                self.graph_obstacle = f"a part of the graph cannot run on the GPU ({error.message[-300:]})"
+                logger.info("CUDA graphs are disabled for %s: %s", self._path.name, self.graph_obstacle)
                 return session
         # Without shared weights: nodes on the CPU cannot read weights in GPU memory.
         return self._open_with(model, {}, **extra)
@@ -381,7 +381,9 @@ class Runtime:
     def refuse_graphs(self, error: SessionError) -> None:
         """Disable CUDA graphs from now on and log the reason."""
         self.graph_obstacle = error.message
-        logger.warning("no CUDA graphs: %s. Calls run kernel by kernel, which is slower.", error.message)
+        logger.warning(
+            "CUDA graphs are disabled, so each kernel is launched separately, which is slower: %s", error.message
+        )
 
     def close(self) -> None:
         """Wait for the GPU and release ONNX Runtime's memory."""
@@ -411,19 +413,19 @@ def _decoder_obstacle(component: Component) -> tuple[str, str] | None:
     on_cpu = "open it on the CPU: backend='cpu'."
     if len(growing_axes(component)) < len(pasts):
         return (
-            "keeps states of one size beside keys and values, which the GPU's form of a decoder does not have.",
+            "has states of fixed size in addition to keys and values, which the GPU form of decoders does not support.",
             on_cpu,
         )
     if not all(map(_is_of_tokens, component.inputs)):
-        return "attends to what an encoder says, which the GPU's form of a decoder does not have.", on_cpu
+        return "has attention to the outputs of an encoder, which the GPU form of decoders does not support.", on_cpu
     if any(spec.shape != presents[spec.pair or ""] for spec in pasts):
-        what = "returns a longer cache at each call; the GPU's form of a decoder writes it where it is."
+        what = "returns a longer KV cache at each call, but the GPU form of decoders must write the KV cache in place."
         return what, "export the original: accel export MODEL OUT --dtype float16."
     if pasts[0].dtype not in _CACHE_TYPES:
-        what = f"keeps its cache in {pasts[0].dtype}; ONNX Runtime's attention with a cache computes {' and '.join(_CACHE_TYPES)}"
+        what = f"has a KV cache of {pasts[0].dtype}, but ONNX Runtime's attention with a cache supports only {' and '.join(_CACHE_TYPES)}"
         return (
             f"{what} on NVIDIA GPUs.",
-            "make a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
+            "create a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
         )
     return None
 
@@ -443,8 +445,8 @@ class DecoderRuntime(Runtime):
         obstacle = _decoder_obstacle(request.component)
         if obstacle is not None:
             what, fix = obstacle
-            raise NoCausalFormError(f"{request.path.name} {what}", fix=fix)
-        # Keep rotary embeddings outside of attention if the user selects kernels, because these may be flash attention.
+            raise NoCausalFormError(f"The decoder graph {request.path.name} {what}", fix=fix)
+        # Keep rotary embeddings outside of attention if the user selects kernels, because the user may select flash attention.
         self._form = causal_form(request.path, rotary_inside=_KERNELS not in request.options.provider)
         super().__init__(request)
 

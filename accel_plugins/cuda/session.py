@@ -49,8 +49,8 @@ class CudaSession(BaseSession[R]):
 
     Calls are ordered on torch's current stream and return before the GPU is done.
 
-    Calls may come from any thread and any stream. Only one thread enqueues at a time, and a call on another stream than
-    the previous call's waits for the previous call on the GPU.
+    Calls may come from any thread and any stream. Only one thread enqueues at a time. If a call uses another stream than
+    the previous call, it waits for the previous call on the GPU.
 
     Args:
         runtime: The runtime of the graph on its GPU.
@@ -60,7 +60,7 @@ class CudaSession(BaseSession[R]):
 
     runtime_name = "ONNX Runtime on the GPU"
     run_errors = RUN_ERRORS
-    advice = "with too little memory: use smaller batches, or raise gpu_mem_limit."
+    advice = "if the GPU has too little memory, use smaller batches, or raise gpu_mem_limit."
 
     def __init__(self, runtime: R, device: DeviceSpec, compute_dtype: str) -> None:
         component = runtime.component
@@ -72,7 +72,10 @@ class CudaSession(BaseSession[R]):
         self._mask_position = self._names.index(runtime.mask) if runtime.mask is not None else -1
         unsupported = [d for d in (*self._dtypes.values(), *self._output_dtypes.values()) if d not in ELEMENT_TYPES]
         if unsupported:
-            raise SessionError(f"Tensors of {unsupported[0]} cannot be bound on the GPU.")
+            raise SessionError(
+                f"The graph has tensors of the data type {unsupported[0]}, which cannot be bound on the GPU.",
+                fix="run the graph on the CPU: backend='cpu'.",
+            )
         axes = {axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)}
         self._known_shapes = all(isinstance(d, int) or d in axes for s in component.outputs for d in s.shape)
         bounds = self._check_values.bounds
@@ -85,7 +88,7 @@ class CudaSession(BaseSession[R]):
     def left_to_cpu(self) -> int:
         """Number of nodes that run on the CPU.
 
-        Nodes that compute shapes belong there; for others, a warning was logged.
+        Nodes that compute shapes are expected on the CPU; for other nodes, a warning was logged.
         """
         assignment = self._runtime.assignment if self._runtime is not None else None
         return assignment.left_to_cpu if assignment is not None else 0
@@ -103,7 +106,10 @@ class CudaSession(BaseSession[R]):
             SessionError: No CUDA graph was captured yet.
         """
         if not self._graphs:
-            raise SessionError("No CUDA graph was captured yet.", fix="call it twice with one input shape.")
+            raise SessionError(
+                "The session has not captured a CUDA graph yet.",
+                fix="call the session twice with inputs of the same shape.",
+            )
         last = list(self._graphs.values())[-1]
         return last.graphs[last.expected]
 
@@ -181,7 +187,7 @@ class CudaSession(BaseSession[R]):
         if runtime.graph_obstacle is not None:
             return None
         if not self._known_shapes:
-            self._tell("no CUDA graphs: the sizes of its outputs are not known before it runs")
+            self._tell("CUDA graphs are disabled, because the sizes of the graph's outputs are not known before a run.")
             return None
         if key not in self._seen:
             # Limit the number of remembered shapes, because shapes that are used only once would fill the memory.
@@ -190,8 +196,8 @@ class CudaSession(BaseSession[R]):
             return None
         if len(self._graphs) >= runtime.options.cuda_graphs:
             self._tell(
-                f"{len(self._graphs)} input shapes have a CUDA graph; others run without "
-                "(raise cuda_graphs, or use buckets to have fewer shapes)"
+                f"{len(self._graphs)} input shapes have a CUDA graph, which is the maximum. Other shapes run without a CUDA "
+                "graph. Raise the option cuda_graphs, or use buckets to have fewer shapes."
             )
             return None
         shapes = self._output_shapes(tensors)
@@ -221,9 +227,8 @@ class CudaSession(BaseSession[R]):
         """Copy the inputs to their buffers, replay a CUDA graph, and copy the outputs.
 
         If the mask is on the GPU, the plan of the previous call is replayed before the mask is known. If that plan is
-        wrong for this mask, the correct one is replayed afterwards. The number of rows in a packed plan changes too
-        often for
-        this: if calls of a shape were packed, the call waits for its mask first.
+        wrong for this mask, the correct plan is replayed afterwards. Packed plans are an exception, because their number
+        of rows changes often: if calls of a shape were packed, the call waits for its mask first.
         """
         if resident or all(tensor.is_cuda for tensor in values):
             torch._foreach_copy_(graphs.input_list, values)
@@ -291,7 +296,7 @@ class CudaSession(BaseSession[R]):
         return buffer.copy_(value)
 
     def _held(self, runtime: Runtime, tensors: Feeds) -> MaskContent:
-        """Return the kind of padding in the mask, or that which the options assume; waits for a mask on the GPU."""
+        """Return the kind of padding in the mask, or the kind that the options assume; waits for a mask on the GPU."""
         if runtime.mask is None or runtime.options.padding != "check":
             return MaskContent(runtime.safe_form, 0)
         return held_by(tensors[runtime.mask])
@@ -346,7 +351,7 @@ class CudaSession(BaseSession[R]):
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
         """Return the inputs in the graph's order, with the declared data types, on this GPU or in CPU memory.
 
-        Shapes are checked elsewhere, when they are new.
+        Shapes are not checked by this method, but by `_new_graphs` when they are new.
         """
         read = read_feeds(feeds, self._dtypes if state is None else self._stateless_dtypes)
         self._check_values(read)

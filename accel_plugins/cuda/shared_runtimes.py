@@ -40,8 +40,8 @@ _INTEGER_KERNELS = {
     "ConvInteger",
 }
 
-# ONNX Runtime 1.31 logs a needless warning for every session: no plugin device is registered for its built-in CUDA
-# provider.
+# ONNX Runtime 1.31 logs a warning for every session: no plugin device is registered for its built-in CUDA provider. This
+# is harmless.
 _ERRORS_ONLY = 3
 
 
@@ -59,8 +59,9 @@ class SharedRuntimes:
         checked = read_options(request.options, request.device)
         if request.session.compute_dtype not in (None, artifact.dtype):
             raise ConfigError(
-                f"The graph computes in {artifact.dtype}, which a CUDA session cannot change to {request.session.compute_dtype}.",
-                fix=f"make a {request.session.compute_dtype} artifact: accel optimize --level O4 --backend cuda (float16), or "
+                f"The graph computes in {artifact.dtype}, and a CUDA session cannot change the data type to "
+                f"{request.session.compute_dtype}.",
+                fix=f"create a {request.session.compute_dtype} artifact: accel optimize --level O4 --backend cuda (float16), or "
                 f"accel export --dtype {request.session.compute_dtype}.",
             )
         session = for_float8(request.session, artifact)
@@ -88,7 +89,11 @@ class SharedRuntimes:
         try:
             runtime = self._runtime(request)
         except NoCausalFormError as error:
-            logger.info("%s runs without CUDA graphs, kernel by kernel: %s", request.path.name, error.message)
+            logger.info(
+                "%s runs without CUDA graphs, so each kernel is launched separately: %s",
+                request.path.name,
+                error.message,
+            )
             return _growing_session(request, dtype)
         if isinstance(runtime, DecoderRuntime):
             return CudaDecoderSession(runtime, device, dtype)

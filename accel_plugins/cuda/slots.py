@@ -139,7 +139,7 @@ class Slot:
 
     @property
     def mask_was_odd(self) -> bool:
-        """Whether a finished step had a mask with another number of tokens than the cache holds.
+        """Whether a finished step had a mask with a different number of tokens than the cache contains.
 
         Reading this does not wait for the GPU, so the last step may not be included yet.
         """
@@ -148,12 +148,12 @@ class Slot:
     def step(self, feeds: Mapping[str, torch.Tensor], mask: torch.Tensor, current: torch.cuda.Stream) -> torch.Tensor:
         """Run one more token of each row, and return the logits `(batch, 1, vocabulary)`.
 
-        The next step overwrites them.
+        The next step overwrites the logits.
 
         Args:
             feeds: The id or embedding, and the position, of each token: `(batch, 1, ...)`.
             mask: `(batch, columns)`; its number of tokens is checked against the cache.
-            current: The stream on which these tensors are written; it waits for the previous run.
+            current: The stream on which the feeds and the mask are written; it waits for the previous run.
         """
         for name, buffer in self.inputs.items():
             copy_in(buffer, feeds[name])

@@ -104,8 +104,8 @@ class CudaState(State):
         slot = self._slot
         if slot is not None and slot.mask_was_odd:
             raise InputError(
-                "An attention mask of an earlier step kept other tokens than the cache holds.",
-                fix="pass the prompt's mask with a 1 behind it for each token since; start with an empty cache.",
+                "The attention mask of an earlier step does not match the tokens in the KV cache.",
+                fix="start with an empty cache, and pass the mask of the prompt, extended by a 1 for each later token.",
             )
         if slot is None or new > 1 or not self._continues(mask):
             # Check ids in GPU memory immediately, because the call waits for the mask anyway.
@@ -122,7 +122,7 @@ class CudaState(State):
     def _continues(self, mask: torch.Tensor) -> bool:
         """Return whether a mask keeps all stored tokens and one new token of each row.
 
-        A mask on the GPU is assumed to do so, and is checked on the GPU during the step.
+        A mask on the GPU is assumed to keep these tokens, and is checked on the GPU during the step.
         """
         if mask.is_cuda:
             return True
@@ -137,8 +137,9 @@ class CudaState(State):
         added = rows.extend(mask)
         if self.session.runtime.windowed and not rows.unbroken:
             raise InputError(
-                "The mask leaves out tokens between others; this model's sliding window counts them.",
-                fix="put padding on the left or on the right of each row.",
+                "The attention mask masks tokens between other tokens of a row. This model has a sliding window, which would "
+                "then cover the wrong tokens.",
+                fix="put padding only on the left or only on the right of each row.",
             )
         slot = self._slot
         if slot is None or self._length + new > slot.capacity:
@@ -194,7 +195,10 @@ class CudaState(State):
             parts.append(logits.index_select(1, chosen.to(logits.device)))
         computed = [part for part in parts if part is not None]
         if not computed:
-            raise InputError("The attention mask keeps no new token.", fix="pass at least one token that it keeps.")
+            raise InputError(
+                "The attention mask masks all new tokens of this call.",
+                fix="set the mask of at least one new token to 1.",
+            )
         return torch.cat([torch.zeros_like(computed[0]) if part is None else part for part in parts])
 
     def _compute(

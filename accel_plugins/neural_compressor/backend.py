@@ -14,17 +14,17 @@ from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from . import AUTO_ROUND
 
 _DISTRIBUTION = "neural-compressor-pt"
-# Algorithms that this backend does not offer, whatever packages are installed (Neural Compressor 3.10, torch 2.13).
+# Algorithms that are never available in this backend (Neural Compressor 3.10, torch 2.13).
 _NEVER = (
     Reason(
         "hqq",
-        "algorithm 'hqq' is not offered: its groups run across output channels, and packed weights of ONNX Runtime and OpenVINO "
-        "have theirs along the inputs",
+        "the algorithm 'hqq' is not available: it groups weights across output channels, but ONNX Runtime and OpenVINO need groups "
+        "along the inputs",
         "use algorithm='hqq' of the backend 'cpu'",
     ),
     Reason(
         "smooth_quant",
-        "SmoothQuant is not offered: it imports the Intel Extension for PyTorch, which has no release for this PyTorch",
+        "SmoothQuant is not available: it needs the Intel Extension for PyTorch, which has no release for this PyTorch version",
         "use smooth_quant=... of the backend 'cpu' or 'openvino'",
     ),
 )
@@ -37,7 +37,7 @@ class NeuralCompressorBackend:
         """Return the CPU, with the algorithms that are not available as reasons."""
         reasons = list(_NEVER)
         if util.find_spec("auto_round") is None:
-            reasons.insert(0, Reason("autoround", "algorithm 'autoround' needs auto-round", AUTO_ROUND))
+            reasons.insert(0, Reason("autoround", "the algorithm 'autoround' needs the package auto-round", AUTO_ROUND))
         device = DeviceSpec("cpu", name=platform.processor() or platform.machine())
         return Probe(
             devices=(device,), reasons=tuple(reasons), versions={_DISTRIBUTION: metadata.version(_DISTRIBUTION)}
@@ -64,6 +64,6 @@ class NeuralCompressorBackend:
             SessionError: Always.
         """
         raise SessionError(
-            "Neural Compressor quantizes models and runs none.",
+            "The backend 'neural-compressor' only quantizes models, and cannot run them.",
             fix="export the artifact (`accel export`), or open it with backend='pytorch'.",
         )

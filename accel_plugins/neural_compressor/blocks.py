@@ -48,11 +48,14 @@ def check_chain(
         QuantizeError: A block differs or cannot be called; the message names the first one.
     """
     if not blocks:
-        raise QuantizeError(f"{algorithm} finds no list of blocks in the model.", fix=_FIX)
+        raise QuantizeError(
+            f"The algorithm {algorithm} needs a list of blocks in the model, but Neural Compressor found none.",
+            fix=_FIX,
+        )
     gptq = algorithm == "gptq"
     if gptq and (odd := next((n for n, one in blocks[0].named_modules() if isinstance(one, Conv1D)), "")):
         raise QuantizeError(
-            f"gptq packs linear layers, and {odd} of the model's blocks is a Conv1D, whose weights it would leave as they are.",
+            f"The algorithm gptq quantizes only linear layers, but the layer {odd} in the model's blocks is a Conv1D layer.",
             fix=_FIX,
         )
     names: set[str] | None = None
@@ -60,7 +63,11 @@ def check_chain(
         calls = _calls(model, blocks, row, tensors=gptq)
         if gptq and names is not None and names != set(calls[0].kept):
             odd = ", ".join(sorted(names ^ set(calls[0].kept)))
-            raise QuantizeError(f"gptq needs all rows computed alike, and only some have {odd}.", fix=_FIX)
+            raise QuantizeError(
+                "The algorithm gptq needs the same arguments of the model's blocks for all calibration rows, but only some rows "
+                f"have {odd}.",
+                fix=_FIX,
+            )
         names = set(calls[0].kept)
         hidden: Any = calls[0].args[0] if calls[0].args else calls[0].kept.get("hidden_states")
         for number, block in enumerate(blocks):
@@ -75,15 +82,15 @@ def check_chain(
             # The block is model code and may raise any exception, for example because an argument is missing.
             except Exception as error:
                 raise QuantizeError(
-                    f"{algorithm} calls every block as the first one, and block {number} of the model's {len(blocks)} cannot be: "
-                    f"{type(error).__name__}: {error}",
+                    f"The algorithm {algorithm} calls every block of the model with the arguments of the first block. Block {number} of "
+                    f"{len(blocks)} fails with these arguments: {type(error).__name__}: {error}",
                     fix=_FIX,
                 ) from error
             expected = calls[number].answer
             if hidden.shape != expected.shape or not _close(hidden, expected):
                 raise QuantizeError(
-                    f"{algorithm} calls every block as the first one, and block {number} of the model's {len(blocks)} is called with "
-                    "something else (other masks or positions, as in models with several kinds of attention).",
+                    f"The algorithm {algorithm} calls every block of the model with the arguments of the first block, but the model "
+                    f"calls block {number} of {len(blocks)} with other arguments, such as other masks or positions.",
                     fix=_FIX,
                 )
 
@@ -114,8 +121,8 @@ def _calls(
     missing = [number for number in range(len(blocks)) if number not in calls]
     if missing:
         raise QuantizeError(
-            f"It takes {type(blocks[0]).__name__} and what follows it for the model's blocks, and the model does not call "
-            f"number {missing[0]} of the {len(blocks)}.",
+            f"Neural Compressor found {len(blocks)} blocks in the model, starting with a {type(blocks[0]).__name__}, but the model "
+            f"does not call block {missing[0]}.",
             fix=_FIX,
         )
     return [calls[number] for number in range(len(blocks))]
@@ -127,13 +134,13 @@ def _first(answer: Any) -> Any:
 
 @contextmanager
 def called_plainly(model: Any, *, masks: bool) -> Iterator[None]:
-    """Context manager that runs a model without a KV cache: blocks that run repeatedly would find their earlier results
-    in it.
+    """Context manager in which a model runs without a KV cache. With a cache, blocks that run repeatedly would read
+    their earlier results.
 
     Args:
         model: The model.
-        masks: Whether attention always gets a mask. Without this, rows without padding get no mask. GPTQ keeps the
-            masks of all rows in one list and would then use another row's mask.
+        masks: Whether attention always gets a mask. If this is false, rows without padding get no mask. GPTQ keeps the
+            masks of all rows in one list, so it would then use the mask of another row.
     """
     configs = [model.config, model.config.get_text_config()] if hasattr(model, "config") else []
     caching = [one for one in configs if getattr(one, "use_cache", False)]

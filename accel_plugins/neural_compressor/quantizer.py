@@ -101,7 +101,7 @@ def _static(
     try:
         converted = observed(traced(source), static_config(config), batches)
     except QuantizeError:
-        # A later batch may contain invalid values. The model's own error about them is clearer, so raise that one.
+        # A later batch may contain invalid values. The model's own error about the values is clearer, so raise it instead.
         for batch in batches[1:]:
             _check_calls(source, batch)
         raise
@@ -122,7 +122,7 @@ def _check_calls(source: Source, batch: dict[str, torch.Tensor]) -> None:
         QuantizeError: The model cannot be called with the batch.
     """
     missing = ", ".join(name for name in source.example if name not in batch)
-    why = f"it takes {missing}, too" if missing else ""
+    why = f"the model also needs {missing}" if missing else ""
     try:
         if not missing:
             reference(source.model, batch)
@@ -131,10 +131,10 @@ def _check_calls(source: Source, batch: dict[str, torch.Tensor]) -> None:
         why = f"{type(error).__name__}: {first_lines(error)}"
     if why:
         raise QuantizeError(
-            f"{source.architecture} cannot be called with a batch of the calibration data "
+            f"The model {source.architecture} cannot be called with a batch of the calibration data "
             f"({', '.join(f'{name} of {tuple(value.shape)}' for name, value in batch.items())}): {why}.",
-            fix="pass calibration data with all of the model's inputs and values that it takes, or use weight-int8 or "
-            "weight-int4, which need none.",
+            fix="pass calibration data with all inputs of the model and with valid values, or use weight-int8 or weight-int4, "
+            "which need no calibration data.",
         )
 
 
@@ -175,21 +175,25 @@ def _check(artifact: Artifact, config: QuantizeConfig, calibration: Batches | No
         QuantizeError: Calibration data is missing, or the model is not in float32.
     """
     if config.preset != "auto":
-        raise ConfigError("Neural Compressor has no presets.", fix="leave preset out.")
+        raise ConfigError(
+            f"preset is {config.preset!r}, but Neural Compressor has no presets.", fix="leave preset out."
+        )
     if artifact.dtype != "float32":
         raise QuantizeError(
-            f"{artifact.path} is {artifact.dtype}; quantized layers take float32 activations.",
+            f"The model in {artifact.path} has the data type {artifact.dtype}, but Neural Compressor needs a float32 model.",
             fix="quantize the float32 model.",
         )
     if config.scheme == "static-int8":
         if calibration is None:
             raise QuantizeError(
-                "static-int8 needs calibration data: activation ranges made up from random inputs are wrong.",
-                fix="pass calibration=..., a hundred rows of real inputs or more.",
+                "static-int8 needs calibration data, but none was passed. Without real inputs, the measured activation ranges "
+                "would be wrong.",
+                fix="pass calibration=... (--calibration) with at least a hundred rows of real inputs.",
             )
         if config.calibration == "percentile":
             raise ConfigError(
-                "Neural Compressor has no percentile calibration.", fix="use minmax, moving_average or entropy."
+                "Neural Compressor does not support percentile calibration.",
+                fix="use minmax, moving_average or entropy.",
             )
     else:
         check_algorithm(config, calibrated=calibration is not None)
@@ -210,8 +214,8 @@ def _rows(calibration: Batches, artifact: Artifact, limit: int) -> Iterator[dict
         batch = {name: feeds[name][: limit - rows] for name in names if name in feeds}
         if not batch:
             raise QuantizeError(
-                f"The calibration data has {', '.join(feeds) or 'nothing'}, and none of what the model takes: {', '.join(names)}.",
-                fix="pass batches with the model's inputs, or rows in the columns of its task.",
+                f"The calibration data has the inputs {', '.join(feeds) or '(none)'}, but the model needs {', '.join(names)}.",
+                fix="pass batches with the model's inputs, or rows with the columns of the model's task.",
             )
         rows += len(next(iter(batch.values())))
         yield batch

@@ -16,7 +16,7 @@ from accel.errors import ExportError, QuantizeError
 
 from .upstream import library, mapped
 
-_FIX = "use backend='cpu' or 'openvino' on an exported graph."
+_FIX = "export the model, and quantize the graph with backend='cpu' or 'openvino'."
 _ALGORITHMS = {"minmax": "minmax", "moving_average": "minmax", "entropy": "kl"}
 
 
@@ -93,10 +93,14 @@ def integer_layers(
         integers = _integer_layer(converted, layer, x, weight)
         first = layers.setdefault(name, integers)
         if not torch.equal(first.x_scale, integers.x_scale) or not torch.equal(first.x_zero, integers.x_zero):
-            raise QuantizeError(f"{name} is used twice with different inputs.", fix="leave it in float: exclude=...")
+            raise QuantizeError(
+                f"The model uses the layer {name} twice with different input ranges, but a quantized layer has only one range.",
+                fix=f"leave the layer in floating point: exclude=[{name!r}].",
+            )
     if not layers:
         raise QuantizeError(
-            "Neural Compressor found nothing to quantize in the model: no linear layer with constant weights.", fix=_FIX
+            "Neural Compressor found nothing to quantize: the model has no linear layer with constant weights.",
+            fix=_FIX,
         )
     return layers
 
@@ -122,7 +126,9 @@ def _layer(model: torch.nn.Module, name: str) -> torch.nn.Linear | None:
 def _integer_layer(converted: Any, layer: torch.nn.Linear, x: Any, weight: Any) -> IntegerLinear:
     _, x_scale, x_zero, low, high, _ = x.args
     if (low, high) != (0, 255):
-        raise QuantizeError(f"Activations from {low} to {high} are not 8 unsigned bits.", fix=_FIX)
+        raise QuantizeError(
+            f"Neural Compressor quantized activations to integers from {low} to {high}; expected 0 to 255.", fix=_FIX
+        )
     integers = IntegerLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     integers.x_scale = torch.tensor(float(_value(converted, x_scale)), dtype=torch.float32)
     integers.x_zero = torch.tensor(int(_value(converted, x_zero)), dtype=torch.uint8)

@@ -6,7 +6,7 @@ Tested with neural-compressor-pt 3.10; tests/backends/test_neural_compressor.py 
 | name | reason | public alternative |
 |---|---|---|
 | `common.options.workspace` | the import creates a folder in the current folder | `set_workspace`, after the import |
-| `INC_TARGET_DEVICE`, `auto_accelerator.auto_detect_accelerator` | with a GPU it moves model parts there, but not the data | none |
+| `INC_TARGET_DEVICE`, `auto_accelerator.auto_detect_accelerator` | with a GPU, it moves parts of the model to it, but no data | none |
 | `algorithms.weight_only.gptq.trace_gptq_target_blocks`, `utility.get_block_prefix` | the blocks that GPTQ and AWQ call | none |
 | `algorithms.weight_only.utility.GraphTrace` | whether TEQ finds a norm to scale | none |
 | `algorithms.weight_only.modules.INCWeightOnlyLinear`, `MulLinear` | packed weights | `save`, in its own format |
@@ -76,7 +76,7 @@ def mapped(what: str, fix: str) -> Iterator[None]:
     # The algorithms run model code and check few of their inputs, so any exception may occur.
     except Exception as error:
         raise QuantizeError(
-            f"Neural Compressor fails at {what}: {type(error).__name__}: {first_lines(error, 1)}", fix=fix
+            f"Neural Compressor failed during {what}: {type(error).__name__}: {first_lines(error, 1)}", fix=fix
         ) from error
     finally:
         logger.setLevel(level)
@@ -116,7 +116,7 @@ def blocks_of(model: torch.nn.Module, algorithm: str) -> Sequence[torch.nn.Modul
 
 
 def has_norms_to_scale(model: torch.nn.Module, example: Any) -> bool:
-    """Whether TEQ finds a norm before linear layers that can absorb their input scales."""
+    """Return whether TEQ finds a norm before linear layers that can absorb their input scales."""
     from neural_compressor.torch.algorithms.weight_only.utility import GraphTrace
 
     return bool(GraphTrace().get_absorb_to_layer(model, example, ["Linear"])[0])
@@ -138,5 +138,8 @@ def packed_layers(model: torch.nn.Module) -> dict[str, tuple[Any, torch.Tensor |
             outer = name.removesuffix(".linear") if name.removesuffix(".linear") in scaled else name
             packed[outer] = one, scaled.get(outer)
     if missing := scaled.keys() - packed.keys():
-        raise QuantizeError(f"{min(missing)} has scaled inputs and no packed weights.", fix="use algorithm='rtn'.")
+        raise QuantizeError(
+            f"Neural Compressor scaled the inputs of the layer {min(missing)}, but did not quantize its weights.",
+            fix="use algorithm='rtn'.",
+        )
     return packed

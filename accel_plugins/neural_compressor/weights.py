@@ -19,7 +19,7 @@ from .blocks import called_plainly, check_chain
 from .upstream import blocks_of, has_norms_to_scale, library, mapped, packed_layers
 
 NEEDS_DATA = ("gptq", "awq", "teq", "autoround")
-_FIX = "use algorithm='rtn', or another backend (`accel doctor` lists what is missing here)."
+_FIX = "use algorithm='rtn', or another backend; `accel doctor` lists the backends."
 
 
 def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
@@ -32,14 +32,17 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
     name = config.algorithm
     if name not in ALGORITHMS:
         raise ConfigError(
-            f"{name!r} is not offered with Neural Compressor: see `accel doctor`.{did_you_mean(name, ALGORITHMS)}",
-            fix=f"use one of {', '.join(ALGORITHMS)}, or backend='cpu' for hqq.",
+            f"The algorithm {name!r} is not available with Neural Compressor.{did_you_mean(name, ALGORITHMS)}",
+            fix=f"use one of {', '.join(ALGORITHMS)}, or backend='cpu' for hqq; `accel doctor` shows the reasons.",
         )
     if name == "autoround" and util.find_spec("auto_round") is None:
-        raise QuantizeError("autoround needs the package auto-round, which is not installed.", fix=AUTO_ROUND)
+        raise QuantizeError(
+            "The algorithm autoround needs the package auto-round, which is not installed.", fix=AUTO_ROUND
+        )
     if name in NEEDS_DATA and not calibrated:
         raise QuantizeError(
-            f"{name} needs calibration data, and none was given.", fix="pass calibration=..., or use algorithm='rtn'."
+            f"The algorithm {name} needs calibration data, but none was passed.",
+            fix="pass calibration=... (--calibration), or use algorithm='rtn'.",
         )
 
 
@@ -54,8 +57,8 @@ def check_blocks(model: torch.nn.Module, config: QuantizeConfig, exclude: Sequen
     odd = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
     if odd is not None:
         raise ConfigError(
-            f"awq takes whole blocks, and block_size {config.block_size} does not divide the {layers[odd].in_features} inputs "
-            f"of {odd}.",
+            f"The algorithm awq needs whole blocks, but block_size {config.block_size} does not divide the "
+            f"{layers[odd].in_features} inputs of the layer {odd}.",
             fix="use a smaller block_size, exclude the layer, or use algorithm='rtn' or 'gptq'.",
         )
 
@@ -70,8 +73,8 @@ def weight_config(config: QuantizeConfig, exclude: Sequence[str], folder: str) -
     """
     inc, bits = library(), 4 if config.scheme == "weight-int4" else 8
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        # Not layer-wise: that mode reads weights by their names in the file, which may differ from the names in the
-        # model.
+        # Disable the layer-wise mode, because it reads weights by their names in the file, which may differ from the
+        # names in the model.
         "rtn": ("RTNConfig", {"use_layer_wise": False}),
         "gptq": ("GPTQConfig", {"model_path": folder}),
         "awq": ("AWQConfig", {}),
@@ -110,10 +113,11 @@ def quantize_weights(
             return inc.convert(inc.prepare(model, settings), use_optimum_format=False)
         traced = {}
         if config.algorithm in ("awq", "teq"):
-            # AWQ and TEQ trace the model, and call it with these inputs to do so.
+            # AWQ and TEQ trace the model with these inputs.
             if "input_ids" not in rows[0]:
                 raise QuantizeError(
-                    f"{config.algorithm} traces models with ids of tokens, and this one takes {', '.join(rows[0])}.",
+                    f"The algorithm {config.algorithm} traces the model with token ids, but this model has the inputs "
+                    f"{', '.join(rows[0])}.",
                     fix=_FIX,
                 )
             traced = {"example_inputs": rows[0]["input_ids"]}
@@ -122,7 +126,9 @@ def quantize_weights(
                 check_chain(model, blocks_of(model, config.algorithm), _extremes(rows), config.algorithm)
             if config.algorithm == "teq" and not has_norms_to_scale(model, traced["example_inputs"]):
                 raise QuantizeError(
-                    "teq finds no norm in front of the model's layers that could be scaled with them.", fix=_FIX
+                    "The algorithm teq scales normalization layers together with the linear layers after them, but found none in "
+                    "the model.",
+                    fix=_FIX,
                 )
             return calibrated(**traced)
 
@@ -146,7 +152,8 @@ def with_block_layers(model: torch.nn.Module, before: Mapping[str, torch.nn.Modu
     packed = packed_layers(model)
     if not packed:
         raise QuantizeError(
-            "Neural Compressor quantized no layer of the model.", fix="check exclude=..., or use another backend."
+            "Neural Compressor quantized no layer of the model.",
+            fix="check if exclude=... excludes all linear layers, or use another backend.",
         )
     for name, (module, factor) in packed.items():
         model.set_submodule(name, _block_layer(name, module, factor, before.get(name)))
@@ -155,7 +162,9 @@ def with_block_layers(model: torch.nn.Module, before: Mapping[str, torch.nn.Modu
 
 def _block_layer(name: str, module: Any, factor: torch.Tensor | None, before: torch.nn.Module | None) -> BlockLinear:
     if module.g_idx is not None:
-        raise QuantizeError(f"The groups of {name} are not in order, which no runtime reads.", fix=_FIX)
+        raise QuantizeError(
+            f"Neural Compressor reordered the input groups of the layer {name}, which no runtime supports.", fix=_FIX
+        )
     unpacked = module.unpack()
     values, scales, zeros = unpacked["int_weight"].to(torch.int16), unpacked["scales"].float(), unpacked["zp"]
     middle = 2 ** (module.bits - 1)
@@ -208,7 +217,7 @@ def with_weights_of_their_own(model: torch.nn.Module) -> torch.nn.Module:
 def share_again(model: torch.nn.Module, before: torch.nn.Module) -> None:
     """Share parameters again that the floating-point model shares, if their values are still equal.
 
-    If the algorithm changed one of them, `tie_word_embeddings` is turned off.
+    If the algorithm changed one of the shared parameters, `tie_word_embeddings` is turned off.
     """
     groups: dict[int, list[str]] = {}
     for name, one in before.named_parameters(remove_duplicate=False):

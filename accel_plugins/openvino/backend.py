@@ -74,8 +74,8 @@ class OpenVinoBackend:
         folder = settings.pop("CACHE_DIR", None)
         if folder is not None and name.startswith("AUTO"):
             raise ConfigError(
-                "OpenVINO cannot write down what it compiled for the device 'auto'.",
-                fix="use the device that it takes, such as 'cpu', or leave cache_dir out.",
+                "OpenVINO cannot store compiled models for the device 'auto', so cache_dir cannot be used with this device.",
+                fix="open the model on a specific device, such as device='cpu', or leave cache_dir out.",
             )
         sessions = {}
         for component in artifact.components:
@@ -103,8 +103,10 @@ class OpenVinoBackend:
 
 
 def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> str:
-    """Return the data type for computation: the requested one, or else the artifact's, or float32 if the device does
-    not support that.
+    """Return the data type for computation.
+
+    This is the requested data type. If none is requested, it is the artifact's data type, or float32 if the device does
+    not support the artifact's data type.
 
     Raises:
         ConfigError: The device does not support the requested data type, or has no fast int8 matrix products in
@@ -114,7 +116,7 @@ def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> 
     if dtype == "float32":
         return dtype
     word = {"float16": "FP16", "bfloat16": "BF16"}[dtype]
-    # The device `AUTO` may choose any of these devices, so all of them must support the data type.
+    # The device `AUTO` may choose any of the usable devices, so all usable devices must support the data type.
     names = usable_names() if device.startswith("AUTO") else [device]
     supported = set.intersection(*(set(core().get_property(name, "OPTIMIZATION_CAPABILITIES")) for name in names))
     quantization = artifact.manifest.quantization
@@ -124,12 +126,16 @@ def _compute_dtype(artifact: Artifact, device: str, session: SessionOptions) -> 
     if word in supported and session.compute_dtype is not None:
         # OpenVINO would use its reference implementation, which is a thousand times slower and wrong for decoders.
         raise ConfigError(
-            "OpenVINO has no kernels of its own for 8-bit products in float16 on a CPU.",
-            fix='use "float32" or "bfloat16", or leave compute_dtype out.',
+            "The model is quantized with static-int8, and OpenVINO has no fast kernels for 8-bit products with "
+            "compute_dtype='float16' on a CPU.",
+            fix='use compute_dtype="float32" or "bfloat16", or leave compute_dtype out.',
         )
     if session.compute_dtype is not None:
         able = [ours for ours, w in (("float32", "FP32"), ("float16", "FP16"), ("bfloat16", "BF16")) if w in supported]
-        raise ConfigError(f"{device} does not compute in {dtype} here.", fix=f"use one of {', '.join(able)}.")
+        raise ConfigError(
+            f"The device {device} of this machine does not support compute_dtype={dtype!r}.",
+            fix=f"use one of {', '.join(able)}.",
+        )
     # OpenVINO would silently compute in bfloat16 if float16 is requested and not supported.
     return "float32"
 
@@ -153,7 +159,9 @@ def _compile(
     except READ_ERRORS as error:
         text = one_line(error)
         if "roperty" in text or "option" in text:
-            raise ConfigError(f"OpenVINO refuses a setting: {text}", fix="check the options' values.") from error
+            raise ConfigError(
+                f"OpenVINO rejects a property: {text}", fix="check the names and the values of the options."
+            ) from error
         raise SessionError(
             f"OpenVINO cannot compile {artifact.path} for {device}: {text}",
             fix="export the model again, or use the device 'cpu'.",

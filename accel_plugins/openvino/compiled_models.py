@@ -60,12 +60,12 @@ def cached(
         if blob.exists() or checksum.exists():
             return _load(blob, checksum, device, settings)
     except (OSError, ValueError, RuntimeError) as error:
-        logger.warning("the compiled model %s is damaged (%s): compiling it again.", blob, error)
+        logger.warning("The compiled model %s in the cache is damaged (%s). It is compiled again.", blob, error)
     # Check the folder before the compilation, which takes long.
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError("no right to write there")
+            raise PermissionError("you have no permission to write to this folder")
     compiled = compile_()
     content = compiled.export_model().getvalue()
     with _writing(folder):
@@ -79,14 +79,18 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cache_dir {folder} cannot be written: {error}.", fix="name another folder.") from error
+        raise ConfigError(
+            f"The cache_dir {folder} cannot be written: {error}.", fix="choose another folder for cache_dir."
+        ) from error
 
 
 def _load(blob: Path, checksum: Path, device: str, settings: Mapping[str, Any]) -> ov.CompiledModel:
     content = blob.read_bytes()
     expected, checksum_of_blob = checksum.read_text(encoding="ascii").strip(), f"{zlib.crc32(content):08x}"
     if expected != checksum_of_blob:
-        raise ValueError(f"checksum {checksum_of_blob} instead of {expected or 'one'}")
+        raise ValueError(
+            f"its checksum is {checksum_of_blob}, but {f'{expected} is stored' if expected else 'no checksum is stored'}"
+        )
     return kept_in_children(core().import_model(io.BytesIO(content), device, dict(settings)))
 
 

@@ -7,8 +7,8 @@ import openvino.opset13 as operators
 
 
 def divide_down(model: ov.Model) -> None:
-    """Fix floor division of integers in a graph, so that -1 divided by 8 is -1. Models use it, for example, on the
-    index of a point without a match.
+    """Fix floor division of integers in a graph, so that -1 divided by 8 is -1. Some models divide the index -1, which
+    they use for a point without a match.
 
     OpenVINO's converter emits the floor of a quotient, but OpenVINO (2026.4) first rounds integer quotients towards
     zero.

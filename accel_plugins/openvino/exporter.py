@@ -1,5 +1,5 @@
-"""Export of PyTorch models to OpenVINO IR, traced with torch.export. IR that is converted from ONNX runs int8 1.5 to 2
-times slower.
+"""Export of PyTorch models to OpenVINO IR, traced with torch.export. An int8 model in IR that was converted from ONNX
+runs 1.5 to 2 times slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .state import fold_cache
 from .unit_axes import keep_unit_axes
 
 GRAPH = "openvino_model.xml"
-# Two sizes for every axis. All are different and unlikely to occur as other sizes in a model.
+# Two sizes for each axis, to recognize the axis in the output shapes. All sizes are different, and they are unlikely to
+# occur as fixed sizes in a model.
 _PROBES = ((11, 13, 17, 19, 23), (29, 31, 37, 41, 43))
 VERSIONS = ("torch", "transformers", "openvino", "nncf")
 
@@ -36,7 +37,9 @@ class OpenVinoExporter:
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Trace, convert and write the model; see `accel.interfaces.protocols.Exporter`."""
         if config.opset is not None:
-            raise ConfigError("OpenVINO IR has no opset to choose.", fix="leave opset out.")
+            raise ConfigError(
+                f"opset is {config.opset}, but OpenVINO IR does not use ONNX opsets.", fix="leave opset out."
+            )
         parts = split(source)
         components = tuple(self._component(part, out, alone=len(parts) == 1) for part in parts)
         step = Step(stage="export", backend="openvino", config=config.to_dict(), versions=tool_versions(*VERSIONS))
@@ -93,8 +96,8 @@ class OpenVinoExporter:
 
 
 def graph_file(component: str, *, alone: bool) -> str:
-    """Return the file name of a component's graph: `openvino_model.xml` for a single graph, otherwise for example
-    `openvino_encoder.xml`.
+    """Return the file name of a component's graph: `openvino_model.xml` for a single graph, or for example
+    `openvino_encoder.xml` for one of several graphs.
     """
     return GRAPH if alone else f"openvino_{component}.xml"
 
@@ -186,7 +189,7 @@ def _probe(model: ov.Model, inputs: tuple[TensorSpec, ...], sizes: Mapping[str, 
     # OpenVINO raises RuntimeError for shapes that do not fit together.
     except RuntimeError as error:
         raise ExportError(
-            f"OpenVINO's graph fails at inputs of sizes {dict(sizes)}: {first_lines(error, 3)}",
-            fix="export to ONNX (leave backend='openvino' out), which another converter makes.",
+            f"The exported OpenVINO graph fails for inputs of the sizes {dict(sizes)}: {first_lines(error, 3)}",
+            fix="export the model to ONNX, which uses a different converter: leave backend='openvino' out.",
         ) from error
     return [[d.get_length() if d.is_static else -1 for d in port.partial_shape] for port in copy.outputs]

@@ -37,8 +37,9 @@ def compute_in_float(model: ov.Model, name: str) -> None:
     if not any(node.get_type_name() == "FakeQuantize" for node in nodes) or not any(map(_are_wide, weights)):
         return
     logger.warning(
-        "%s was quantized for another processor, or by Neural Compressor for all: its 8-bit products would saturate here, and are "
-        "computed in floating point. Quantize it for OpenVINO on this one for its full speed.", name,
+        "The model %s was quantized for a different processor, or by Neural Compressor for all processors. Its int8 products would "
+        "overflow on this processor, so they are computed in floating point, which is slower. For full speed, quantize the model "
+        "with OpenVINO on this machine.", name,
     )  # fmt: skip
     for node in nodes:
         if node.get_type_name() != "MatMul" or rounded(node.input(0)) is None:
@@ -60,7 +61,7 @@ def _weights_of(place: ov.Input) -> ov.Node | None:
 
 
 def _are_wide(weights: ov.Node | None) -> bool:
-    """Whether weights use more than 7 bits."""
+    """Return whether weights use more than 7 bits."""
     if weights is None:
         return False
     values = weights.data

@@ -92,7 +92,8 @@ class OpenVinoFolderReader:
         """
         if variant is not None:
             raise ArtifactNotFoundError(
-                f"{folder} holds no ONNX graphs, which variants are of.", fix="leave variant=... out."
+                f"variant={variant!r} selects an ONNX graph, but {folder} contains no ONNX graphs.",
+                fix="leave variant=... out.",
             )
         config = read_config(folder)
         return _adopted(folder, folder / subfolder, file_name or GRAPH, task or infer_task(config, folder), config)
@@ -103,7 +104,8 @@ def _adopted(root: Path, folder: Path, named: str, task: str, config: dict[str, 
     generates = task_spec(task).generates
     several = generates and (bool(config.get("is_encoder_decoder")) or (folder / ENCODER).is_file())
     if generates and not (folder / named).is_file() and (folder / DECODE).is_file():
-        # Exports by transformers: this graph, which takes several tokens after a past, also takes a prompt.
+        # Exports by transformers have this file name. The graph accepts several tokens after earlier tokens, so it also
+        # accepts a prompt.
         named = DECODE
         _check_decode(folder)
     models = {"encoder": ENCODER, "decoder": DECODER} if several else {"model": named}
@@ -118,8 +120,9 @@ def _adopted(root: Path, folder: Path, named: str, task: str, config: dict[str, 
         components.append(replace(component, file=files[0].name, files=files))
     if several and components[1].continues == "none" and (folder / FOLLOWING).is_file():
         logger.warning(
-            "%s keeps its cache outside of two graphs, of which OpenVINO gets the one without: each step computes all tokens "
-            "again. Exported without --disable-stateful, or by `accel export --backend openvino`, it is faster.",
+            "The decoder in %s has its KV cache as graph inputs and outputs, in a second graph. OpenVINO uses only the graph without "
+            "a cache, so each generated token computes all earlier tokens again. For faster generation, export the model without "
+            "--disable-stateful, or with `accel export --backend openvino`.",
             folder,
         )
     main = read.get("model") or read["decoder"]
@@ -148,8 +151,8 @@ def _check_decode(folder: Path) -> None:
         shape = shape.get(key) if isinstance(shape, dict) else None
     if not isinstance(shape, list) or len(shape) != 2 or shape[1] == 1:
         raise IntegrityError(
-            f"{folder / DECODE} makes one token a call, and nothing hands it a prompt's keys and values.",
-            fix="export the model with multi_token_decode=True, or by `accel export MODEL OUT --backend openvino`.",
+            f"The graph {folder / DECODE} accepts only one token per call, so it cannot read a prompt.",
+            fix="export the model with multi_token_decode=True, or with `accel export MODEL OUT --backend openvino`.",
         )
 
 
@@ -158,7 +161,8 @@ def _read(folder: Path, file: str, root: Path) -> ov.Model:
     if not path.is_file():
         have = ", ".join(sorted(p.name for p in folder.glob("*.xml"))) or "none"
         raise ArtifactNotFoundError(
-            f"{folder} has no {file}; its graphs are: {have}.", fix=f"export the model again, or rename one to {file}."
+            f"{folder} has no graph file {file}; its graph files are: {have}.",
+            fix=f"export the model again, or rename the graph file to {file}.",
         )
     if not path.with_suffix(".bin").is_file():
         raise missing_weights(path)
@@ -168,7 +172,7 @@ def _read(folder: Path, file: str, root: Path) -> ov.Model:
         model = core().read_model(str(path))
     except READ_ERRORS as error:
         raise IntegrityError(
-            f"OpenVINO cannot read {path}: {one_line(error)}", fix="copy or export the model again."
+            f"OpenVINO cannot read the graph {path}: {one_line(error)}", fix="copy the model again, or export it again."
         ) from error
     if model.has_rt_info(MARK.split(".")):
         raise lost_manifest(path)
@@ -178,7 +182,10 @@ def _read(folder: Path, file: str, root: Path) -> ov.Model:
 def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> Component:
     """Return the component of a graph without a KV cache."""
     if model.get_sinks():
-        raise SessionError(f"{path} keeps a state between calls, which this task has no use for.")
+        raise SessionError(
+            f"The graph {path} keeps a state between calls, but its task does not use a state.",
+            fix="open the folder with the task that the graph was exported for: task=...",
+        )
     pad = config.get("pad_token_id")
     rows = _rows(model)
     specs = (
@@ -237,7 +244,8 @@ def _encoder(name: str, model: ov.Model, _: dict[str, Any], path: Path) -> Compo
     output = model.output("last_hidden_state") if "last_hidden_state" in _names(model.outputs) else None
     if output is None or len(output.partial_shape) != 3:
         raise IntegrityError(
-            f"{path} returns {sorted(_names(model.outputs))}; an encoder returns last_hidden_state with 3 axes.",
+            f"The graph {path} returns the outputs {sorted(_names(model.outputs))}, but an encoder must return last_hidden_state "
+            "with 3 dimensions.",
             fix="export the model again: `accel export MODEL OUT --backend openvino`.",
         )
     inputs = tuple(input_spec(port.any_name, port, _named_shape(port, model), 0) for port in model.inputs)
@@ -277,7 +285,7 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
             axes = ("batch", None, "past", None)
         if axes is None:
             raise IntegrityError(
-                f"{path} takes {port.any_name!r}, which a decoder here is not given.",
+                f"The decoder graph {path} has the input {port.any_name!r}, which accel does not support.",
                 fix="export the model again: `accel export MODEL OUT --backend openvino`.",
             )
         shape = tuple(
@@ -288,21 +296,27 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
     tokens = next((spec for spec in specs if spec.name == "input_ids"), None)
     if tokens is None or tokens.shape != ("batch", "sequence"):
         raise IntegrityError(
-            f"{path} does not take prompts of any length: input_ids is {tokens and tokens.shape}.",
-            fix="export the model again: with multi_token_decode=True, or by `accel export MODEL OUT --backend openvino`.",
+            f"The decoder graph {path} does not accept prompts of any length: "
+            f"{f'its input_ids has the shape {tokens.shape}' if tokens else 'it has no input input_ids'}.",
+            fix="export the model with multi_token_decode=True, or with `accel export MODEL OUT --backend openvino`.",
         )
     logits = next((port for port in model.outputs if "logits" in port.get_names()), None)
     if logits is None or (inside and BEAM_INDEX not in {port.any_name for port in model.inputs}):
-        what = "returns no logits" if logits is None else f"has a state and no {BEAM_INDEX} to put it in order"
-        raise IntegrityError(f"{path} {what}.", fix="export the model for text generation again.")
+        what = (
+            "has no output logits" if logits is None else f"stores a state, but has no input {BEAM_INDEX} for its rows"
+        )
+        raise IntegrityError(
+            f"The decoder graph {path} {what}.", fix="export the model again for the task text-generation."
+        )
     words = logits.partial_shape[-1]
     vocabulary = next(
         (config[key] for key in ("decoder_vocab_size", "vocab_size") if isinstance(config.get(key), int)), None
     )
     if vocabulary is not None and words.is_static and words.get_length() != vocabulary:
         raise IntegrityError(
-            f"{path} returns logits of {words.get_length()} tokens; its config.json names {vocabulary}.",
-            fix="copy the config.json of the model that was exported beside it.",
+            f"The graph {path} returns logits for {words.get_length()} tokens, but the vocabulary in its config.json has "
+            f"{vocabulary} tokens.",
+            fix="copy the config.json of the exported model into the folder of the graph.",
         )
     size = words.get_length() if words.is_static else "vocabulary"
     limit = max_text_sizes(config).get("sequence")

@@ -1,5 +1,5 @@
-"""Attention of fully masked tokens, for models that read their output at a token that is found by its id (CLIP's
-end-of-text token).
+"""Attention of fully masked tokens, for models that read their output at the token with a certain id, such as CLIP's
+end-of-text token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def zero_hidden_tokens(model: ov.Model) -> None:
 
 
 def _finds_by_id(model: ov.Model) -> bool:
-    """Whether the model searches `input_ids` for the largest id or for a given id."""
+    """Return whether the model searches `input_ids` for the largest id or for a given id."""
     return any(node.get_type_name() == "TopK" and _is_ids(node.input_value(0).get_node()) for node in model.get_ops())
 
 

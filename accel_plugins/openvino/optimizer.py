@@ -34,10 +34,13 @@ class OnnxConverter:
             OptimizeError: The artifact has a decoder with a KV cache.
         """
         if config.enable or config.disable:
-            raise ConfigError("OpenVINO has no named fusions.", fix="leave enable and disable out.")
+            raise ConfigError(
+                "enable and disable select graph fusions by name, but OpenVINO has no named fusions.",
+                fix="leave enable and disable out.",
+            )
         if calibration is not None:
             raise ConfigError(
-                "OpenVINO converts graphs as they are: calibration data changes nothing.",
+                "Calibration data was passed, but OpenVINO converts ONNX graphs without calibration data.",
                 fix="leave calibration=... (--calibration) out.",
             )
         refuse_onnx_decoders(artifact)
@@ -60,7 +63,8 @@ def refuse_onnx_decoders(artifact: Artifact) -> None:
     stateful = [component.name for component in artifact.components if component.stateful]
     if artifact.format == "onnx" and stateful:
         raise OptimizeError(
-            f"{', '.join(stateful)}: an ONNX decoder keeps its cache outside of the graph, which OpenVINO IR cannot take over.",
+            f"The ONNX graphs of {', '.join(stateful)} have the KV cache as inputs and outputs, and OpenVINO IR needs the KV cache "
+            "inside the graph.",
             fix="export the PyTorch model: accel export MODEL OUT --backend openvino.",
         )
 
@@ -74,7 +78,8 @@ def refuse_outer_caches(artifact: Artifact) -> None:
     """
     if any(spec.pair is not None for component in artifact.components for spec in component.inputs):
         raise QuantizeError(
-            f"{artifact.path} keeps its KV cache outside of its graph.",
-            fix="quantize a graph with the cache inside: `accel export MODEL OUT --backend openvino`, or an export of "
-            "optimum-intel's without --disable-stateful.",
+            f"The decoder in {artifact.path} has its KV cache as graph inputs and outputs, and OpenVINO can only quantize decoders "
+            "with the KV cache inside the graph.",
+            fix="export the model with `accel export MODEL OUT --backend openvino`, or with optimum-intel without "
+            "--disable-stateful, and quantize that export.",
         )

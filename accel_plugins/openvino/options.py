@@ -72,9 +72,13 @@ def _folder(value: str | Path) -> str:
     try:
         is_file = path.exists() and not path.is_dir()
     except OSError as error:
-        raise ConfigError(f"cache_dir {path} cannot be read: {error}.", fix="name another folder.") from error
+        raise ConfigError(
+            f"The cache_dir {path} cannot be read: {error}.", fix="choose another folder for cache_dir."
+        ) from error
     if is_file:
-        raise ConfigError(f"cache_dir is {path}, which is a file.", fix="name a folder.")
+        raise ConfigError(
+            f"cache_dir must be a folder, but {path} is a file.", fix="choose another folder for cache_dir."
+        )
     return str(path)
 
 
@@ -92,14 +96,21 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
     """
     settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": PRECISIONS[dtype]}
     if device != "CPU" and session.threads is not None:
-        raise ConfigError(f"{device} has no threads to set.", fix="leave threads out, or use the device 'cpu'.")
+        raise ConfigError(
+            f"threads is {session.threads}, but the device {device} does not use CPU threads.",
+            fix="leave threads out, or use the device 'cpu'.",
+        )
     # The device `AUTO` may choose the CPU, so it needs these settings as well.
     processor = _on_the_processor(session, dtype) if device == "CPU" or device.startswith("AUTO") else {}
     if session.inter_op_threads != 1:
-        raise ConfigError("OpenVINO has no inter-operator threads.", fix="use the option streams=... instead.")
+        raise ConfigError(
+            f"inter_op_threads is {session.inter_op_threads}, but OpenVINO has no inter-operator threads.",
+            fix="leave inter_op_threads out, and use the option streams=... to run several calls in parallel.",
+        )
     if session.graph_optimization != "all":
         raise ConfigError(
-            f"OpenVINO has no graph optimization level {session.graph_optimization!r}.", fix="leave it out."
+            f"graph_optimization is {session.graph_optimization!r}, but OpenVINO has no graph optimization levels.",
+            fix="leave graph_optimization out.",
         )
     if session.profile is not None:
         settings["PERF_COUNT"] = True
@@ -124,7 +135,7 @@ def _on_the_processor(session: SessionOptions, dtype: str) -> dict[str, Any]:
         "ENABLE_CPU_PINNING": False,
         # By default, OpenVINO quantizes the inputs of compressed weights to 8 bits.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-        # OpenVINO stores the KV cache in 16 or 8 bits if the graph file asks for it.
+        # Without this property, OpenVINO stores the KV cache in 16 or 8 bits if the graph file requests it.
         "KV_CACHE_PRECISION": PRECISIONS[dtype],
         # The cache has an entry for each input shape of each layer. OpenVINO's default of 5,000 entries needs gigabytes
         # of memory if sequence lengths vary.
@@ -142,6 +153,7 @@ def _check_native(device: str, name: str) -> None:
     known = [word for word, mode in listed.items() if mode in _SETTABLE] + list(_CORE_PROPERTIES)
     if name not in known:
         raise ConfigError(
-            f"OpenVINO has no option {name!r} for {device}.{did_you_mean(name, known if name.isupper() else _OURS)}",
-            fix=f"use one of {', '.join(_OURS)}, or a property of OpenVINO in capitals.",
+            f"OpenVINO has no option {name!r} for the device {device}."
+            f"{did_you_mean(name, known if name.isupper() else _OURS)}",
+            fix=f"use one of {', '.join(_OURS)}, or the name of an OpenVINO property in capital letters.",
         )

@@ -100,8 +100,8 @@ def _check_parts(
     names = [component.name for component in artifact.components]
     if calibration is not None and set(parts) != set(names):
         raise QuantizeError(
-            f"{config.scheme} with calibration data needs data for each of the graphs {' and '.join(names)}.",
-            fix="use accel.quantize, which makes them, or weight-int8 without calibration data.",
+            f"The model has the graphs {' and '.join(names)}, and {config.scheme} needs calibration data for each graph.",
+            fix="use accel.quantize(...), which creates the data of each graph, or use weight-int8 without calibration data.",
         )
 
 
@@ -117,9 +117,11 @@ def _check(config: QuantizeConfig) -> None:
             fix=f"use one of {', '.join(_PRESETS)}.",
         )
     if config.scheme == "static-int8" and config.calibration == "entropy":
-        raise ConfigError("NNCF has no entropy calibration.", fix="use minmax, moving_average or percentile.")
+        raise ConfigError("NNCF does not support entropy calibration.", fix="use minmax, moving_average or percentile.")
     if config.algorithm not in ("rtn", "awq", "gptq"):
-        raise ConfigError(f"NNCF has no {config.algorithm.upper()}.", fix="use rtn, awq or gptq.")
+        raise ConfigError(
+            f"NNCF does not support the algorithm {config.algorithm!r}.", fix="use 'rtn', 'awq' or 'gptq'."
+        )
 
 
 def _rows(calibration: Iterable[Feeds], component: Component, limit: int) -> list[dict[str, np.ndarray[Any, Any]]]:
@@ -137,8 +139,8 @@ def _rows(calibration: Iterable[Feeds], component: Component, limit: int) -> lis
         missing = [name for name in names if name not in feeds]
         if missing:
             raise QuantizeError(
-                f"A calibration batch holds {sorted(feeds)}; the graph takes {names}, so {missing} is missing.",
-                fix="make the batches with the model's own tokenizer or processor.",
+                f"A calibration batch has the inputs {sorted(feeds)}, but the graph requires {names}; {missing} is missing.",
+                fix="create the batches with the tokenizer or the processor of the model.",
             )
         batch = {name: feeds[name][: limit - rows].detach().cpu().numpy() for name in names}
         kept = len(batch[names[0]])
@@ -172,16 +174,16 @@ def _mapped(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Iterat
             wrong = next((name for name in config.exclude if not name.startswith("re:") and name not in known), None)
             close = did_you_mean(wrong, known) if wrong else ""
             raise QuantizeError(
-                f"exclude names nodes that the graph does not have: {text}{close}",
-                fix="use names of the graph's nodes, or `re:` and a regular expression.",
+                f"exclude contains names that are not nodes of the graph: {text}{close}",
+                fix="use names of the graph's nodes, or `re:` followed by a regular expression.",
             ) from error
-        raise QuantizeError(f"NNCF refuses: {text}", fix="check the settings.") from error
+        raise QuantizeError(f"NNCF rejects the settings: {text}", fix="correct the quantization settings.") from error
     except nncf.InvalidGroupSizeError as error:
         raise QuantizeError(
-            f"The block size does not divide the weights' channels: {one_line(error)}",
-            fix=f"use block_size={config.block_size // 2}, or exclude those layers."
+            f"The block size {config.block_size} does not divide the number of input channels of some weights: {one_line(error)}",
+            fix=f"use block_size={config.block_size // 2}, or exclude these layers: exclude=[...]."
             if config.block_size > 16
-            else "exclude those layers, or use weight-int8.",
+            else "exclude these layers (exclude=[...]), or use weight-int8.",
         ) from error
     except (nncf.InternalError, nncf.UnsupportedModelError, nncf.ParameterNotSupportedError, RuntimeError) as error:
         raise QuantizeError(
@@ -201,8 +203,8 @@ def _ignored(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Any:
         unknown = [name for name in config.operators if name not in have]
         if unknown:
             raise ConfigError(
-                f"The graph has no operator {unknown[0]!r}.{did_you_mean(unknown[0], have)}",
-                fix=f"use some of {', '.join(sorted(have))}.",
+                f"operators contains {unknown[0]!r}, but the graph has no operator of this type.{did_you_mean(unknown[0], have)}",
+                fix=f"use operator types of the graph: {', '.join(sorted(have))}.",
             )
         types = sorted(have - set(config.operators) - {"Constant", "Parameter", "Result"})
     named = [name for name in config.exclude if not name.startswith("re:")]
@@ -252,7 +254,7 @@ def _tables(model: ov.Model) -> list[str]:
 
 
 def _is_constant(node: Any, side: int) -> bool:
-    """Whether an input of a node does not depend on any input of the model. An example is a weight after its
+    """Return whether an input of a node does not depend on any input of the model. An example is a weight after its
     conversions.
     """
     waiting, seen = [node.input_value(side).get_node()], set()
@@ -284,8 +286,10 @@ def _static(
     """
     if batches is None:
         raise QuantizeError(
-            "static-int8 needs calibration data: activation ranges made up from random inputs are wrong.",
-            fix="pass calibration=..., a hundred rows of real inputs or more; weight-int8 needs none.",
+            "static-int8 needs calibration data, but none was passed. Without real inputs, the measured activation ranges would "
+            "be wrong.",
+            fix="pass calibration=... (--calibration) with at least a hundred rows of real inputs, or use weight-int8, which "
+            "needs no calibration data.",
         )
     ignored = _ignored(nncf, model, config)
     with _mapped(nncf, model, config):
@@ -300,7 +304,8 @@ def _static(
         )
     if not any(node.get_type_name() == "FakeQuantize" for node in quantized.get_ops()):
         raise QuantizeError(
-            "The model holds nothing that static-int8 quantizes.", fix="check exclude=... and operators=..."
+            "static-int8 quantized no operator of the model.",
+            fix="check if exclude=... or operators=... excludes all operators.",
         )
     return quantized
 
@@ -362,7 +367,9 @@ def _weights_only(
     if four:
         needs = "gptq" if config.algorithm == "gptq" else "scale_estimation" if config.scale_estimation else ""
         if needs and batches is None:
-            raise QuantizeError(f"{needs} needs calibration data.", fix="pass calibration=...")
+            raise QuantizeError(
+                f"{needs} needs calibration data, but none was passed.", fix="pass calibration=... (--calibration)."
+            )
         settings |= {
             "ratio": config.ratio,
             "group_size": config.block_size,
@@ -381,10 +388,10 @@ def _weights_only(
         return compressed
     if config.exclude:
         raise QuantizeError(
-            f"exclude={list(config.exclude)} leaves no weights that {config.scheme} compresses.",
-            fix="name fewer nodes; weights are excluded by the name of their product and by that of their constant (Constant_12).",
+            f"{config.scheme} compressed no weights, because exclude={list(config.exclude)} excludes all of them.",
+            fix="exclude fewer nodes. A weight is excluded by the name of its product or of its constant, such as Constant_12.",
         )
     raise QuantizeError(
-        f"The model holds no weights that {config.scheme} compresses: matrix products and embeddings with constant weights.",
+        f"The model has no weights that {config.scheme} can compress, which are constant weights of matrix products and embeddings.",
         fix="use static-int8.",
     )

@@ -33,7 +33,7 @@ def core() -> ov.Core:
 
 
 def _before_fork() -> None:
-    """Before a fork: unload the CPU plugin, so that OpenVINO releases the threads of closed models.
+    """Unload the CPU plugin before a fork, so that OpenVINO releases the threads of closed models.
 
     OpenVINO keeps these threads for the next models. A child process does not have them, and compilation in it would
     wait for them forever. Open models keep their threads.
@@ -46,8 +46,8 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    """After a fork: make the child process create a new core. Threads do not survive a fork, so destroying the
-    inherited core would wait forever.
+    """Make the child process create a new core after a fork. Threads do not survive a fork, so destroying the inherited
+    core would wait forever.
     """
     if core.cache_info().currsize:
         never_destroyed(core())
@@ -74,8 +74,8 @@ def device_name(device: DeviceSpec) -> str:
     if device.index == 0 and kind in names:
         return kind
     raise BackendUnavailableError(
-        f"OpenVINO has no device {device}{did_you_mean(kind, usable)}; it lists {', '.join(usable)} and AUTO.",
-        fix="use one of these, in lower case, as device=...; a GPU or an NPU needs its driver.",
+        f"OpenVINO has no device {device}. It lists the devices {', '.join(usable)} and AUTO.{did_you_mean(kind, usable)}",
+        fix="pass one of the listed devices in lower case: device=... A GPU or an NPU also needs its driver.",
     )
 
 
@@ -146,12 +146,12 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
         unknown = _UNKNOWN_OPERATORS.search(one_line(error))
         if unknown is not None:
             raise SessionError(
-                f"OpenVINO does not have all operators of {path}: {unknown[1]}.",
-                fix="take the artifact as it was exported, before it was optimized or quantized for another backend, or "
-                "export the model with --backend openvino.",
+                f"OpenVINO does not support the operators {unknown[1]} of the graph {path}.",
+                fix="use the artifact from before it was optimized or quantized for another backend, or export the model with "
+                "--backend openvino.",
             ) from error
         raise IntegrityError(
-            f"OpenVINO cannot read {path}: {one_line(error)}", fix="copy or export the model again."
+            f"OpenVINO cannot read the graph {path}: {one_line(error)}", fix="copy the model again, or export it again."
         ) from error
     _check_transforms(model, path)
     return model
@@ -192,13 +192,13 @@ def _check_transforms(model: ov.Model, path: Path) -> None:
     if path.suffix == ".xml" or not any(node.get_type_name().endswith("DFT") for node in model.get_ops()):
         return
     raise SessionError(
-        f"OpenVINO computes the Fourier transforms of {path} otherwise than ONNX defines them.",
+        f"OpenVINO computes the Fourier transforms of the ONNX graph {path} incorrectly.",
         fix="export the model with --backend openvino, or run the graph with backend='cpu'.",
     )
 
 
 def answers_masked_rows(artifact: Artifact, component: Component) -> bool:
-    """Whether attention of a fully masked row returns zeros, as in PyTorch.
+    """Return whether attention of a fully masked row returns zeros, as in PyTorch.
 
     OpenVINO's attention operator averages all tokens (2026.4: logits of a tiny BERT differ by 0.75). Graphs from ONNX
     select zeros after each softmax instead.
@@ -210,8 +210,8 @@ def answers_masked_rows(artifact: Artifact, component: Component) -> bool:
 def missing_weights(path: Path) -> IntegrityError:
     """Return the error for an `.xml` file without its `.bin` file."""
     return IntegrityError(
-        f"{path.name} keeps its weights in {path.with_suffix('.bin').name}, which is missing from {path.parent}.",
-        fix="copy that file beside the graph, or export the model again.",
+        f"The weights of the graph {path.name} are in the file {path.with_suffix('.bin').name}, which is missing from {path.parent}.",
+        fix="copy this file into the folder of the graph, or export the model again.",
     )
 
 
@@ -237,7 +237,7 @@ def port_order(ports: Sequence[ov.Output], names: Sequence[str], what: str) -> l
     missing = [name for name in names if name not in by_name]
     if missing:
         raise SessionError(
-            f"The graph has no {what} {missing}, which its manifest declares; it has {sorted(by_name)}.",
+            f"The manifest declares the {what} {', '.join(missing)}, but the graph has only {', '.join(sorted(by_name))}.",
             fix="export the model again.",
         )
     return [by_name[name] for name in names]

@@ -112,11 +112,12 @@ class OpenVinoSession(BaseSession[ov.CompiledModel]):
         ]
         self._input_ports = port_order(compiled.inputs, list(self._dtypes), "input")
         self._output_ports = port_order(compiled.outputs, self._output_names, "output")
-        # The pool has one request more than OpenVINO runs in parallel. Further callers wait here without using memory
-        # or CPU time.
+        # The pool has one request more than OpenVINO runs in parallel. Further callers wait for a request, which needs no
+        # memory and no CPU time.
         self._pool: SimpleQueue[_Request] | _ClosedPool
         self._requests: list[_Request]
-        # Requests with outputs bound to buffers of callers, by the names of these outputs. Other calls do not use them.
+        # Requests whose outputs are bound to buffers of callers, by the names of the outputs. Other calls do not use
+        # these requests.
         self._bound: dict[frozenset[str], list[_Request]]
         self._fill(compiled)
         self._others = len(self._requests) - 1

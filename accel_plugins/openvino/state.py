@@ -119,8 +119,9 @@ class OpenVinoState(State):
         return list(self._variables())
 
     def growing_axis(self, name: str) -> int | None:
-        """Return the token axis of a variable: of keys and values `(batch, heads, tokens, size)`, or of an indexer's
-        keys. `None` if it has no token axis.
+        """Return the token axis of a variable, or `None` if it has no token axis.
+
+        The token axis is 2 for keys and values `(batch, heads, tokens, size)`, and 1 for the keys of an indexer.
         """
         if not _is_cache(name):
             return None
@@ -167,8 +168,9 @@ class OpenVinoState(State):
         if self._encoded:
             if len(rows) != self._batch:
                 raise InputError(
-                    f"The graph keeps its encoder's keys and values for {self._batch} rows, not {len(rows)}.",
-                    fix="begin a new cache with the rows wanted.",
+                    f"The cache has {self._batch} rows, which cannot be changed to {len(rows)}, because the graph stores its "
+                    "encoder's keys and values for each row.",
+                    fix="start with a new cache that has the required number of rows.",
                 )
             self._move_encoded(list(rows))
         self._order = self._order[list(rows)]
@@ -280,7 +282,7 @@ def _shared(tensor: torch.Tensor) -> ov.Tensor:
 
 
 def _is_cache(variable: str) -> bool:
-    """Whether a variable holds keys and values of earlier tokens. Its name shows it, in exports of `accel`,
-    optimum-intel and transformers.
+    """Return whether a variable contains keys and values of earlier tokens. The name of the variable shows this, in
+    exports of `accel`, optimum-intel and transformers.
     """
     return "past" in variable

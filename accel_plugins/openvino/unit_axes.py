@@ -95,7 +95,7 @@ def _known_numbers(value: ov.Output) -> list[int | None]:
 
 
 def _repeats(node: ov.Node) -> bool:
-    """Whether a node gathers several indices (not a single number) from an axis of size 1 that `Unsqueeze` created."""
+    """Return whether a node gathers several indices (not a single number) from an axis of size 1 that `Unsqueeze` created."""
     if node.get_type_name() != "Gather" or node.get_attributes().get("batch_dims"):
         return False
     data, indices, axis = node.input_values()

@@ -5,10 +5,10 @@ versions.
 
 | name | reason | public alternative |
 |---|---|---|
-| `InferRequest.__mro__[2].infer`, `.start_async` | sorting arguments costs 200 microseconds with cold caches | `InferRequest.infer` |
-| `_offline_transformations.apply_make_stateful_transformation` | makes variables by name | `passes.MakeStateful`, by node |
+| `InferRequest.__mro__[2].infer`, `.start_async` | sorting arguments takes 200 microseconds with cold caches | `InferRequest.infer` |
+| `_offline_transformations.apply_make_stateful_transformation` | creates variables by input name | `passes.MakeStateful`, by node |
 | `NNCF_CI` | importing NNCF sends usage data to its vendor | `openvino_telemetry`'s setting for all users of a machine |
-| `nncf.quantization.advanced_parameters`, `.range_estimator` | how ranges are measured | `nncf.AdvancedQuantizationParameters`, a part |
+| `nncf.quantization.advanced_parameters`, `.range_estimator` | choose how activation ranges are measured | `nncf` exports only a part |
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def nncf_library() -> ModuleType:
             import nncf
     except ImportError as error:
         raise QuantizeError(
-            f"NNCF, which quantizes for OpenVINO, cannot be imported: {error}.",
+            f"The package nncf, which quantizes models for OpenVINO, cannot be imported: {error}.",
             fix='pip install "accel-transformers[openvino]"',
         ) from error
     module: ModuleType = nncf

@@ -5,8 +5,8 @@ from accel.interfaces.specs import BackendSpec, Capability
 from ..ortkit.capabilities import FLOATS, NVIDIA, ONNX_FOLDERS, ONNX_LAYOUTS
 
 FORMAT = "tensorrt"
-# Only ONNX's operators and TensorRT's own plugins. ONNX Runtime's operators would run on CUDA, in small parts between
-# engines.
+# Operator domains that TensorRT supports. Operators of ONNX Runtime would run on the CUDA provider and divide the graph
+# into many small engines.
 _DOMAINS = ("", "trt.plugins")
 
 SPEC = BackendSpec(

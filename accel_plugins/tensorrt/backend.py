@@ -38,7 +38,7 @@ class TensorrtBackend:
             verdict = judge(survey(TENSORRT))
         # Third-party libraries may raise anything: report every exception as a reason instead of crashing.
         except Exception as error:  # noqa: BLE001
-            reason = Reason("probe-failed", f"looking for TensorRT failed: {type(error).__name__}: {error}", INSTALL)
+            reason = Reason("probe-failed", f"the check for TensorRT failed: {type(error).__name__}: {error}", INSTALL)
             return Probe(reasons=(reason,))
         version = tensorrt_version()
         if version is None:
@@ -77,18 +77,22 @@ class TensorrtBackend:
         """
         if request.session.compute_dtype not in (None, artifact.dtype):
             raise ConfigError(
-                f"The graph computes in {artifact.dtype}, which TensorRT cannot change to {request.session.compute_dtype}.",
-                fix="make such an artifact: accel optimize --backend tensorrt --level O4 (float16).",
+                f"The graph computes in {artifact.dtype}, and TensorRT cannot change the data type to "
+                f"{request.session.compute_dtype}.",
+                fix=f"create a {request.session.compute_dtype} artifact, for float16 with: accel optimize --backend tensorrt --level O4.",
             )
         if any(component.stateful for component in artifact.components):
             raise SessionError(
-                f"{artifact.path} is a decoder with a cache, which TensorRT does not run here.",
-                fix="run it with backend='cpu'; in float16 with our own export, with backend='cuda'.",
+                f"The model in {artifact.path} is a decoder with a KV cache, which the backend 'tensorrt' cannot run.",
+                fix="run the model with backend='cpu', or export it with accel in float16 and run it with backend='cuda'.",
             )
         machine = EngineMachine.of(request.device, self.probe().versions)
         if artifact.format == FORMAT:
             if request.options:
-                raise ConfigError(f"An engine has no options, not {sorted(request.options)}.", fix="leave them out.")
+                raise ConfigError(
+                    f"A prebuilt engine has no options, but the options {sorted(request.options)} were passed.",
+                    fix="leave the options out.",
+                )
             check_target(artifact, machine)
             return {c.name: self._engine(artifact, c, request.device) for c in artifact.components}
         options = read_options(request.options, request.device)

@@ -29,13 +29,13 @@ def build(
 ) -> Artifact:
     """Build an engine for every graph of an ONNX artifact into the existing folder `out`. Takes minutes.
 
-    The precision is that of the graph. An error is raised if the engine computes nothing in that precision.
+    The engine has the precision of the graph. An error is raised if the engine computes nothing in this precision.
 
     Args:
         artifact: An artifact in the format `onnx`, without operators of ONNX Runtime.
         out: The output folder.
         device: The GPU.
-        machine: The GPU and its software, recorded in the artifact: the engine runs only there.
+        machine: The GPU and its software, recorded in the artifact, because the engine runs only with the same GPU and software.
         profile: Sizes of axes; `complete` adds the missing axes.
 
     Raises:
@@ -44,7 +44,10 @@ def build(
         SessionError: TensorRT cannot build an engine for the graph.
     """
     if artifact.format != "onnx":
-        raise ConfigError(f"Engines are built from ONNX, not from {artifact.format}.", fix="export the model to ONNX.")
+        raise ConfigError(
+            f"Engines are built from ONNX graphs, but the artifact has the format {artifact.format}.",
+            fix="export the model to ONNX.",
+        )
     started = time.perf_counter()
     components, sizes = [], {}
     for component in artifact.components:
@@ -52,8 +55,8 @@ def build(
         own = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain == MICROSOFT})
         if own:
             raise ExportError(
-                f"{component.file} has operators of ONNX Runtime's own: {', '.join(own)}. TensorRT does not know them.",
-                fix="start from the artifact before it was optimized, or optimize it with --backend tensorrt.",
+                f"The graph {component.file} has operators of ONNX Runtime that TensorRT does not support: {', '.join(own)}.",
+                fix="use the artifact from before it was optimized, or optimize it with --backend tensorrt.",
             )
         full_profile = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))
         sizes[component.name] = {axis: str(found) for axis, found in full_profile.items()}
@@ -107,8 +110,8 @@ class EngineExporter:
         if not probe.available:
             why = "; ".join(str(reason) for reason in probe.reasons)
             raise ExportError(
-                f"An engine is built on the GPU that runs it, and TensorRT cannot be used here: {why}.",
-                fix="export to ONNX here, and build the engine on the GPU host.",
+                f"An engine must be built on the GPU that runs it, but TensorRT cannot be used on this machine: {why}.",
+                fix="export the model to ONNX on this machine, and build the engine on the machine with the GPU.",
             )
         device = probe.devices[0]
         with scratch() as folder:

@@ -1,6 +1,6 @@
 """Cache folders for engines and for measured kernel times under `ACCEL_HOME`.
 
-Each key has everything that the content depends on.
+The name of a cache folder depends on everything that its content depends on.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ def check_target(artifact: Artifact, machine: EngineMachine) -> None:
     target, here = dict(artifact.manifest.target or {}), machine.target()
     if target != here:
         differs = ", ".join(
-            f"{key} {target.get(key)!r} (here {here[key]!r})" for key in here if target.get(key) != here[key]
+            f"{key} {target.get(key)!r} (this machine has {here[key]!r})"
+            for key in here
+            if target.get(key) != here[key]
         )
         raise TargetMismatchError(
-            f"{artifact.path} holds an engine that was built for {differs}.",
-            fix="build it again here: accel export MODEL OUT --format tensorrt.",
+            f"The engine in {artifact.path} was built for {differs}.",
+            fix="build the engine again on this machine: accel export MODEL OUT --format tensorrt.",
         )
 
 

@@ -84,8 +84,8 @@ def build_plan(
     if not parser.parse_from_file(str(graph)):
         errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
         raise SessionError(
-            f"TensorRT cannot read {graph.name}: {errors[:600]}",
-            fix="start from a graph without com.microsoft operators: accel optimize --backend tensorrt.",
+            f"TensorRT cannot read the ONNX graph {graph.name}: {errors[:600]}",
+            fix="use a graph without com.microsoft operators: accel optimize --backend tensorrt.",
         )
     config = builder.create_builder_config()
     # The engine inspector reports data types only for engines built with detailed profiling verbosity.
@@ -101,7 +101,8 @@ def build_plan(
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise SessionError(
-            f"TensorRT finds no kernels for {graph.name}.", fix="give a smaller profile, or more workspace."
+            f"TensorRT found no kernels for the graph {graph.name}.",
+            fix="use a profile with smaller sizes, or a GPU with more free memory.",
         )
     if times is not None:
         partial = times.with_suffix(".partial")
@@ -136,8 +137,8 @@ def check_precisions(information: str, precisions: Sequence[str]) -> None:
         if not any(word in name for name in types for word in words):
             have = ", ".join(f"{name} ({n})" for name, n in types.most_common()) or "nothing"
             raise SessionError(
-                f"The graph asks for {precision}, and TensorRT built an engine that has no tensor of it, only {have}.",
-                fix="check that this GPU has such kernels; use another precision otherwise.",
+                f"The graph uses {precision}, but the engine that TensorRT built has no tensor of this data type, only {have}.",
+                fix="check that this GPU has kernels for the data type, or use a graph with another data type.",
             )
 
 
@@ -176,8 +177,8 @@ class EngineSession(BaseSession[Any]):
             self._engine = self._library.deserialize_cuda_engine(plan)
             if self._engine is None:
                 raise SessionError(
-                    "TensorRT cannot load this engine: it was built by another version, or for another GPU.",
-                    fix="build it again on this machine.",
+                    "TensorRT cannot load this engine, because it was built by another version of TensorRT or for another GPU.",
+                    fix="build the engine again on this machine.",
                 )
             context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
@@ -206,7 +207,10 @@ class EngineSession(BaseSession[Any]):
     def _type(self, name: str) -> torch.dtype:
         word = str(self._engine.get_tensor_dtype(name)).rpartition(".")[2].upper()
         if word not in _TYPES:
-            raise SessionError(f"The engine's tensor {name!r} is {word}, which torch tensors cannot be bound to.")
+            raise SessionError(
+                f"The engine's tensor {name!r} has the data type {word}, which torch tensors do not support.",
+                fix="export the model again with inputs and outputs of another data type.",
+            )
         return _TYPES[word]
 
     def _spec(self, name: str) -> TensorSpec:
@@ -244,7 +248,9 @@ class EngineSession(BaseSession[Any]):
             stream = torch.cuda.current_stream(self._where)
             if not context.execute_async_v3(stream.cuda_stream):
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                raise SessionError(f"TensorRT failed on inputs {shapes}.", fix="use smaller batches.")
+                raise SessionError(
+                    f"TensorRT failed to run the engine on inputs of the shapes {shapes}.", fix="use smaller batches."
+                )
         return {name: results[name] for name in names}
 
     def _buffer(self, name: str, shape: Shape, given: torch.Tensor | None) -> torch.Tensor:
@@ -257,8 +263,8 @@ class EngineSession(BaseSession[Any]):
     def _outside(self, name: str, tensor: torch.Tensor) -> InputError:
         least, _, most = (tuple(int(d) for d in shape) for shape in self._profile[name])
         return InputError(
-            f"Input {name!r} has shape {tuple(tensor.shape)}; the engine was built for {least} to {most}.",
-            fix="build it with a wider profile.",
+            f"Input {name!r} has the shape {tuple(tensor.shape)}, but the engine was built for {least} to {most}.",
+            fix="pass inputs within these shapes, or build the engine again with a larger profile.",
         )
 
     def close(self) -> None:

@@ -36,17 +36,18 @@ PROVIDER_OPTIONS = (
     "trt_tactic_sources",
 )
 _PRECISION = (
-    "precision comes from the graph: accel optimize --backend tensorrt --level O4 (float16), or accel quantize."
+    "leave the option out: the precision comes from the graph. To change it, use accel optimize --backend tensorrt --level O4 "
+    "(float16), or accel quantize."
 )
-_CACHED = "engines and kernel times are kept under ACCEL_HOME."
+_CACHED = "leave the option out: accel stores engines and kernel times in the folder ACCEL_HOME."
 _PROFILE = 'use profile="batch=1:8:32,sequence=16:128:384".'
-_PAIRS = "quantize to Q/DQ pairs: accel quantize --scheme static-int8."
+_PAIRS = "leave the option out, and quantize the model to Q/DQ pairs: accel quantize --scheme static-int8."
 _TAKEN = {
     **dict.fromkeys(("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable"), _PRECISION),
     **{f"trt_engine_cache_{word}": _CACHED for word in ("enable", "path", "prefix")},
     **dict.fromkeys(("trt_timing_cache_enable", "trt_timing_cache_path", "trt_force_timing_cache"), _CACHED),
     **{f"trt_profile_{word}_shapes": _PROFILE for word in ("min", "opt", "max")},
-    "user_compute_stream": "leave it out: calls are ordered on torch's current stream.",
+    "user_compute_stream": "leave user_compute_stream out: accel orders calls on torch's current stream.",
     **dict.fromkeys(("trt_int8_calibration_table_name", "trt_int8_use_native_calibration_table"), _PAIRS),
 }
 

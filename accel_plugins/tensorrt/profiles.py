@@ -21,10 +21,16 @@ def complete(component: Component, given: Profile, shapes: Mapping[str, int] | N
     axes = axes_of(component)
     for axis, sizes in given.items():
         if axis not in axes:
-            raise ConfigError(f"The graph has no axis {axis!r}.", fix=f"use {', '.join(axes)}.")
+            raise ConfigError(
+                f"The profile has sizes for the axis {axis!r}, but the graph has no axis {axis!r}.",
+                fix=f"use the axes {', '.join(axes)}.",
+            )
         limit = component.max_sizes.get(axis)
         if limit is not None and sizes.most > limit:
-            raise ConfigError(f"{axis} goes up to {sizes.most}; the model has {limit}.", fix=f"use at most {limit}.")
+            raise ConfigError(
+                f"The profile sets {axis} to at most {sizes.most}, but the model supports at most {limit}.",
+                fix=f"use at most {limit}.",
+            )
     profile = {}
     for axis in axes:
         most = component.max_sizes.get(axis, LONGEST)

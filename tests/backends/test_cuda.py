@@ -474,7 +474,7 @@ def test_invalid_ids_on_gpu_raise(
     expected = [{n: t.clone() for n, t in session.run(feeds).items()} for _ in range(3)][-1]
     # The session has captured a CUDA graph for this shape. With `padding="right"`, a call does not wait for the check
     # of its ids, so a later call reports the invalid ids.
-    with pytest.raises(InputError, match="This call, or an earlier one"):
+    with pytest.raises(InputError, match="This call, or an earlier call on this GPU"):
         session.run(bad)
         assert padding == "right" or level == "O1"
         torch.cuda.synchronize(GPU)
@@ -491,4 +491,4 @@ def test_invalid_ids_of_last_call_are_logged_at_close(
         session.run(feeds)
     session.run({**feeds, "input_ids": feeds["input_ids"] - 10**6})
     session.close()
-    assert "This call, or an earlier one" in caplog.text
+    assert "This call, or an earlier call on this GPU" in caplog.text

@@ -250,7 +250,7 @@ def test_changed_mask_of_cached_tokens_raises(halved: Halved) -> None:
         model(input_ids=ids[:, :1], attention_mask=ones[:, :6], past_key_values=cache)
     for wrong in (odd, odd.cpu()):
         cache = model(input_ids=ids, attention_mask=ones[:, :4]).past_key_values
-        with pytest.raises(InputError, match="other tokens than in earlier calls"):
+        with pytest.raises(InputError, match="other tokens of earlier calls"):
             model(input_ids=ids[:, :2], attention_mask=wrong[:, :6], past_key_values=cache)
 
 
@@ -322,7 +322,7 @@ def test_invalid_token_on_gpu_raises(halved: Halved) -> None:
         mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
         found = model(tokens + wrong, attention_mask=mask, past_key_values=found.past_key_values)
     torch.cuda.synchronize(GPU)
-    with pytest.raises(InputError, match="This call, or an earlier one"):
+    with pytest.raises(InputError, match="This call, or an earlier call on this GPU"):
         model(**prompt)
     assert torch.equal(
         model.generate(**prompt, max_new_tokens=4), opened(halved("llama")).generate(**prompt, max_new_tokens=4)

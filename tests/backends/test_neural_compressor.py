@@ -130,7 +130,7 @@ def test_transformers_folder_is_quantized_directly(made: Callable[..., Artifact]
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        ({"scheme": "weight-int4", "algorithm": "hqq"}, ConfigError, "not offered"),
+        ({"scheme": "weight-int4", "algorithm": "hqq"}, ConfigError, "not available"),
         ({"scheme": "weight-int4", "algorithm": "gptq"}, QuantizeError, "calibration data"),
         ({"scheme": "static-int8"}, QuantizeError, "calibration data"),
         ({"scheme": "static-int8", "smooth_quant": 0.5}, ConfigError, "does not use the setting smooth_quant"),
@@ -153,7 +153,7 @@ def test_unsupported_settings_are_refused(
 
 def test_text_algorithm_refuses_images(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     images = [{"pixel_values": torch.rand(1, 3, 32, 32)}]
-    with pytest.raises(QuantizeError, match="with ids of tokens, and this one takes pixel_values"):
+    with pytest.raises(QuantizeError, match="with token ids, but this model has the inputs pixel_values"):
         quantize(
             tiny_folder("vit", "image-classification"), tmp_path / "out",
             backend=BACKEND, scheme="weight-int4", algorithm="awq", block_size=16, calibration=images,
@@ -269,10 +269,10 @@ def padded_pairs(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Te
 @pytest.mark.parametrize(
     ("family", "algorithm", "why"),
     [
-        ("gemma3", "gptq", "block 1 of the model's 2 is called with something else"),
-        ("gemma3", "awq", "block 1 of the model's 2 is called with something else"),
+        ("gemma3", "gptq", "calls block 1 of 2 with other arguments"),
+        ("gemma3", "awq", "calls block 1 of 2 with other arguments"),
         ("gpt2", "gptq", "Conv1D"),
-        ("llama", "teq", "no norm"),
+        ("llama", "teq", "normalization layers"),
     ],
 )
 def test_models_unsupported_by_an_algorithm_are_refused(family: str, algorithm: str, why: str, tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_openvino_converts_blocks_after_unknown_reshape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"ids": torch.ones((1, 4), dtype=torch.int64)}, "has ids, and none of what the model takes"),
+        ({"ids": torch.ones((1, 4), dtype=torch.int64)}, "has the inputs ids, but the model needs"),
         ({"input_ids": [[5, 6, 7]]}, "is a list, but it must be a tensor"),
     ],
     ids=["names", "lists"],

@@ -148,7 +148,7 @@ def test_model_quantized_for_another_cpu_does_not_saturate(
     monkeypatch.setattr(backend, "cpu_flags", lambda: ("avx2",))
     with caplog.at_level(logging.WARNING):
         assert difference(made, ir) < 0.1
-    assert "was quantized for another processor" in caplog.text
+    assert "was quantized for a different processor" in caplog.text
 
 
 def test_model_quantized_for_this_cpu_stays_int8(
@@ -280,7 +280,7 @@ def test_operators_setting_limits_quantization(ir: Artifact, tmp_path: Path) -> 
     assert count(
         quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(4), operators=("MatMul",)), "FakeQuantize"
     )
-    with pytest.raises(QuantizeError, match="nothing that static-int8 quantizes"):
+    with pytest.raises(QuantizeError, match="static-int8 quantized no operator"):
         quantize(ir, tmp_path / "none", scheme="static-int8", calibration=rows(4), operators=("Gather",))
 
 
@@ -319,7 +319,7 @@ def test_settings_change_the_result(settings: dict[str, Any], ir: Artifact, stat
     [
         ({"preset": "performence"}, "performance"),
         ({"format": "qoperator"}, "does not use the setting format='qoperator'"),
-        ({"scheme": "weight-int4", "algorithm": "hqq"}, "HQQ"),
+        ({"scheme": "weight-int4", "algorithm": "hqq"}, "hqq"),
     ],
 )
 def test_settings_without_counterpart_raise(
@@ -392,7 +392,7 @@ def test_tables_that_are_not_weights_are_not_compressed(tmp_path: Path) -> None:
 
 
 def test_exclude_of_all_weights_raises(ir: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(QuantizeError, match=r"exclude=.* leaves no weights") as error:
+    with pytest.raises(QuantizeError, match=r"compressed no weights, because exclude=") as error:
         quantize(ir, tmp_path / "out", scheme="weight-int8", exclude=("re:.*",))
     assert "constant" in str(error.value.fix)
 
@@ -408,7 +408,7 @@ def test_model_without_weights_raises(tmp_path: Path) -> None:
         with pytest.raises(QuantizeError, match="no weights") as error:
             quantize(artifact, tmp_path / "out", scheme=scheme)
         assert error.value.fix
-    with pytest.raises(QuantizeError, match="nothing that static-int8 quantizes"):
+    with pytest.raises(QuantizeError, match="static-int8 quantized no operator"):
         quantize(artifact, tmp_path / "out", scheme="static-int8", calibration=[{"values": torch.randn(3, 4)}])
     assert not (tmp_path / "out").exists()
 
@@ -423,13 +423,13 @@ def test_every_graph_of_an_encoder_decoder_is_quantized(generator: Callable[...,
     ids = torch.tensor([[5, 6, 7, 8, 3]])
     found = ORTModelForSeq2SeqLM.from_pretrained(made.path).generate(input_ids=ids, max_new_tokens=8)
     assert found.shape[0] == 1
-    with pytest.raises(QuantizeError, match="needs data for each of the graphs encoder"):
+    with pytest.raises(QuantizeError, match="the graphs encoder.* needs calibration data for each graph"):
         quantize(whole, tmp_path / "static", scheme="static-int8", calibration=rows())
 
 
 def test_onnx_decoders_are_refused(generator: Callable[..., Artifact], tmp_path: Path) -> None:
     onnx = generator("llama")
-    with pytest.raises(OptimizeError, match="keeps its cache outside of the graph"):
+    with pytest.raises(OptimizeError, match="have the KV cache as inputs and outputs"):
         quantize(onnx, tmp_path / "int8", scheme="weight-int8", backend="openvino")
-    with pytest.raises(OptimizeError, match="keeps its cache outside of the graph"):
+    with pytest.raises(OptimizeError, match="have the KV cache as inputs and outputs"):
         optimize(onnx, tmp_path / "ir", backend="openvino", level="O1")

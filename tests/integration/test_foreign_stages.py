@@ -41,7 +41,7 @@ THOROUGH = (
 )  # fmt: skip
 FOLDERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
 UNREADABLE = {
-    "exported/llama-single-openvino": "makes one token a call",
+    "exported/llama-single-openvino": "accepts only one token per call",
     "exported/t5-single-onnx": "names no encoder's graph",
 }
 # These OpenVINO IR decoders have their KV cache as inputs and outputs.
@@ -83,13 +83,13 @@ def refusal(folder: str, stage: str) -> str | None:
         "optimize": [(is_ir(folder), "No installed backend can optimize a model in the format 'openvino_ir'")],
         "dynamic-int8": [(is_ir(folder), "can quantize a model in the format 'openvino_ir' with the scheme 'dynamic-int8'")],
         "static-int8": [
-            (name in OUTER_CACHES, "keeps its KV cache outside of its graph"),
+            (name in OUTER_CACHES, "has its KV cache as graph inputs and outputs"),
             (not is_ir(folder) and name in BRANCHED, "All layers are in the branches of an If"),
         ],
-        "weight-int8": [(name in OUTER_CACHES, "keeps its KV cache outside of its graph")],
+        "weight-int8": [(name in OUTER_CACHES, "has its KV cache as graph inputs and outputs")],
         "weight-int4": [
-            (name in OUTER_CACHES, "keeps its KV cache outside of its graph"),
-            (is_ir(folder), "The block size does not divide the weights' channels"),
+            (name in OUTER_CACHES, "has its KV cache as graph inputs and outputs"),
+            (is_ir(folder), "does not divide the number of input channels"),
         ],
         "evaluate": [
             # The IR folders contain their tokenizers, but the Optimum folders do not.

@@ -369,9 +369,7 @@ def _has_parts(task: str) -> bool:
 _PARTS = ("text2text-generation", "automatic-speech-recognition", "image-to-text", "image-text-to-text")
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        lambda c: c.exporter in ("openvino", "aotinductor") and c.capture.startswith("opset"), "has no opset to choose"
-    ),
+    Refusal(lambda c: c.exporter in ("openvino", "aotinductor") and c.capture.startswith("opset"), "opset"),
     Refusal(
         lambda c: (
             c.runner == "aotinductor" and _has(c, "compute_dtype") and parsed(c.option)["compute_dtype"] != c.made_dtype
@@ -382,15 +380,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
     ),
-    Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "no HQQ"),
-    Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not offered"),
-    Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'calibration="percentile"'), "no percentile"),
+    Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "does not support the algorithm"),
+    Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not available"),
+    Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'calibration="percentile"'), "percentile"),
     # The layers of the small BERT have 48 inputs, and the default block size of 32 does not divide 48.
     Refusal(
         lambda c: (
             c.quantizer == "neural-compressor" and c.task == "text-classification" and _sets(c, 'algorithm="awq"')
         ),
-        "awq takes whole blocks",
+        "awq needs whole blocks",
         takes_long=True,
     ),
     Refusal(
@@ -403,7 +401,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "computes in float32 around its integers",
         takes_long=True,
     ),
-    Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "no entropy"),
+    Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "entropy"),
     Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
     # Calibration batches contain the inputs of the model but no KV cache. The decoder graphs also have the KV cache as
     # inputs.
@@ -422,7 +420,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and (c.task in _PARTS or _has_parts(c.task))
             and (c.scheme == "static-int8" or _sets(c, 'algorithm="gptq"', "scale_estimation"))
         ),
-        "needs data for each of the graphs",
+        "needs calibration data for each graph",
         takes_long=True,
     ),
     Refusal(
@@ -447,7 +445,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # This refusal applies to processors without float16 instructions. Other processors run these cases.
     Refusal(
         lambda c: c.runner == "openvino" and c.device in HOST and _has(c, "compute_dtype") and not _computes(c),
-        "does not compute in",
+        "does not support compute_dtype",
         unless="this processor computes in every dtype",
     ),
     Refusal(
@@ -457,10 +455,10 @@ REFUSALS: tuple[Refusal, ...] = (
             and (c.scheme, c.option) == ("static-int8", 'compute_dtype="float16"')
             and _computes(c)
         ),
-        "no kernels of its own for 8-bit",
+        "no fast kernels for 8-bit",
         unless="this processor does not compute in float16",
     ),
-    Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "no threads to set"),
+    Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "does not use CPU threads"),
     Refusal(
         lambda c: c.runner in ("pytorch", *COMPILES) and _has(c, "profile", "graph_optimization"),
         "PyTorch has no setting",
@@ -483,7 +481,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # layers stay in floating point.
     Refusal(
         lambda c: c.task == "mask-generation" and c.format == "openvino_ir" and c.scheme == "weight-int4",
-        "block size does not divide",
+        "block size .* does not divide",
         takes_long=True,
     ),
     Refusal(

@@ -102,7 +102,7 @@ def test_profile_covers_every_axis() -> None:
 def test_profile_must_fit_the_graph() -> None:
     with pytest.raises(ConfigError, match="no axis 'length'"):
         complete(COMPONENT, {"length": AxisSizes(1, 1, 1)})
-    with pytest.raises(ConfigError, match="the model has 384"):
+    with pytest.raises(ConfigError, match="the model supports at most 384"):
         complete(COMPONENT, {"sequence": AxisSizes(1, 128, 512)})
 
 
@@ -196,7 +196,9 @@ def test_precision_of_an_engine() -> None:
     check_precisions(json.dumps(LAYERS_10), ["float16"])
     check_precisions(json.dumps(LAYERS_11), ["float8_e4m3fn"])
     check_precisions(json.dumps(LAYERS_10), [])
-    with pytest.raises(SessionError, match="asks for int8, and TensorRT built an engine that has no tensor of it"):
+    with pytest.raises(
+        SessionError, match="uses int8, but the engine that TensorRT built has no tensor of this data type"
+    ):
         check_precisions(json.dumps(LAYERS_10), ["float16", "int8"])
     with pytest.raises(SessionError, match="only nothing"):
         check_precisions('{"Layers": []}', ["float16"])
@@ -240,8 +242,11 @@ def engine_artifact(path: Path, target: dict[str, str]) -> Artifact:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gpu": "NVIDIA A10", "arch": "sm_86"}, "gpu 'NVIDIA A10' (here 'NVIDIA H200'), arch 'sm_86' (here 'sm_90')"),
-        ({"tensorrt": "11.4.0"}, "tensorrt '11.4.0' (here '10.13.0')"),
+        (
+            {"gpu": "NVIDIA A10", "arch": "sm_86"},
+            "gpu 'NVIDIA A10' (this machine has 'NVIDIA H200'), arch 'sm_86' (this machine has 'sm_90')",
+        ),
+        ({"tensorrt": "11.4.0"}, "tensorrt '11.4.0' (this machine has '10.13.0')"),
     ],
 )
 def test_engine_for_another_machine_is_refused(
@@ -427,7 +432,7 @@ def test_engine_is_built_with_a_timing_cache(journal: Journal, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"), [({"parsed": False}, "no such operator"), ({"plan": None}, "finds no kernels")]
+    ("settings", "says"), [({"parsed": False}, "no such operator"), ({"plan": None}, "found no kernels")]
 )
 def test_tensorrt_failures_raise(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str) -> None:
     monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), **settings))
@@ -488,7 +493,7 @@ def test_engine_without_the_requested_precision_is_not_kept(
     (tmp_path / "out").mkdir()
     layers = {"Layers": [{"Inputs": [{"DataType": "Float"}], "Outputs": []}]}
     monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), layers=layers))
-    with pytest.raises(SessionError, match="asks for float16.*only float"):
+    with pytest.raises(SessionError, match="uses float16.*only float"):
         build(portable, tmp_path / "out", device=GPU, machine=HERE)
     assert not list((tmp_path / "out").iterdir())
 
@@ -555,7 +560,7 @@ def test_engine_session_checks_its_inputs(
 
 def test_engine_that_cannot_be_loaded_raises(journal: Journal, on_the_host: None, tmp_path: Path) -> None:
     (tmp_path / "other.plan").write_bytes(b"other")
-    with pytest.raises(SessionError, match="another version, or for another GPU"):
+    with pytest.raises(SessionError, match="another version of TensorRT or for another GPU"):
         engines.EngineSession.load(tmp_path / "other.plan", GPU)
 
 
@@ -569,7 +574,7 @@ def test_missing_package_error_gives_the_install_command(monkeypatch: pytest.Mon
 
 
 def test_export_without_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="export to ONNX here"):
+    with pytest.raises(ExportError, match="export the model to ONNX on this machine"):
         export(tiny_model("bert"), tmp_path / "out", task="text-classification", format="tensorrt")
     assert not (tmp_path / "out").exists()
 

@@ -43,7 +43,7 @@ SHORT_UP_TO = 64
 
 @dataclass(frozen=True, slots=True)
 class MaskContent:
-    """The content of a padding mask: the fastest form that is correct for it at any size, and the number of tokens."""
+    """The content of a padding mask: the fastest form that is correct for it, regardless of the shape, and the number of tokens."""
 
     form: FormName
     tokens: int
@@ -69,8 +69,8 @@ _host_weights = functools.lru_cache(maxsize=64)(counting_weights)
 def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return `(batch, 2) int64`: each row's number of tokens and the sum of their column numbers.
 
-    They are computed on the mask's device with three kernels. The tokens of a row are at its start exactly if this sum
-    is the smallest possible for their number.
+    The values are computed on the mask's device with three kernels. All tokens of a row are at its start if and only if
+    the sum of their column numbers is the smallest possible sum for that number of tokens.
     """
     return (mask.ne(0).unsqueeze(-1) * weights).sum(1)
 

@@ -6,8 +6,8 @@ each row. Operators that compute each token independently work on packed values.
 packed where it is added. All other operators get the original layout, with zeros at padding positions.
 
 ONNX Runtime's own `RemovePadding` reads the number of tokens in CPU memory during a run, which is impossible in a CUDA
-graph. Here, the number of packed rows is chosen before the run and rounded up, and the indices are inputs of the graph,
-which `Packing` computes on the GPU. The packed rows after the last token are computed but never read.
+graph. In this module, the number of packed rows is chosen before the run and rounded up, and the indices are inputs of
+the graph, which `Packing` computes on the GPU. The packed rows after the last token are computed but never read.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Packer:
         return self._inputs[name]
 
     def _holds_tokens(self, value: ir.Value | None) -> bool:
-        """Return whether a value is packed, or has the mask's batch and sequence axes, as a residual past an attention has."""
+        """Return whether a value is packed, or has the mask's batch and sequence axes, like a residual around an attention."""
         if value is None or value.shape is None:
             return False
         return id(value) in self._packed or list(value.shape[:2]) == [self._batch, self._sequence]

@@ -1,7 +1,7 @@
 """Rows of a batch as a KV cache stores them: tokens without the padding of the caller's mask.
 
 A mask `(batch, columns)` may have padding anywhere. A cache without a mask stores, for each row, only the tokens that
-the mask keeps, from place 0 on.
+the mask keeps, starting at index 0.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class MaskColumns:
         """
         if not self.agree(mask):
             raise InputError(
-                "The attention mask keeps other tokens than in earlier calls; the cache holds just those of before.",
-                fix="pass the earlier mask with the new tokens' entries behind it, or start with an empty cache.",
+                "The attention mask does not match the KV cache: it masks other tokens of earlier calls than the earlier masks.",
+                fix="pass the earlier mask, extended by the entries of the new tokens, or start with an empty cache.",
             )
         new = mask[:, self.columns :]
         self._mask, self._following = mask.clone(), 0
