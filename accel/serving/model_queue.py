@@ -388,7 +388,8 @@ class ModelQueue:
                 row.job.left -= 1
                 if not row.job.left:
                     complete.append(row.job)
-            # While the queue stops, the helper threads may have ended already.
+            # While the queue stops, the helper threads may have ended already, so this thread finishes the requests
+            # itself.
             busy = bool(self._ready or self._raw) and not self._stopping
             if busy and complete:
                 self._computed.extend(complete)

@@ -68,7 +68,8 @@ class TensorHandler:
                 f"The inputs have {length} tokens, but the model accepts at most {self._limit}.",
                 fix="shorten the inputs.",
             )
-        # Requests with the same `group` can share a call: it contains all sizes that must be equal within a batch.
+        # Requests with the same `group` can share a call. The group contains all sizes that must be equal within a
+        # batch.
         free = {"batch", _SEQUENCE} if self._pads else {"batch"}
         group = tuple(
             tuple(size for size, axis in zip(sizes[name], spec.shape, strict=True) if axis not in free)

@@ -65,8 +65,8 @@ def open_all(source: Source, *, workers: int, processors: int | None = None, **a
     asked = read_arguments(**arguments)
     plan = with_artifact(ORTModel.plan(source, asked))
     if asked.settings.options is None:
-        whole = workers == 1 and processors is None
-        share = None if whole else max(1, (processors or available_processors()) // workers)
+        uses_all = workers == 1 and processors is None
+        share = None if uses_all else max(1, (processors or available_processors()) // workers)
         # Threads that spin between calls occupy processors that the tokenizer and the callers need (docs/adr/0025-serving.md).
         # Lengths vary from call to call and a runtime may compile each new length, so rows are padded to the multiple that the
         # backend prefers (docs/adr/0034-padded-lengths.md).

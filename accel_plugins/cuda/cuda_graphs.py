@@ -72,7 +72,8 @@ def captured(
             finally:
                 graph.capture_end()
             graph.replay()
-    # Catch everything from ONNX Runtime and CUDA: the run worked above, so the call continues without a CUDA graph.
+    # Catch all errors of ONNX Runtime and CUDA, because the run worked before the capture: the session continues
+    # without a CUDA graph.
     except Exception as error:
         raise CaptureError(
             f"A run of the model cannot be captured as a CUDA graph: {type(error).__name__}: {str(error)[:300]}."
@@ -114,8 +115,8 @@ def _compare_on_others(
         torch.cuda.synchronize(runtime.device)
 
 
-def _compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
-    for name, tensor in found.items():
+def _compare(replayed: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+    for name, tensor in replayed.items():
         if not _agree(tensor, expected[name]):
             raise CaptureError(f"{what} gives a different output {name!r} than the run without a CUDA graph.")
 
@@ -132,15 +133,16 @@ class DeferredIdCheck:
 
     def __init__(self, bounds: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self.bounds = dict(bounds)
-        # Create the buffers outside of inference mode: inference tensors cannot be written outside of it.
+        # Create the buffers outside of inference mode, because tensors created in inference mode cannot be changed
+        # outside of it.
         with torch.inference_mode(False):
             self._wrong = torch.zeros((), dtype=torch.bool, device=device)
             self._host = torch.zeros((), dtype=torch.bool).pin_memory()
         self._view = self._host.numpy()
 
-    def note(self, found: torch.Tensor) -> None:
-        """Enqueue kernels on the current stream that record whether any element of the boolean tensor `found` is true."""
-        self._wrong.logical_or_(found.any())
+    def note(self, wrong: torch.Tensor) -> None:
+        """Enqueue kernels on the current stream that record whether any element of the boolean tensor `wrong` is true."""
+        self._wrong.logical_or_(wrong.any())
         self._host.copy_(self._wrong, non_blocking=True)
 
     def report(self) -> None:
@@ -303,12 +305,12 @@ class ShapeGraphs:
         Raises:
             CaptureError: The run cannot be captured, or its replay gives different results.
         """
-        found = self.graphs.get(plan)
-        if found is not None:
-            return found
+        existing = self.graphs.get(plan)
+        if existing is not None:
+            return existing
         runtime = self._runtime
         enqueue = self._prepared(plan)
-        # The capture starts after the inputs and the preparation, which are written on the current stream.
+        # The capture must start after the input buffers are written, which happens on the current stream.
         varied = [buffer for buffer in self.input_list if buffer is not self._mask]
         graph = captured(runtime, enqueue, self.outputs, torch.cuda.current_stream(runtime.device), varied)
         self.graphs[plan] = graph
@@ -332,7 +334,7 @@ class ShapeGraphs:
             bounded.clamp()
             if packing is not None and mask is not None:
                 packing.fill(mask)
-            # A `GpuMaskCheck` also checks the bounds of ids, so do not check them twice.
+            # A `GpuMaskCheck` also checks the bounds of ids, so the ids need no second check.
             if self.check is not None or not bounded.within:
                 runtime.enqueue(plan.form, binding)
                 return
@@ -342,9 +344,9 @@ class ShapeGraphs:
         return enqueue
 
 
-def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _agree(replayed: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether results are equal up to differences that atomics and the choice of algorithms cause between two runs."""
-    if not found.is_floating_point():
-        return torch.equal(found, expected)
+    if not replayed.is_floating_point():
+        return torch.equal(replayed, expected)
     scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
-    return torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-2 * scale, equal_nan=True)
+    return torch.allclose(replayed.float(), expected.float(), rtol=1e-2, atol=1e-2 * scale, equal_nan=True)

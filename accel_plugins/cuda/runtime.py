@@ -144,7 +144,7 @@ class Runtime:
     """
 
     # This optimizer changes the memory layout of convolutions on the CPU. It crashes the process on float16 graphs
-    # without convolutions (1.31).
+    # without convolutions (ONNX Runtime 1.31).
     disabled_optimizers: ClassVar[tuple[str, ...]] = ("NchwcTransformer",)
     """ONNX Runtime's graph optimizers that must be disabled."""
 
@@ -169,14 +169,14 @@ class Runtime:
         self._path = path
         self._session_options = session
         self._sessions: dict[FormName, ort.InferenceSession] = {}
-        # Share weights only if allowed: shared weights are outside of ONNX Runtime's arena, so `gpu_mem_limit` would
-        # not apply to them, and they cannot be added to the user's own options object.
+        # Share weights only if the options allow it. Shared weights are outside of ONNX Runtime's arena, so
+        # `gpu_mem_limit` would not apply to them. They also cannot be added to the user's own options object.
         shared = checked and "gpu_mem_limit" not in options.provider and OPTIONS_OBJECT not in session.native
         self._weights = SharedWeights(path, self.device) if shared else None
         self.graph_obstacle = _graph_obstacle(path) if options.cuda_graphs else "cuda_graphs=0"
         # Forms whose results agreed with the results of the general form.
         self._right: set[FormName] = {"general"}
-        # Whether the whole graph runs on the GPU; set to False if ONNX Runtime cannot open the graph in this way.
+        # True if the whole graph runs on the GPU; set to False if ONNX Runtime cannot open the graph in this way.
         self._whole = True
         self._run_options = ort.RunOptions()
         # accel captures CUDA graphs for each shape, so disable ONNX Runtime's own capture.
@@ -210,9 +210,9 @@ class Runtime:
         opened = next(iter(self._sessions.values()), None)
         return assignment_of(opened, CUDA) if opened is not None else None
 
-    def plan(self, held: MaskContent, mask: torch.Tensor) -> MaskPlan:
+    def plan(self, content: MaskContent, mask: torch.Tensor) -> MaskPlan:
         """Return the fastest plan for a call with this mask `(batch, sequence)`, using only forms that gave correct results."""
-        plan = plan_for(held, mask.shape, packs=self.packs, short=self._short)
+        plan = plan_for(content, mask.shape, packs=self.packs, short=self._short)
         while plan.form not in self._right:
             if self._verdict(plan.form).passed:
                 self._right.add(plan.form)
@@ -295,11 +295,11 @@ class Runtime:
         current.wait_stream(self.stream)
         return binding
 
-    def without_packing(self, held: MaskContent, error: Exception) -> MaskPlan:
+    def without_packing(self, content: MaskContent, error: Exception) -> MaskPlan:
         """Return the plan for a call after its packed form failed; the packed form is not tried again."""
         self.packs = False
         self.checks.refuse("packed", error)
-        return MaskPlan(held.form)
+        return MaskPlan(content.form)
 
     def session(self, form: FormName) -> ort.InferenceSession:
         """Return ONNX Runtime's session of a form of the graph; it is opened at the first request."""
@@ -331,7 +331,7 @@ class Runtime:
                 self.graph_obstacle = f"a part of the graph cannot run on the GPU ({error.message[-300:]})"
                 logger.info("CUDA graphs are disabled for %s: %s", self._path.name, self.graph_obstacle)
                 return session
-        # Without shared weights: nodes on the CPU cannot read weights in GPU memory.
+        # Open the session without shared weights, because nodes on the CPU cannot read weights in GPU memory.
         return self._open_with(model, {}, **extra)
 
     def _open_with(self, model: bytes | None, weights: Mapping[str, Any], **extra: str) -> ort.InferenceSession:
@@ -365,12 +365,12 @@ class Runtime:
             kind = ELEMENT_TYPES[tensor.dtype]
             where = ("cuda", index) if tensor.is_cuda else ("cpu", 0)
             binding.bind_input(name, *where, kind, tuple(tensor.shape), tensor.data_ptr())
-        for name, given in outputs.items():
-            if given is None:
+        for name, buffer in outputs.items():
+            if buffer is None:
                 binding.bind_output(name, "cuda", index)
             else:
-                kind = ELEMENT_TYPES[given.dtype]
-                binding.bind_output(name, "cuda", index, kind, tuple(given.shape), given.data_ptr())
+                kind = ELEMENT_TYPES[buffer.dtype]
+                binding.bind_output(name, "cuda", index, kind, tuple(buffer.shape), buffer.data_ptr())
         return binding
 
     def enqueue(self, form: FormName, binding: Any) -> None:
@@ -437,8 +437,9 @@ class DecoderRuntime(Runtime):
         NoCausalFormError: The graph cannot be rewritten to this form, or has no kernels for the data type of its cache.
     """
 
-    # Disable this fusion, which moves rotary position embeddings into attention. Attention then uses a row's length as
-    # the token's position and reads accel's table of the current call's angles as a table of all positions (1.31).
+    # Disable this fusion, because it moves rotary position embeddings into attention. Attention would then use a row's
+    # length as the token's position, and read accel's table of the current call's angles as a table of all positions
+    # (ONNX Runtime 1.31).
     disabled_optimizers = (*Runtime.disabled_optimizers, "GroupQueryAttentionFusion")
 
     def __init__(self, request: GraphRequest) -> None:
@@ -452,7 +453,7 @@ class DecoderRuntime(Runtime):
 
     @property
     def windowed(self) -> bool:
-        """Whether a layer attends only to a window of the last tokens."""
+        """True if a layer attends only to a window of the last tokens."""
         return self._form.windowed
 
     def _model(self, form: FormName) -> bytes | None:

@@ -37,8 +37,8 @@ _RIGHT_FOR: Mapping[FormName, tuple[FormName, ...]] = {
     "lengths": ("full", "lengths"),
     "general": ("full", "lengths", "general"),
 }
-"""The kinds of masks for which each form gives correct results. The packed form is missing, because it also depends on
-the number of rows.
+"""The kinds of masks for which each form gives correct results. The packed form is missing, because its results also
+depend on the number of rows.
 """
 Key = tuple[torch.Size, ...]
 R = TypeVar("R", bound=Runtime)
@@ -167,7 +167,7 @@ class CudaSession(BaseSession[R]):
                     return self._run_kernels(runtime, tensors, names, out, current)
             return self._replay(runtime, graphs, values, names, out, current, resident)
         except SessionError:
-            # Raise accel's own errors unchanged; the next clause would catch them, because `SessionError` is a
+            # Raise accel's own errors unchanged. The next `except` clause would catch them, because `SessionError` is a
             # `RuntimeError`.
             raise
         except RUN_ERRORS as error:
@@ -201,13 +201,14 @@ class CudaSession(BaseSession[R]):
             )
             return None
         shapes = self._output_shapes(tensors)
-        # Create the buffers outside of inference mode: inference tensors cannot be written outside of it.
+        # Create the buffers outside of inference mode, because tensors created in inference mode cannot be changed
+        # outside of it.
         with torch.inference_mode(False):
             outputs = {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
             graphs = ShapeGraphs(runtime, tensors, outputs, self._late)
-        held = self._held(runtime, tensors)
+        content = self._held(runtime, tensors)
         try:
-            self._captured(runtime, graphs, held)
+            self._captured(runtime, graphs, content)
         except CaptureError as error:
             runtime.refuse_graphs(error)
             return None
@@ -234,33 +235,33 @@ class CudaSession(BaseSession[R]):
             torch._foreach_copy_(graphs.input_list, values)
         else:
             graphs.load(values)
-        check, plan, held = graphs.check, graphs.expected, None
+        check, plan, content = graphs.check, graphs.expected, None
         if check is not None:
             mask = values[self._mask_position]
             if not mask.is_cuda:
                 self._check_values.waiting(dict(zip(self._names, values, strict=True)))
-                held = held_by(mask)
+                content = held_by(mask)
             else:
                 check.mark(current)
                 if graphs.waits or plan.form == "packed":
-                    held = self._found(check)
-            if held is not None:
-                plan, check = runtime.plan(held, mask), None
+                    content = self._found(check)
+            if content is not None:
+                plan, check = runtime.plan(content, mask), None
         graph = graphs.graphs.get(plan)
         if graph is None:
-            graph = graphs.capture(plan) if held is None else self._captured(runtime, graphs, held)
+            graph = graphs.capture(plan) if content is None else self._captured(runtime, graphs, content)
         else:
             graphs.expected = plan
         graph.replay()
         results = {name: self._copied(name, graphs.outputs[name], out.get(name)) for name in names}
         if check is not None:
-            held = self._found(check)
-            if held.form not in _RIGHT_FOR[plan.form]:
-                self._captured(runtime, graphs, held).replay()
+            content = self._found(check)
+            if content.form not in _RIGHT_FOR[plan.form]:
+                self._captured(runtime, graphs, content).replay()
                 for name, result in results.items():
                     result.copy_(graphs.outputs[name])
             else:
-                graphs.expected = runtime.plan(held, mask)
+                graphs.expected = runtime.plan(content, mask)
         return results
 
     def _found(self, check: GpuMaskCheck) -> MaskContent:
@@ -269,21 +270,21 @@ class CudaSession(BaseSession[R]):
         Raises:
             InputError: The call has ids that the model does not have.
         """
-        held = check.held()
+        content = check.held()
         if self._late is not None:
             self._late.report()
-        return held
+        return content
 
-    def _captured(self, runtime: Runtime, graphs: ShapeGraphs, held: MaskContent) -> torch.cuda.CUDAGraph:
+    def _captured(self, runtime: Runtime, graphs: ShapeGraphs, content: MaskContent) -> torch.cuda.CUDAGraph:
         """Return the fastest CUDA graph for a mask; the next call of this shape is expected to use the same plan."""
         mask = graphs.input_list[self._mask_position]
-        plan = runtime.plan(held, mask) if runtime.mask is not None else MaskPlan(held.form)
+        plan = runtime.plan(content, mask) if runtime.mask is not None else MaskPlan(content.form)
         try:
             graph = graphs.capture(plan)
         except (SessionError, *RUN_ERRORS) as error:
             if plan.form != "packed":
                 raise
-            plan = runtime.without_packing(held, error)
+            plan = runtime.without_packing(content, error)
             graph = graphs.capture(plan)
         graphs.expected = plan
         return graph
@@ -313,9 +314,9 @@ class CudaSession(BaseSession[R]):
     ) -> dict[str, torch.Tensor]:
         # Check ids in GPU memory immediately, because the call waits for the mask anyway.
         self._check_values.waiting(tensors)
-        held = self._held(runtime, tensors)
+        content = self._held(runtime, tensors)
         inputs = {name: on_device(tensor, self._where) for name, tensor in tensors.items()}
-        plan = MaskPlan(held.form) if runtime.mask is None else runtime.plan(held, inputs[runtime.mask])
+        plan = MaskPlan(content.form) if runtime.mask is None else runtime.plan(content, inputs[runtime.mask])
         results: dict[str, torch.Tensor | None] = dict.fromkeys(names)
         if self._known_shapes:
             shapes = self._output_shapes(inputs)
@@ -332,12 +333,12 @@ class CudaSession(BaseSession[R]):
         except (SessionError, *RUN_ERRORS) as error:
             if plan.form != "packed":
                 raise
-            binding = runtime.launch(runtime.without_packing(held, error), inputs, results, current)
+            binding = runtime.launch(runtime.without_packing(content, error), inputs, results, current)
         if self._known_shapes:
             return {name: value for name, value in results.items() if value is not None}
         values = dict(zip(names, binding.get_outputs(), strict=True))
         outputs = {name: ort_value_as_tensor(value) for name, value in values.items()}
-        # Return copies: ONNX Runtime may reuse the memory as soon as its value is deleted.
+        # Return copies, because ONNX Runtime may reuse the memory of an output as soon as its Python object is deleted.
         return {name: self._copied(name, tensor, out.get(name)) for name, tensor in outputs.items()}
 
     def _output_shapes(self, tensors: Feeds) -> dict[str, tuple[int, ...]]:

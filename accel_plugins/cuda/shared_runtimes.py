@@ -40,8 +40,8 @@ _INTEGER_KERNELS = {
     "ConvInteger",
 }
 
-# ONNX Runtime 1.31 logs a warning for every session: no plugin device is registered for its built-in CUDA provider. This
-# is harmless.
+# Log only errors: ONNX Runtime 1.31 logs a harmless warning for every session, because no plugin device is registered
+# for its built-in CUDA provider.
 _ERRORS_ONLY = 3
 
 

@@ -101,7 +101,7 @@ class Slot:
 
     @property
     def captured(self) -> bool:
-        """Whether a step replays a CUDA graph."""
+        """True if a step replays a CUDA graph."""
         return self._graph is not None
 
     def presents(self, row: int | None = None) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ class Slot:
 
     @property
     def mask_was_odd(self) -> bool:
-        """Whether a finished step had a mask with a different number of tokens than the cache contains.
+        """True if a finished step had a mask with a different number of tokens than the cache contains.
 
         Reading this does not wait for the GPU, so the last step may not be included yet.
         """
@@ -211,7 +211,8 @@ class Slots:
         if chosen is None:
             for slot in free[: max(0, len(free) - _SPARE + 1)]:
                 self._slots.remove(slot)
-            # Create the buffers outside of inference mode: inference tensors cannot be written outside of it.
+            # Create the buffers outside of inference mode, because tensors created in inference mode cannot be changed
+            # outside of it.
             with torch.inference_mode(False):
                 chosen = Slot(runtime, component, batch, capacity, self._late)
         else:

@@ -48,7 +48,7 @@ class CudaState(State):
 
     @property
     def captured(self) -> bool:
-        """Whether a step replays a CUDA graph."""
+        """True if a step replays a CUDA graph."""
         return self._slot is not None and self._slot.captured
 
     def select_rows(self, rows: Sequence[int]) -> None:

@@ -20,7 +20,8 @@ from accel.errors import QuantizeError
 _FIX = "use algorithm='rtn', or export the model and quantize the graph with backend='openvino'."
 # Arguments that GPTQ keeps although they are not tensors.
 _PAIRS = ("alibi", "position_embeddings")
-# Attention kernels for short and for long rows add numbers in a different order.
+# The outputs may differ slightly, because attention kernels for short and for long rows add numbers in a different
+# order.
 _TOLERANCE = 1e-3
 
 

@@ -154,10 +154,10 @@ def _weights(
     if config.algorithm in ("awq", "gptq"):
         batches = [row for batch in batches for row in _rows_alone(batch)]
     with hidden(model, excluded if config.algorithm == "gptq" else ()):
-        made: torch.nn.Module = quantize_weights(model, config, settings, batches)
-    names = with_block_layers(made, before)
-    share_again(made, inner)
-    return made, names
+        quantized: torch.nn.Module = quantize_weights(model, config, settings, batches)
+    names = with_block_layers(quantized, before)
+    share_again(quantized, inner)
+    return quantized, names
 
 
 def _source(artifact: Artifact) -> Source:

@@ -66,7 +66,7 @@ def observed(graph: Any, settings: Any, batches: Iterable[dict[str, torch.Tensor
 
 
 def integer_layers(
-    converted: Any, model: torch.nn.Module, prefix: str, wanted: Callable[[str], bool]
+    converted: Any, model: torch.nn.Module, prefix: str, is_quantized: Callable[[str], bool]
 ) -> dict[str, IntegerLinear]:
     """Return integer layers by name, with the scales and zero points of a converted graph.
 
@@ -74,7 +74,7 @@ def integer_layers(
         converted: The graph module from `observed`.
         model: The model whose layers are quantized.
         prefix: Prefix of the model's module names in the graph.
-        wanted: Function that tells by name whether a layer is quantized.
+        is_quantized: Function that tells by name whether a layer is quantized.
 
     Raises:
         QuantizeError: No layer is quantized, or a layer is used twice with different inputs.
@@ -88,7 +88,7 @@ def integer_layers(
             continue
         name = _name_of(weight, prefix)
         layer = _layer(model, name)
-        if layer is None or not wanted(name):
+        if layer is None or not is_quantized(name):
             continue
         integers = _integer_layer(converted, layer, x, weight)
         first = layers.setdefault(name, integers)
@@ -146,6 +146,6 @@ def _integer_layer(converted: Any, layer: torch.nn.Linear, x: Any, weight: Any) 
     return integers
 
 
-def _value(converted: Any, given: Any) -> Any:
+def _value(converted: Any, argument: Any) -> Any:
     """Return the value of a node's argument: the argument itself if it is a number, else the tensor that it refers to."""
-    return attrgetter(str(given.target))(converted) if hasattr(given, "op") else given
+    return attrgetter(str(argument.target))(converted) if hasattr(argument, "op") else argument

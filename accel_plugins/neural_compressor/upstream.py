@@ -43,7 +43,7 @@ def library() -> ModuleType:
             warnings.simplefilter("ignore")
             from neural_compressor.common import options
 
-            # Only layer-wise quantization, which is not used here, writes to this folder.
+            # Only layer-wise quantization writes to this folder, and accel does not use layer-wise quantization.
             options.workspace = folder
             from neural_compressor.torch import quantization
     # The import looks for accelerators and may raise any exception.

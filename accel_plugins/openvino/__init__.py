@@ -43,7 +43,8 @@ SPEC = BackendSpec(
     summary="OpenVINO on Intel and other x86 or ARM CPUs, Intel GPUs and NPUs",
     extra="openvino",
     impl="accel_plugins.openvino.backend:OpenVinoBackend",
-    # Lower priority than ONNX Runtime: chosen for an ONNX graph only if ONNX Runtime is not installed.
+    # The priority is lower than that of ONNX Runtime, so OpenVINO is chosen for an ONNX graph only if ONNX Runtime is
+    # not installed.
     priority=5,
     auto=True,
     requires=("openvino",),
@@ -56,9 +57,10 @@ SPEC = BackendSpec(
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
         _RUN,
-        # Not ONNX decoders: their KV cache is outside of the graph, and OpenVINO needs it inside.
+        # ONNX decoders are excluded, because their KV cache is outside of the graph, and OpenVINO needs the KV cache
+        # inside the graph.
         replace(_RUN, consumes="onnx", excludes=(GENERATES,)),
-        # Conversion of ONNX graphs. Both levels do the same, without loss of accuracy.
+        # This capability converts ONNX graphs. Both levels do the same conversion, which does not change the accuracy.
         Capability(
             stage="optimize",
             consumes="onnx",

@@ -20,6 +20,6 @@ def divide_down(model: ov.Model) -> None:
         if quotient.get_type_name() != "Divide":
             continue
         number, divisor = quotient.input_values()
-        whole = operators.subtract(number, operators.floor_mod(number, divisor))
-        node.output(0).replace(operators.divide(whole, divisor).output(0))
+        multiple = operators.subtract(number, operators.floor_mod(number, divisor))
+        node.output(0).replace(operators.divide(multiple, divisor).output(0))
     model.validate_nodes_and_infer_types()

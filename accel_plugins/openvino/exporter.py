@@ -156,10 +156,10 @@ def output_specs(
     probes = [
         {axis: size * AXIS_STEPS.get(axis, 1) for axis, size in zip(axes, sizes, strict=False)} for sizes in _PROBES
     ]
-    for times, made in enumerate(probes, start=2):
-        if {"texts", "batch"} <= set(made):
-            # Each image has the same number of texts.
-            made["texts"] = times * made["batch"]
+    for times, sizes_by_axis in enumerate(probes, start=2):
+        if {"texts", "batch"} <= set(sizes_by_axis):
+            # Each image has the same number of texts, so the number of texts must be a multiple of the batch size.
+            sizes_by_axis["texts"] = times * sizes_by_axis["batch"]
     for axis, limit in (limits or {}).items():
         if probes[1].get(axis, 0) > limit:
             probes[0][axis], probes[1][axis] = max(1, limit // 2), limit

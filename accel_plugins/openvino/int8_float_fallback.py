@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 _INTEGERS = (ov.Type.i8, ov.Type.u8)
 PRODUCTS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData")
 _LAYOUTS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
-# Range of 7-bit weights, from -64 to 64. The quantizers of `accel` write such weights for processors that add int8
-# products in 16 bits.
+# Width of the range of 7-bit weights, which is -64 to 64. The quantizers of `accel` write 7-bit weights for processors
+# that add int8 products in 16 bits.
 _NARROW = 128
 
 

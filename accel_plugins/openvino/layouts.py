@@ -110,11 +110,11 @@ def _adopted(root: Path, folder: Path, named: str, task: str, config: dict[str, 
         _check_decode(folder)
     models = {"encoder": ENCODER, "decoder": DECODER} if several else {"model": named}
     read = {name: _read(folder, file, root) for name, file in models.items()}
-    made = {"encoder": _encoder, "model": _decoder if generates else _single, "decoder": _decoder}
+    builders = {"encoder": _encoder, "model": _decoder if generates else _single, "decoder": _decoder}
     architecture = str((config.get("architectures") or [""])[0])
     components = []
     for name, model in read.items():
-        component = made[name](name, model, config, folder / models[name])
+        component = builders[name](name, model, config, folder / models[name])
         graph = (folder / models[name]).relative_to(root)
         files = stamp_files(root, [path.as_posix() for path in (graph, graph.with_suffix(".bin"))])
         components.append(replace(component, file=files[0].name, files=files))
@@ -196,7 +196,7 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
     try:
         outputs = output_specs(model, inputs)
     except ExportError:
-        # A graph with dynamic height and width may still have position embeddings for images of one size only.
+        # A graph with dynamic height and width may still have position embeddings for only one image size.
         sizes = _image_sizes(config)
         if not sizes:
             raise
@@ -357,13 +357,13 @@ def _named_shape(port: ov.Output, model: ov.Model) -> tuple[int | str, ...]:
     """
     name, shape = port.any_name, port.partial_shape
     if name == "attention_mask" and "input_values" in _names(model.inputs):
-        known = _INPUT_AXES["input_values", 2][: len(shape)]
+        axes = _INPUT_AXES["input_values", 2][: len(shape)]
     elif name in _TEXT:
-        known = _TEXT_AXES.get(len(shape), ())
+        axes = _TEXT_AXES.get(len(shape), ())
     else:
-        known = _INPUT_AXES.get((name, len(shape)), ("batch",))
+        axes = _INPUT_AXES.get((name, len(shape)), ("batch",))
     return tuple(
-        dim.get_length() if dim.is_static else known[i] if i < len(known) else f"{name}_{i}"
+        dim.get_length() if dim.is_static else axes[i] if i < len(axes) else f"{name}_{i}"
         for i, dim in enumerate(shape)
     )
 

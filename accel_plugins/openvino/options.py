@@ -1,6 +1,6 @@
 """Options of the OpenVINO backend: validation and translation into OpenVINO properties."""
 
-# No `from __future__ import annotations` here: the option check reads the field types at run time.
+# This module has no `from __future__ import annotations`, because the option check reads the field types at run time.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -100,7 +100,7 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
             f"threads is {session.threads}, but the device {device} does not use CPU threads.",
             fix="leave threads out, or use the device 'cpu'.",
         )
-    # The device `AUTO` may choose the CPU, so it needs these settings as well.
+    # The device `AUTO` may choose the CPU, so the settings for the CPU are also passed to `AUTO`.
     processor = _on_the_processor(session, dtype) if device == "CPU" or device.startswith("AUTO") else {}
     if session.inter_op_threads != 1:
         raise ConfigError(
@@ -114,11 +114,11 @@ def properties(device: str, options: Mapping[str, object], session: SessionOptio
         )
     if session.profile is not None:
         settings["PERF_COUNT"] = True
-    given = {**options, **session.native}
-    if isinstance(hint := given.get("performance_hint"), str):
-        given["performance_hint"] = hint.lower()
-    ours = OpenVinoOptions.from_dict({name: value for name, value in given.items() if name in _OURS}).properties()
-    native = {name: value for name, value in given.items() if name not in _OURS}
+    combined = {**options, **session.native}
+    if isinstance(hint := combined.get("performance_hint"), str):
+        combined["performance_hint"] = hint.lower()
+    ours = OpenVinoOptions.from_dict({name: value for name, value in combined.items() if name in _OURS}).properties()
+    native = {name: value for name, value in combined.items() if name not in _OURS}
     for name in native:
         if name not in processor:
             _check_native(device, name)
@@ -137,8 +137,8 @@ def _on_the_processor(session: SessionOptions, dtype: str) -> dict[str, Any]:
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
         # Without this property, OpenVINO stores the KV cache in 16 or 8 bits if the graph file requests it.
         "KV_CACHE_PRECISION": PRECISIONS[dtype],
-        # The cache has an entry for each input shape of each layer. OpenVINO's default of 5,000 entries needs gigabytes
-        # of memory if sequence lengths vary.
+        # OpenVINO's cache of kernels has an entry for each input shape of each layer. The default of 5,000 entries
+        # needs gigabytes of memory if sequence lengths vary.
         "CPU_RUNTIME_CACHE_CAPACITY": 1500,
     }
 
@@ -150,10 +150,10 @@ def _check_native(device: str, name: str) -> None:
         ConfigError: The property is unknown or read-only; the message suggests a similar name.
     """
     listed = core().get_property(device, "SUPPORTED_PROPERTIES")
-    known = [word for word, mode in listed.items() if mode in _SETTABLE] + list(_CORE_PROPERTIES)
-    if name not in known:
+    settable = [word for word, mode in listed.items() if mode in _SETTABLE] + list(_CORE_PROPERTIES)
+    if name not in settable:
         raise ConfigError(
             f"OpenVINO has no option {name!r} for the device {device}."
-            f"{did_you_mean(name, known if name.isupper() else _OURS)}",
+            f"{did_you_mean(name, settable if name.isupper() else _OURS)}",
             fix=f"use one of {', '.join(_OURS)}, or the name of an OpenVINO property in capital letters.",
         )

@@ -170,9 +170,9 @@ def _mapped(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Iterat
     except nncf.ValidationError as error:
         text = one_line(error)
         if "gnored" in text:
-            known = [node.get_friendly_name() for node in model.get_ops()]
-            wrong = next((name for name in config.exclude if not name.startswith("re:") and name not in known), None)
-            close = did_you_mean(wrong, known) if wrong else ""
+            nodes = [node.get_friendly_name() for node in model.get_ops()]
+            wrong = next((name for name in config.exclude if not name.startswith("re:") and name not in nodes), None)
+            close = did_you_mean(wrong, nodes) if wrong else ""
             raise QuantizeError(
                 f"exclude contains names that are not nodes of the graph: {text}{close}",
                 fix="use names of the graph's nodes, or `re:` followed by a regular expression.",
@@ -259,12 +259,12 @@ def _is_constant(node: Any, side: int) -> bool:
     """
     waiting, seen = [node.input_value(side).get_node()], set()
     while waiting:
-        one = waiting.pop()
-        if one.get_type_name() in ("Parameter", "ReadValue"):
+        ancestor = waiting.pop()
+        if ancestor.get_type_name() in ("Parameter", "ReadValue"):
             return False
-        if one.get_friendly_name() not in seen:
-            seen.add(one.get_friendly_name())
-            waiting += [value.get_node() for value in one.input_values()]
+        if ancestor.get_friendly_name() not in seen:
+            seen.add(ancestor.get_friendly_name())
+            waiting += [value.get_node() for value in ancestor.input_values()]
     return True
 
 
@@ -334,7 +334,7 @@ def _advanced(config: QuantizeConfig) -> Any:
             estimators.RangeEstimatorParametersSet,
             {"minmax": "MINMAX", "moving_average": "MEAN_MINMAX"}[config.calibration],
         )
-    # -1 turns SmoothQuant off. NNCF's default is on, with 0.95.
+    # The value -1 turns SmoothQuant off. By default, NNCF uses SmoothQuant with the value 0.95.
     alpha = -1.0 if config.smooth_quant is None else config.smooth_quant
     weights = None
     if config.per_channel is not None:
@@ -344,8 +344,8 @@ def _advanced(config: QuantizeConfig) -> Any:
         smooth_quant_alphas=advanced.AdvancedSmoothQuantParameters(matmul=alpha, convolution=-1.0),
         weights_quantization_params=weights,
         # If the processor adds int8 products in 16 bits, weights of 8 bits saturate OpenVINO's sums. Measured on a
-        # classifier of Wav2Vec2-Conformer (OpenVINO 2026.4, AVX2): error of 0.87 of the largest value, 0.034 with 7-bit
-        # weights.
+        # classifier of Wav2Vec2-Conformer (OpenVINO 2026.4, AVX2): the error was 0.87 of the largest value with 8-bit
+        # weights, and 0.034 with 7-bit weights.
         overflow_fix=advanced.OverflowFix.ENABLE if adds_in_16_bits(cpu_flags()) else advanced.OverflowFix.DISABLE,
     )
 

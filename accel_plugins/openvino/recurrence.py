@@ -30,8 +30,8 @@ def _convert(context: Any, *, delta: bool) -> list[ov.Output]:
     step, k, v, q = (_one(part) for part in parts[:4])
     decayed = ops.multiply(before, ops.exp(ops.multiply(step, rates)))
     if delta:
-        known = ops.reduce_sum(ops.multiply(decayed, k), np.array([2]), keep_dims=True)
-        v = ops.multiply(ops.subtract(v, known), _one(parts[4]))
+        recalled = ops.reduce_sum(ops.multiply(decayed, k), np.array([2]), keep_dims=True)
+        v = ops.multiply(ops.subtract(v, recalled), _one(parts[4]))
     after = ops.add(decayed, ops.multiply(k, v))
     result = ops.unsqueeze(ops.matmul(q, after, False, False), np.array([1]))
     results = [ops.result(after), ops.result(result)]

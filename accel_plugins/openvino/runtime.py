@@ -21,7 +21,8 @@ from .pooled_token import compute_pooled_token
 from .state import fold_cache
 from .unit_axes import keep_unit_axes
 
-# OpenVINO can read many operators of ONNX Runtime, but not all. Only its error message names the unsupported ones.
+# OpenVINO can read many operators of ONNX Runtime, but not all. Only OpenVINO's error message names the unsupported
+# operators.
 _UNKNOWN_OPERATORS = re.compile(r"No conversion rule found for operations: (.+?)\.?$")
 _PRECISIONS = ("FP32", "FP16", "BF16", "INT8", "INT4")
 
@@ -111,8 +112,8 @@ def executing_device(compiled: ov.CompiledModel, asked: DeviceSpec) -> DeviceSpe
     """Return the device on which a compiled model runs according to OpenVINO; `asked` if OpenVINO reports none."""
     names = [str(name).strip("()") for name in compiled.get_property("EXECUTION_DEVICES")]
     kind, _, index = (names[0] if names else "").partition(".")
-    wanted = (kind.lower(), int(index) if index.isdigit() else 0)
-    return next((device for device in devices() if (device.type, device.index) == wanted), asked)
+    reported = (kind.lower(), int(index) if index.isdigit() else 0)
+    return next((device for device in devices() if (device.type, device.index) == reported), asked)
 
 
 READ_ERRORS = (RuntimeError, UnicodeDecodeError)

@@ -47,7 +47,8 @@ class _Request:
         self.request = request = compiled.create_infer_request()
         self.infer = native_infer(request)
         self._start = native_start(request)
-        # Input shapes of the last call if a call of the same shapes can reuse the buffers below; otherwise `None`.
+        # Input shapes of the last call if a call with the same shapes can reuse the buffers of this request; `None` if
+        # not.
         self.shapes: list[tuple[int, ...]] | None = None
         self.buffers: list[ov.Tensor] = []
         self.views: list[Array] = []
@@ -349,11 +350,11 @@ def compute_dtype(compiled: ov.CompiledModel) -> str:
         if "layerType" in info and info["layerType"].value in _PRODUCTS and "primitiveType" in info:
             word = str(info["primitiveType"].value).rpartition("_")[2].lower()
             counts[word] = counts.get(word, 0) + 1
-    known = {ours: counts[word] for word, ours in _WORDS.items() if word in counts}
-    if "int8" in known:
+    counts_by_dtype = {ours: counts[word] for word, ours in _WORDS.items() if word in counts}
+    if "int8" in counts_by_dtype:
         return "int8"
-    if known:
-        return max(known, key=lambda word: known[word])
+    if counts_by_dtype:
+        return max(counts_by_dtype, key=lambda word: counts_by_dtype[word])
     # For the device `AUTO`, OpenVINO reports this hint only in the properties of the single devices.
     listed = "INFERENCE_PRECISION_HINT" in compiled.get_property("SUPPORTED_PROPERTIES")
     devices = [] if listed else list(compiled.get_property("DEVICE_PROPERTIES").values())

@@ -55,7 +55,8 @@ def fold_cache(model: ov.Model, pairs: Mapping[str, str], specs: Sequence[Tensor
     model.validate_nodes_and_infer_types()
     make_stateful(model, pairs)
     batch = ops.gather(ops.shape_of(tokens, output_type="i64"), ops.constant(np.array([0], np.int64)), ops.constant(0))
-    # Zero, computed as a difference: from a constant 0 the CPU plugin would infer that the cache always stays empty.
+    # This value is zero, computed as a difference. From a constant 0, the CPU plugin would infer that the cache always
+    # stays empty.
     nothing = ops.subtract(batch, batch)
     by_variable = {f"{name}{pairs[name]}": shapes[name] for name in pairs}
     for node in model.get_ops():
@@ -212,14 +213,14 @@ class OpenVinoState(State):
     def _begin(self) -> None:
         """Set empty keys and values at the start.
 
-        In graphs that also have recurrent states, OpenVINO (2026.4) may otherwise start with the tokens of another
-        request of the same compiled model (Kimi Linear, Bailing).
+        Without this step, graphs that also have recurrent states may start with the tokens of another request of the
+        same compiled model (OpenVINO 2026.4; Kimi Linear, Bailing).
         """
         for name, variable in self._variables().items():
             if axis := self.growing_axis(name):
-                held = variable.state
-                sizes = [self._batch if i == 0 else 0 if i == axis else n for i, n in enumerate(held.shape)]
-                variable.state = ov.Tensor(held.element_type, sizes)
+                values = variable.state
+                sizes = [self._batch if i == 0 else 0 if i == axis else n for i, n in enumerate(values.shape)]
+                variable.state = ov.Tensor(values.element_type, sizes)
 
     def _infer(self, new: int) -> None:
         """Compute `new` tokens. If the request fails, it is replaced by a new one."""

@@ -52,10 +52,10 @@ def build(
     components, sizes = [], {}
     for component in artifact.components:
         model = load_graph(artifact, component)
-        own = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain == MICROSOFT})
-        if own:
+        ort_operators = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain == MICROSOFT})
+        if ort_operators:
             raise ExportError(
-                f"The graph {component.file} has operators of ONNX Runtime that TensorRT does not support: {', '.join(own)}.",
+                f"The graph {component.file} has operators of ONNX Runtime that TensorRT does not support: {', '.join(ort_operators)}.",
                 fix="use the artifact from before it was optimized, or optimize it with --backend tensorrt.",
             )
         full_profile = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))

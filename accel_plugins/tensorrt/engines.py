@@ -25,7 +25,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
 INSTALL = 'pip install "accel-transformers[tensorrt]"'
-# torch data types by TensorRT's names of types, as in `DataType`.
+# The torch data type for each name in TensorRT's `DataType`.
 _TYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
@@ -78,7 +78,8 @@ def build_plan(
     trt = load_tensorrt()
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
-    # TensorRT 10 needs the flag; TensorRT 11 ignores it, because all of its networks are strongly typed.
+    # TensorRT 10 needs the flag for strongly typed networks. TensorRT 11 ignores the flag, because all of its networks
+    # are strongly typed.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(graph)):
@@ -253,12 +254,12 @@ class EngineSession(BaseSession[Any]):
                 )
         return {name: results[name] for name in names}
 
-    def _buffer(self, name: str, shape: Shape, given: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, name: str, shape: Shape, buffer: torch.Tensor | None) -> torch.Tensor:
         dtype = self._output_dtypes[name]
-        if given is None:
+        if buffer is None:
             return torch.empty(shape, dtype=dtype, device=self._where)
-        check_buffer_shape(name, given, shape)
-        return given
+        check_buffer_shape(name, buffer, shape)
+        return buffer
 
     def _outside(self, name: str, tensor: torch.Tensor) -> InputError:
         least, _, most = (tuple(int(d) for d in shape) for shape in self._profile[name])

@@ -74,10 +74,10 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> TensorrtO
     known = (*PROVIDER_OPTIONS, "profile")
     check_option_names(options, known, _TAKEN, TENSORRT)
     index = device_index(options, device)
-    own = {name: str(value) for name, value in options.items() if name not in ("profile", "device_id")}
+    texts = {name: str(value) for name, value in options.items() if name not in ("profile", "device_id")}
     return TensorrtOptions(
         profile=read_profile(str(options.get("profile", ""))),
-        provider={n: {"True": "1", "False": "0"}.get(v, v) for n, v in own.items()} | {"device_id": str(index)},
+        provider={n: {"True": "1", "False": "0"}.get(v, v) for n, v in texts.items()} | {"device_id": str(index)},
     )
 
 

@@ -9,17 +9,17 @@ from accel.errors import ConfigError
 from accel.interfaces.shape_profiles import LONGEST, AxisSizes, Profile, axes_of, shapes_text
 
 
-def complete(component: Component, given: Profile, shapes: Mapping[str, int] | None = None) -> dict[str, AxisSizes]:
+def complete(component: Component, requested: Profile, shapes: Mapping[str, int] | None = None) -> dict[str, AxisSizes]:
     """Return a profile with every axis of a graph.
 
-    The sizes come from `given`, then from the fixed `shapes`, then from defaults: 1 to 32 rows, other axes up to the
+    The sizes come from `requested`, then from the fixed `shapes`, then from defaults: 1 to 32 rows, other axes up to the
     model's limit.
 
     Raises:
         ConfigError: The graph does not have an axis, or a size exceeds the model's limit.
     """
     axes = axes_of(component)
-    for axis, sizes in given.items():
+    for axis, sizes in requested.items():
         if axis not in axes:
             raise ConfigError(
                 f"The profile has sizes for the axis {axis!r}, but the graph has no axis {axis!r}.",
@@ -35,7 +35,7 @@ def complete(component: Component, given: Profile, shapes: Mapping[str, int] | N
     for axis in axes:
         most = component.max_sizes.get(axis, LONGEST)
         usual = AxisSizes(1, 8, 32) if axis == "batch" else AxisSizes(1, min(128, most), most)
-        profile[axis] = given.get(axis) or (AxisSizes(*[shapes[axis]] * 3) if shapes and axis in shapes else usual)
+        profile[axis] = requested.get(axis) or (AxisSizes(*[shapes[axis]] * 3) if shapes and axis in shapes else usual)
     return profile
 
 

@@ -187,7 +187,8 @@ def work(
         for part in table.parts:
             done = ledger.done.get(part.number)
             if done is not None and (done.start, done.rows) != (part.start, part.rows):
-                # Earlier versions of accel started a new part at each input file.
+                # Earlier versions of accel started a new part at each input file, so the parts differ from the parts of
+                # this version.
                 raise ConfigError(
                     f"The output folder {folder} contains the results of an earlier version of accel, which divided the rows "
                     "into parts differently.",
@@ -196,16 +197,16 @@ def work(
         missing = [part for part in table.parts if part.number not in ledger.done]
         computed, start = 0, time.perf_counter()
         progress.report("rows", table.rows - sum(part.rows for part in missing), table.rows)
-        for one in compute_parts(missing) if missing else ():
-            ledger.add(one)
-            computed += one.rows
+        for part in compute_parts(missing) if missing else ():
+            ledger.add(part)
+            computed += part.rows
             progress.report("rows", sum(done.rows for done in ledger.done.values()), table.rows)
         return BatchReport(
             folder=str(folder),
             operation=request.operation.name,
             rows=table.rows,
             computed=computed,
-            broken=sum(one.broken for one in ledger.done.values()),
+            broken=sum(part.broken for part in ledger.done.values()),
             parts=len(ledger.done),
             seconds=time.perf_counter() - start,
         )

@@ -104,12 +104,12 @@ class RunLedger:
             IntegrityError: A part's file was changed after it was written.
         """
         run = json.loads(json.dumps({"schema": _SCHEMA, **run}))
-        known = self.folder / _RUN
+        run_file = self.folder / _RUN
         if self.folder.exists() and not self.folder.is_dir():
             raise OutputFolderError(f"The output folder {self.folder} is a file.", fix="choose a new folder.")
         if (
             self.folder.exists()
-            and not known.is_file()
+            and not run_file.is_file()
             and any(not one.name.startswith((_PREFIX, _LOCK)) for one in self.folder.iterdir())
         ):
             raise OutputFolderError(
@@ -130,11 +130,11 @@ class RunLedger:
                     fix="wait until the other process ends, or stop it.",
                 )
             self._read()
-            # A run without any results may be replaced.
-            if known.is_file() and (self.done or any(self.folder.glob("rows-*"))):
-                _compare(_parsed(known.read_bytes(), known), run, self.folder)
+            # If an earlier run wrote no results, the new run may replace it.
+            if run_file.is_file() and (self.done or any(self.folder.glob("rows-*"))):
+                _compare(_parsed(run_file.read_bytes(), run_file), run, self.folder)
             else:
-                write_whole(known, json.dumps(run, indent=1).encode() + b"\n")
+                write_whole(run_file, json.dumps(run, indent=1).encode() + b"\n")
             for left in self.folder.glob(f"{_PREFIX}*"):
                 left.unlink(missing_ok=True)
             yield
@@ -144,29 +144,29 @@ class RunLedger:
         if not path.is_file():
             return
         content = path.read_bytes()
-        whole = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
-        if whole != content:
+        complete_lines = content.rpartition(b"\n")[0] + b"\n" if b"\n" in content else b""
+        if complete_lines != content:
             # The process was killed while it wrote the last line: remove the incomplete line.
-            write_whole(path, whole)
-        for line in whole.splitlines():
+            write_whole(path, complete_lines)
+        for line in complete_lines.splitlines():
             try:
-                one = CompletedPart(**_parsed(line, path))
+                part = CompletedPart(**_parsed(line, path))
             except TypeError as error:
                 raise _changed(path) from error
-            self.done[one.number] = one
-        for number, one in list(self.done.items()):
-            file = self.folder / one.file
+            self.done[part.number] = part
+        for number, part in list(self.done.items()):
+            file = self.folder / part.file
             if not file.is_file():
                 del self.done[number]
                 continue
             with file.open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != one.sha256:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != part.sha256:
                     raise IntegrityError(
                         f"The output file {file} was changed after `accel batch` wrote it.",
                         fix="delete the file and repeat the run: the rows of this file are computed again.",
                     )
 
-    def add(self, one: CompletedPart) -> None:
+    def add(self, part: CompletedPart) -> None:
         """Record a part whose output file is complete.
 
         Raises:
@@ -175,12 +175,12 @@ class RunLedger:
         path = self.folder / _DONE
         try:
             with path.open("ab") as file:
-                file.write(json.dumps(asdict(one)).encode() + b"\n")
+                file.write(json.dumps(asdict(part)).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise _unwritten(path, error) from error
-        self.done[one.number] = one
+        self.done[part.number] = part
 
 
 def _parsed(content: bytes, path: Path) -> Any:

@@ -152,7 +152,7 @@ def _table(
             fix="leave the column out of keep=[...] (--keep), or correct the data.",
         ) from error
     try:
-        made = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()}
+        results = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()}
     # Arrow raises these errors for values of the wrong type; `ArrowInvalid` is a `ValueError`.
     except (TypeError, ValueError) as error:
         raise PluginError(
@@ -162,7 +162,7 @@ def _table(
     columns = {
         "row": pa.array(range(start, start + len(rows)), pa.int64()),
         **copied,
-        **made,
+        **results,
         "error": pa.array(errors, pa.string()),
     }
     return pa.table(columns)
@@ -180,8 +180,8 @@ def _answered(engine: Engine, inputs: Sequence[Any], request: RowRequest) -> lis
                 )
             )
 
-    def submit(one: Any) -> Any:
-        return engine.submit(one, operation=request.operation.name, **request.options)
+    def submit(row_inputs: Any) -> Any:
+        return engine.submit(row_inputs, operation=request.operation.name, **request.options)
 
     jobs = [one if isinstance(one, FailedRow) else _tried(partial(submit, one)) for one in inputs]
     return [job if isinstance(job, FailedRow) else _tried(job.future.result) for job in jobs]

@@ -103,10 +103,10 @@ def batch_on_ray(
                 _Actor, fn_constructor_args=(source, settings, table, request, str(folder), identity),
                 concurrency=(least, most) if most > least else least, **resources,
             )  # fmt: skip
-            for one in done_rows.iter_rows():
-                if one.get("failure"):
-                    raise pickle.loads(one["failure"])  # pickled by `_Actor`
-                yield CompletedPart(**{name: one[name] for name in CompletedPart.__dataclass_fields__})
+            for row in done_rows.iter_rows():
+                if row.get("failure"):
+                    raise pickle.loads(row["failure"])  # pickled by `_Actor`
+                yield CompletedPart(**{name: row[name] for name in CompletedPart.__dataclass_fields__})
 
         return work(table, request, identity, folder, compute_parts)
 

@@ -46,14 +46,14 @@ def find_columns(
         if use in chosen:
             continue
         free = [name for name in columns if name not in chosen.values()]
-        known = [name for name in names if name in free]
-        if not free or (not known and len(free) > 1):
+        candidates = [name for name in names if name in free]
+        if not free or (not candidates and len(free) > 1):
             raise InputError(
                 f"It is not clear which of the columns {', '.join(columns)} contains the input {use!r} of the operation "
                 f"{operation.name!r}.",
                 fix=f"name the column: --column {use}=NAME.",
             )
-        chosen[use] = known[0] if known else free[0]
+        chosen[use] = candidates[0] if candidates else free[0]
     return chosen
 
 

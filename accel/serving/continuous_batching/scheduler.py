@@ -85,12 +85,13 @@ class Scheduler:
         self._limit = component.most_tokens
         self._parts = component.continues == "any"
         self.joins = not self._behind_encoder and model.new_cache().is_joinable
-        """Whether rows can join the running batch; if not, waiting rows start together after it has finished."""
+        """True if rows can join the running batch. If false, waiting rows start together after the running batch has finished."""
         self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
         self.steps = 0
         """Number of decoding steps so far."""
         self._vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-        # A graph with rotary position embeddings also runs beyond the trained positions, but its outputs are useless there.
+        # A graph with rotary position embeddings also accepts positions beyond the trained positions, but its outputs
+        # at these positions are useless.
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._batch = RunningRows(model, self._limit)
         self._waiting: deque[AnswerRow] = deque()
@@ -231,7 +232,7 @@ class Scheduler:
         leaving += [reading.row for reading in self._reading if reading.row.generation.cancelled]
         with self._changed:
             leaving += [row for row in self._waiting if row.generation.cancelled]
-            # Rows that are cancelled after this line are removed the next time.
+            # Rows that are cancelled after this line are removed by the next call of this method.
             gone = {id(row) for row in leaving}
             self._waiting = deque(row for row in self._waiting if id(row) not in gone)
         self._reading = deque(reading for reading in self._reading if id(reading.row) not in gone)

@@ -47,7 +47,8 @@ class Admission:
     @property
     def late_s(self) -> float:
         """Delay of the event loop in seconds: a request that is handled now may have arrived this long ago."""
-        # Include the delay before the last measurement, because a request that is handled after it may have arrived before it.
+        # Include the delay of the last measurement, because a request that is handled after the measurement may have
+        # arrived before it.
         return max(self._since_beat(self._loop), self._last_late_s) if self._loop is not None else 0.0
 
     def check(self, others: int) -> None:

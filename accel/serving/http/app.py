@@ -111,9 +111,9 @@ def create_app(
             app, allow_origins=settings.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
             expose_headers=_EXPOSED, max_age=3600,
         )  # fmt: skip
-    # These endpoints have no path parameters, so they do not need Starlette's routing.
-    own = zip(table[: len(table) - len(more)], serving, strict=False)
-    direct = {one.path: serve for one, serve in own if one.method == "POST" and "{" not in one.path}
+    # Endpoints without path parameters do not need Starlette's routing.
+    own_endpoints = zip(table[: len(table) - len(more)], serving, strict=False)
+    direct = {one.path: serve for one, serve in own_endpoints if one.method == "POST" and "{" not in one.path}
     return OuterMiddleware(
         inside, server, frozenset(one.path for one in table if one.open), {} if settings.cors_origins else direct
     )

@@ -136,9 +136,9 @@ def _sentence(
     expected = " or ".join(dict.fromkeys(words for one in _at(schema, path, schema) for words in _words(one, schema)))
     if "missing" in kinds:
         return f"{name} is missing: expected {expected or 'a value'}."
-    own = next((one for one in errors if one["type"] == "value_error"), None)
-    if own is not None:
-        reason = str(own["ctx"]["error"]) if "ctx" in own else own["msg"]
+    value_error = next((one for one in errors if one["type"] == "value_error"), None)
+    if value_error is not None:
+        reason = str(value_error["ctx"]["error"]) if "ctx" in value_error else value_error["msg"]
         return f"{name}: {reason}." if path else f"{reason[:1].upper()}{reason[1:]}."
     for part in path:
         value = value[part]

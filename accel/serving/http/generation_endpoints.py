@@ -59,7 +59,7 @@ class Sampling(Body):
 
 
 class StreamOptions(Body):
-    """Whether the last event has the token counts, and (a vLLM extension) whether every event has them."""
+    """Options of a streamed response: token counts in the last event, or in every event (an extension of vLLM)."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -319,7 +319,13 @@ async def _started(
         draw: Whether to sample tokens by default, as OpenAI does.
     """
     call.check_batch(len(prompts))
-    call.check_texts([one for one in prompts if isinstance(one, str) or not (one and isinstance(one[0], int))])
+    call.check_texts(
+        [
+            generation
+            for generation in prompts
+            if isinstance(generation, str) or not (generation and isinstance(generation[0], int))
+        ]
+    )
     name = call.server.model_for(body.model, _OPERATION)
     engine = await asyncio.to_thread(call.engine.generator, name)
     options = body.options(new, 1.0 if draw and not engine.model.generation_config.do_sample else None)
@@ -335,8 +341,8 @@ async def _started(
     try:
         await asyncio.to_thread(submit)
     except BaseException as error:
-        for one in generations:
-            one.cancel()
+        for generation in generations:
+            generation.cancel()
         if isinstance(error, Exception):
             call.server.metrics.turned_away(name, error)
         raise

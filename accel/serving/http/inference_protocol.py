@@ -83,10 +83,10 @@ def _target(call: HttpCall) -> _Target:
         return _Target(shown, shown, None)
     name = shown.removesuffix(SUFFIX)
     if version == _VERSION and name != shown and name in models:
-        known = call.server.text_operations
-        if name not in known:
-            known[name] = text_operation(models[name])
-        if (operation := known[name]) is not None:
+        operations = call.server.text_operations
+        if name not in operations:
+            operations[name] = text_operation(models[name])
+        if (operation := operations[name]) is not None:
             return _Target(shown, name, operation)
     raise HttpError(404, f"The server has no model {shown!r} with version {version!r}.", kind="model_not_found")
 
@@ -121,8 +121,8 @@ async def _metadata(call: HttpCall, _: Any) -> Response:
 
 async def _infer(call: HttpCall, _: Any) -> Response:
     target = _target(call)
-    whole = await call.read()
-    body, binary = _split(whole, call.request.headers.get(_HEADER))
+    content = await call.read()
+    body, binary = _split(content, call.request.headers.get(_HEADER))
     _known(body.parameters, ("binary_data_output",))
     model = call.engine.models[target.name]
     session = model.sessions[model.artifact.components[0].name]
@@ -162,23 +162,23 @@ def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
     """
     feeds: dict[str, Any] = {}
     used = 0
-    for one in body.inputs:
-        _known(one.parameters, ("binary_data_size",))
-        size = one.parameters.get("binary_data_size")
-        if one.name in feeds:
-            raise HttpError(422, f"The request contains the input {one.name!r} twice.", fix="send each input once.")
-        check_datatype(one.name, one.datatype, texts=texts)
+    for tensor in body.inputs:
+        _known(tensor.parameters, ("binary_data_size",))
+        size = tensor.parameters.get("binary_data_size")
+        if tensor.name in feeds:
+            raise HttpError(422, f"The request contains the input {tensor.name!r} twice.", fix="send each input once.")
+        check_datatype(tensor.name, tensor.datatype, texts=texts)
         if size is None:
-            feeds[one.name] = from_json(one.name, one.datatype, one.shape, one.data)
+            feeds[tensor.name] = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - used:
             raise HttpError(
                 422,
-                f"Input {one.name!r} declares binary_data_size {size!r}, but the body has {len(binary) - used} bytes left for it "
+                f"Input {tensor.name!r} declares binary_data_size {size!r}, but the body has {len(binary) - used} bytes left for it "
                 "after the JSON.",
                 fix="set binary_data_size to the number of bytes that the input has.",
             )
-        feeds[one.name] = from_binary(one.name, one.datatype, one.shape, binary[used : used + size])
+        feeds[tensor.name] = from_binary(tensor.name, tensor.datatype, tensor.shape, binary[used : used + size])
         used += size
     if used != len(binary):
         raise HttpError(
@@ -237,18 +237,18 @@ def _reply(
     return Response(b"".join([head, *parts]), media_type="application/octet-stream", headers={_HEADER: str(len(head))})
 
 
-def _split(whole: bytes, declared: str | None) -> tuple[InferBody, bytes]:
+def _split(content: bytes, declared: str | None) -> tuple[InferBody, bytes]:
     """Split a request body into its JSON and the binary data after it."""
     if declared is None:
-        return parse(InferBody, whole), b""
-    if not declared.isdecimal() or not declared.isascii() or len(declared) > 12 or int(declared) > len(whole):
+        return parse(InferBody, content), b""
+    if not declared.isdecimal() or not declared.isascii() or len(declared) > 12 or int(declared) > len(content):
         raise HttpError(
             400,
-            f"The header {_HEADER} is {declared[:20]!r}; expected the length of the JSON, at most {len(whole)} bytes.",
+            f"The header {_HEADER} is {declared[:20]!r}; expected the length of the JSON, at most {len(content)} bytes.",
             fix="set the header to the number of bytes of the JSON.",
         )
     length = int(declared)
-    return parse(InferBody, whole[:length]), whole[length:]
+    return parse(InferBody, content[:length]), content[length:]
 
 
 def _known(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:

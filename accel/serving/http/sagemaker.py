@@ -50,9 +50,9 @@ async def _invoke(call: HttpCall, body: InvocationBody) -> Response:
 def _body_of(task: Endpoint, inputs: Any, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the request body for an endpoint. If the endpoint has no field `inputs` and `inputs` is an object, the object is the body."""
     fields = task.body.model_fields if task.body is not None else {}
-    whole = isinstance(inputs, dict) and "inputs" not in fields
+    is_body = isinstance(inputs, dict) and "inputs" not in fields
     usual = {"stream": False} if "stream" in fields else {}
-    return {**usual, **(inputs if whole else {"inputs": inputs}), **parameters}
+    return {**usual, **(inputs if is_body else {"inputs": inputs}), **parameters}
 
 
 ENDPOINTS = (

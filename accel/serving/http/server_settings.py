@@ -47,9 +47,9 @@ class ServerSettings:
                 "An API key contains characters that are not allowed in an HTTP header.",
                 fix="use only printable ASCII characters, without a space at the start or the end.",
             )
-        for one in self.cors_origins:
-            if one != "*" and not _ORIGIN.match(one):
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.match(origin):
                 raise ConfigError(
-                    f"{one!r} is not a valid CORS origin.",
+                    f"{origin!r} is not a valid CORS origin.",
                     fix="write the scheme and the host without a path, such as https://app.example.org.",
                 )

@@ -27,8 +27,8 @@ class TextsBody(Body):
 
 def listed(inputs: Any) -> list[Any]:
     """Return one text or several texts as a list; each text may be a list of token ids."""
-    one = isinstance(inputs, str) or isinstance(inputs[0], int)
-    return [inputs] if one else list(inputs)
+    is_single = isinstance(inputs, str) or isinstance(inputs[0], int)
+    return [inputs] if is_single else list(inputs)
 
 
 def cut_options(truncate: bool | None, direction: Direction) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def serve_on_ray(
     if address is None:
         from ..http.server_process import bound_socket
 
-        # Before a cluster is started, which takes seconds.
+        # Check the port before a cluster is started, because the start of a cluster takes seconds.
         with bound_socket(host, port) as door:
             port = int(door.getsockname()[1])
     with connected(address):
@@ -165,8 +165,8 @@ def serve_on_ray(
 
         before = {}
         if threading.current_thread() is threading.main_thread():
-            for one in (signal.SIGINT, signal.SIGTERM):
-                before[one] = signal.signal(one, lambda *_: ending.set())
+            for signal_number in (signal.SIGINT, signal.SIGTERM):
+                before[signal_number] = signal.signal(signal_number, lambda *_: ending.set())
         try:
             serve.start(http_options={"host": host, "port": port})
             try:
@@ -187,8 +187,8 @@ def serve_on_ray(
             serve.delete(_NAME)
             if address is None:
                 serve.shutdown()
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for signal_number, handler in before.items():
+                signal.signal(signal_number, handler)
 
 
 def _wait(url: str, seconds: float = 60.0) -> None:

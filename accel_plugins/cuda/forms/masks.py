@@ -2,7 +2,7 @@
 
 The graph in an artifact takes the `(batch, sequence)` padding mask, which is correct for any mask. ONNX Runtime's CUDA
 kernels are twice as fast if they get the length of each row instead (roberta-base 16x384 on an H200: 3.1 instead of 6.7
-ms). This is correct only if padding is on the right. Without padding, the graph is even faster without a mask. With
+ms). Row lengths are correct only if padding is on the right. Without padding, the graph is even faster without a mask. With
 much padding, it is faster not to compute the padding at all (`packing`). A session opens these forms of the same file
 next to the general form, with the same weights, and selects a form by the mask of each call.
 """
@@ -95,24 +95,24 @@ def held_by(mask: torch.Tensor) -> MaskContent:
     return held_by_flags(flags_of(mask, weights).cpu().numpy(), sequence)
 
 
-def plan_for(held: MaskContent, shape: Sequence[int], *, packs: bool, short: bool) -> MaskPlan:
+def plan_for(content: MaskContent, shape: Sequence[int], *, packs: bool, short: bool) -> MaskPlan:
     """Return the fastest plan for a call.
 
     Args:
-        held: The content of the call's mask.
+        content: The content of the call's mask.
         shape: The shape of the mask: batch size, sequence length.
         packs: Whether the graph has a packed form.
         short: Whether there is an attention kernel for short rows.
     """
     batch, sequence = shape
     places = batch * sequence
-    if short and held.form == "full" and sequence <= SHORT_UP_TO:
+    if short and content.form == "full" and sequence <= SHORT_UP_TO:
         return MaskPlan("short")
-    if packs and held.form == "lengths" and places >= PACKED_FROM:
-        rows = packed_rows(held.tokens, places)
+    if packs and content.form == "lengths" and places >= PACKED_FROM:
+        rows = packed_rows(content.tokens, places)
         if rows <= PACKED_UP_TO * places:
             return MaskPlan("packed", rows)
-    return MaskPlan(held.form)
+    return MaskPlan(content.form)
 
 
 def packs(path: Path) -> bool:

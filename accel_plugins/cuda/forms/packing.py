@@ -119,7 +119,8 @@ class Packer:
     def run(self) -> None:
         """Rewrite the graph in place."""
         order = list(self._graph)
-        # Compute this before any change, because it depends on shapes.
+        # Find the token inputs of all nodes before any change, because the search reads the shapes of the original
+        # graph.
         tokens = {id(node): token_inputs(node, more_outputs=True) for node in order}
         for node in order:
             if node.op_type == "Attention" and node.domain == MICROSOFT:

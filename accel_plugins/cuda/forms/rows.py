@@ -56,7 +56,7 @@ class MaskColumns:
 
     @property
     def unbroken(self) -> bool:
-        """Whether no row has padding between its tokens."""
+        """True if no row has padding between its tokens."""
         kept = self._kept().int()
         return bool((kept.diff(dim=1, prepend=torch.zeros((len(kept), 1), dtype=torch.int32)) == 1).sum(1).le(1).all())
 
