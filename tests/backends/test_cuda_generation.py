@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from accel import ORTModelForCausalLM, ORTModelForSeq2SeqLM, export, optimize
+from accel import ORTModel, ORTModelForCausalLM, ORTModelForSeq2SeqLM, export, optimize
 from accel.artifact import Artifact
 from accel.errors import InputError
-from accel.testing.generators import GENERATORS, RECOMPUTED, STATES, save_generator, tiny_generator
+from accel.testing.generators import GENERATORS, IMAGE_TOKEN, RECOMPUTED, STATES, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY
 from tests.devices import GPU
 
@@ -115,6 +115,48 @@ def test_use_cache_does_not_change_tokens(family: str, choices: dict[str, Any], 
         torch.manual_seed(5)
         fresh = model.generate(**on_gpu(given), max_new_tokens=12, use_cache=False, **choices)
         assert torch.equal(cached, fresh)
+
+
+def test_beams_equal_transformers(halved: Halved) -> None:
+    rows = rows_of()
+    expected = tiny_generator("llama").generate(**rows, max_new_tokens=12, num_beams=3)
+    assert torch.equal(opened(halved("llama")).generate(**on_gpu(rows), max_new_tokens=12, num_beams=3).cpu(), expected)
+
+
+def test_modes_of_generate_give_the_tokens_of_a_model_without_cache(halved: Halved) -> None:
+    model = opened(halved("llama"))
+    row = on_gpu({name: tensor[1:2] for name, tensor in rows_of().items()})
+    greedy = model.generate(**row, max_new_tokens=15)
+    for choices in (
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "top_p": 0.9},
+    ):
+        torch.manual_seed(3)
+        expected = model.generate(**row, max_new_tokens=15, use_cache=False, **choices)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**row, max_new_tokens=15, **choices), expected), choices
+    assert torch.equal(model.generate(**row, max_new_tokens=15, prompt_lookup_num_tokens=3), greedy)
+    assert torch.equal(model.generate(**row, max_new_tokens=15, assistant_model=opened(halved("llama"))), greedy)
+
+
+@pytest.mark.parametrize("family", ["whisper", "vit-gpt2", "llava"])
+def test_sounds_and_images_generate(family: str, exported: Halved, halved: Halved) -> None:
+    draw = torch.Generator().manual_seed(1)
+    inputs = {
+        "whisper": {"input_features": torch.randn((3, 80, 40), generator=draw)},
+        "vit-gpt2": {"pixel_values": torch.randn((3, 3, 32, 32), generator=draw)},
+        "llava": {
+            "input_ids": torch.tensor([[IMAGE_TOKEN] * 4 + [5, 6, 7]] * 2),
+            "attention_mask": torch.ones(2, 7).long(),
+            "pixel_values": torch.randn((2, 3, 16, 16), generator=draw),
+        },
+    }[family]
+    expected = tiny_generator(family).generate(**inputs, max_new_tokens=8)
+    model = ORTModel.from_pretrained(exported(family).path, device=str(GPU))
+    assert torch.equal(model.generate(**on_gpu(inputs), max_new_tokens=8).cpu(), expected)
+    half = ORTModel.from_pretrained(halved(family).path, device=str(GPU))
+    assert half.generate(**on_gpu(inputs), max_new_tokens=8).shape == expected.shape
 
 
 def logits_of(family: str, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

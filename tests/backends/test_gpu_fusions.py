@@ -29,7 +29,7 @@ from accel.testing.models import rescale, tiny_model
 from accel_plugins.cuda.forms.masks import FormName, held_by, in_form, mask_input, packs
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
-from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, FusionTarget, fusions_for
+from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, FusionTarget, chosen_fusions, fusions_for
 from accel_plugins.ortkit.optimization.padding import MASK_NAME
 from accel_plugins.ortkit.optimization.pooled_token import compute_pooled_token
 
@@ -428,6 +428,18 @@ def test_other_activations_are_kept(tmp_path: Path, activation: str) -> None:
     feeds = feeds_of(original, 2, 9)
     assert difference(session_of(made).run(feeds), session_of(original).run(feeds)) < 2e-5
     assert operators(made)["BiasGelu"] == 0
+
+
+def test_levels_and_switches_choose_fusions_for_cuda() -> None:
+    def names(**settings: Any) -> list[str]:
+        return [fusion.name for fusion in chosen_fusions(OptimizeConfig(**settings), CUDA)]
+
+    assert "attention" not in names(level="O1")
+    assert "attention" in names(level="O2")
+    assert "float16" not in names(level="O3")
+    assert "float16" in names(level="O4")
+    assert "fast-gelu" in names(level="O2", enable=("fast-gelu",))
+    assert "attention" not in names(level="O2", disable=("attention",))
 
 
 @pytest.mark.parametrize("target", [CPU, CUDA, TENSORRT], ids=["cpu", "cuda", "tensorrt"])

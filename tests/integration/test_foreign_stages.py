@@ -176,6 +176,12 @@ def test_unreadable_folders_are_refused_by_every_stage(folder: str, folders: Pat
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
+def test_export_false_opens_the_graph_of_another_tool(folder: str, folders: Path) -> None:
+    with accel.ORTModel.from_pretrained(folders / folder, export=False) as model:
+        assert not any(step.stage == "export" for step in model.artifact.manifest.steps)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_validate(folder: str, folders: Path, source: Any) -> None:
     assert validate(folders / folder, against=source(folder)).passed
 

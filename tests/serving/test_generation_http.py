@@ -86,6 +86,12 @@ def test_streamed_chat_equals_the_whole_response(client: TestClient) -> None:
     assert len({chunk["id"] for chunk in found}) == 1
 
 
+def test_unknown_model_is_answered_with_a_suggestion(client: TestClient) -> None:
+    answer = client.post("/v1/chat/completions", json={"model": "tny", "messages": MESSAGES})
+    assert answer.status_code == 404
+    assert "Did you mean 'tiny'?" in answer.json()["error"]["message"]
+
+
 def test_each_event_can_have_token_counts(client: TestClient) -> None:
     asked = {"include_usage": True, "continuous_usage_stats": True}
     found = events(client, "/v1/completions", prompt="pay", max_tokens=9, stream=True, stream_options=asked, **GREEDY)

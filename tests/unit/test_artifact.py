@@ -353,6 +353,17 @@ def test_staging_removes_its_folder_on_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_scratch_removes_folders_of_killed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stale = tmp_path / ".accel-staging-left"
+    stale.mkdir()
+    with scratch() as first, scratch() as second:
+        assert {first.parent, second.parent} == {tmp_path}
+        assert first.is_dir()
+        assert not stale.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_stale_staging_folders_are_removed(tmp_path: Path) -> None:
     """A lock protects the temporary folder of a running process, also if the process has the same host name but is in
     another process namespace.
