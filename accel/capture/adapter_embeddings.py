@@ -14,7 +14,7 @@ from ..errors import ExportError
 
 logger = logging.getLogger(__name__)
 
-# Endings of the names of embedding tensors in an adapter, and the axis of each tensor that counts tokens.
+# Endings of the names of embedding tensors in a PEFT adapter. `_AXES` maps each ending to the axis with one entry for each token.
 _WHOLE = ("weight", "base_layer.weight", "modules_to_save.weight", "modules_to_save.default.weight")
 _AXES = {
     **dict.fromkeys(_WHOLE, 0),
@@ -25,9 +25,10 @@ _PREFIX = "base_model.model."
 
 
 def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors by name, without reading the weights; empty if there are no weights.
+    """Return the shapes of a PEFT adapter's tensors by name. The dict is empty if the folder has no weights.
 
-    `peft.load_peft_weights` reads all weights, and asks the Hub if the folder has none.
+    This function reads only the shapes. `peft.load_peft_weights` reads all weights, and downloads them from the Hub if the folder
+    has none.
     """
     weights = folder / "adapter_model.safetensors"
     if weights.is_file():
@@ -45,8 +46,8 @@ def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def fit_embeddings(model: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Resize a base model's token embeddings to fit its PEFT adapter.
 
-    PEFT resizes to the length of the adapter's tokenizer. The embedding tensors in the adapter give the exact size, because
-    models may pad their embeddings beyond the tokenizer.
+    PEFT resizes the embeddings to the length of the adapter's tokenizer. This function uses the exact size of the embedding
+    tensors in the adapter, because models may have more embeddings than their tokenizer has tokens.
 
     Args:
         model: The base model. Changed in place.
@@ -61,39 +62,43 @@ def fit_embeddings(model: Any, folder: Path, shapes: Mapping[str, tuple[int, ...
     if table is None:
         return
     rows = int(table.weight.shape[0])
-    found = _rows_of_tables(model, shapes)
-    if len(set(found.values())) > 1:
-        listing = ", ".join(f"{name} {size}" for name, size in found.items())
+    sizes = _rows_of_tables(model, shapes)
+    if len(set(sizes.values())) > 1:
+        listing = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ExportError(
-            f"{folder} holds embeddings of different lengths ({listing}).", fix="save the adapter again with PEFT."
+            f"The embedding tensors of the PEFT adapter in {folder} have different numbers of tokens ({listing}).",
+            fix="save the adapter again with PEFT's save_pretrained.",
         )
     trained = _trained_tokens(folder)
-    wanted = max([*set(found.values())] or [rows])
-    wanted = max(wanted, max(trained, default=-1) + 1)
-    if wanted == rows:
+    tokens = max([*set(sizes.values())] or [rows])
+    tokens = max(tokens, max(trained, default=-1) + 1)
+    if tokens == rows:
         _tell_of_other_tokens(folder, rows)
         return
-    input_name = next(name for name, one in model.named_modules() if one is table)
-    whole = any(f"{_PREFIX}{input_name}.{ending}" in shapes for ending in _WHOLE)
-    missing = [token for token in range(rows, wanted) if token not in trained]
-    if not whole and missing:
+    input_name = next(name for name, module in model.named_modules() if module is table)
+    has_table = any(f"{_PREFIX}{input_name}.{ending}" in shapes for ending in _WHOLE)
+    missing = [token for token in range(rows, tokens) if token not in trained]
+    if not has_table and missing:
         raise ExportError(
-            f"{folder} was trained with {wanted} tokens, its base model has {rows}, and the adapter holds no embeddings of the others.",
-            fix="save it with PEFT's save_embedding_layers=True, or name the base model that has them in adapter_config.json.",
+            f"The PEFT adapter in {folder} was trained with {tokens} tokens. Its base model has embeddings for {rows} tokens, and the "
+            f"adapter contains no embeddings for the other {tokens - rows} tokens.",
+            fix="save the adapter with model.save_pretrained(..., save_embedding_layers=True), or set base_model_name_or_path in "
+            f"adapter_config.json to a base model with {tokens} tokens.",
         )
-    model.resize_token_embeddings(wanted, mean_resizing=False)
+    model.resize_token_embeddings(tokens, mean_resizing=False)
     _fill_head(model, folder, rows, shapes)
 
 
 def _fill_head(model: Any, folder: Path, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Fill the output embeddings of added tokens with the mean of the existing rows, as transformers does approximately.
+    """Fill the output embeddings of added tokens with the mean of the existing rows. transformers does approximately the same.
 
-    Does nothing if the adapter holds the output embeddings, or if they are tied to the input embeddings.
+    The function does nothing if the adapter contains the output embeddings, or if the output embeddings are tied to the input
+    embeddings.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or head.weight is model.get_input_embeddings().weight:
         return
-    name = next((name for name, one in model.named_modules() if one is head), "")
+    name = next((name for name, module in model.named_modules() if module is head), "")
     if any(f"{_PREFIX}{name}.{ending}" in shapes for ending in _WHOLE):
         return
     with torch.no_grad():
@@ -101,24 +106,24 @@ def _fill_head(model: Any, folder: Path, rows: int, shapes: Mapping[str, tuple[i
             if tensor is not None:
                 tensor[rows:] = tensor[:rows].mean(0)
     logger.warning(
-        "%s holds embeddings of added tokens for the model's input, none for its output: the model reads them, and was not trained "
-        "to write them.", folder,
+        "The PEFT adapter in %s contains input embeddings for added tokens, but no output embeddings for the added tokens. The model "
+        "can read the added tokens, but it was not trained to generate these tokens.", folder,
     )  # fmt: skip
 
 
 def _table(model: Any) -> Any:
     try:
-        found = model.get_input_embeddings()
-    # Models without token embeddings raise one of these two errors.
+        table = model.get_input_embeddings()
+    # Models without token embeddings raise an AttributeError or a NotImplementedError.
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(found, torch.nn.Embedding) else None
+    return table if isinstance(table, torch.nn.Embedding) else None
 
 
 def _rows_of_tables(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return the number of tokens of each embedding tensor in an adapter, by tensor name."""
     tables = [model.get_input_embeddings(), getattr(model, "get_output_embeddings", lambda: None)()]
-    names = [name for name, one in model.named_modules() if any(one is table for table in tables)]
+    names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
     return {
         tensor: shapes[tensor][axis]
         for name in names
@@ -128,29 +133,32 @@ def _rows_of_tables(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def _trained_tokens(folder: Path) -> set[int]:
-    """Return the tokens whose single embeddings an adapter trains (`trainable_token_indices`, or a trainable-tokens adapter)."""
+    """Return the token ids whose embeddings the adapter trains one by one, instead of the full embedding table.
+
+    PEFT writes these ids to `trainable_token_indices` (LoRA) or `token_indices` (trainable-tokens adapters).
+    """
     settings = read_json(folder / "adapter_config.json")
-    found: set[int] = set()
+    tokens: set[int] = set()
     for name in ("trainable_token_indices", "token_indices"):
-        told = settings.get(name) or []
-        lists = told.values() if isinstance(told, dict) else [told]
-        found |= {token for one in lists for token in one if isinstance(token, int)}
-    return found
+        value = settings.get(name) or []
+        lists = value.values() if isinstance(value, dict) else [value]
+        tokens |= {token for ids in lists for token in ids if isinstance(token, int)}
+    return tokens
 
 
 def _tell_of_other_tokens(folder: Path, rows: int) -> None:
-    """Warn if the adapter's tokenizer has tokens without embeddings. Usually this is a padding token."""
+    """Warn if the adapter's tokenizer has tokens without embeddings. Usually the only token without an embedding is the padding token."""
     if not (folder / "tokenizer_config.json").is_file():
         return
     from transformers import AutoTokenizer
 
     try:
         tokens = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    # Errors of the tokenizer are reported later, when the tokenizer is used.
+    # This check is optional. A broken tokenizer raises its error when a caller loads the tokenizer.
     except Exception:  # noqa: BLE001
         return
     if tokens > rows:
         logger.warning(
-            "The tokenizer of %s has %d tokens, and neither the adapter nor its base model has embeddings for more than %d: "
-            "texts with the others are refused.", folder, tokens, rows,
+            "The tokenizer in %s has %d tokens, but the PEFT adapter and its base model have embeddings for only %d tokens. A text "
+            "that contains a token without an embedding raises an InputError.", folder, tokens, rows,
         )  # fmt: skip

@@ -170,9 +170,9 @@ def described(cache: Any, architecture: str) -> list[Layer]:
     if not any(found) or None in found:
         kinds = sorted({type(layer).__name__ for layer, kept in zip(layers, found, strict=False) if kept is None})
         raise ExportError(
-            f"{architecture} keeps {', '.join(kinds) if kinds else f'a {type(cache).__name__}'} between tokens, which cannot be "
-            "put into a graph.",
-            fix="export it for another task, or run it with transformers.",
+            f"{architecture} cannot be exported for text generation, because accel cannot make graph inputs and outputs of its "
+            f"KV cache ({', '.join(kinds) if kinds else type(cache).__name__}).",
+            fix="export the model for a task that does not generate text, such as 'feature-extraction', or run it with transformers.",
         )
     return [layer for layer in found if layer is not None]
 

@@ -26,8 +26,9 @@ def document_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     if "image" in parameters_of(module):
         inner = unwrapped(module)
         raise ExportError(
-            f"{type(inner).__name__} looks at images with a network of detectron2, whose operators no graph of a backend here has.",
-            fix="run it with transformers, or take LayoutLMv3.",
+            f"{type(inner).__name__} cannot be exported. It reads images with a detectron2 network, and no accel backend supports the "
+            "operators of detectron2.",
+            fix="run the model with transformers, or use a LayoutLMv3 model, which does not need detectron2.",
         )
     return _places(module, folder, BOXES, _SIDES)
 

@@ -76,8 +76,9 @@ def family_parts(source: Source) -> tuple[Source, ...]:
     parts = family_of(source.config).parts(source.model, source.example, source.axes)
     if not parts:
         raise ExportError(
-            f"accel does not know the parts of a {source.architecture}, of which graphs for {source.task} are made.",
-            fix="run it with transformers.",
+            f"accel cannot export a {source.architecture} for the task {source.task!r}. This task needs the model split into several "
+            "graphs, and accel has no code that splits this architecture.",
+            fix="run the model with transformers.",
         )
     sources = []
     for part in parts:
@@ -97,13 +98,14 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
     sense = next((one for one in _SENSED if one in spec.modalities), "")
     unread = sense and (spec.encoder_decoder or sense == "audio") and not set(_SENSED[sense]) & set(source.example)
     if spec.encoder_decoder not in (None, has_encoder) or unread:
-        wanted = "an encoder and a decoder" if spec.encoder_decoder else "a decoder alone"
-        have = "an encoder and a decoder" if has_encoder else "a decoder alone"
-        reads = f", which reads {sorted(source.example)}" if unread else ""
+        expected = "an encoder and a decoder" if spec.encoder_decoder else "a decoder without an encoder"
+        actual = "an encoder and a decoder" if has_encoder else "a decoder without an encoder"
+        reads = f" Its inputs are {sorted(source.example)}." if unread else ""
+        senses = "audio as input" if sense == "audio" else "images as input" if unread else ""
         raise ExportError(
-            f"{source.architecture} is {have}{reads}; a model for {spec.name} is {wanted}"
-            f"{', which reads sounds' if sense == 'audio' else ', which reads images' if unread else ''}.",
-            fix="run it with transformers, or pass another task=... for the part that writes text.",
+            f"{source.architecture} cannot be exported for the task {spec.name!r}. The task requires {expected}"
+            f"{f', and {senses}' if senses else ''}. The model has {actual}.{reads}",
+            fix="run the model with transformers, or pass another task, such as task='text-generation', to export only the text decoder.",
         )
 
 
@@ -310,9 +312,9 @@ def _check_prompt(model: Any, example: Tensors) -> None:
     added = sorted(n for n, value in prepared.items() if isinstance(value, torch.Tensor) and n not in example)
     if added or read is None or not torch.equal(read, ids):
         raise ExportError(
-            f"{type(model).__name__} generates from something else than its prompt: its code adds "
-            f"{', '.join(added) or 'tokens'} at each step.",
-            fix="run it with transformers.",
+            f"{type(model).__name__} cannot be exported for text generation. Its `generate` code adds "
+            f"{', '.join(added) or 'tokens'} to the inputs at each step, and accel passes only the prompt and the generated tokens.",
+            fix="run the model with transformers.",
         )
 
 
@@ -327,14 +329,15 @@ def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Sour
         isinstance(height, int) and isinstance(width, int)
     ):
         raise ExportError(
-            f"{source.architecture} does not put images of one size into the prompt; only such models can be exported.",
-            fix="run it with transformers.",
+            f"{source.architecture} cannot be exported for the task {source.task!r}. accel supports only models whose config has an "
+            "image_token_id and one fixed vision_config.image_size.",
+            fix="run the model with transformers.",
         )
     if "token_type_ids" in inspect.signature(model.forward).parameters:
         raise ExportError(
-            f"The images in the prompts of {source.architecture} attend in both directions, where its token_type_ids say so; a graph "
-            "attends in causal order.",
-            fix="run it with transformers.",
+            f"{source.architecture} cannot be exported for the task {source.task!r}. It computes bidirectional attention between the "
+            "image tokens of a prompt (input token_type_ids), and accel's decoder graphs compute causal attention only.",
+            fix="run the model with transformers.",
         )
     pixels = torch.randn(
         (1, getattr(vision, "num_channels", 3), height, width), generator=torch.Generator().manual_seed(3)
@@ -444,8 +447,9 @@ def _kept(model: Any) -> list[Layer] | None:
         unknown = sorted({"state", "mems", "past_buckets_states"} & set(parameters))
         if unknown:
             raise ExportError(
-                f"{type(model).__name__} keeps {unknown[0]!r} between tokens, which is none of transformers' caches.",
-                fix="export it for another task, or run it with transformers.",
+                f"{type(model).__name__} cannot be exported for text generation. It keeps its state between tokens in the argument "
+                f"{unknown[0]!r}, and accel supports only transformers' Cache classes.",
+                fix="export the model for a task that does not generate text, such as 'feature-extraction', or run it with transformers.",
             )
         return None
     with quiet(), recurrent(model):
@@ -454,9 +458,11 @@ def _kept(model: Any) -> list[Layer] | None:
     if found is None:
         decodes = getattr(model.config, "is_decoder", True)
         raise ExportError(
-            f"{type(model).__name__} takes a cache and returns none"
-            f"{'' if decodes else ': its config says is_decoder=False, so every token sees those behind it'}.",
-            fix="run it with transformers." if decodes else "set config.is_decoder=True, and export again.",
+            f"{type(model).__name__} has an argument {argument!r}, but it returned no KV cache for use_cache=True."
+            f"{'' if decodes else ' The config has is_decoder=False, so each token also attends to later tokens.'}",
+            fix="run the model with transformers."
+            if decodes
+            else "set config.is_decoder=True and export the model again.",
         )
     return described(found, type(model).__name__)
 
@@ -467,8 +473,8 @@ def _answer(model: Any, **inputs: Any) -> Any:
     # The model's own code may raise any exception.
     except Exception as error:
         raise ExportError(
-            f"{type(model).__name__} itself fails on a call with a cache: {type(error).__name__}: {first_lines(error)}",
-            fix="check in PyTorch that the model generates.",
+            f"The PyTorch model {type(model).__name__} failed in a call with a KV cache: {type(error).__name__}: {first_lines(error)}",
+            fix="check that model.generate(...) works in transformers, then export the model again.",
         ) from error
 
 

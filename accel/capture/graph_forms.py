@@ -220,9 +220,10 @@ def _ragged_mask(shape: tuple[int, ...], padding: Padding) -> torch.Tensor:
 
 
 def _warning(component: str, verdict: FormVerdict) -> str:
+    rest = f"accel disabled the faster way {verdict.form!r} to compute the graph {component!r}"
     if verdict.error is not None:
-        return f"{component} is not computed in its form {verdict.form!r}, which fails here: {verdict.error}"
+        return f"{rest}, and computes the graph in the normal, slower way. The faster way failed on this machine: {verdict.error}"
     return (
-        f"{component} is not computed in its form {verdict.form!r}: here it is {verdict.difference:.2g} of the largest value "
-        f"off ({verdict.tolerance:.2g} is accepted). Answers come from another form, which is right and slower."
+        f"{rest}, and computes the graph in the normal, slower way. On this machine, the results of the faster way differ by "
+        f"{verdict.difference:.2g} of the largest value; the accepted difference is {verdict.tolerance:.2g}."
     )

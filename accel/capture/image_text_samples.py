@@ -41,9 +41,9 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     if "input_ids" not in parameters_of(module):
         inner = unwrapped(module)
         raise ExportError(
-            f"A {type(inner).__name__} reads {', '.join(parameters_of(module))}; texts are given to the stock pipeline's models as "
-            "input_ids.",
-            fix="run it with transformers.",
+            f"{type(inner).__name__} cannot be exported for zero-shot object detection. It has no input 'input_ids' for the texts; its "
+            f"inputs are {', '.join(parameters_of(module))}.",
+            fix="run the model with transformers.",
         )
     whole = getattr(module.config, "max_text_len", None) is not None
     return _beside(module, folder, SAMPLE_BATCH if whole else _TEXTS_OF_ALL, "batch" if whole else "texts")

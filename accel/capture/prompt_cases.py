@@ -68,9 +68,9 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         # The model's own code may raise any exception.
         except Exception as error:
             raise ExportError(
-                f"{source.architecture} itself fails on {batch} rows of {total} tokens: "
+                f"The PyTorch model {source.architecture} failed on an input of {batch} rows and {total} tokens: "
                 f"{type(error).__name__}: {first_lines(error)}",
-                fix="check that it runs in transformers.",
+                fix="check that the model runs in transformers with an input of this size, then export it again.",
             ) from error
         following: Case | None = None
         end = total

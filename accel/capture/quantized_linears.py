@@ -346,34 +346,41 @@ def without_training(model: torch.nn.Module) -> torch.nn.Module:
     if not any(hasattr(type(one), "to_integers") for one in model.modules()):
         return model
     record = record_of(model)
-    made = copy.deepcopy(model).eval()
-    found = [(n, one) for n, one in made.named_modules(remove_duplicate=False) if hasattr(type(one), "to_integers")]
-    for name, one in made.named_modules():
-        layer = dict(one.named_children()).get("base_layer")
+    converted = copy.deepcopy(model).eval()
+    trained = [
+        (name, layer)
+        for name, layer in converted.named_modules(remove_duplicate=False)
+        if hasattr(type(layer), "to_integers")
+    ]
+    for name, module in converted.named_modules():
+        layer = dict(module.named_children()).get("base_layer")
         if (
             hasattr(type(layer), "to_integers")
             and isinstance(layer, QuantizationAwareLayer)
-            and needs_float_weights(one, layer)
+            and needs_float_weights(module, layer)
         ):
             raise ExportError(
-                f"The adapter {name} ({type(one).__name__}) computes with the weights of the layer below it, which become integers.",
-                fix="merge it into the float model first (model.merge_and_unload()), then prepare that; plain LoRA does not do it.",
+                f"The PEFT adapter {name!r} ({type(module).__name__}) cannot be used on a quantized layer, because it computes with the "
+                "layer's float weights, and quantization replaces these weights by integers.",
+                fix="merge the adapter into the float model with model.merge_and_unload() and call accel.prepare_qat on the merged "
+                "model, or train a plain LoRA adapter.",
             )
-    misfits = {n: one.misfit() for n, one in found if isinstance(one, QuantizationAwareLayer)}
+    misfits = {name: layer.misfit() for name, layer in trained if isinstance(layer, QuantizationAwareLayer)}
     if worst := max(misfits, key=misfits.__getitem__) if any(misfits.values()) else "":
         logger.warning(
-            "%d of %d layers have weights that the steps they are rounded by do not fit, as where an adapter was merged: %s loses %.0f %% "
-            "of their squares. To have them fit, load the model's weights into the float model (load_state_dict(..., strict=False)), and "
-            "prepare that.", sum(map(bool, misfits.values())), len(misfits), worst, 100 * misfits[worst],
+            "%d of %d layers have quantization steps that do not fit their weights, for example because an adapter was merged after "
+            "accel.prepare_qat. The worst layer is %s: rounding loses %.0f %% of the sum of squares of its weights. To compute new steps, "
+            "load the weights into the float model (load_state_dict(..., strict=False)) and call accel.prepare_qat on the float model.",
+            sum(map(bool, misfits.values())), len(misfits), worst, 100 * misfits[worst],
         )  # fmt: skip
     integers: dict[int, torch.nn.Module] = {}
-    for name, layer in found:
+    for name, layer in trained:
         assert isinstance(layer, QuantizationAwareLayer)
-        # A layer that a model has under several names stays one shared layer.
+        # Convert a layer that the model contains under several names only once, so that the names still share one layer.
         if id(layer) not in integers:
             integers[id(layer)] = layer.to_integers()
-        made.set_submodule(name, integers[id(layer)])
-    return made if record is None else with_record(made, record)
+        converted.set_submodule(name, integers[id(layer)])
+    return converted if record is None else with_record(converted, record)
 
 
 def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
@@ -386,8 +393,9 @@ def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
 
     if getattr(model, "peft_config", None) is not None:
         raise ExportError(
-            f"A {type(model).__name__} with adapters beside quantized layers is not written for PyTorch.",
-            fix="export it with format='onnx' or 'openvino_ir', or merge the adapters first (model.merge_and_unload()).",
+            f"A {type(model).__name__} that has PEFT adapters and quantized layers cannot be written in the PyTorch format.",
+            fix="export the model with format='onnx' or format='openvino_ir', or merge the adapters first with "
+            "model.merge_and_unload().",
         )
 
     # Other file names than transformers' own: `from_pretrained` could not read the weights and would make random ones.
@@ -455,8 +463,8 @@ def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.
     values = read_json(folder / LAYERS_FILE)
     if values.get("schema") != _SCHEMA:
         raise ExportError(
-            f"{folder / LAYERS_FILE} has schema {values.get('schema')!r}; this version reads {_SCHEMA}.",
-            fix="update accel-transformers, or quantize the model again.",
+            f"{folder / LAYERS_FILE} has the schema version {values.get('schema')!r}; this version of accel reads only {_SCHEMA}.",
+            fix="update accel-transformers (pip install -U accel-transformers), or quantize the model again.",
         )
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         names = set(file.keys())
@@ -472,9 +480,15 @@ def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.
             model.set_submodule(name, made)
         missing, unexpected = load_model(model, str(folder / WEIGHTS_FILE), strict=False)
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise IntegrityError(f"{folder} does not fit its config: {error}", fix="quantize the model again.") from error
+        raise IntegrityError(
+            f"The quantized model in {folder} does not match its config.json: {error}", fix="quantize the model again."
+        ) from error
     if missing or unexpected:
-        wrong = sorted((*missing, *unexpected))[:3]
-        raise IntegrityError(f"{folder} does not fit its config: {', '.join(wrong)}.", fix="quantize the model again.")
+        names = ", ".join(sorted((*missing, *unexpected))[:3])
+        raise IntegrityError(
+            f"{folder / WEIGHTS_FILE} does not match the config.json in the same folder: {len(missing)} weights are missing and "
+            f"{len(unexpected)} are unexpected ({names}).",
+            fix="quantize the model again.",
+        )
     record = values.get("quantization")
     return model if record is None else with_record(model, build(Quantization, record, str(folder / LAYERS_FILE)))

@@ -78,10 +78,11 @@ def reference_cases(source: Source) -> list[Case]:
                 # Models with windows or pyramids may accept only whole patches.
                 continue
             raise ExportError(
-                f"{source.architecture} itself fails on inputs of sizes {sizes}: {type(error).__name__}: {first_lines(error)}",
-                fix="check the model in PyTorch with such inputs (pad_token_id, sizes in its config), or pass sample={...} and "
-                "axes={...} that it answers: equal axes by one name, axes that cannot vary left out. docs/families.md shows how "
-                "an architecture gets inputs of its own.",
+                f"The PyTorch model {source.architecture} failed on sample inputs with the axis sizes {sizes}: "
+                f"{type(error).__name__}: {first_lines(error)}",
+                fix="check pad_token_id and the sizes in the model's config, or pass sample={...} and axes={...} with inputs that the "
+                "model accepts. Give axes of equal size one name, and leave out axes that cannot vary. docs/families.md describes how "
+                "to define sample inputs for an architecture.",
             ) from error
     return cases
 

@@ -91,14 +91,15 @@ def _no_inputs(module: torch.nn.Module, main: str | None) -> ExportError:
     name = type(module).__name__
     if _generates(module):
         return ExportError(
-            f"No inputs can be made for a {name}: it generates from {main!r}, and generating models are exported that read "
-            "'input_ids', 'pixel_values', 'flattened_patches', or sounds as Whisper, Moonshine and Speech2Text do.",
-            fix="run it with transformers.",
+            f"A {name} cannot be exported for generation, because its main input is {main!r}. accel exports generating models with the "
+            "main input 'input_ids', 'pixel_values' or 'flattened_patches', and the audio models Whisper, Moonshine and Speech2Text.",
+            fix="run the model with transformers.",
         )
-    reads = f": it reads {main!r}, whose shape its config does not say" if main else ""
+    reads = f", because its config does not contain the shape of its main input {main!r}" if main else ""
     return ExportError(
-        f"No inputs can be made for a {name}{reads}.",
-        fix="pass sample={name: tensor} and, for names other than a transformers model's, axes={name: {0: 'batch'}}.",
+        f"accel cannot make sample inputs for a {name}{reads}.",
+        fix="pass sample={input name: tensor}. If an input name is not a usual one of transformers, also pass "
+        "axes={input name: {0: 'batch'}}.",
     )
 
 
@@ -290,8 +291,8 @@ def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
             axes[name] = {0: "batch"}
         else:
             raise InputError(
-                f"Which axes of the sample's {name!r} {tuple(tensor.shape)} vary is not known.",
-                fix=f"pass axes={{{name!r}: {{0: 'batch'}}, ...}}; leave an axis out to fix its size.",
+                f"accel cannot tell which axes of the sample input {name!r} of shape {tuple(tensor.shape)} may vary.",
+                fix=f"pass axes={{{name!r}: {{0: 'batch'}}, ...}} with all axes that may vary. An axis without a name keeps its size.",
             )
     return axes
 
@@ -304,17 +305,24 @@ def check_sample(sample: Mapping[str, torch.Tensor], axes: Axes | None) -> None:
     """
     for name, tensor in sample.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise InputError(f"The sample has {type(tensor).__name__} as {name!r}.", fix="pass tensors by input name.")
+            raise InputError(
+                f"The sample input {name!r} is a {type(tensor).__name__}, not a tensor.",
+                fix="pass sample={input name: torch tensor}.",
+            )
     for name, named in (axes or {}).items():
         if name not in sample:
-            raise InputError(f"axes names {name!r}, which is not in the sample.", fix=f"use {', '.join(sample)}.")
+            raise InputError(
+                f"axes contains the input name {name!r}, but sample has only {', '.join(map(repr, sample))}.",
+                fix="use the input names of sample in axes.",
+            )
         if not isinstance(named, Mapping) or not all(
             isinstance(axis, int) and isinstance(word, str) and 0 <= axis < sample[name].ndim
             for axis, word in named.items()
         ):
             raise InputError(
-                f"The axes of {name!r} are {named!r}; its shape is {tuple(sample[name].shape)}.",
-                fix="name axes by their numbers: {0: 'batch', 1: 'sequence'}.",
+                f"axes[{name!r}] is {named!r}, which does not map axis numbers to names for a tensor of shape "
+                f"{tuple(sample[name].shape)}.",
+                fix="pass a mapping of axis numbers to names, such as {0: 'batch', 1: 'sequence'}.",
             )
 
 
@@ -334,8 +342,8 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
             size = int(sample[name].shape[position])
             if sizes.setdefault(axis, size) != size:
                 raise InputError(
-                    f"The axis {axis!r} has sizes {sizes[axis]} and {size} in one sample.",
-                    fix="give axes that differ names that differ, or pass a sample in which they agree.",
+                    f"The axis name {axis!r} is used for axes of different sizes in the sample: {sizes[axis]} and {size}.",
+                    fix="use different names for axes of different sizes, or pass a sample in which all axes of one name have one size.",
                 )
     taken: set[int] = set()
     for axis, size in sizes.items():

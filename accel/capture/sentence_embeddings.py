@@ -159,13 +159,17 @@ def activation_function(path: str) -> torch.nn.Module:
     kind: Any = getattr(torch.nn, name, None)
     if package.partition(".")[0] != "torch" or not isinstance(kind, type) or not issubclass(kind, torch.nn.Module):
         raise ConfigError(
-            f"The model asks for the activation {path}, which is not one of torch.nn.",
+            f"The sentence-transformers config of the model contains the activation {path!r}, which is not a class of torch.nn.",
             fix="use sentence-transformers for this model.",
         )
     try:
         made: torch.nn.Module = kind()
     except TypeError as error:
-        raise ConfigError(f"The model asks for the activation {path}, which needs arguments: {error}") from error
+        raise ConfigError(
+            f"The sentence-transformers config of the model contains the activation {path!r}, which cannot be created without "
+            f"arguments: {error}",
+            fix="use sentence-transformers for this model.",
+        ) from error
     return made
 
 
@@ -177,8 +181,8 @@ def _module(layer: SentenceModule) -> torch.nn.Module:
     weight, bias = (weights.get(f"{prefix}.{name}") for name in ("weight", "bias"))
     if weight is None or weight.dim() != (1 if layer.kind == "LayerNorm" else 2):
         raise IntegrityError(
-            f"{layer.folder} holds no weights of a {layer.kind}: {sorted(weights)}.",
-            fix="copy the files again from where they came.",
+            f"{layer.folder} does not contain the weights of a {layer.kind} module; it contains {sorted(weights)}.",
+            fix="download the model's files again.",
         )
     made: torch.nn.Module
     if layer.kind == "LayerNorm":
@@ -200,6 +204,6 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
         return found
     raise ExportError(
-        f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin.",
-        fix="copy the folder with its weights from where it came.",
+        f"{folder} contains no weights: model.safetensors and pytorch_model.bin do not exist.",
+        fix="download the model again with its weights.",
     )

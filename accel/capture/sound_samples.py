@@ -51,10 +51,10 @@ def sound_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     elif main == "input_features" and (bins := _bins(config, folder)) is not None:
         shape, axes = (_ENCODED * _stride_of_frames(config), bins), {0: "batch", 1: "frames"}
     else:
-        reads = f"reads {main!r}" if main else "says not what it reads"
+        reads = f"its main input is {main!r}" if main else "its class declares no main input"
         raise ExportError(
-            f"No sounds can be made for a {type(inner).__name__}, which {reads}.",
-            fix="pass sample={name: tensor} and axes={name: {0: 'batch', 1: 'samples'}}.",
+            f"accel cannot make sample audio for a {type(inner).__name__}, because {reads}.",
+            fix="pass sample={input name: tensor} and axes={input name: {0: 'batch', 1: 'samples'}}.",
         )
     example: Tensors = {main: torch.randn(SAMPLE_BATCH, *shape)}
     if "attention_mask" not in parameters_of(module):

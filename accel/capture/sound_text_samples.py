@@ -30,14 +30,15 @@ def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     bins, size = getattr(audio, "num_mel_bins", None), getattr(audio, "spec_size", None)
     if bins is None or size is None:
         raise ExportError(
-            f"No sounds can be made for a {type(inner).__name__}: its config says no spectrogram's size.",
-            fix="pass sample={name: tensor} and axes={name: {0: 'batch'}}.",
+            f"accel cannot make sample audio for a {type(inner).__name__}, because audio_config in its config has no num_mel_bins or "
+            "no spec_size.",
+            fix="pass sample={input name: tensor} and axes={input name: {0: 'batch'}}.",
         )
     if getattr(audio, "enable_fusion", False):
         raise ExportError(
-            f"This {type(inner).__name__} fuses features of those sounds alone that are longer than its window: which of a batch it "
-            "computes depends on them, and a graph computes the same for all.",
-            fix="run it with backend='pytorch', or take one without fusion (enable_fusion is false in its config).",
+            f"This {type(inner).__name__} cannot be exported, because its config has enable_fusion=true. With fusion, the model computes "
+            "long and short audio differently, and a graph computes all rows of a batch in the same way.",
+            fix="run the model with backend='pytorch', or use a checkpoint with enable_fusion=false.",
         )
     texts, axes, unused = texts_beside(module, folder, _TEXTS, "texts")
     settings = processor_settings(folder, "feature_extractor")

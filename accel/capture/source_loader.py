@@ -111,8 +111,8 @@ def load_source(
     if config.output_hidden_states or config.output_attentions:
         if spec.generates or not work.traced_as_is or (isinstance(module, Wrapper) and not module.returns_layers):
             raise TaskError(
-                f"A graph for {spec.name} returns no hidden states or attentions.",
-                fix="export with task='feature-extraction', or leave output_hidden_states and output_attentions out.",
+                f"A graph for the task {spec.name!r} cannot return hidden states or attentions.",
+                fix="export the model with task='feature-extraction', or leave out output_hidden_states and output_attentions.",
             )
         module = ReturnsLayerOutputs(
             module, hidden_states=config.output_hidden_states, attentions=config.output_attentions
@@ -185,8 +185,9 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
                 architecture = (read_config(folder).get("architectures") or [""])[0]
                 if not hasattr(transformers, architecture):
                     raise TaskError(
-                        f"transformers has no class {architecture!r}, and the task {spec.name!r} loads no models itself.",
-                        fix="override Task.load, or name a class of transformers in TaskSpec.auto_model.",
+                        f"accel cannot load a model for the custom task {spec.name!r}. transformers has no class {architecture!r}, and "
+                        "the task defines neither Task.load nor TaskSpec.auto_model.",
+                        fix="override Task.load, or set TaskSpec.auto_model to the name of a transformers class.",
                     )
                 return _load_complete(getattr(transformers, architecture), folder, spec, **kwargs)
             model_config = transformers.AutoConfig.from_pretrained(
@@ -195,8 +196,9 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
             loader = loader_for(spec, model_config)
             if not classes_for(loader, model_config) and not hasattr(model_config, "auto_map"):
                 raise TaskError(
-                    f"A {model_config.model_type} model cannot do {spec.name}: transformers has no {spec.auto_model} for it.",
-                    fix="pass a task that fits the model, or leave it out to infer it.",
+                    f"A {model_config.model_type} model does not support the task {spec.name!r}: {spec.auto_model} of transformers has "
+                    f"no class for {model_config.model_type}.",
+                    fix="pass a task that the model supports, or leave task out so that accel infers the task.",
                 )
             _check_head(loader, model_config, spec)
             if not weights:
@@ -213,7 +215,8 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
         if isinstance(error, AccelError):
             raise
         raise ExportError(
-            f"transformers cannot load a model from {folder}: {error}", fix="check that the folder holds its weights."
+            f"transformers cannot load a model from {folder}: {error}",
+            fix="check that the folder contains config.json and the weights of the model.",
         ) from error
 
 
@@ -238,8 +241,8 @@ def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:
     """
     if hasattr(vars(module).get("acceleration"), "restore"):
         raise ExportError(
-            f"The {type(module).__name__} is accelerated, and compiled code cannot be exported.",
-            fix="call model.restore() first.",
+            f"The {type(module).__name__} was accelerated by accel.accelerate, and accelerated models cannot be exported.",
+            fix="call model.restore(), then export the model.",
         )
     return without_mixed_precision(module)
 
@@ -263,15 +266,16 @@ def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> 
     if missing:
         raise ExportError(
             f"The checkpoint in {folder} lacks {len(missing)} weights of a {type(model).__name__} ({', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}); transformers would make random ones.",
-            fix="pass a task that the weights have a head for, or take a checkpoint that is complete.",
+            f"{', ...' if len(missing) > 3 else ''}). transformers would fill the missing weights with random numbers.",
+            fix="pass task=... with the task that the checkpoint was trained for, or use a complete checkpoint.",
         )
     trained = sorted(name for name in info["unexpected_keys"] if name.endswith(TRAINED_STEPS))
     if trained:
         raise ExportError(
-            f"{folder} holds a model in training for integers ({trained[0]}); its weights alone are not rounded as they were.",
-            fix="make the model as before (from_pretrained, accel.prepare_qat), load the checkpoint's state dict into it, and export "
-            "that model: accel.export(model, out).",
+            f"{folder} contains a checkpoint of quantization-aware training (it has the parameter {trained[0]}). transformers ignores "
+            "the trained quantization steps when it loads the checkpoint.",
+            fix="create the model with from_pretrained, call accel.prepare_qat on the model, load the checkpoint's state dict, and call "
+            "accel.export(model, out).",
         )
     loaded: torch.nn.Module = model
     return loaded
@@ -287,8 +291,9 @@ def _load_quantized(
     """
     if config.dtype != "float32":
         raise ExportError(
-            f"{folder} holds a quantized model, which computes in float32 around its integers, not in {config.dtype}.",
-            fix="leave dtype out, or export the model that it was made from.",
+            f"{folder} contains a quantized model, which cannot be exported with dtype={config.dtype!r}. Its layers that are not "
+            "quantized compute in float32.",
+            fix="leave dtype out, or export the original model before quantization.",
         )
 
     def make(**settings: bool) -> torch.nn.Module:
@@ -311,8 +316,9 @@ def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
         fitting = infer_task(config.to_dict())
     if known and names[0] not in known and fitting not in (None, spec.name):
         raise TaskError(
-            f"The checkpoint holds a {names[0]}, whose weights have no head for {spec.name}; transformers would make a random one.",
-            fix=f"pass a task that fits the model ({fitting}), or leave it out to infer it.",
+            f"The checkpoint contains a {names[0]}, which has no head for the task {spec.name!r}. transformers would create a head with "
+            "random weights.",
+            fix=f"pass task={fitting!r}, or leave task out so that accel infers the task.",
         )
 
 
@@ -328,7 +334,7 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         import peft
     except ImportError as error:
         raise ExportError(
-            f"{folder} holds a PEFT adapter, and peft is not installed.", fix="pip install peft"
+            f"{folder} contains a PEFT adapter, but the package peft is not installed.", fix="pip install peft"
         ) from error
 
     extra: dict[str, Any] = {}
@@ -349,21 +355,23 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:
         raise ExportError(
-            f"The adapter in {folder} does not fit its base model {base}: {first_lines(error)}",
-            fix="check base_model_name_or_path and revision in adapter_config.json: the model that it was trained on.",
+            f"The PEFT adapter in {folder} does not fit its base model {base}: {first_lines(error)}",
+            fix="set base_model_name_or_path and revision in adapter_config.json to the model that the adapter was trained on.",
         ) from error
     if not hasattr(adapted.base_model, "merge_and_unload"):
         kind = adapted.peft_config[adapted.active_adapter].peft_type
         raise ExportError(
-            f"{folder} holds an adapter of the kind {getattr(kind, 'value', kind)}, which cannot be merged into the weights of a model.",
-            fix="run it with PEFT, or train LoRA, DoRA or IA3, which can be merged.",
+            f"The PEFT adapter in {folder} has the type {getattr(kind, 'value', kind)}, which cannot be merged into the weights of its "
+            "base model. accel exports only merged adapters.",
+            fix="run the adapter with PEFT, or train a LoRA, DoRA or IA3 adapter.",
         )
     _give_weights_of_their_own(adapted)
     try:
         merged: torch.nn.Module = adapted.merge_and_unload()
     except (NotImplementedError, RuntimeError, ValueError) as error:
         raise ExportError(
-            f"PEFT cannot merge the adapter in {folder} into its model: {first_lines(error)}", fix="run it with PEFT."
+            f"PEFT cannot merge the adapter in {folder} into its base model: {first_lines(error)}",
+            fix="run the adapter with PEFT.",
         ) from error
     return merged
 
@@ -433,7 +441,10 @@ def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) 
     """
     if not spec.embeds:
         if config.pooling or config.normalize:
-            raise TaskError(f"pooling and normalize are for embeddings, not for {spec.name}.", fix="leave them out.")
+            raise TaskError(
+                f"The options pooling and normalize apply only to embedding tasks, and the task is {spec.name!r}.",
+                fix="leave out pooling and normalize, or pass task='feature-extraction'.",
+            )
         return None
     if not (spec.pooling or config.pooling or config.normalize):
         return None

@@ -180,9 +180,10 @@ class _SimpleSizes(TorchFunctionMode):
             self._seen.add(expression)
             if expression.count_ops() > _MOST_OPERATIONS:
                 raise ExportError(
-                    f"A trace of {self._architecture} with images of any size takes too long: sizes in it are formulas of more "
-                    f"than {_MOST_OPERATIONS} operations.",
-                    fix="export it for images of one size: pass sample={...} and axes={...} without height and width.",
+                    f"The trace of {self._architecture} with a variable image size was stopped, because it would take too long: "
+                    f"tensor sizes became formulas of more than {_MOST_OPERATIONS} operations.",
+                    fix="export the model for one image size: pass sample={...}, and leave the names 'height' and 'width' out of "
+                    "axes={...}.",
                 )
         return made
 
@@ -205,8 +206,9 @@ def _without_cache(source: Source) -> AbstractContextManager[None]:
 
 def _fixed_axis(source: Source, axis: str, name: str, size: int) -> ExportError:
     return ExportError(
-        f"The trace of {source.architecture} fixed the axis {axis!r} of {name!r} to {size}.",
-        fix="the model's code compares this size with a constant; leave the axis out of axes=... to accept it.",
+        f"The trace of {source.architecture} fixed the axis {axis!r} of the input {name!r} to the size {size}, because the model's code "
+        "compares this size with a constant.",
+        fix="leave this axis out of axes=..., if the graph may accept only this size.",
     )
 
 
@@ -220,22 +222,23 @@ def _trace_error(source: Source, error: Exception) -> ExportError:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling" in frame.filename]
         where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         return ExportError(
-            f"{source.architecture} decides by the values of its tensors what to compute{where}; a graph computes the same for "
-            "all values.",
-            fix="run it with backend='pytorch'.",
+            f"{source.architecture} cannot be exported, because its code takes different branches for different tensor values{where}. "
+            "A graph has only one branch.",
+            fix="run the model with backend='pytorch'.",
         )
     constant = _CONSTANT.search(str(error))
     if constant is not None:
         name, position, size = constant["name"], int(constant["position"]), int(constant["size"])
         axis = source.axes.get(name, {}).get(position, str(position))
         return ExportError(
-            f"{source.architecture} computes with the number that the axis {axis!r} of {name!r} has in the trace ({size}): the "
-            "graph would serve this size alone.",
-            fix="run it with backend='pytorch', or pass sample={...} and axes={...} without this axis for a graph of one size.",
+            f"The code of {source.architecture} turns the size of the axis {axis!r} of the input {name!r} into the constant {size}, so "
+            "the graph would accept only this size.",
+            fix="run the model with backend='pytorch', or pass sample={...} and leave this axis out of axes={...} to export a graph for "
+            "this size only.",
         )
     return ExportError(
-        f"{source.architecture} cannot be traced: {type(error).__name__}: {first_lines(error)}",
-        fix="run again with --verbose (or the `accel` logger at DEBUG) to see what upstream says.",
+        f"torch.export or transformers failed to trace {source.architecture}: {type(error).__name__}: {first_lines(error)}",
+        fix="run the command with --verbose, or set the logger 'accel' to DEBUG, to see the messages of torch.export and transformers.",
     )
 
 
@@ -263,8 +266,8 @@ def _name_axes(model: onnx_ir.Model, source: Source) -> None:
             symbol = str(size)
             if names.setdefault(symbol, axis) != axis:
                 raise ExportError(
-                    f"The trace of {source.architecture} made one axis of {names[symbol]!r} and {axis!r}.",
-                    fix="pass a sample in which these sizes differ.",
+                    f"The trace of {source.architecture} merged the axes {names[symbol]!r} and {axis!r} into one axis.",
+                    fix=f"pass a sample={{...}} in which the axes {names[symbol]!r} and {axis!r} have different sizes.",
                 )
     declared = task_spec(source.task).outputs
     for value in model.graph.outputs:

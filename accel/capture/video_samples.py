@@ -28,8 +28,9 @@ def video_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     frames = next((n for field in _FRAMES if isinstance(n := getattr(config, field, None), int)), None)
     if name not in _NAMES or frames is None:
         raise ExportError(
-            f"No videos can be made for a {type(inner).__name__}: it reads {name!r}, and its config says {frames} frames.",
-            fix="pass sample={name: tensor} and axes={name: {0: 'batch'}}.",
+            f"accel cannot make sample videos for a {type(inner).__name__}. The main input of the model is {name!r}, and the number of "
+            f"frames in its config is {frames}.",
+            fix="pass sample={input name: tensor} and axes={input name: {0: 'batch'}}.",
         )
     # V-JEPA 2's name of the image size.
     cropped = getattr(config, "crop_size", None)

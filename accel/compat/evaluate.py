@@ -28,7 +28,7 @@ def evaluator(task: str) -> Any:
         from evaluate.evaluator import Evaluator
     except ImportError as error:
         raise BackendUnavailableError(
-            f"evaluate cannot be imported: {error}.", fix='pip install "accel-transformers[evaluate]"'
+            f"The package evaluate cannot be imported: {error}.", fix='pip install "accel-transformers[evaluate]"'
         ) from error
 
     class Ours(Evaluator):  # type: ignore[misc]  # evaluate is untyped here
@@ -65,7 +65,8 @@ def _pipeline(task: str, model: Any, tokenizer: Any, feature_extractor: Any, dev
         return transformers.pipeline(task, model=model, device=-1 if device is None else device, **given)
     if getattr(model, "task", None) != task and not str(getattr(model, "task", "")).startswith(task):
         raise ConfigError(
-            f"model_or_pipeline is a {type(model).__name__} for {getattr(model, 'task', 'no task')}, not {task}.",
-            fix=f"pass a model, or accel.pipeline({task!r}, model).",
+            f"model_or_pipeline is a {type(model).__name__} with the task {getattr(model, 'task', None)!r}; this evaluator needs the "
+            f"task {task!r}.",
+            fix=f"pass a model, or a pipeline from accel.pipeline({task!r}, model).",
         )
     return model

@@ -67,7 +67,10 @@ class GenerationOptions:
         for token, bias in self.logit_bias.items():
             check_number(f"logit_bias[{token!r}]", bias, -math.inf, math.inf)  # NaN is outside every range
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop is {self.stop!r}.", fix="use texts of at least one letter.")
+            raise ConfigError(
+                f"stop is {self.stop!r}, which is not a list of non-empty strings.",
+                fix="pass one non-empty string, or a list of non-empty strings.",
+            )
 
     def overrides(self) -> dict[str, Any]:
         """Return the fields of transformers' `GenerationConfig` that these options replace."""

@@ -63,14 +63,16 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Raises:
             InputError: The backend stores them in its own format, or the model caches something other than keys and values.
         """
-        held = self.state.read() if self.state is not None else {}
-        odd = sorted(name for name in held if name.partition(".")[2] not in ("key", "value"))
-        if odd:
+        tensors = self.state.read() if self.state is not None else {}
+        others = sorted(name for name in tensors if name.partition(".")[2] not in ("key", "value"))
+        if others:
             raise InputError(
-                f"The model keeps {odd[0]}, which is neither keys nor values.", fix="leave it to the model."
+                f"The cache contains the tensor {others[0]!r} in addition to keys and values, so its layers cannot be read as a "
+                "DynamicCache.",
+                fix="pass the cache object itself to the next call of the model, without reading its layers.",
             )
-        numbers = sorted({int(name.partition(".")[0]) for name in held})
-        return [_layer(held[f"{number}.key"], held[f"{number}.value"]) for number in numbers]
+        numbers = sorted({int(name.partition(".")[0]) for name in tensors})
+        return [_layer(tensors[f"{number}.key"], tensors[f"{number}.value"]) for number in numbers]
 
     @layers.setter
     def layers(self, layers: list[Any]) -> None:
@@ -102,11 +104,12 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
         if not layers:
             return
-        odd = next((layer for layer in layers if not _holds_all(layer)), None)
-        if odd is not None:
+        incomplete = next((layer for layer in layers if not _holds_all(layer)), None)
+        if incomplete is not None:
             raise InputError(
-                f"The cache has a {type(odd).__name__}, which keeps other tokens than all.",
-                fix="pass a DynamicCache().",
+                f"The cache passed as past_key_values has a layer of the class {type(incomplete).__name__}, which does not contain the "
+                "keys and values of all tokens.",
+                fix="pass past_key_values=transformers.DynamicCache().",
             )
         rows, _, length, _ = layers[0].keys.shape
         state = self.session.new_state(int(rows))
@@ -196,8 +199,8 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         """
         if self.state is None or other.state is None or self.constants or other.constants:
             raise InputError(
-                "Rows join rows that hold tokens, and no encoder's answer.",
-                fix="run a prompt of a decoder through both caches first.",
+                "These two caches cannot be joined. Both caches must contain tokens, and neither may contain encoder outputs.",
+                fix="run a prompt with each of the two caches first, and use a model without an encoder.",
             )
         self.state.join(other.state)
         other.reset()
@@ -209,7 +212,10 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             InputError: The cache is empty, the runtime cannot remove columns, or no column would remain.
         """
         if self.state is None:
-            raise InputError("An empty cache has no columns.", fix="run a prompt first.")
+            raise InputError(
+                f"The first {columns} columns of the cache cannot be removed, because the cache is empty.",
+                fix="run a prompt with this cache first.",
+            )
         self.state.drop(columns)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -221,8 +227,10 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         """
         if tokens_to_remove > 0:
             raise InputError(
-                f"crop({tokens_to_remove}) can be read as tokens to keep or to remove.",
-                fix="pass how many to remove as a negative number; to keep some: cache.crop(keep - cache.get_seq_length()).",
+                f"crop({tokens_to_remove}) is ambiguous: some releases of transformers keep the first {tokens_to_remove} tokens, other "
+                "releases remove tokens.",
+                fix="pass the number of tokens to remove as a negative number. To keep the first n tokens, call "
+                "cache.crop(n - cache.get_seq_length()).",
             )
         if self.state is not None and tokens_to_remove:
             self.state.crop(self.state.length + tokens_to_remove)
@@ -248,8 +256,8 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         raise InputError(
-            "A StateCache holds keys and values in the memory of a runtime, which cannot be pickled.",
-            fix="pass a transformers DynamicCache as past_key_values, which can; or read the prompt again in the other process.",
+            "A StateCache cannot be pickled, because its keys and values are in the memory of a runtime.",
+            fix="pass past_key_values=transformers.DynamicCache(), which can be pickled, or run the prompt again in the other process.",
         )
 
     def __len__(self) -> int:
@@ -282,8 +290,8 @@ class UncopiedStateLayer(CacheLayerMixin):  # type: ignore[misc]
             InputError: Always.
         """
         raise InputError(
-            "The cache holds states of a runtime, which PyTorch's model cannot read.",
-            fix="pass that model an empty cache.",
+            "A PyTorch model cannot continue this cache, because its keys and values are in the memory of another runtime.",
+            fix="pass a new transformers.DynamicCache() to the PyTorch model.",
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -339,7 +347,7 @@ def one_cache(past_key_values: Any, cache: Any) -> Any | None:
     """
     if past_key_values is not None and cache is not None:
         raise InputError(
-            "The cache was given twice, as past_key_values and as cache.", fix="pass it by one of the two names."
+            "The call has two arguments for the KV cache: past_key_values and cache.", fix="pass only past_key_values."
         )
     return cache if past_key_values is None else past_key_values
 

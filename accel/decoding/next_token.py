@@ -74,7 +74,7 @@ class TokenChoice:
         tokens = _likeliest(raced)
         won = raced.gather(1, tokens.unsqueeze(1))[:, 0].tolist()
         if not all(0 < value < math.inf for value in won):
-            raise RuntimeError("The scores leave no token that can be drawn, or are not numbers.")
+            raise RuntimeError("the logits are NaN or infinite, or all tokens have the probability 0.")
         return tokens
 
 
@@ -119,12 +119,16 @@ class RowChoice:
         # For a bias of a token outside the vocabulary, transformers raises a plain ValueError.
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"transformers refuses these settings: {error}", fix="correct the settings of the generation."
+                f"transformers rejected the generation options: {error}",
+                fix="correct the option that this message of transformers names.",
             ) from error
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         unknown = [token for token in options.logit_bias if not 0 <= token < vocabulary]
         if unknown:
-            raise InputError(f"logit_bias names token {unknown[0]} of {vocabulary}.", fix="use ids that the model has.")
+            raise InputError(
+                f"logit_bias contains the token id {unknown[0]}, but the model's token ids go from 0 to {vocabulary - 1}.",
+                fix="use token ids of the model's tokenizer.",
+            )
         generator = torch.Generator().manual_seed(options.seed) if draw and options.seed is not None else None
         self._choice = TokenChoice(processors, draw=draw, generator=generator)
         self.plain = self._choice.plain
@@ -151,16 +155,16 @@ def choose_tokens(choices: Sequence[RowChoice], logits: torch.Tensor) -> list[in
     for row, choice in enumerate(choices):
         if not finite[row]:
             tokens[row] = NotFiniteError(
-                "The model computed no finite number for the next token: its logits hold NaN or infinity.",
-                fix="run the model in float32, and look for NaN among its weights.",
+                "The next token cannot be chosen, because the model's logits contain NaN or infinity.",
+                fix="run the model in float32, and check that its weights contain no NaN.",
             )
         elif not choice.plain:
             try:
                 tokens[row] = choice(logits[row : row + 1])
             except RuntimeError as error:
                 tokens[row] = InputError(
-                    f"With these settings no token can be drawn: {error}",
-                    fix="use a higher temperature, or smaller biases.",
+                    f"No token can be sampled with these generation options: {error}",
+                    fix="use a higher temperature, or smaller values in logit_bias.",
                 )
     return tokens
 

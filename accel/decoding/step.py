@@ -85,7 +85,8 @@ class DecoderStep:
             mask = cache.whole_mask(batch, total)
         elif mask.ndim != 2:
             raise InputError(
-                f"The attention mask has {mask.ndim} axes.", fix="pass the tokenizer's: (batch, tokens so far)."
+                f"attention_mask has {mask.ndim} axes, and the decoder needs 2.",
+                fix="pass the attention_mask that the tokenizer returned, of shape (batch, number of cached and new tokens).",
             )
         elif not past and self.fills_rows and not cache.in_parts and mask.is_cpu and mask.numel():
             check_filled(mask.numpy(), "attention_mask")
@@ -94,7 +95,8 @@ class DecoderStep:
             feeds["attention_mask"] = mask
         elif not mask.all():
             raise InputError(
-                "The mask hides tokens of the decoder, whose graph has no mask.", fix="give prompts of one length."
+                "The attention mask of the decoder contains padding, but the decoder's graph has no attention mask input.",
+                fix="pass decoder inputs of the same length, without padding.",
             )
         if "position_ids" in self.inputs:
             feeds["position_ids"] = self._positions(tokens, mask, past, total) if position_ids is None else position_ids
@@ -113,11 +115,14 @@ class DecoderStep:
         """
         if self._limit and past + new > self._limit:
             raise InputError(
-                f"{past} cached and {new} new tokens are {past + new}; the model has {self._limit} positions.",
-                fix="shorten the prompt, or ask for fewer new tokens.",
+                f"The text is too long: {past} cached tokens and {new} new tokens are {past + new} tokens, and the model has only "
+                f"{self._limit} positions.",
+                fix="pass a shorter prompt, or a smaller max_new_tokens.",
             )
         if new == 0:
-            raise InputError("No new tokens were given.", fix="pass at least one.")
+            raise InputError(
+                "The call contains no new tokens.", fix="pass input_ids with at least one token in each row."
+            )
         return past + new
 
     def _positions(self, tokens: Feeds, mask: torch.Tensor, past: int, total: int) -> torch.Tensor:
@@ -141,8 +146,8 @@ class DecoderStep:
             return _checked_places(new, asked)
         if not isinstance(asked, Integral) or isinstance(asked, bool) or asked < 0:
             raise InputError(
-                f"logits_to_keep is {asked!r}.",
-                fix="pass how many of the last logits to compute, 0 for all; or a tensor of their places.",
+                f"logits_to_keep is {asked!r}, which is neither a number of tokens nor a tensor.",
+                fix="pass the number of last tokens whose logits are computed (0 for all tokens), or a tensor of token indices.",
             )
         if new == 1:
             return self._last
@@ -154,14 +159,15 @@ def _checked_places(new: int, asked: torch.Tensor) -> torch.Tensor:
     check_readable("logits_to_keep", asked)
     if asked.ndim != 1 or not asked.numel() or asked.dtype not in INTEGERS:
         raise InputError(
-            f"logits_to_keep is a tensor {tuple(asked.shape)} of {asked.dtype}.",
-            fix="pass a number, or places: (kept,) integers.",
+            f"logits_to_keep is a tensor of shape {tuple(asked.shape)} and dtype {asked.dtype}; it must be a one-dimensional, non-empty "
+            "tensor of integers.",
+            fix="pass a number, or a one-dimensional integer tensor of token indices.",
         )
     least, most = int(asked.min()), int(asked.max())
     if least < -new or most >= new:
         raise InputError(
-            f"logits_to_keep holds {least if least < -new else most}; {new} tokens are new.",
-            fix=f"name places from 0 to {new - 1}.",
+            f"logits_to_keep contains the token index {least if least < -new else most}, but the call has {new} new tokens.",
+            fix=f"pass token indices from 0 to {new - 1}.",
         )
     return asked if least >= 0 else asked % new
 

@@ -13,7 +13,8 @@ class Bros(Family):
 
     required_inputs = MappingProxyType(
         {
-            "bbox": "pass bbox, (batch, sequence, 4) float: left, top, right and bottom of each token's word, from 0 to 1."
+            "bbox": "pass bbox, a float tensor of shape (batch, sequence, 4): left, top, right and bottom of each token's word as "
+            "fractions of the page, from 0 to 1."
         }
     )
 

@@ -40,8 +40,9 @@ def _attend(
     """
     if output_attentions:
         raise ExportError(
-            "The attentions of windows cannot be exported: how many there are depends on the tokens that see all.",
-            fix="export the model without attentions, or run it with backend='pytorch'.",
+            "The attentions of Longformer and LED cannot be exported, because their shape depends on the number of tokens with global "
+            "attention.",
+            fix="export the model without output_attentions, or run the model with backend='pytorch'.",
         )
     chosen, place = _chosen(is_index_global_attn)
     masked, is_global = is_index_masked[:, :, None], is_index_global_attn[:, :, None]

@@ -56,7 +56,8 @@ class BaseSession(Generic[Runtime]):
     runtime_name: ClassVar[str] = "The runtime"
     run_errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
     advice: ClassVar[str] = (
-        "check the sizes of the inputs, and the artifact: `accel validate FOLDER`; with too little memory, use smaller batches."
+        "check the sizes of the inputs, and check the exported model with `accel validate FOLDER`. If the memory is too small, use "
+        "smaller batches."
     )
     state_is_optional: ClassVar[bool] = False
 
@@ -181,7 +182,9 @@ class BaseSession(Generic[Runtime]):
     def failed(self, error: Exception, tensors: Feeds) -> SessionError:
         """Return the error for a run that failed on these inputs."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return SessionError(f"{self.runtime_name} failed on inputs {shapes}: {self._reason(error)}", fix=self.advice)
+        return SessionError(
+            f"{self.runtime_name} failed on inputs of the shapes {shapes}: {self._reason(error)}", fix=self.advice
+        )
 
     def _reason(self, error: Exception) -> str:
         """Return the runtime's error message on one line."""

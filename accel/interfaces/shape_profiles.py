@@ -26,7 +26,8 @@ class AxisSizes:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.usual <= self.most or not self.most:
             raise ConfigError(
-                f"An axis cannot have the sizes {self}.", fix="use least:usual:most, each at least the one before."
+                f"The sizes {self} of an axis in the shape profile are not in ascending order, or the largest size is 0.",
+                fix="write the sizes as SMALLEST:USUAL:LARGEST, such as 1:8:32.",
             )
 
     def __str__(self) -> str:
@@ -48,7 +49,8 @@ def read_profile(text: str) -> dict[str, AxisSizes]:
         match = _ENTRY.match(entry)
         if match is None:
             raise ConfigError(
-                f"{entry!r} is no part of a profile.", fix='write it as in "batch=1:8:32,sequence=16:128:384".'
+                f"The entry {entry!r} of the shape profile is invalid; an entry has the form AXIS=SMALLEST:USUAL:LARGEST or AXIS=SIZE.",
+                fix='write the profile like "batch=1:8:32,sequence=16:128:384".',
             )
         numbers = [int(number) for number in match["sizes"].split(":")]
         found[match["axis"]] = AxisSizes(*(numbers if len(numbers) == 3 else numbers * 3))

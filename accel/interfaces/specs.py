@@ -64,7 +64,9 @@ class DeviceSpec:
 
         match = _DEVICE.match(text.strip().lower())
         if match is None:
-            raise ConfigError(f"{text!r} is not a device.", fix="use a torch device string such as 'cpu' or 'cuda:0'.")
+            raise ConfigError(
+                f"{text!r} is not the name of a device.", fix="use a torch device name, such as 'cpu' or 'cuda:0'."
+            )
         return cls(match["type"], int(match["index"] or 0))
 
 

@@ -85,7 +85,9 @@ class State:
 
     def __init__(self, session: StateOwner, component: Component, batch: int, *, waits: bool = False) -> None:
         if batch < 1:
-            raise InputError(f"A state for {batch} rows cannot be made.", fix="use at least 1.")
+            raise InputError(
+                f"A state (KV cache) cannot have {batch} rows.", fix="pass a batch size of at least 1 to new_state()."
+            )
         self.session, self.component = session, component
         # GPU kernels do not check the indices of the requested logits.
         self.check_step = StepCheck(component, waits=waits)
@@ -163,7 +165,8 @@ class State:
         rows = [int(row) for row in index.reshape(-1).tolist()]
         if index.ndim != 1 or not rows or min(rows) < 0 or max(rows) >= self._batch:
             raise InputError(
-                f"Rows {rows} cannot be taken from a state of {self._batch} rows.", fix=f"use 0 to {self._batch - 1}."
+                f"The KV cache cannot be reordered with the row indices {rows}, because it has {self._batch} rows.",
+                fix=f"pass row indices from 0 to {self._batch - 1}.",
             )
         if rows != list(range(self._batch)):
             self.select_rows(rows)
@@ -176,12 +179,15 @@ class State:
             InputError: `length` is negative or larger than the state's length, or no tokens can be removed from the state.
         """
         if not 0 <= length <= self._length:
-            raise InputError(f"A state of {self._length} tokens cannot be cropped to {length}.")
+            raise InputError(
+                f"A KV cache of {self._length} tokens cannot be cropped to {length} tokens.",
+                fix=f"pass a length from 0 to {self._length}.",
+            )
         if 0 < length < self._length and not self.component.croppable:
             raise InputError(
-                f"A state of {self._length} tokens cannot be cropped to {length}: the model sums the text up in states of one size, "
-                "which no token can be taken out of.",
-                fix="clone() it before the tokens that may have to go, or begin a new one.",
+                f"The state of {self._length} tokens cannot be cropped to {length} tokens. The model has recurrent states of a fixed size, "
+                "and single tokens cannot be removed from a recurrent state.",
+                fix="call clone() before you add tokens that you may have to remove, or start again with a new state.",
             )
         if not length:
             self.clear()
@@ -200,11 +206,14 @@ class State:
         if not self.joinable:
             raise self._not_joinable()
         if other is self or not isinstance(other, type(self)) or other.session is not self.session:
-            raise InputError("Rows join from another state of the same session.", fix="make it with its new_state().")
+            raise InputError(
+                "The other state cannot be joined: it is this state itself, or it was created by another session.",
+                fix="create the other state with new_state() of the same session.",
+            )
         if not self._length or not other.length:
             raise InputError(
-                f"States of {self._length} and {other.length} tokens cannot be joined.",
-                fix="run a prompt in each of them first.",
+                f"A state of {self._length} tokens and a state of {other.length} tokens cannot be joined, because one of them is empty.",
+                fix="run a prompt with each of the two states first.",
             )
         length = max(self._length, other.length)
         self.append_rows(other, length)
@@ -220,7 +229,8 @@ class State:
             raise self._not_joinable()
         if not 0 <= columns < max(self._length, 1):
             raise InputError(
-                f"A state of {self._length} tokens cannot lose its first {columns}.", fix="keep at least one."
+                f"The first {columns} columns cannot be removed from a state of {self._length} tokens.",
+                fix="pass a number that is at least 0 and smaller than the number of tokens.",
             )
         if columns:
             self.keep_columns(columns, self._length)
@@ -229,7 +239,8 @@ class State:
     @staticmethod
     def _not_joinable() -> InputError:
         return InputError(
-            "Rows cannot join or leave the states of this session.", fix="begin a new state with all rows."
+            "The runtime of this session cannot add rows to a state, or remove columns from a state.",
+            fix="create a new state with all rows, and run all tokens again.",
         )
 
     def clone(self) -> State:
@@ -248,8 +259,8 @@ class State:
         """
         if not self.readable:
             raise InputError(
-                "The keys and values of this backend are in a form of its own.",
-                fix="read them with another backend=..., such as 'cpu'.",
+                "The keys and values of the KV cache cannot be read, because this backend stores them in its own format.",
+                fix="load the model with another backend=..., such as backend='cpu'.",
             )
         return {kept_name(name): tensor.clone() for name, tensor in self.tensors().items()} if self._length else {}
 
@@ -262,25 +273,25 @@ class State:
         """
         if not self.readable:
             raise InputError(
-                "This backend takes no keys and values that were computed elsewhere.",
-                fix="start with the whole text, or load the model with another backend=..., such as 'cpu'.",
+                "This backend cannot load keys and values that another backend or PyTorch computed.",
+                fix="pass the complete text without past_key_values, or load the model with another backend=..., such as backend='cpu'.",
             )
         names = {kept_name(name): name for name in self.loaded_names()}
         specs = {spec.name: spec for spec in self.component.inputs}
         if values.keys() != names.keys():
             raise InputError(
-                f"The cache has {sorted(values)}; this model keeps {sorted(names)}.",
-                fix="pass a cache of the same model.",
+                f"The KV cache has the tensors {sorted(values)}, but the model needs {sorted(names)}.",
+                fix="pass a KV cache of the same model.",
             )
         for name, tensor in values.items():
             spec = specs.get(names[name])
-            wanted = (self._batch, spec.shape[1] if spec else "heads", length, spec.shape[3] if spec else "size")
+            expected = (self._batch, spec.shape[1] if spec else "heads", length, spec.shape[3] if spec else "size")
             if tensor.ndim != 4 or any(
-                isinstance(w, int) and w != n for w, n in zip(wanted, tensor.shape, strict=True)
+                isinstance(axis, int) and axis != n for axis, n in zip(expected, tensor.shape, strict=True)
             ):
                 raise InputError(
-                    f"{name} of the cache has shape {tuple(tensor.shape)}; this model keeps {wanted}.",
-                    fix="pass a cache of the same model, and as many rows and tokens in each layer.",
+                    f"The tensor {name!r} of the KV cache has the shape {tuple(tensor.shape)}, but the model needs the shape {expected}.",
+                    fix="pass a KV cache of the same model, with the same number of rows and tokens in all layers.",
                 )
         self.clear()
         self._length = length
@@ -295,8 +306,8 @@ class State:
         caches = [spec.name for spec in self.component.inputs if spec.pair is not None]
         if len(caches) != len(self._axes):
             raise InputError(
-                "The model keeps states of one size, which cannot be filled from elsewhere.",
-                fix="give it the whole text.",
+                "The model has states of a fixed size in addition to keys and values, and accel cannot load them from another cache.",
+                fix="pass the complete text without past_key_values.",
             )
         return caches
 

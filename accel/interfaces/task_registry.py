@@ -34,19 +34,19 @@ def task_spec(name: str) -> TaskSpec:
     """
     if not isinstance(name, str):
         raise TaskError(
-            f"A task is called by its name, not by {name!r}.", fix="pass a string such as 'text-classification'."
+            f"The task is {name!r}, which is not a string.", fix="pass the task's name, such as 'text-classification'."
         )
-    known = _words(_installed())
-    found = known.get(without_languages(name))
-    if found is None:
+    specs = _words(_installed())
+    spec = specs.get(without_languages(name))
+    if spec is None:
         if error := _loaded(_installed())[1].get(name):
             raise error
-        names = [spec.name for spec in all_tasks()]
+        names = [task.name for task in all_tasks()]
         raise TaskError(
-            f"{name!r} is not a task that accel knows.{did_you_mean(name, known)}",
-            fix=f"use one of {', '.join(names)}; a task of another package is known once that package is installed.",
+            f"The task {name!r} does not exist.{did_you_mean(name, specs)}",
+            fix=f"use one of {', '.join(names)}. If another package defines the task, install that package.",
         )
-    return found
+    return spec
 
 
 def without_languages(word: str) -> str:
@@ -85,7 +85,10 @@ def _implemented(spec: TaskSpec) -> Task:
         return Task(spec)
     impl = _resolved(spec.name, spec.impl)
     if not (isinstance(impl, type) and issubclass(impl, Task)):
-        raise PluginError(f"The task {spec.name!r} has the class {spec.impl!r}, which is no subclass of Task.")
+        raise PluginError(
+            f"TaskSpec.impl of the task {spec.name!r} is {spec.impl!r}, which is not a subclass of accel's class Task.",
+            fix="set TaskSpec.impl to 'package.module:Class' of a subclass of Task, or uninstall the package that defines the task.",
+        )
     return impl(spec)
 
 
@@ -95,7 +98,8 @@ def _resolved(task: str, path: str) -> Any:
     # Plugin code may raise any exception at import.
     except Exception as error:
         raise PluginError(
-            f"The task {task!r} cannot be loaded from {path!r}: {type(error).__name__}: {error}"
+            f"The task {task!r} cannot be imported from {path!r}: {type(error).__name__}: {error}",
+            fix="correct or uninstall the package that defines the task.",
         ) from error
 
 
@@ -202,11 +206,15 @@ def _spec_at(name: str, value: str, claims: list[str]) -> TaskSpec:
     """Return the spec that an entry point names."""
     if len(claims) > 1:
         raise PluginError(
-            f"Several entry points claim the task {name!r}: {', '.join(claims)}.", fix="uninstall all but one of them."
+            f"Several installed packages define the task {name!r}, with the entry points {', '.join(claims)}.",
+            fix="uninstall all of these packages except one.",
         )
     spec = _resolved(name, value)
     if not isinstance(spec, TaskSpec) or spec.name != name:
-        raise PluginError(f"The entry point {name!r} = {value!r} holds no TaskSpec of that name.")
+        raise PluginError(
+            f"The entry point {name!r} = {value!r} of the group accel.tasks does not refer to a TaskSpec with the name {name!r}.",
+            fix="correct the entry point in the pyproject.toml of the package that defines the task, or uninstall that package.",
+        )
     return spec
 
 
@@ -224,9 +232,10 @@ def _words(entries: tuple[tuple[str, str], ...]) -> Mapping[str, TaskSpec]:
 def missing_config(folder: Path) -> ArtifactNotFoundError:
     """Return the error for a model folder without `config.json`."""
     return ArtifactNotFoundError(
-        f"{folder} holds no config.json, which names the model's architecture, labels and sizes.",
-        fix="copy the config.json of the original model into it, or pass config=... to from_pretrained. A graph of another model "
-        "opens with accel.ORTModelForCustomTasks.from_pretrained(...), whose `artifact` optimize and quantize take.",
+        f"The folder {folder} contains no config.json, which has the architecture, the labels and the sizes of the model.",
+        fix="copy the config.json of the original model into this folder, or pass config=... to from_pretrained. If the model is not a "
+        "transformers model, load it with accel.ORTModelForCustomTasks.from_pretrained(...), and pass its attribute `artifact` to "
+        "accel.optimize or accel.quantize.",
     )
 
 
@@ -241,23 +250,27 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
         task = next((spec.name for spec in all_tasks() if spec.sentence_kind == kind), None)
         if task is None:
             raise TaskError(
-                f"{folder} holds a {kind} of sentence-transformers, which accel does not run yet.",
-                fix="use sentence-transformers for it, or pass task='feature-extraction' (or 'fill-mask') for the model's own outputs.",
+                f"{folder} contains a sentence-transformers model of the kind {kind!r}, which accel does not support.",
+                fix="run the model with sentence-transformers, or pass task='feature-extraction' or task='fill-mask' to get the outputs of "
+                "the transformers model without the modules of sentence-transformers.",
             )
         return task
     architectures = config.get("architectures") or []
     if not architectures:
         if folder is not None and not config and not (folder / "config.json").exists():
             raise missing_config(folder)
-        raise TaskError("The model's config names no architecture to infer the task from.", fix="pass task=...")
+        raise TaskError(
+            "accel cannot infer the task of the model, because its config.json has no 'architectures'.",
+            fix="pass task=..., such as task='text-classification'.",
+        )
     name = str(architectures[0])
     fits = [(closeness, spec.name) for spec in all_tasks() if (closeness := _closeness(spec, config)) is not None]
     best, task = max(fits, default=((False, 0, 0), ""))
     # `GPT2LMHeadModel` also ends with `Model`, the suffix of models without a head. Exporting it as one would drop its head.
     if not task or (best == (False, 0, len("Model")) and name.endswith(("HeadModel", "HeadsModel"))):
         raise TaskError(
-            f"The task of a {name} cannot be inferred, or accel does not support it yet.",
-            fix=f"pass task=..., one of {', '.join(spec.name for spec in all_tasks())}.",
+            f"accel cannot infer the task of the architecture {name}, or it does not support this architecture.",
+            fix=f"pass task=... with one of {', '.join(spec.name for spec in all_tasks())}.",
         )
     return task
 
@@ -276,8 +289,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     labels = [one.get("num_labels") for one in (values, *values.values()) if isinstance(one, dict)]
     if any(isinstance(count, int) and count > _MOST_LABELS for count in labels):
         raise IntegrityError(
-            f"{path} has more than {_MOST_LABELS:,} labels, which no model has.",
-            fix="copy the file again from where it came.",
+            f"num_labels in {path} is larger than {_MOST_LABELS:,}, so the file is probably damaged.",
+            fix="download the model's config.json again.",
         )
     return values
 

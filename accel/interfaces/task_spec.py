@@ -110,8 +110,12 @@ class TaskSpec:
         for name, axes in self.outputs.items():
             shape = outputs.get(name)
             if shape is None or len(shape) != len(axes):
-                returned = f"{sorted(outputs)} and no {name}" if shape is None else f"{name} with {len(shape)} axes"
-                return f"returns {returned}; a model for {self.name} returns {name} with {len(axes)}"
+                returned = (
+                    f"{sorted(outputs)} and no output {name!r}" if shape is None else f"{name!r} with {len(shape)} axes"
+                )
+                return (
+                    f"returns {returned}, but a model for the task {self.name!r} returns {name!r} with {len(axes)} axes"
+                )
         return ""
 
     @property

@@ -168,7 +168,7 @@ def test_unsupported_options_are_refused(tiny_folder: Callable[..., Path], optio
 
 def test_invalid_position_ids_raise(tmp_path: Path) -> None:
     model = accel.ORTModelForCausalLM(weights_of(resolve(save_generator(tmp_path / "gpt2", "gpt2"))))
-    with pytest.raises(InputError, match="holds 500; the model has 0 to 191"):
+    with pytest.raises(InputError, match="contains the value 500, but the model allows only 0 to 191"):
         model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 500]]))
 
 

@@ -111,7 +111,7 @@ def test_invalid_pad_token_is_refused_at_each_step(generator: Artifacts) -> None
     model = model_of(generator("llama"))
     free = model.generate(**ROWS, max_new_tokens=12, eos_token_id=None)
     end = next(int(token) for token in free[1, 6:] if (free[0, 4:] != token).any())
-    with pytest.raises(InputError, match="holds -1"):
+    with pytest.raises(InputError, match="contains the value -1"):
         model.generate(**ROWS, max_new_tokens=12, eos_token_id=end, pad_token_id=-1)
 
 

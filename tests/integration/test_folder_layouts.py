@@ -115,12 +115,12 @@ def test_missing_config_gives_one_error_message(foreign_t5: Path, tmp_path: Path
             act(foreign_t5)
         messages.add((error.value.message, error.value.fix))
     assert len(messages) == 1
-    assert "holds no config.json" in messages.pop()[0]
+    assert "contains no config.json" in messages.pop()[0]
 
 
 def test_weights_without_config_raise(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     shutil.copyfile(tiny_folder("bert") / "model.safetensors", tmp_path / "model.safetensors")
-    with pytest.raises(ArtifactNotFoundError, match=r"holds no config\.json"):
+    with pytest.raises(ArtifactNotFoundError, match=r"contains no config\.json"):
         accel.ORTModel.from_pretrained(tmp_path)
 
 

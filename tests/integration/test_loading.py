@@ -116,7 +116,7 @@ def test_missing_config_raises(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
     config = transformers.AutoConfig.from_pretrained(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ArtifactNotFoundError, match=r"holds no config\.json"):
+    with pytest.raises(ArtifactNotFoundError, match=r"contains no config\.json"):
         Classifier.from_pretrained(folder)
     assert Classifier.from_pretrained(folder, config=config).config is config
 
@@ -160,7 +160,7 @@ def test_weight_variant_is_not_a_graph_variant(tmp_path: Path) -> None:
 def test_stages_accept_a_graph_without_config(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path / "folder")
     (folder / "config.json").unlink()
-    with pytest.raises(ArtifactNotFoundError, match="holds no config.json") as error:
+    with pytest.raises(ArtifactNotFoundError, match="contains no config.json") as error:
         accel.optimize(folder, tmp_path / "out", level="O1")
     assert "ORTModelForCustomTasks.from_pretrained" in str(error.value.fix)
     opened = accel.ORTModelForCustomTasks.from_pretrained(folder)
@@ -169,7 +169,9 @@ def test_stages_accept_a_graph_without_config(artifact: Artifact, tmp_path: Path
 
 def test_plain_folder_with_wrong_class_raises(artifact: Artifact, tmp_path: Path) -> None:
     folder = plain_onnx(artifact, tmp_path)
-    with pytest.raises(TaskError, match="logits with 2 axes; a model for token-classification returns logits with 3"):
+    with pytest.raises(
+        TaskError, match="'logits' with 2 axes, but a model for the task 'token-classification' returns 'logits' with 3"
+    ):
         accel.ORTModelForTokenClassification.from_pretrained(folder)
     with pytest.raises(
         TaskError, match=r"\['logits'\] and no start_logits; a model for question-answering returns start_logits"

@@ -344,7 +344,7 @@ def test_unsupported_model_log_of_transformers_is_filtered(task: str, logged: bo
 def test_invalid_arguments_raise(tiny_artifact: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match="transformers has none for 'feature-extractionn'"):
         accel.pipeline("feature-extractionn")
-    with pytest.raises(TaskError, match="not a task|no pipeline"):
+    with pytest.raises(TaskError, match="does not exist|no pipeline"):
         accel.pipeline("text-clasification", model=tiny_artifact().path)
     with pytest.raises(TaskError, match="does not serve"):
         accel.pipeline("fill-mask", model=accel.ORTModelForSequenceClassification(tiny_artifact()))

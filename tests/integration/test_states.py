@@ -94,7 +94,7 @@ def test_state_is_copied_and_reordered_but_not_cropped(
     cache = model(input_ids=ids[:, :6]).past_key_values
     copy = cache.clone()
     assert not cache.is_croppable
-    with pytest.raises(InputError, match="no token can be taken out of"):
+    with pytest.raises(InputError, match="single tokens cannot be removed from a recurrent state"):
         cache.crop(-2)
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = model(input_ids=ids.flip(0)[:, 6:7], past_key_values=cache).logits
@@ -159,7 +159,7 @@ def test_model_without_cache_reads_all_tokens_again(generator: Artifacts, rows: 
 
 def test_unknown_states_are_refused(tmp_path: Path) -> None:
     config = transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, context_length=64)
-    with pytest.raises(ExportError, match="keeps 'state' between tokens"):
+    with pytest.raises(ExportError, match="between tokens in the argument 'state'"):
         export(transformers.RwkvForCausalLM(config).eval(), tmp_path / "out", task="text-generation")
     assert not (tmp_path / "out").exists()
 

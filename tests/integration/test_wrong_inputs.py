@@ -458,9 +458,9 @@ def test_prompts_without_a_token(generator: Callable[..., Artifact]) -> None:
     assert torch.equal(whole, parts)
     given["attention_mask"][ROW] = 0
     for settings in ({}, {"prefill_chunk_size": 4}):
-        with pytest.raises(InputError, match="Row 1 of 'attention_mask' has no token"):
+        with pytest.raises(InputError, match="Row 1 of the input 'attention_mask' contains only zeros"):
             model.generate(**given, max_new_tokens=4, **settings)
-    with pytest.raises(InputError, match="Row 1 of 'attention_mask' has no token"):
+    with pytest.raises(InputError, match="Row 1 of the input 'attention_mask' contains only zeros"):
         model(**given)
     unchecked = accel.ORTModelForCausalLM.from_pretrained(
         model.artifact.path, session_options=SessionOptions(threads=1, check_inputs=False)

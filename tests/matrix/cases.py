@@ -398,7 +398,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and _has(c, "compute_dtype")
             and "float32" not in c.option
         ),
-        "computes in float32 around its integers",
+        "cannot be exported with dtype",
         takes_long=True,
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "entropy"),
@@ -529,7 +529,7 @@ REFUSALS: tuple[Refusal, ...] = (
             (c.generates or c.task == "keypoint-matching" or not load_task(c.task).traced_as_is)
             and c.capture.startswith("output_")
         ),
-        "returns no hidden states",
+        "cannot return hidden states",
     ),
 )
 """Combinations that `declared` leaves out. `Capability.domains` excludes more: ONNX decoders have ONNX Runtime's own operators."""

@@ -200,7 +200,7 @@ def test_invalid_sampling_fails_only_its_row(engine: Engines, model: Any) -> Non
     served = engine(rows=2)
     fine = served.submit(PROMPTS[0], GenerationOptions(max_new_tokens=12))
     wrong = served.submit(PROMPTS[1], GenerationOptions(temperature=1.0, logit_bias={5: float("inf"), 6: float("inf")}))
-    with pytest.raises(InputError, match="no token can be drawn"):
+    with pytest.raises(InputError, match="No token can be sampled"):
         ids(wrong)
     assert ids(fine) == alone(model, PROMPTS[0], 12)
 

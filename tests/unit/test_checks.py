@@ -53,7 +53,9 @@ def test_masks_of_any_dtype(length: int, dtype: torch.dtype) -> None:
     mask[2, :-1] = 0
     assert both_ways(check, mask) == []
     mask[2] = 0
-    assert all("Row 2 of 'attention_mask' has no token" in message for message in both_ways(check, mask))
+    assert all(
+        "Row 2 of the input 'attention_mask' contains only zeros" in message for message in both_ways(check, mask)
+    )
     assert len(both_ways(check, mask)) == 2
 
 
@@ -64,7 +66,7 @@ def test_other_values_in_masks_are_refused(length: int, value: int) -> None:
     mask[1, 1] = value
     found = both_ways(InputValueCheck([spec()]), mask)
     assert len(found) == 2
-    assert all(f"holds {value}; the model has 0 to 1" in message for message in found)
+    assert all(f"contains the value {value}, but the model allows only 0 to 1" in message for message in found)
 
 
 def test_mask_with_global_attention() -> None:
@@ -107,7 +109,7 @@ def test_masks_are_not_clamped_on_the_gpu() -> None:
 def test_mask_check_skips_masks_with_bounds() -> None:
     hidden = np.zeros((2, 3), np.int64)
     MaskCheck([spec()]).arrays([hidden])
-    with pytest.raises(InputError, match="Row 0 of 'attention_mask'"):
+    with pytest.raises(InputError, match="Row 0 of the input 'attention_mask'"):
         MaskCheck([TensorSpec("attention_mask", "int64", AXES, role="mask")]).arrays([hidden])
 
 
@@ -116,7 +118,9 @@ def test_sizes_are_limited_by_positions() -> None:
     check = ShapeCheck([sounds], limits={"samples": 100, "frames": 5})
     for _ in range(2):
         check(((2, 100),))
-        with pytest.raises(InputError, match="101 along the axis 'samples'; the model has positions for 100"):
+        with pytest.raises(
+            InputError, match="axis 'samples' has the size 101, and the model has positions for only 100"
+        ):
             check(((2, 101),))
 
 
@@ -140,7 +144,7 @@ def test_maximum_audio_length_of_a_conformer() -> None:
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32 + 5])
 def test_integers_out_of_range_are_refused(value: int) -> None:
     takes = {"input_ids": torch.int32}
-    with pytest.raises(InputError, match=f"holds {value}; the graph takes torch.int32"):
+    with pytest.raises(InputError, match=f"contains the value {value}, but the model's dtype torch.int32"):
         read_feeds({"input_ids": torch.tensor([[5, value]])}, takes)
     fits = torch.tensor([[5, 2**31 - 1, -(2**31)]])
     assert torch.equal(read_feeds({"input_ids": fits}, takes)["input_ids"].long(), fits)
@@ -164,8 +168,8 @@ def test_each_row_must_contain_the_required_token(order: tuple[str, str]) -> Non
     assert found(equal_counts=False, rows=2) == []
     # In the last row, the attention mask hides the required token.
     assert [message[:45] for message in found(equal_counts=False, rows=3)] == [
-        "Row 2 of 'input_ids' has no token 2, which th"
+        "Row 2 of the input 'input_ids' does not conta"
     ] * 2
     assert found(equal_counts=True, rows=1) == []
-    assert all("hold the token 2 1 to 2 times" in message for message in found(equal_counts=True, rows=2))
+    assert all("contain the token 2 between 1 and 2 times" in message for message in found(equal_counts=True, rows=2))
     assert len(found(equal_counts=True, rows=2)) == 2

@@ -69,5 +69,5 @@ def test_every_transformers_pipeline_has_a_task_or_a_reason() -> None:
 
 @pytest.mark.parametrize("word", LEFT_OUT)
 def test_unsupported_pipeline_is_refused_by_name(word: str) -> None:
-    with pytest.raises(TaskError, match=f"'{word}' is not a task"):
+    with pytest.raises(TaskError, match=f"'{word}' does not exist"):
         task_spec(word)

@@ -111,7 +111,7 @@ def test_question_ends_at_the_first_separator() -> None:
 
 
 def test_attention_outputs_are_refused(model: Any) -> None:
-    with replaced(model), pytest.raises(ExportError, match="attentions of windows cannot be exported"):
+    with replaced(model), pytest.raises(ExportError, match="attentions of Longformer and LED cannot be exported"):
         model(**rows(WINDOW, "none"), output_attentions=True)
 
 

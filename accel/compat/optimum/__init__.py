@@ -24,8 +24,8 @@ _MODULE_OF = {
     "get_provider_for_device": "providers",
     "OptimizationConfig": "optimization",
     "ORTConfig": "records",
-    "ORTDecoderForSeq2Seq": "parts",
-    "ORTEncoder": "parts",
+    "ORTDecoderForSeq2Seq": "graph_parts",
+    "ORTEncoder": "graph_parts",
     "ORTModel": "models",
     "ORTOptimizer": "optimization",
     "ORTQuantizableOperator": "quantization",
@@ -51,17 +51,17 @@ _SAME_AS = {
     "OVSamModel": "OVModelForMaskGeneration",
 }
 _DIFFUSION_MODELS = ("DiffusionPipeline", "PipelineFor", "StableDiffusion", "LatentConsistency", "Flux")
-_DIFFUSION = "diffusion models are out of scope"
+_DIFFUSION = "accel does not support diffusion models"
 # Prefixes of Optimum names that accel does not have, with the reasons.
 _ABSENT = {
     **dict.fromkeys((f"ORT{name}" for name in _DIFFUSION_MODELS), _DIFFUSION),
     **dict.fromkeys((f"OV{name}" for name in (*_DIFFUSION_MODELS, "LTX", "Sana", "QwenImage")), _DIFFUSION),
-    "OVMixedQuantizationConfig": "one graph gets one scheme; 4 and 8 bits of weights are mixed by ratio=...",
-    "OVPipelineQuantizationConfig": "all graphs of a model get one scheme",
-    "OVCalibrationDataset": "calibration data are rows: pass a datasets.Dataset or a list of dictionaries",
-    "OVSentenceTransformer": "sentence-transformers runs on OpenVINO itself: SentenceTransformer(..., backend='openvino')",
-    "OVModelOpenCLIP": "open_clip's models are not transformers' ones",
-    "OVModelForTextToSpeechSeq2Seq": "SpeechT5 writes its sound in steps; VITS is OVModelForTextToWaveform",
+    "OVMixedQuantizationConfig": "accel quantizes each graph with one scheme; ratio=... mixes 4-bit and 8-bit weights",
+    "OVPipelineQuantizationConfig": "accel quantizes all graphs of a model with the same scheme",
+    "OVCalibrationDataset": "calibration data can be a datasets.Dataset or a list of dictionaries, without a special class",
+    "OVSentenceTransformer": "sentence-transformers can use OpenVINO directly: SentenceTransformer(..., backend='openvino')",
+    "OVModelOpenCLIP": "accel supports only models of transformers, and open_clip is another library",
+    "OVModelForTextToSpeechSeq2Seq": "accel does not support SpeechT5; for VITS, use OVModelForTextToWaveform",
 }
 
 
@@ -83,7 +83,8 @@ def __getattr__(name: str) -> Any:
     for beginning, why in _ABSENT.items():
         if name.startswith(beginning):
             raise BackendUnavailableError(
-                f"Optimum's {name} has no counterpart here: {why}.", fix="see the guide 'Coming from Optimum'."
+                f"accel.compat.optimum does not provide Optimum's {name}: {why}.",
+                fix="read the guide 'Coming from Optimum' (docs/guides/from-optimum.md).",
             )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

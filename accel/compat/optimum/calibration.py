@@ -27,7 +27,9 @@ def member(kind: type[Enum], value: Any) -> Any:
     """Return an enum member by its name. ONNX Runtime's enum members have the same names and are returned unchanged."""
     name = value if isinstance(value, str) else str(getattr(value, "name", value))
     if name not in kind.__members__:
-        raise ConfigError(f"{value!r} is no {kind.__name__}.", fix=f"use {', '.join(kind.__members__)}.")
+        raise ConfigError(
+            f"{value!r} is not a member of {kind.__name__}.", fix=f"use one of {', '.join(kind.__members__)}."
+        )
     return kind[value] if isinstance(value, str) else value
 
 
@@ -66,7 +68,7 @@ class CalibrationConfig:
         """Return the calibration settings of accel."""
         for name in ("num_bins", "num_quantized_bins", "averaging_constant"):
             if getattr(self, name) is not None:
-                logger.debug("%s=%r changes nothing here.", name, getattr(self, name))
+                logger.debug("accel ignores %s=%r of Optimum's CalibrationConfig.", name, getattr(self, name))
         method = self.method.name.lower()
         if method == "minmax" and self.moving_average:
             method = "moving_average"
@@ -162,8 +164,8 @@ def calibration_rows(
     loaded = datasets.load_dataset(dataset_name, name=name, split=split, token=token)
     if not isinstance(loaded, datasets.Dataset):
         raise ConfigError(
-            f"{dataset_name} has the splits {', '.join(map(str, loaded))}.",
-            fix="pass dataset_split=... with one of them.",
+            f"The data set {dataset_name} has several splits, and dataset_split is None: {', '.join(map(str, loaded))}.",
+            fix="pass dataset_split=... with one of these splits.",
         )
     if num_samples is not None:
         loaded = loaded.shuffle(seed=seed).select(range(min(num_samples, len(loaded))))
@@ -193,14 +195,16 @@ def batches_of(artifact: Artifact, dataset: Any, batch_size: int) -> Iterator[di
         names = [name for name in types if name in rows[0]]
         if not names:
             raise InputError(
-                f"The rows have {sorted(rows[0])}; the graph takes {sorted(types)}.",
-                fix="preprocess them: dataset.map(lambda row: tokenizer(row['text'])).",
+                f"The calibration rows have the columns {sorted(rows[0])}, and none of them is an input of the graph. The inputs are "
+                f"{sorted(types)}.",
+                fix="tokenize the data set before calibration: dataset.map(lambda row: tokenizer(row['text'])).",
             )
         try:
             return {name: torch.tensor([row[name] for row in rows], dtype=types[name]) for name in names}
         except ValueError as error:
             raise InputError(
-                f"Rows of one batch are of unequal length: {error}", fix="pad them to one, or pass batch_size=1."
+                f"The calibration rows of a batch have different lengths: {error}",
+                fix="pad all rows to the same length, or pass batch_size=1.",
             ) from error
 
     for row in dataset:

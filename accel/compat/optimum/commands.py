@@ -17,7 +17,12 @@ class AccelCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # Optimum is u
     def parse_args(parser: ArgumentParser) -> None:
         """Accept all arguments after `accel` unchanged, including `--help`."""
         # `REMAINDER` collects all arguments after the first positional argument.
-        parser.add_argument("words", nargs=REMAINDER, metavar="COMMAND ...", help="as in `accel --help`")
+        parser.add_argument(
+            "words",
+            nargs=REMAINDER,
+            metavar="COMMAND ...",
+            help="a command of accel and its arguments; see `accel --help`",
+        )
 
     def run(self) -> Any:
         """Run the `accel` command. This ends the process with its exit code."""

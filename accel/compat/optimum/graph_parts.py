@@ -44,8 +44,8 @@ def file_name_of(given: Mapping[str, str | None]) -> str | None:
         return given.get("decoder_file_name")
     if len({_ending(name) for name in names}) > 1:
         raise ConfigError(
-            f"{', '.join(names)} are graphs of different variants.",
-            fix="name graphs with one ending, as encoder_model_quantized.onnx and decoder_model_quantized.onnx.",
+            f"The files {', '.join(names)} belong to different variants of the model, because their names have different endings.",
+            fix="pass file names with the same ending, such as encoder_model_quantized.onnx and decoder_model_quantized.onnx.",
         )
     return names[1]
 
@@ -93,7 +93,10 @@ def runtime_of(session: Session, backend: str) -> Any:
     """
     native = getattr(session, "runtime", None)
     if native is None:
-        raise InputError(f"The backend {backend!r} shows no session.", fix="call the model itself.")
+        raise InputError(
+            f"The backend {backend!r} does not provide access to the session of its runtime.",
+            fix="call the model instead of its session.",
+        )
     return native
 
 

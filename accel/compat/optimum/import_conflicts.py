@@ -19,6 +19,7 @@ def refuse_if_installed(*distributions: str) -> None:
         except metadata.PackageNotFoundError:
             continue
         raise BackendUnavailableError(
-            f"{name} {version} and accel-sentence-transformers are both installed, and have the same names.",
-            fix=f"pip uninstall {name} accel-sentence-transformers, then install one of them again.",
+            f"The packages {name} {version} and accel-sentence-transformers are both installed, and both contain Python modules with the "
+            "same names.",
+            fix=f"run `pip uninstall {name} accel-sentence-transformers`, then install one of the two packages again.",
         )

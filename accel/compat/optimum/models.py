@@ -309,7 +309,7 @@ class OVModel(OptimumModelMixin):
         from ...config import SessionOptions
 
         if (reason := why_unpadded(self.artifact)) is not None:
-            logger.debug("reshape() changes nothing: %s.", reason)
+            logger.debug("reshape() did not change the model: %s.", reason)
             return self
         before = self._plan
         buckets = (sequence_length,) if sequence_length > 0 else ()
@@ -391,7 +391,9 @@ def pipeline(
 
     if task is not None:
         for name in set(unknown_arguments(pipeline_class(task), settings)) - loading_arguments():
-            logger.warning("The pipeline %s passes %s=%r over.", task, name, settings.pop(name))
+            logger.warning(
+                "The pipeline for the task %r ignores the unknown argument %s=%r.", task, name, settings.pop(name)
+            )
     kind: type[OptimumModelMixin] = OVModel if accelerator in ("ov", "openvino") else ORTModel
     settings = {name: value for name, value in settings.items() if name != "use_fast"}
     if model is None:

@@ -40,7 +40,7 @@ def translated(arguments: dict[str, Any]) -> dict[str, Any]:
     given = dict(arguments)
     for name in _WITHOUT_EFFECT:
         if name in given:
-            logger.debug("%s=%r changes nothing here.", name, given.pop(name))
+            logger.debug("accel ignores the argument %s=%r of optimum-intel's from_pretrained.", name, given.pop(name))
     if isinstance(given.get("device"), str):
         given["device"] = given["device"].lower().replace(".", ":")
     options = dict(given.pop("ov_config", None) or {})
@@ -48,8 +48,9 @@ def translated(arguments: dict[str, Any]) -> dict[str, Any]:
     if precision is not None:
         if str(precision) not in _PRECISIONS:
             raise ConfigError(
-                f"INFERENCE_PRECISION_HINT is {precision!r}.{did_you_mean(str(precision), _PRECISIONS)}",
-                fix=f"use {', '.join(_PRECISIONS)}.",
+                f"The OpenVINO option INFERENCE_PRECISION_HINT has the invalid value {precision!r}."
+                f"{did_you_mean(str(precision), _PRECISIONS)}",
+                fix=f"use one of {', '.join(_PRECISIONS)}.",
             )
         session = session_options_of(given.get("session_options")) or SessionOptions()
         given["session_options"] = replace(session, compute_dtype=_PRECISIONS[str(precision)])  # type: ignore[arg-type]
@@ -96,7 +97,8 @@ def _refuse(kind: str, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if value is not None and value is not False:
             raise ConfigError(
-                f"{kind} has no {name}={value!r} here.", fix=f"leave {name} out; see the guide 'Coming from Optimum'."
+                f"accel does not support the argument {name}={value!r} of optimum-intel's {kind}.",
+                fix=f"leave out {name}. The guide 'Coming from Optimum' (docs/guides/from-optimum.md) lists the supported arguments.",
             )
 
 
@@ -105,7 +107,8 @@ def _excluded(scope: Any) -> tuple[str, ...]:
     values = dict(scope if isinstance(scope, Mapping) else vars(scope or object) if scope is not None else {})
     if values.get("types"):
         raise ConfigError(
-            f"ignored_scope names types ({', '.join(values['types'])}).", fix="name nodes, or patterns of their names."
+            f"ignored_scope contains operator types ({', '.join(values['types'])}), and accel accepts only node names and patterns.",
+            fix="replace 'types' by 'names' (node names) or 'patterns' (regular expressions for node names).",
         )
     return (*values.get("names", ()), *(f"re:{pattern}" for pattern in values.get("patterns", ())))
 
@@ -151,7 +154,10 @@ class OVWeightQuantizationConfig(_Settings):
     def __post_init__(self) -> None:
         self.dtype = self.dtype or f"int{self.bits}"
         if self.dtype not in ("int8", "int4"):
-            raise ConfigError(f"Weights in {self.dtype} are not made here.", fix="use bits=8 or bits=4.")
+            raise ConfigError(
+                f"accel cannot quantize weights to {self.dtype}; it supports int8 and int4.",
+                fix="use bits=8 or bits=4.",
+            )
         self.bits = int(self.dtype.removeprefix("int"))
         self.quant_method = str(getattr(self.quant_method, "value", self.quant_method))
         self.to_accel()
@@ -172,7 +178,10 @@ class OVWeightQuantizationConfig(_Settings):
             if self.group_size is not None:
                 values["block_size"] = self.group_size
         elif self.gptq or self.scale_estimation or self.quant_method == "awq":
-            raise ConfigError("AWQ, GPTQ and scale estimation are for 4 bits.", fix="use bits=4, or leave them out.")
+            raise ConfigError(
+                f"AWQ, GPTQ and scale estimation need 4-bit weights, and bits is {self.bits}.",
+                fix='use bits=4, or leave out gptq, scale_estimation and quant_method="awq".',
+            )
         if self.num_samples is not None:
             values["samples"] = self.num_samples
         return QuantizeConfig.from_dict(values)
@@ -214,7 +223,10 @@ class OVQuantizationConfig(_Settings):
 
     def __post_init__(self) -> None:
         if self.bits != 8 or self.dtype not in (None, "int8"):
-            raise ConfigError(f"Activations in {self.dtype or self.bits} are not made here.", fix="use dtype='int8'.")
+            raise ConfigError(
+                f"accel cannot quantize activations with dtype={self.dtype!r} and bits={self.bits}; it supports 8-bit integers.",
+                fix="use dtype='int8' and bits=8.",
+            )
         self.dtype = "int8"
         self.to_accel()
 
@@ -244,8 +256,8 @@ def settings_from(config: Any) -> Quantization:
         return config
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f"quantization_config is a {type(config).__name__}.",
-            fix="pass OVWeightQuantizationConfig, OVQuantizationConfig or a dictionary of one's values.",
+            f"quantization_config is a {type(config).__name__}, which is not a quantization config.",
+            fix="pass an OVWeightQuantizationConfig, an OVQuantizationConfig, or a dictionary with the fields of one of these classes.",
         )
     values = {name: value for name, value in config.items() if name not in ("weight_only", "quantization_method")}
     static = config.get("weight_only") is False or bool(
@@ -283,8 +295,8 @@ class OVQuantizer:
     def __init__(self, model: Any, **_: Any) -> None:
         if getattr(getattr(model, "artifact", None), "format", None) != "openvino_ir":
             raise ConfigError(
-                f"OVQuantizer takes an OVModelFor..., not {type(model).__name__}.",
-                fix="load the model with OVModelFor....from_pretrained(...).",
+                f"OVQuantizer needs a model of an OVModelFor... class, not a {type(model).__name__}.",
+                fix="load the model with from_pretrained of an OVModelFor... class, such as OVModelForSequenceClassification.",
             )
         self.model = model
 
@@ -385,8 +397,8 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
     else:
         if rows is None and isinstance(config, OVQuantizationConfig):
             raise QuantizeError(
-                "Activations in 8 bits need calibration data.",
-                fix="pass calibration_dataset=..., or dataset=[texts] in the configuration.",
+                "Quantization of activations to 8 bits needs calibration data, and there is none.",
+                fix="pass calibration_dataset=..., or set dataset=[...] in the OVQuantizationConfig to a list of texts.",
             )
         needed = rows if ours.scheme == "static-int8" or ours.scale_estimation or ours.algorithm != "rtn" else None
         made = quantize(model.artifact, target, calibration=needed, config=ours, backend=BACKEND)

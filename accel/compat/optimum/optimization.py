@@ -30,7 +30,9 @@ _FUSIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "disable_embed_layer_norm_fusion": ((), ("embed-layer-norm",)),
 }
 # Settings that change the result and have no equivalent in accel.
-_WITHOUT_COUNTERPART = {"no_attention_mask": "drops the mask, which changes the answers of padded batches"}
+_WITHOUT_COUNTERPART = {
+    "no_attention_mask": "would remove the attention mask, so padded batches would give wrong results"
+}
 # Settings without effect. ONNX Runtime itself fuses GELU and LayerNorm when it opens a graph; the other settings choose
 # variants of an operator.
 _WITHOUT_EFFECT = (
@@ -99,10 +101,13 @@ class OptimizationConfig:
 
     def __post_init__(self) -> None:
         if self.optimization_level not in (0, 1, 2, 99):
-            raise ConfigError(f"optimization_level is {self.optimization_level}.", fix="use 0, 1, 2 or 99.")
-        for name, what in _WITHOUT_COUNTERPART.items():
+            raise ConfigError(
+                f"optimization_level is {self.optimization_level!r}, which is not a level of Optimum.",
+                fix="use 0, 1, 2 or 99.",
+            )
+        for name, reason in _WITHOUT_COUNTERPART.items():
             if getattr(self, name):
-                raise ConfigError(f"{name}=True {what}.", fix=f"leave {name} out.")
+                raise ConfigError(f"accel does not support {name}=True, because it {reason}.", fix=f"leave out {name}.")
 
     @property
     def backend(self) -> str:
@@ -118,7 +123,9 @@ class OptimizationConfig:
         """Return the optimization settings of accel."""
         for item in fields(self):
             if item.name in _WITHOUT_EFFECT and getattr(self, item.name) != item.default:
-                logger.debug("%s=%r changes nothing here.", item.name, getattr(self, item.name))
+                logger.debug(
+                    "accel ignores %s=%r of Optimum's OptimizationConfig.", item.name, getattr(self, item.name)
+                )
         level = "O1"
         if self.enable_transformers_specific_optimizations:
             level = "O3" if self.enable_gelu_approximation else "O2"
@@ -152,11 +159,11 @@ class AutoOptimizationConfig:
         """
         if optimization_level not in cls._LEVELS:
             raise ConfigError(
-                f"There is no level {optimization_level!r}.{did_you_mean(optimization_level, cls._LEVELS)}",
-                fix=f"use {', '.join(cls._LEVELS)}.",
+                f"The optimization level {optimization_level!r} does not exist.{did_you_mean(optimization_level, cls._LEVELS)}",
+                fix=f"use one of {', '.join(cls._LEVELS)}.",
             )
         if optimization_level == "O4" and not for_gpu:
-            logger.warning("O4 is half precision, which GPUs are faster in: taking for_gpu=True.")
+            logger.warning("O4 uses half precision, which is faster only on GPUs, so accel sets for_gpu=True.")
             for_gpu = True
         return OptimizationConfig(optimize_for_gpu=for_gpu, **cls._LEVELS[optimization_level], **settings)
 
@@ -198,8 +205,8 @@ class ORTOptimizer:
         """
         if file_names and len(file_names) > 1:
             raise ConfigError(
-                f"file_names has {len(file_names)} entries.",
-                fix="leave file_names out: all graphs of an artifact are optimized together.",
+                f"file_names contains {len(file_names)} names, and accel accepts only one.",
+                fix="leave out file_names: accel optimizes all graphs of the model together.",
             )
         return cls(source_of(model_or_path, file_names[0] if file_names else None))
 
@@ -230,7 +237,10 @@ class ORTOptimizer:
             OutputFolderError: `save_dir` contains another artifact, and this artifact needs its own manifest.
         """
         if not one_external_file:
-            raise ConfigError("Weights beside a graph are one file here.", fix="leave one_external_file out.")
+            raise ConfigError(
+                "one_external_file=False is not supported: accel writes all external weights of a graph to one file.",
+                fix="leave out one_external_file.",
+            )
         config = optimization_config.to_accel()
         with scratch() as folder:
             made = self._source

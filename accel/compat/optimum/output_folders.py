@@ -31,7 +31,8 @@ def source_of(model: Any, file_name: str | None = None) -> Artifact:
     assert artifact is not None, "export=False finds graphs alone"
     if artifact.format != "onnx":
         raise ConfigError(
-            f"{artifact.path} holds {artifact.format}, not ONNX.", fix="use OVQuantizer, or accel.quantize(...)."
+            f"The model in {artifact.path} has the format {artifact.format!r}, and this class needs an ONNX model.",
+            fix="use OVQuantizer for an OpenVINO model, or call accel.optimize(...) or accel.quantize(...).",
         )
     return artifact
 
@@ -49,16 +50,16 @@ def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) 
     named = {component.name: _named(component.file, suffix) for component in made.components}
     plain = len(made.components) == 1 and not made.components[0].stateful
     whole = len(made.components) == 1 and made.bytes < _IN_ONE_FILE_BYTES
-    there = _graphs_in(target)
-    if not there or there == set(named.values()):
+    graphs = _graphs_in(target)
+    if not graphs or graphs == set(named.values()):
         _write_artifact(made, target, named, whole=whole, marked=not plain)
     elif plain:
         copy_companions(made.path, target)
         _write_graphs(made, target, named, whole=whole, marked=False)
     elif not suffix:
         raise OutputFolderError(
-            f"{target} holds another artifact ({', '.join(sorted(there))}).",
-            fix="pass file_suffix=..., or another folder as save_dir.",
+            f"The folder {target} already contains another model ({', '.join(sorted(graphs))}).",
+            fix="pass file_suffix=... to write the new files under other names, or pass another folder as save_dir.",
         )
     else:
         inner = target / suffix

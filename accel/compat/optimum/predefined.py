@@ -33,8 +33,9 @@ def predefined_rows(word: str, count: int) -> Any:
 
     if word in OTHERS:
         raise ConfigError(
-            f"dataset={word!r} of optimum-intel has no counterpart here.",
-            fix=f"use {', '.join(PREDEFINED)}, a list of texts, the name of a data set, or calibration_dataset=rows.",
+            f"accel does not support the predefined data set dataset={word!r} of optimum-intel.",
+            fix=f"pass one of {', '.join(PREDEFINED)}, a list of texts or the name of a data set as dataset, or pass "
+            "calibration_dataset=rows.",
         )
     try:
         stream = datasets.load_dataset(**PREDEFINED[word], streaming=True)
@@ -44,8 +45,8 @@ def predefined_rows(word: str, count: int) -> Any:
         rows = list(itertools.islice((row for row in stream if _holds_something(row)), count))
     except (datasets.exceptions.DatasetsError, OSError, RuntimeError) as error:
         raise ArtifactNotFoundError(
-            f"The data set {PREDEFINED[word]['path']!r} cannot be fetched from the Hub: {error}",
-            fix="check the network, or pass rows as calibration_dataset=...",
+            f"The data set {PREDEFINED[word]['path']!r} cannot be downloaded from the Hub: {error}",
+            fix="check the network connection, or pass calibration_dataset=rows.",
         ) from error
     if stream.features is None:
         return datasets.Dataset.from_list(rows)

@@ -29,4 +29,4 @@ def get_provider_for_device(device: torch.device) -> str:
         names = [name for name in spec.aliases if name.endswith("ExecutionProvider")]
         if capability is not None and names and capability.devices[0] == device.type:
             return names[0]
-    raise ConfigError(f"No provider has {device}.", fix="use 'cpu' or 'cuda'.")
+    raise ConfigError(f"No ONNX Runtime execution provider supports the device '{device}'.", fix="use 'cpu' or 'cuda'.")

@@ -127,11 +127,21 @@ class QuantizationConfig:
         self.target: str | None = None
         signed = self.activations_dtype.name == "QInt8"
         if not self.is_static and self.mode.name == "QLinearOps":
-            raise ConfigError("Dynamic quantization has no mode QLinearOps.", fix="use QuantizationMode.IntegerOps.")
+            raise ConfigError(
+                "mode=QLinearOps cannot be used with dynamic quantization (is_static=False).",
+                fix="use mode=QuantizationMode.IntegerOps.",
+            )
         if not self.is_static and signed:
-            raise ConfigError("Dynamic quantization has unsigned activations.", fix="use QuantType.QUInt8.")
+            raise ConfigError(
+                "activations_dtype=QInt8 cannot be used with dynamic quantization (is_static=False), which needs unsigned activations.",
+                fix="use activations_dtype=QuantType.QUInt8.",
+            )
         if self.is_static and signed and self.weights_dtype.name == "QUInt8":
-            raise ConfigError("Signed activations go with signed weights.", fix="use weights_dtype=QuantType.QInt8.")
+            raise ConfigError(
+                "activations_dtype=QInt8 cannot be combined with weights_dtype=QUInt8, because ONNX Runtime does not support signed "
+                "activations with unsigned weights.",
+                fix="use weights_dtype=QuantType.QInt8.",
+            )
 
     @property
     def use_symmetric_calibration(self) -> bool:
@@ -150,9 +160,13 @@ class QuantizationConfig:
     def to_accel(self, calibration: CalibrationConfig | None = None) -> QuantizeConfig:
         """Return the quantization settings of accel, without `nodes_to_quantize`, which needs the graph."""
         if self.weights_dtype.name == "QUInt8" and self.target is None:
-            logger.warning("Weights are signed here, not QUInt8: all kernels take them so at full speed.")
+            logger.warning(
+                "accel ignores weights_dtype=QUInt8 and writes signed weights (QInt8), because all kernels are fast for signed weights."
+            )
         if self.activations_symmetric and self.activations_dtype.name == "QUInt8":
-            logger.warning("Unsigned activations keep a zero point here: activations_symmetric=True changes nothing.")
+            logger.warning(
+                "accel ignores activations_symmetric=True, because unsigned activations (QUInt8) need a zero point."
+            )
         operators = tuple(one.value if isinstance(one, Enum) else str(one) for one in self.operators_to_quantize)
         values: dict[str, Any] = {
             "scheme": "static-int8" if self.is_static else "dynamic-int8",
@@ -327,7 +341,7 @@ class ORTQuantizer:
         del onnx_augmented_model_name, operators_to_quantize, use_external_data_format
         for name, value in (("use_gpu", use_gpu), ("force_symmetric_range", force_symmetric_range)):
             if value:
-                logger.debug("%s=%r changes nothing here.", name, value)
+                logger.debug("accel ignores the argument %s=%r of partial_fit.", name, value)
         self._batches.extend(batches_of(self._source, dataset, batch_size))
         self._config = calibration_config
 
@@ -338,7 +352,10 @@ class ORTQuantizer:
             QuantizeError: There are no calibration rows.
         """
         if self._config is None or not self._batches:
-            raise QuantizeError("There are no rows to calibrate with.", fix="call fit(dataset, config) first.")
+            raise QuantizeError(
+                "There are no calibration rows, because the quantizer has read no data set.",
+                fix="call quantizer.fit(dataset, calibration_config) or quantizer.partial_fit(dataset, calibration_config) first.",
+            )
         return CalibrationRanges(tuple(self._batches), self._config)
 
     def quantize(
@@ -365,16 +382,20 @@ class ORTQuantizer:
             ConfigError: `calibration_tensors_range` is not a result of `fit`.
         """
         if preprocessor is not None:
-            raise ConfigError("There are no preprocessors here.", fix="name nodes_to_exclude in the configuration.")
+            raise ConfigError(
+                "accel does not support the argument preprocessor of ORTQuantizer.quantize.",
+                fix="leave out preprocessor, and list the excluded nodes in nodes_to_exclude of the QuantizationConfig.",
+            )
         ranges = calibration_tensors_range
         if ranges is not None and not isinstance(ranges, CalibrationRanges):
             raise ConfigError(
-                f"calibration_tensors_range is a {type(ranges).__name__}.", fix="pass what fit(...) returned."
+                f"calibration_tensors_range is a {type(ranges).__name__}, not a result of ORTQuantizer.fit.",
+                fix="pass calibration_tensors_range=quantizer.fit(dataset, calibration_config).",
             )
         if quantization_config.is_static and ranges is None:
             raise QuantizeError(
-                "Static quantization was asked for, and there are no calibration ranges.",
-                fix="pass calibration_tensors_range=quantizer.fit(dataset, config), or use dynamic quantization.",
+                "Static quantization (is_static=True) needs calibration ranges, and calibration_tensors_range is None.",
+                fix="pass calibration_tensors_range=quantizer.fit(dataset, calibration_config), or use is_static=False.",
             )
         static = quantization_config.is_static and ranges is not None
         config = quantization_config.to_accel(ranges.config if static and ranges else None)
@@ -400,5 +421,8 @@ def _other_nodes(artifact: Artifact, wanted: Sequence[str]) -> list[str]:
     names = [node.name for component in artifact.components for node in nodes_of(artifact.path / component.file)]
     missing = sorted(set(wanted) - set(names))
     if missing:
-        raise ConfigError(f"The graph has no node {missing[0]!r}.", fix="check nodes_to_quantize.")
+        raise ConfigError(
+            f"nodes_to_quantize contains {missing[0]!r}, but the graph has no node with this name.",
+            fix="remove the name from nodes_to_quantize, or correct it to the name of a node in the ONNX file.",
+        )
     return [name for name in names if name and name not in wanted]

@@ -49,7 +49,10 @@ class SavedSettings:
         """
         path = Path(folder) / cls.CONFIG_NAME
         if not path.is_file():
-            raise ArtifactNotFoundError(f"{folder} has no {cls.CONFIG_NAME}.", fix="check the folder.")
+            raise ArtifactNotFoundError(
+                f"The folder {folder} contains no file {cls.CONFIG_NAME}.",
+                fix=f"pass the folder that contains {cls.CONFIG_NAME}.",
+            )
         return cls(**read_json(path))
 
 

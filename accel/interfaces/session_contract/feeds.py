@@ -45,7 +45,8 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
             # A cast would silently drop fractions and imaginary parts.
             if (tensor.is_floating_point() and not dtype.is_floating_point) or tensor.is_complex():
                 raise InputError(
-                    f"Input {name!r} is {tensor.dtype}; the graph takes {dtype}.", fix=f"convert it to {dtype}."
+                    f"The input {name!r} has the dtype {tensor.dtype}, but the model needs {dtype}.",
+                    fix=f"convert the tensor with tensor.to({dtype}).",
                 )
             check_fits(name, tensor, dtype)
             tensor = tensor.to(dtype)
@@ -64,16 +65,20 @@ def check_readable(name: str, tensor: object) -> None:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise InputError(f"Input {name!r} is a {type(tensor).__name__}, not a tensor.", fix="pass a torch tensor.")
+        raise InputError(
+            f"The input {name!r} is a {type(tensor).__name__}, not a torch tensor.", fix="pass a torch tensor."
+        )
     if tensor.is_meta:
         raise InputError(
-            f"Input {name!r} is on the device 'meta', where tensors have no values.", fix="pass a tensor with values."
+            f"The input {name!r} is on the device 'meta', where tensors have no values.",
+            fix="pass a tensor on the CPU or on a GPU.",
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         form = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise InputError(
-            f"Input {name!r} is a tensor of another form ({form}) than one value behind the other.",
-            fix="call its to_dense(), dequantize() or to_padded_tensor() first.",
+            f"The input {name!r} is a tensor of the kind {form}, and the model accepts only dense tensors.",
+            fix="convert the tensor first: call to_dense() on a sparse tensor, dequantize() on a quantized tensor, or "
+            "to_padded_tensor(0) on a nested tensor.",
         )
 
 
@@ -92,11 +97,11 @@ def check_fits(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if not tensor.is_cpu or not tensor.numel() or (least <= wide.min and wide.max <= most):
         return
     values = tensor.numpy()
-    found = next((int(value) for value in (values.min(), values.max()) if not least <= int(value) <= most), None)
-    if found is not None:
+    invalid = next((int(value) for value in (values.min(), values.max()) if not least <= int(value) <= most), None)
+    if invalid is not None:
         raise InputError(
-            f"Input {name!r} holds {found}; the graph takes {dtype}, which ends at {least} and {most}.",
-            fix="use the tokenizer that belongs to the model.",
+            f"The input {name!r} contains the value {invalid}, but the model's dtype {dtype} allows only {least} to {most}.",
+            fix="use the tokenizer of this model.",
         )
 
 
@@ -105,9 +110,9 @@ def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputErr
     missing = [name for name in declared if feeds.get(name) is None]
     extra = [name for name in feeds if name not in declared]
     return InputError(
-        f"The graph takes {list(declared)} and was given {list(feeds)}"
-        f"{f'; missing: {missing}' if missing else ''}{f'; not taken: {extra}' if extra else ''}.",
-        fix="pass exactly the inputs that the graph takes.",
+        f"The inputs {list(feeds)} do not match the model's inputs {list(declared)}."
+        f"{f' Missing inputs: {missing}.' if missing else ''}{f' Unknown inputs: {extra}.' if extra else ''}",
+        fix="pass exactly the model's inputs.",
     )
 
 
@@ -144,30 +149,31 @@ class ShapeCheck:
             return
         sizes: dict[str, int] = dict(self.fixed)
         for spec, shape in zip(self._inputs, shapes, strict=True):
-            wanted = tuple(self.fixed.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.shape)
-            fits = len(shape) == len(wanted) and all(
-                isinstance(w, str) or w == n for n, w in zip(shape, wanted, strict=True)
+            expected = tuple(self.fixed.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.shape)
+            fits = len(shape) == len(expected) and all(
+                isinstance(axis, str) or axis == n for n, axis in zip(shape, expected, strict=True)
             )
             # Cache inputs may be empty, because they are empty at the first call.
             empty = 0 in shape and spec.pair is None
             if not fits or empty:
                 raise InputError(
-                    f"Input {spec.name!r} has shape {tuple(shape)}; the graph takes {wanted}"
-                    f"{', no axis empty' if fits else ''}.",
-                    fix="check the shapes of the inputs.",
+                    f"The input {spec.name!r} has the shape {tuple(shape)}, but the model needs the shape {expected}"
+                    f"{', where no axis may have the size 0' if fits else ''}.",
+                    fix=f"pass {spec.name} in the shape that the model needs.",
                 )
-            for size, axis in zip(shape, wanted, strict=True):
+            for size, axis in zip(shape, expected, strict=True):
                 if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
-                    given = {s.name: tuple(found) for s, found in zip(self._inputs, shapes, strict=True)}
+                    all_shapes = {s.name: tuple(dims) for s, dims in zip(self._inputs, shapes, strict=True)}
                     raise InputError(
-                        f"The axis {axis!r} has sizes {sizes[axis]} and {size} among the inputs {given}.",
-                        fix="give each axis one size.",
+                        f"The axis {axis!r} has two different sizes, {sizes[axis]} and {size}, in the shapes of the inputs {all_shapes}.",
+                        fix=f"pass inputs in which the axis {axis!r} has the same size everywhere.",
                     )
         for axis, limit in self._limits.items():
             if sizes.get(axis, 0) > limit:
                 raise InputError(
-                    f"The inputs have {sizes[axis]} along the axis {axis!r}; the model has positions for {limit}.",
-                    fix=f"cut them into parts of at most {limit}, or truncate them.",
+                    f"The inputs are too long: the axis {axis!r} has the size {sizes[axis]}, and the model has positions for only {limit}.",
+                    fix=f"truncate the inputs to {limit}, for example with tokenizer(..., truncation=True, max_length={limit}), or split "
+                    "them into shorter parts.",
                 )
         if len(self._passed) < _REMEMBERED:
             self._passed.add(shapes)
@@ -182,8 +188,8 @@ def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]
     unknown = [name for name in outputs if name not in declared]
     if unknown:
         raise InputError(
-            f"The graph returns {list(declared)}, not {unknown}.{did_you_mean(unknown[0], declared)}",
-            fix="ask for these.",
+            f"The model has no outputs {unknown}; its outputs are {list(declared)}.{did_you_mean(unknown[0], declared)}",
+            fix="request only outputs that the model has.",
         )
     return list(outputs)
 
@@ -204,13 +210,16 @@ def check_buffers(
     """
     unknown = [name for name in out if name not in wanted]
     if unknown:
-        raise InputError(f"out holds {unknown}; the outputs are {list(wanted)}.", fix="give buffers for these.")
+        raise InputError(
+            f"The argument out contains buffers for {unknown}, but the requested outputs are {list(wanted)}.",
+            fix="pass buffers only for requested outputs.",
+        )
     for name, buffer in out.items():
         if not buffer.is_contiguous() or buffer.device != device or buffer.dtype is not dtypes[name]:
             raise InputError(
-                f"The buffer for {name!r} is {buffer.dtype} on {buffer.device}"
-                f"{'' if buffer.is_contiguous() else ', not contiguous'}; it must be contiguous {dtypes[name]} on {device}.",
-                fix="make it with torch.empty(..., dtype=..., device=...).",
+                f"The buffer for the output {name!r} is a {'' if buffer.is_contiguous() else 'non-contiguous '}{buffer.dtype} tensor on "
+                f"{buffer.device}; it must be a contiguous {dtypes[name]} tensor on {device}.",
+                fix=f"create the buffer with torch.empty(shape, dtype={dtypes[name]}, device='{device}').",
             )
 
 
@@ -222,11 +231,14 @@ def check_buffer_shape(name: str, buffer: torch.Tensor, shape: Sizes) -> None:
     """
     if tuple(buffer.shape) != tuple(shape):
         raise InputError(
-            f"The buffer for {name!r} has shape {tuple(buffer.shape)}; the output has {tuple(shape)}.",
-            fix="make it of the output's shape.",
+            f"The buffer for the output {name!r} has the shape {tuple(buffer.shape)}, but the output has the shape {tuple(shape)}.",
+            fix=f"create the buffer with the shape {tuple(shape)}.",
         )
 
 
 def session_closed() -> SessionClosedError:
     """Return the error for calls after `close`."""
-    return SessionClosedError("This session is closed.", fix="open the model again.")
+    return SessionClosedError(
+        "The session of the model was closed, so the model cannot run.",
+        fix="load the model again with from_pretrained.",
+    )

@@ -30,19 +30,33 @@ def check_state(state: State | None, session: object, *, stateful: bool, out: Ma
     """
     if not stateful:
         if state is not None:
-            raise InputError("This graph keeps no state between calls.", fix="leave state=... out.")
+            raise InputError(
+                "The argument state was passed, but this graph has no KV cache and no other state between calls.",
+                fix="leave out state=....",
+            )
         return
     if state is None:
-        raise InputError("This graph reads a KV cache.", fix="pass state=session.new_state(batch).")
+        raise InputError(
+            "The argument state is missing: this graph reads a KV cache.", fix="pass state=session.new_state(batch)."
+        )
     if state.session is not session:
-        raise InputError("The state was not made by this session.", fix="make it with new_state().")
+        raise InputError(
+            "The state was created by another session.",
+            fix="create the state with new_state() of the session that you call.",
+        )
     if out:
-        raise InputError("A session with a state allocates its outputs.", fix="leave out=... out.")
+        raise InputError(
+            "The argument out cannot be combined with state: a graph with a KV cache allocates its outputs itself.",
+            fix="do not pass out=....",
+        )
 
 
 def no_state() -> SessionError:
     """Return the error of `new_state` for a graph without a state."""
-    return SessionError("This graph keeps no state between calls.", fix="leave state=... out.")
+    return SessionError(
+        "This graph has no KV cache and no other state between calls, so new_state() cannot create a state.",
+        fix="call run(...) without state=....",
+    )
 
 
 class StepCheck:
@@ -69,7 +83,10 @@ class StepCheck:
         self._shapes = {spec.name: spec.shape for spec in own}
         self.tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
         if not self.tokens:
-            raise IntegrityError(f"The decoder {component.name!r} takes no tokens.", fix="make the artifact again.")
+            raise IntegrityError(
+                f"The decoder graph {component.name!r} has no input for token ids or embeddings.",
+                fix="export the model again with `accel export MODEL OUT`.",
+            )
         # Decoders of other tools that follow an encoder have no mask of their own tokens.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
         self.kept = next((spec.name for spec in own if spec.shape == ("kept",)), None)
@@ -91,19 +108,22 @@ class StepCheck:
         for name, declared in self._ranks.items():
             if feeds[name].ndim != len(declared):
                 raise InputError(
-                    f"Input {name!r} has shape {tuple(feeds[name].shape)}; the graph takes {declared}.",
-                    fix="check the shapes of the inputs.",
+                    f"The input {name!r} has the shape {tuple(feeds[name].shape)}, but the model needs the shape {declared}.",
+                    fix=f"pass {name} in the shape that the model needs.",
                 )
         rows, new = feeds[self.tokens].shape[:2]
         if new == 0:
-            raise InputError("No new tokens were given.", fix="pass at least one.")
+            raise InputError("The call contains no new tokens.", fix="pass at least one token in each row.")
         if rows != batch:
-            raise InputError(f"{rows} rows were given to a cache of {batch}.", fix="pass the cache of the same batch.")
+            raise InputError(
+                f"The inputs have {rows} rows, but the KV cache has {batch} rows.",
+                fix="pass the KV cache of an earlier call with the same batch.",
+            )
         total = feeds[self.mask].shape[1] if self.mask is not None else length + new
         if total != length + new:
             raise InputError(
-                f"{self.mask!r} covers {total} tokens; the cache holds {length} and {new} are new.",
-                fix=f"pass a mask of {length + new} tokens: the cached ones and the new ones.",
+                f"The input {self.mask!r} has {total} columns, but the KV cache contains {length} tokens and the call adds {new} tokens.",
+                fix=f"pass a mask with {length + new} columns, for the cached tokens and the new tokens.",
             )
         sizes = {"batch": rows, "sequence": new, "total": total}
         for name, declared in self._others:
@@ -115,15 +135,16 @@ class StepCheck:
             if not fits:
                 expected = tuple(sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in declared)
                 raise InputError(
-                    f"Input {name!r} has shape {tuple(shape)}; {declared} is {expected} here.",
-                    fix="give each input as many rows and tokens as the ids have; axes of one name have one size.",
+                    f"The input {name!r} has the shape {tuple(shape)}, but this call needs the shape {expected} for its axes {declared}.",
+                    fix=f"pass inputs with the same number of rows and tokens as {self.tokens}.",
                 )
         if self.kept is not None and (self._waits or feeds[self.kept].is_cpu):
             kept = feeds[self.kept].tolist()
             if not kept or min(kept) < 0 or max(kept) >= new:
                 raise InputError(
-                    f"{self.kept!r} holds {f'{min(kept)} to {max(kept)}' if kept else 'nothing'}; the new tokens are 0 to {new - 1}.",
-                    fix="name at least one of the new tokens, by their places.",
+                    f"The input {self.kept!r} contains {f'indices from {min(kept)} to {max(kept)}' if kept else 'no indices'}, but the "
+                    f"new tokens have the indices 0 to {new - 1}.",
+                    fix=f"pass at least one index from 0 to {new - 1}.",
                 )
         return int(new)
 

@@ -144,15 +144,16 @@ class InputValueCheck:
         if not values.size:
             return
         few = values.ravel().tolist() if values.size <= _FEW else None
-        found = (min(few), max(few)) if few is not None else (int(values.min()), int(values.max()))
-        if found[0] < least or found[1] > most:
+        lowest, highest = (min(few), max(few)) if few is not None else (int(values.min()), int(values.max()))
+        if lowest < least or highest > most:
             raise InputError(
-                f"Input {name!r} holds {int(found[0] if found[0] < least else found[1])}; the model has {least} to {most}.",
-                fix="leave them out, or count the tokens from 0."
+                f"The input {name!r} contains the value {int(lowest if lowest < least else highest)}, but the model allows only "
+                f"{least} to {most}.",
+                fix=f"leave out {name}, or number the tokens from 0."
                 if "position" in name
-                else "give 1 for tokens and 0 for padding."
+                else "use 1 for tokens and 0 for padding."
                 if "mask" in name
-                else "use the tokenizer that belongs to the model; -100 is for labels alone.",
+                else "use the tokenizer of this model. The value -100 is allowed only in labels.",
             )
 
 
@@ -165,9 +166,9 @@ def check_filled(mask: np.ndarray[Any, Any], name: str) -> None:
     rows = mask.reshape(-1, mask.shape[-1]).any(1)
     if not rows.all():
         raise InputError(
-            f"Row {int(rows.argmin())} of {name!r} has no token that is not masked: what a model makes of such a row is defined nowhere, "
-            "and differs between runtimes.",
-            fix="leave such rows out, or give rows that only fill a batch one token (1 in the first place) and drop their answers.",
+            f"Row {int(rows.argmin())} of the input {name!r} contains only zeros, so all tokens of this row are masked. The result for a "
+            "row without tokens is undefined and differs between runtimes.",
+            fix="remove this row from the batch. If the row only fills up the batch, set its first mask value to 1 and ignore its result.",
         )
 
 
@@ -192,14 +193,14 @@ def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: 
     counts = kept.sum(1).tolist()
     if not all(counts):
         raise InputError(
-            f"Row {counts.index(0)} of {name!r} has no token {token}, which the model looks for in each row.",
-            fix="use the tokenizer that belongs to the model, with add_special_tokens=True, and truncate with the tokenizer.",
+            f"Row {counts.index(0)} of the input {name!r} does not contain the token {token}, which the model needs in each row.",
+            fix="use the tokenizer of this model with add_special_tokens=True, and let the tokenizer truncate long texts.",
         )
     if equal_counts and len(set(counts)) > 1:
         raise InputError(
-            f"Rows of {name!r} hold the token {token} {min(counts)} to {max(counts)} times: this graph answers a row "
-            "from another row's tokens where the numbers differ.",
-            fix="pass such rows one by one, or export the model again with this version of accel: accel export MODEL OUT.",
+            f"The rows of the input {name!r} contain the token {token} between {min(counts)} and {max(counts)} times. This graph computes "
+            "wrong results if the numbers differ within a batch.",
+            fix="pass the rows one by one, or export the model again with this version of accel (`accel export MODEL OUT`).",
         )
 
 
@@ -295,6 +296,7 @@ class FiniteCheck(_HostCheck):
         if not finite.all():
             place = tuple(int(i) for i in np.unravel_index(int(finite.argmin()), values.shape))
             raise InputError(
-                f"Input {name!r} holds {values[place]} at {place}, which this runtime does not answer as PyTorch does.",
-                fix="pass finite numbers.",
+                f"The input {name!r} contains the value {values[place]} at the index {place}. For NaN and infinity, this runtime computes "
+                "other results than PyTorch.",
+                fix="pass only finite numbers.",
             )
