@@ -1,8 +1,9 @@
 """Decoding of generating models: single decoder steps and the choice of the next token.
 
-In: sessions with a state, and prompts as token ids. Out: tokens, the updated state, and final pieces of text. `step` runs a
-decoder's graph. `kv_cache` exposes the session's state as a transformers cache. `next_token` chooses tokens according to
-`generation_options` and transformers' settings. `token_loop` repeats both for rows that start together. `stop_text` turns tokens
-into text. `generate`, the server's continuous batching and `accel generate` use this package. A Triton model repository contains
-its own copy of the code without torch, tested on the same cases.
+The input of the package is a session with a KV cache and a prompt of token ids. The output is the generated tokens, the updated
+cache, and pieces of text. `step` runs a decoder's graph. `kv_cache` gives the session's state the interface of a transformers
+cache. `next_token` chooses the next token according to `generation_options` and transformers' settings. `token_loop` repeats the
+decoder step and the choice of a token for all rows of a batch. `stop_text` turns tokens into text. `generate`, the server's
+continuous batching and `accel generate` use this package. A Triton model repository contains a copy of this code that does not
+need torch. Tests run the copy and the original on the same cases.
 """

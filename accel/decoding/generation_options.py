@@ -11,27 +11,28 @@ from typing import Any
 from ..config import check_number, check_type
 from ..errors import ConfigError, InputError
 
-_COLDEST = 1e-5  # smaller divisors of the logits overflow float32
+_COLDEST = 1e-5  # The logits are divided by the temperature. A smaller temperature would overflow float32.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """Generation options of one prompt; for fields that are `None`, the model's `generation_config` is used.
+    """Generation options of one prompt. A field that is `None` has the value of the model's `generation_config`.
 
     Attributes:
-        max_new_tokens: Maximum number of new tokens. If neither this nor the model sets it, the engine's default is used.
-        temperature: 0 takes the likeliest token; above 0, tokens are sampled.
-        top_p: Sample from the smallest set of likeliest tokens whose total probability reaches this value.
-        top_k: Sample from this many likeliest tokens.
+        max_new_tokens: Maximum number of new tokens. If the model's `generation_config` has no maximum either, the serving engine's
+            default applies.
+        temperature: With 0, the likeliest token is chosen. With a larger value, tokens are sampled.
+        top_p: Sample only from the smallest set of likeliest tokens whose total probability is at least this value.
+        top_k: Sample only from this number of likeliest tokens.
         min_p: Sample from tokens whose probability is at least this fraction of the likeliest token's probability.
-        repetition_penalty: Values above 1 make tokens of the text so far less likely.
+        repetition_penalty: Values above 1 make tokens less likely that are already in the prompt or in the generated text.
         presence_penalty: Subtracted from the logits of every token that was already generated.
         frequency_penalty: Subtracted from the logits of a token once for each time that it was generated.
         logit_bias: Value added to the logits, by token id.
-        stop: Stop texts: the generated text ends before the first of them. A single string is one stop text.
-        seed: Seed for sampling; the tokens equal those of `generate` after `torch.manual_seed(seed)`.
-        ignore_eos: Whether generation continues after the model's end token.
+        stop: Stop texts. The generated text ends before the first stop text. A single string is one stop text.
+        seed: Seed for sampling. The sampled tokens are the same as in a call of `generate` after `torch.manual_seed(seed)`.
+        ignore_eos: Whether generation continues after the model's end-of-sequence token.
     """
 
     max_new_tokens: int | None = None
@@ -65,7 +66,7 @@ class GenerationOptions:
         check_type("ignore_eos", self.ignore_eos, (bool,))
         check_type("logit_bias", self.logit_bias, (Mapping,))
         for token, bias in self.logit_bias.items():
-            check_number(f"logit_bias[{token!r}]", bias, -math.inf, math.inf)  # NaN is outside every range
+            check_number(f"logit_bias[{token!r}]", bias, -math.inf, math.inf)  # This check rejects NaN.
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(
                 f"stop is {self.stop!r}, which is not a list of non-empty strings.",
@@ -78,7 +79,7 @@ class GenerationOptions:
         if self.temperature is not None:
             changes["do_sample"] = self.temperature >= _COLDEST
         if changes.get("do_sample") is False:
-            # transformers warns about sampling settings if sampling is off.
+            # transformers warns if sampling settings are not the defaults although sampling is off.
             changes.update(temperature=1.0, top_p=1.0, top_k=50)
             changes.pop("min_p", None)
         if self.logit_bias:

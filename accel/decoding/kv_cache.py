@@ -17,20 +17,23 @@ _CROSS = "cross."
 
 
 class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """The state of a session as a transformers cache. It subclasses `DynamicCache` because scripts test for it and read `layers`.
+    """A session's state (KV cache) with the interface of a transformers cache.
 
-    Keys and values stay in the runtime's memory: the cache can be continued, reordered, cropped and passed to the next
-    `generate`. `layers` returns copies of them, and `fill` copies another cache into this one.
+    The keys and values stay in the runtime's memory. A caller can continue, reorder or crop the cache, and pass the cache to the
+    next call of `generate`. `layers` returns copies of the keys and values. `fill` copies another cache into this cache. The class
+    inherits from `DynamicCache`, because users' scripts check for `DynamicCache` and read `layers`.
 
     Args:
-        session: The decoder's session; it creates the state at the first call.
-        croppable: Whether tokens can be removed from the session's states.
+        session: The decoder's session, which creates the state at the first call.
+        croppable: Whether tokens can be removed from the end of the session's states.
 
     Attributes:
-        state: The session's state; `None` before the first call.
-        constants: Inputs that are the same in every step: the tensors that the decoder reads from the encoder's output.
+        state: The session's state. It is `None` before the first call.
+        constants: Decoder inputs that are the same in every step, such as the cross-attention keys and values of the encoder's
+            output.
         last_feeds: The inputs of the last step.
-        in_parts: Whether the prompt is processed in parts. A row with left padding may then have no token in the first part.
+        in_parts: Whether the caller runs the prompt in several parts. The first part of a row with left padding may then contain
+            only padding.
     """
 
     def __init__(self, session: Session, *, croppable: bool = True) -> None:
@@ -45,7 +48,11 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Cache.__init__(self, layers=[])
 
     def whole_mask(self, batch: int, total: int) -> torch.Tensor:
-        """Return an all-ones mask `(batch, total)`. It is a view of a buffer: a new mask per step costs more than the rest of the step."""
+        """Return an all-ones mask `(batch, total)`.
+
+        The mask is a view of a buffer that all steps share, because creating a new mask takes more time than all other Python code
+        of a step.
+        """
         rows, columns = self._ones.shape
         if rows != batch or columns < total:
             self._ones = torch.ones((batch, total + total // 2 + 64), dtype=torch.int64)
@@ -58,10 +65,11 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def layers(self) -> list[DynamicLayer]:
-        """Copies of the cached keys and values: per layer, `keys` and `values: (batch, heads, tokens, size)`.
+        """Copies of the cached keys and values. Each layer has `keys` and `values` of shape `(batch, heads, tokens, size)`.
 
         Raises:
-            InputError: The backend stores them in its own format, or the model caches something other than keys and values.
+            InputError: The backend stores keys and values in its own format, or the cache contains other tensors than keys and
+                values.
         """
         tensors = self.state.read() if self.state is not None else {}
         others = sorted(name for name in tensors if name.partition(".")[2] not in ("key", "value"))
@@ -76,17 +84,17 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     @layers.setter
     def layers(self, layers: list[Any]) -> None:
-        """Accept only an empty list, which transformers' constructor sets."""
-        assert not layers, "a state is filled by `fill`"
+        """Accept only the empty list that the constructor of transformers' `Cache` assigns."""
+        assert not layers, "use `fill` to load keys and values"
 
     @property
     def self_attention_cache(self) -> DynamicCache:
-        """Copy of the self-attention keys and values; the name is from `EncoderDecoderCache`."""
+        """Copy of the self-attention keys and values. transformers' `EncoderDecoderCache` has a property of the same name."""
         return self.to_dynamic()
 
     @property
     def cross_attention_cache(self) -> DynamicCache:
-        """Cross-attention keys and values, computed from the encoder's output; empty for models without an encoder."""
+        """Cross-attention keys and values of the encoder's output. The cache is empty for models without an encoder."""
         cache = DynamicCache()
         numbers = sorted({int(name.split(".")[1]) for name in self.constants if name.startswith(_CROSS)})
         cache.layers = [
@@ -95,10 +103,10 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         return cache
 
     def fill(self, cache: Cache) -> None:
-        """Replace the state by the keys and values of another cache, such as a `DynamicCache` that PyTorch filled.
+        """Replace the state by the keys and values of another cache, such as a `DynamicCache` that a PyTorch model filled.
 
         Raises:
-            InputError: The cache belongs to another model, or contains something other than the keys and values of all tokens.
+            InputError: The other cache belongs to another model, or it does not contain the keys and values of all tokens.
         """
         self.reset()
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
@@ -121,48 +129,57 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.state = state
 
     def write_to(self, cache: Cache) -> None:
-        """Replace the layers of another cache by copies of this cache's layers, or by a reference if they cannot be copied."""
+        """Replace the layers of another cache by copies of this cache's layers.
+
+        If the runtime's state cannot be copied, the other cache gets one layer that refers to this cache.
+        """
         readable = self._croppable and (self.state is None or self.state.readable)
         cache.layers = list(self.layers) if readable else [UncopiedStateLayer(self)]
 
     def to_dynamic(self) -> DynamicCache:
-        """Return a copy as a `DynamicCache`, which a PyTorch model can continue."""
+        """Return a copy of the cache as a `DynamicCache`. A PyTorch model can continue this copy."""
         cache = DynamicCache()
         cache.layers = list(self.layers)
         return cache
 
     @property
     def batch_size(self) -> int:
-        """Number of cached rows; -1 before the first call."""
+        """Number of rows of the cached batch, or -1 before the first call."""
         return getattr(self.state, "batch", -1)
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be removed: possible for keys and values, but not for the state of a state-space model."""
+        """Whether tokens can be removed from the end of the cache.
+
+        Tokens can be removed from keys and values, but not from the state of a state-space model.
+        """
         return self._croppable
 
     @property
     def is_joinable(self) -> bool:
-        """Whether rows of another cache of the same model can be added with `join`, while the rows of this cache stay."""
+        """Whether `join` can append the rows of another cache of the same model."""
         return (self.state if self.state is not None else self.session.new_state(1)).joinable
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the cache has a state, that is, a call was made."""
+        """Whether the model was called with this cache at least once, so that the cache has a state."""
         return self.state is not None
 
     @property
     def is_linear(self) -> list[bool]:
-        """Return one layer that is not linear attention; an exact list would require copies of all layers."""
+        """Return `[False]`, as if the cache had one layer without linear attention.
+
+        An exact list would need copies of all layers.
+        """
         return [False]
 
     @property
     def is_compileable(self) -> bool:
-        """Whether torch can compile code that uses this cache: never."""
+        """Always False, because torch cannot compile code that uses this cache."""
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # transformers' signature
-        """Number of cached tokens."""
+        """Return the number of cached tokens."""
         return self.state.length if self.state is not None else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -170,7 +187,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of tokens after the next call, and 0, the position of the first token."""
+        """Return the number of tokens after a call with `query_length` new tokens, and the position of the first token (0)."""
         return self.get_seq_length() + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -189,13 +206,14 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def join(self, other: StateCache) -> None:
-        """Append the rows of another cache of the same model after the rows of this cache, and empty the other cache.
+        """Append the rows of another cache of the same model to this cache, and empty the other cache.
 
-        Rows are aligned at the last token. A row with fewer tokens starts with unused columns, which the attention masks of later
-        steps must mask.
+        The last tokens of all rows are in the last column. A row with fewer tokens starts with unused columns. The attention masks
+        of later steps must be 0 in the unused columns.
 
         Raises:
-            InputError: The runtime cannot join states, a cache is empty or of another model, or a cache contains encoder outputs.
+            InputError: The runtime cannot join states, one of the caches is empty, the other cache belongs to another model, or one of
+                the caches contains encoder outputs.
         """
         if self.state is None or other.state is None or self.constants or other.constants:
             raise InputError(
@@ -206,7 +224,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         other.reset()
 
     def drop(self, columns: int) -> None:
-        """Remove the first `columns` columns of every row. All attention masks must mask these columns; see `join`.
+        """Remove the first `columns` columns of every row. The columns must be unused in all rows (see `join`).
 
         Raises:
             InputError: The cache is empty, the runtime cannot remove columns, or no column would remain.
@@ -219,11 +237,14 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.state.drop(columns)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; their number is given as a negative integer, as in transformers.
+        """Remove tokens from the end of the cache.
+
+        Args:
+            tokens_to_remove: Number of tokens as a negative integer, as in transformers.
 
         Raises:
-            InputError: The number is positive (older transformers releases read it as the number of tokens to keep), there are fewer
-                tokens, or tokens cannot be removed from the model's state.
+            InputError: The number is positive, the cache contains fewer tokens, or tokens cannot be removed from the model's state.
+                Older releases of transformers read a positive number as the number of tokens to keep.
         """
         if tokens_to_remove > 0:
             raise InputError(
@@ -248,7 +269,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
-        # transformers users deep-copy the cache of a shared prompt prefix.
+        # Users of transformers deep-copy the cache of a prompt prefix that several prompts share.
         return self.clone()
 
     def __copy__(self) -> StateCache:
@@ -261,7 +282,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         )
 
     def __len__(self) -> int:
-        # The real number of layers is only available by copying them.
+        # The number of layers is unknown without copying all layers, which would be slow.
         return 0
 
     def __repr__(self) -> str:
@@ -269,10 +290,12 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
 
 class UncopiedStateLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The only layer of a user's `DynamicCache` when the session's state cannot be copied into layers; it refers to the state.
+    """A layer of a user's `DynamicCache` that refers to a session's state.
+
+    The layer is used if the state cannot be copied into normal layers. It is then the only layer of the `DynamicCache`.
 
     Args:
-        cache: The cache that holds the state.
+        cache: The cache with the session's state.
     """
 
     is_initialized = True
@@ -281,7 +304,7 @@ class UncopiedStateLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the state already exists."""
+        """Do nothing, because the state already exists."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Always raise, because a PyTorch model cannot continue the session's state.
@@ -295,7 +318,7 @@ class UncopiedStateLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens after the next call, and 0, the position of the first token."""
+        """Return the number of tokens after a call with `query_length` new tokens, and the position of the first token (0)."""
         return self.cache.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
@@ -323,12 +346,15 @@ class UncopiedStateLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache.batch_repeat_interleave(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens if the model's state supports it; see `StateCache.crop`."""
+        """Remove tokens from the end of the cache, if the model's state allows this. See `StateCache.crop`."""
         self.cache.crop(tokens_to_remove)
 
 
 def _holds_all(layer: Any) -> bool:
-    """Return whether a layer has the keys of all tokens. A sliding-window layer has them until its window is full."""
+    """Return whether a cache layer contains the keys of all tokens.
+
+    A sliding-window layer contains the keys of all tokens only until its window is full.
+    """
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys.shape[-2] == layer.get_seq_length()
 
 
@@ -340,10 +366,10 @@ def _layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Any | None:
-    """Return the cache of a call that accepts it as `past_key_values` or as `cache`.
+    """Return the KV cache of a call whose caller passes the cache as `past_key_values` or as `cache`.
 
     Raises:
-        InputError: Both arguments were passed.
+        InputError: The caller passed both arguments.
     """
     if past_key_values is not None and cache is not None:
         raise InputError(
@@ -353,15 +379,15 @@ def one_cache(past_key_values: Any, cache: Any) -> Any | None:
 
 
 def renamed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` with the cache under the name that the installed transformers release uses.
+    """Return the arguments of `generate` with the KV cache under the argument name of the installed transformers release.
 
     Raises:
-        InputError: The cache was passed under both names.
+        InputError: The arguments contain both `past_key_values` and `cache`.
     """
     cache = one_cache(arguments.pop("past_key_values", None), arguments.pop("cache", None))
     return arguments if cache is None else {**arguments, CACHE_NAME: cache}
 
 
 def is_theirs(cache: Any) -> bool:
-    """Return whether the cache is a plain `DynamicCache` of transformers, which stores keys and values itself."""
+    """Return whether the cache is a `DynamicCache` of transformers that contains keys and values, and not a `StateCache`."""
     return isinstance(cache, DynamicCache) and not isinstance(cache, StateCache)

@@ -1,4 +1,4 @@
-"""Choice of the next token from logits: transformers' logits processors, then the likeliest token or random sampling."""
+"""Choice of the next token from logits, with transformers' logits processors and greedy decoding or sampling."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .generation_options import GenerationOptions
 
 
 def likeliest(scores: np.ndarray[Any, Any]) -> list[int]:
-    """Return the index of the greatest value in each row of `scores: (rows, vocabulary)`; NaN counts as the greatest value."""
+    """Return the index of the greatest value in each row of `scores: (rows, vocabulary)`. NaN counts as the greatest value."""
     indices: list[int] = scores.argmax(axis=-1).tolist()
     return indices
 
 
 class TokenChoice:
-    """Choose the next tokens of rows that share generation settings, like `generate` in transformers.
+    """Choose the next tokens of rows with the same generation settings, as `generate` of transformers does.
 
     Args:
-        processors: Logits processors, called with all tokens so far.
+        processors: Logits processors. Each processor is called with the prompt and all generated tokens.
         draw: Whether tokens are sampled.
-        generator: Random generator for sampling; torch's default generator when `None`.
+        generator: Random generator for sampling. With `None`, torch's default generator is used.
 
     Attributes:
         plain: Whether decoding is greedy and no logits processor is used.
@@ -44,60 +44,64 @@ class TokenChoice:
         """Return the next token of each row.
 
         Args:
-            ids: The tokens so far, `(rows, sequence)`. Only logits processors read them. The result is on their device.
+            ids: The prompt and the generated tokens, `(rows, sequence)`. Only logits processors read their values. The result is on
+                the device of this tensor.
             logits: Logits of the next token, `(rows, vocabulary)`.
 
         Returns:
             Token ids, `(rows,) int64`.
 
         Raises:
-            RuntimeError: No token can be sampled, because the scores are all zero or not finite.
+            RuntimeError: No token can be sampled, because all probabilities are zero or not finite.
         """
         scores = self.scores(ids, logits)
         return self._drawn(scores) if self._draw else _likeliest(scores)
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits after all logits processors, as float32."""
-        # Copy, because a logits processor may modify its argument in place.
+        # A logits processor may modify its argument in place, so it gets a copy of the logits.
         scores = logits.to(ids.device, torch.float32, copy=bool(self.processors))
         return self.processors(ids, scores) if self.processors else scores
 
     def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
-        """Sample the same tokens as `torch.multinomial(scores.softmax(-1), 1)`.
+        """Sample the same tokens as `torch.multinomial(scores.softmax(-1), 1)`, but faster on the CPU.
 
-        For one sample per row, torch computes the same: the argmax of the probabilities divided by exponential random numbers.
+        For one sample per row, `torch.multinomial` divides the probabilities by exponential random numbers and returns the argmax.
+        This method computes the same values with NumPy's faster argmax.
         """
         probabilities = torch.softmax(scores, dim=-1)
         if not probabilities.is_cpu:
             return torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
-        raced = probabilities.div_(torch.empty_like(probabilities).exponential_(1, generator=self._generator))
-        tokens = _likeliest(raced)
-        won = raced.gather(1, tokens.unsqueeze(1))[:, 0].tolist()
-        if not all(0 < value < math.inf for value in won):
+        ratios = probabilities.div_(torch.empty_like(probabilities).exponential_(1, generator=self._generator))
+        tokens = _likeliest(ratios)
+        largest = ratios.gather(1, tokens.unsqueeze(1))[:, 0].tolist()
+        if not all(0 < value < math.inf for value in largest):
             raise RuntimeError("the logits are NaN or infinite, or all tokens have the probability 0.")
         return tokens
 
 
 def _likeliest(scores: torch.Tensor) -> torch.Tensor:
-    # On the CPU, torch's argmax is twenty times slower than NumPy's.
+    # On the CPU, `torch.argmax` is twenty times slower than `numpy.argmax`.
     return torch.tensor(likeliest(scores.detach().numpy())) if scores.is_cpu else scores.argmax(dim=-1)
 
 
 class RowChoice:
-    """Choose the tokens of one row that has its own settings, like a call of `generate` for this row alone.
+    """Choose the tokens of one row with its own generation options.
+
+    The chosen tokens are the same as in a call of `generate` with this row as the only row of the batch.
 
     Args:
-        model: The model; its `generation_config` gives the settings that `options` does not set.
-        ids: The tokens that the generated text continues.
+        model: The model. Options that are `None` in `options` have the values of the model's `generation_config`.
+        ids: Token ids of the prompt, or the decoder's start tokens.
         options: The generation options of the row.
-        encoded: Token ids of the encoder's input; `None` for models without an encoder.
+        encoded: Token ids of the encoder's input, or `None` for models without an encoder.
 
     Attributes:
         plain: Whether decoding is greedy and no logits processor is used.
-        ends: Token ids that end the generated text.
+        ends: End-of-sequence token ids, after which generation stops.
 
     Raises:
-        InputError: transformers rejects the settings, or `logit_bias` contains a token outside the vocabulary.
+        InputError: transformers rejects the options, or `logit_bias` contains a token id outside the vocabulary.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class RowChoice:
                 ignore_eos=options.ignore_eos,
                 **options.overrides(),
             )
-        # For a bias of a token outside the vocabulary, transformers raises a plain ValueError.
+        # transformers raises a ValueError or TypeError for invalid options. InputError tells the caller that the request is wrong.
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"transformers rejected the generation options: {error}",
@@ -145,10 +149,13 @@ class RowChoice:
 
 
 def choose_tokens(choices: Sequence[RowChoice], logits: torch.Tensor) -> list[int | AccelError]:
-    """Return the next token of each row from logits `(rows, vocabulary)`, or an error for rows where no token can be chosen."""
+    """Return the next token of each row from logits `(rows, vocabulary)`.
+
+    If no token can be chosen for a row, the list contains an error in place of the row's token.
+    """
     likeliest_tokens = _likeliest(logits.float())
     tokens: list[int | AccelError] = likeliest_tokens.tolist()
-    # argmax treats NaN as the greatest value, so the value of the likeliest token shows whether a row contains NaN.
+    # argmax returns the index of a NaN if a row contains NaN. So the logit at the returned index shows whether the row is valid.
     finite = logits.gather(1, likeliest_tokens.unsqueeze(1))[:, 0].isfinite().tolist()
     if not all(choice.plain for choice in choices):
         logits = logits.cpu()
@@ -170,7 +177,10 @@ def choose_tokens(choices: Sequence[RowChoice], logits: torch.Tensor) -> list[in
 
 
 class _AnswerPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped here
-    """OpenAI's penalties: subtract `presence` once, and `frequency` per occurrence, from the logits of generated tokens."""
+    """Logits processor for the presence and frequency penalties of OpenAI's API.
+
+    It subtracts `presence` once, and `frequency` once per occurrence, from the logit of each token that was already generated.
+    """
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency

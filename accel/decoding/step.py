@@ -1,4 +1,4 @@
-"""One step of a decoder: takes new tokens of every row, returns their logits; the session's state keeps keys and values."""
+"""Decoder steps. A step reads new tokens of every row, returns the logits of these tokens, and adds the tokens to the KV cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class DecoderStep:
     Args:
         session: The graph's session.
         component: The graph's entry in the manifest.
-        embed: Function that turns token ids `(batch, new)` into the graph's input: the ids themselves, or their embeddings.
-        counts: How position ids are computed if a call has none: from the column index (`place`), by counting the tokens that the
-            mask does not hide (`mask`), or by counting the tokens other than the padding token, starting after `padding` (`tokens`).
+        embed: Function that turns token ids `(batch, new)` into an input of the graph: the ids themselves, or their embeddings.
+        counts: How position ids are computed if the caller passes none. `place` uses the column index. `mask` counts the tokens with
+            1 in the mask. `tokens` counts the tokens that are not the padding token, and starts after `padding`.
         padding: Id of the padding token, for `counts="tokens"`.
 
     Attributes:
         inputs: Names of the graph's inputs, without the KV cache.
-        fills_rows: Whether every row must have at least one token that the mask does not hide.
+        fills_rows: Whether every row must have at least one 1 in the mask.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DecoderStep:
     ) -> None:
         self.session, self.component = session, component
         self.inputs = frozenset(spec.name for spec in component.inputs if spec.pair is None)
-        # A session checks only masks whose spec declares bounds, so other masks need no check here.
+        # Sessions reject rows without tokens only if the mask's spec has bounds. This class applies the same rule.
         self.fills_rows = any(spec.role == "mask" and spec.bounds is not None for spec in session.inputs)
         self._limit = component.most_tokens
         self.embed, self._counts, self._padding = embed, counts, padding
@@ -67,14 +67,15 @@ class DecoderStep:
         """Return the logits `(batch, kept, vocabulary)` of new tokens, and add the tokens' keys and values to the cache.
 
         Args:
-            tokens: Result of `embed`: `(batch, new, ...)`.
-            cache: The cache to continue; it is changed in place.
-            mask: Attention mask `(batch, cached + new)`, 0 for padding; all ones when `None`.
-            position_ids: Position ids `(batch, new)`; computed when `None`.
-            logits_to_keep: Number of last tokens whose logits are computed, 0 for all; or a tensor of token indices.
+            tokens: Result of `embed`, of shape `(batch, new, ...)`.
+            cache: The cache to continue. It is changed in place.
+            mask: Attention mask `(batch, cached + new)` with 0 for padding. `None` means a mask of ones.
+            position_ids: Position ids `(batch, new)`. With `None`, this method computes the position ids.
+            logits_to_keep: Number of last tokens whose logits are returned (0 for all tokens), or a tensor of token indices.
 
         Raises:
-            InputError: Shapes do not match, there are more tokens than positions, or the graph cannot mask the padding.
+            InputError: Shapes do not match, the text has more tokens than the model has positions, or the mask contains padding and
+                the graph has no mask input.
         """
         batch, new = next(iter(tokens.values())).shape[:2]
         if cache.state is None:
@@ -108,10 +109,10 @@ class DecoderStep:
         return logits.index_select(1, self._places(new, logits_to_keep).to(logits.device))
 
     def check_room(self, past: int, new: int) -> int:
-        """Return the number of cached tokens after a call with `new` tokens.
+        """Return the number of cached tokens after a call that adds `new` tokens to `past` cached tokens.
 
         Raises:
-            InputError: The model has fewer positions, or `new` is 0.
+            InputError: The model has fewer positions than this number, or `new` is 0.
         """
         if self._limit and past + new > self._limit:
             raise InputError(
@@ -155,7 +156,7 @@ class DecoderStep:
 
 
 def _checked_places(new: int, asked: torch.Tensor) -> torch.Tensor:
-    """Check a tensor of token indices and return it with non-negative indices; negative indices count from the end."""
+    """Check a tensor of token indices, and replace negative indices (which count from the end) by non-negative indices."""
     check_readable("logits_to_keep", asked)
     if asked.ndim != 1 or not asked.numel() or asked.dtype not in INTEGERS:
         raise InputError(
@@ -175,18 +176,19 @@ def _checked_places(new: int, asked: torch.Tensor) -> torch.Tensor:
 class TokenSteps:
     """Decoding steps with one new token per row.
 
-    The caller provides the function for the first step. The inputs of later steps follow from its inputs: a new token, one more
-    column of ones in the mask, and position ids increased by one.
+    The caller provides the function that runs the first step. For each later step, this class makes the inputs from the inputs of
+    the previous step: the new tokens, a mask with one more column of ones, and position ids increased by one.
 
     Args:
         step: The decoder.
-        cache: The cache to continue; it is changed in place.
-        first: Function for the first step: new tokens `(batch, 1)` to logits `(batch, vocabulary)`.
-        steps: Maximum number of steps, including the first one.
+        cache: The cache to continue. It is changed in place.
+        first: Function for the first step. It gets new tokens `(batch, 1)` and returns logits `(batch, vocabulary)`.
+        steps: Maximum number of steps, including the first step.
         padding: Token id for rows that have ended.
 
     Attributes:
-        in_place: The session's faster function for the steps (`Session.steps`), or `None`; set after the first step.
+        in_place: The session's faster function for steps (see `Session.steps`), or `None` if the session has none. It is set after
+            the first step.
     """
 
     def __init__(
@@ -223,15 +225,16 @@ class TokenSteps:
         return self._cache.run(feeds)[:, -1]
 
     def _prepare(self, vocabulary: int) -> None:
-        """Prepare the steps after the first one: the session's faster function, or reusable inputs."""
+        """Prepare the steps after the first step: get the session's faster function, or make inputs that all steps reuse."""
         cache, session, left = self._cache, self._step.session, self._left - 1
         assert cache.state is not None, "the first step fills the cache"
-        # The faster function does not check token ids. Chosen tokens are in the vocabulary; the padding token comes from settings.
+        # The faster function does not check token ids. Chosen tokens are always in the vocabulary, but the padding token is a
+        # setting of the user, so it is checked here.
         if 0 <= self._padding < vocabulary:
             self.in_place = session.steps(cache.last_feeds, cache.state, calls=left)
         self._feeds = feeds = dict(cache.last_feeds)
         mask: Any = feeds.get("attention_mask")
         if mask is not None and self.in_place is None:
             self._columns = mask.shape[1]
-            # Allocate the mask for the longest text once; each step uses its first columns.
+            # Allocate one mask for the longest possible text. Each step uses the first columns of this mask.
             self._mask = torch.cat([mask, mask.new_ones((len(mask), left))], dim=1)

@@ -1,4 +1,4 @@
-"""Conversion of generated tokens to final pieces of text, and detection of stop texts."""
+"""Conversion of generated tokens to pieces of text for streaming, and detection of stop texts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ _UNFINISHED = "�"
 
 
 def byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that represent single bytes; a run of such tokens is decoded only after its last token."""
+    """Return the token ids that represent single bytes, such as `<0xE2>`.
+
+    Several byte tokens in sequence can form one character, so they are decoded only after the last byte token.
+    """
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     unknown = (None, tokenizer.unk_token_id)
     return frozenset(token for token in tokenizer.convert_tokens_to_ids(names) if token not in unknown)
 
 
 class TextPieces:
-    """Generated text in final pieces: their concatenation is the text up to the first stop text.
+    """Pieces of generated text that never change later. All pieces together are the text before the first stop text.
 
-    Text is held back while its last character is incomplete or while it may become a stop text.
+    A piece is returned only when its last character is complete and when no part of it can be the start of a stop text.
 
     Args:
         tokenizer: The model's tokenizer.
-        stop: Stop texts; the generated text ends before the first of them.
-        byte_tokens: Result of `byte_tokens`.
+        stop: Stop texts. The generated text ends before the first stop text.
+        byte_tokens: Result of the function `byte_tokens`.
 
     Attributes:
-        stopped: Whether a stop text was found.
+        stopped: Whether the generated text contained a stop text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), byte_tokens: Set[int] = frozenset()) -> None:
@@ -34,13 +37,13 @@ class TextPieces:
         self._bytes = byte_tokens
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
-        # Tokens from `_start` to `_read` are decoded again together with the next tokens, because the space between two words may
-        # depend on the first word.
+        # Tokens from `_start` to `_read` are decoded again together with the next tokens, because tokenizers may write a space
+        # before a word only if another word precedes it.
         self._start = self._read = 0
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that becomes final; empty if there is none."""
+        """Add a token, and return the next piece of text. The piece is empty if the text may still change."""
         if self.stopped:
             return ""
         self._ids.append(token)
@@ -72,7 +75,7 @@ class TextPieces:
         if places:
             self.stopped, self._held = True, ""
             return text[: min(places)]
-        # The longest suffix of the text that is a prefix of a stop text.
+        # Keep back the longest end of the text that is the start of a stop text.
         kept = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

@@ -1,4 +1,4 @@
-"""Greedy decoding and sampling for rows that start together, as in one call of `generate`."""
+"""Greedy decoding and sampling for all rows of one call of `generate`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ..interfaces.protocols import TokenStep
 from .next_token import TokenChoice, likeliest
 from .step import TokenSteps
 
-# Number of token tensors for the streamer that are allocated at once.
+# Number of token tensors that are allocated at once. The streamer gets one tensor per step.
 _STREAMED_AHEAD = 64
 
 
 def decode_rows(
     ids: torch.Tensor, logits: torch.Tensor, steps: TokenSteps, choice: TokenChoice, rows: LiveRows, streamer: Any
 ) -> torch.Tensor:
-    """Return the prompt and the new tokens: `(batch, sequence + new)`.
+    """Generate tokens, and return the prompt and the new tokens as one tensor `(batch, sequence + new)`.
 
     Args:
-        ids: The prompt, or the decoder's start tokens: `(batch, sequence)`.
-        logits: Logits after `ids`, `(batch, vocabulary)`. Pass the only reference: logits of a whole prompt use much memory.
+        ids: The prompt, or the decoder's start tokens, `(batch, sequence)`.
+        logits: Logits of the last token of `ids`, `(batch, vocabulary)`. The caller should keep no other reference to this tensor, so
+            that its memory is released after the first choice.
         steps: Function that runs the decoding steps.
         choice: Function that chooses the tokens.
         rows: Record of the rows that have not ended.
@@ -39,13 +40,13 @@ def decode_rows(
         if rows.ends:
             chosen = tokens[:, 0].tolist()
             values = rows.advance(chosen)
-            # Avoid a copy to the device unless padding changed the tokens.
+            # `advance` returns the same list if it changed no token. Then the tokens need not be copied to the device again.
             if values is not chosen:
                 tokens = tokens.new_tensor(values).unsqueeze(1)
         parts.append(tokens)
         rows.left -= 1
         if streamer is not None:
-            # A copy, because the streamer may modify it.
+            # The streamer may modify the tensor, so it gets a copy.
             streamer.put(tokens[:, 0].to("cpu", copy=True))
         if rows.done:
             return torch.cat(parts, dim=1)
@@ -56,10 +57,10 @@ def decode_rows(
 
 
 def _decode_in_place(step: TokenStep, logits: torch.Tensor, rows: LiveRows, streamer: Any) -> torch.Tensor:
-    """Return the likeliest tokens `(batch, new)`, starting with the tokens chosen from `logits`.
+    """Generate by greedy decoding, and return the new tokens `(batch, new)`. The first tokens are chosen from `logits`.
 
-    No torch operator runs between two steps. A step reads all weights and evicts torch's code from the processor caches, so each torch
-    operator would be slow.
+    No torch operator runs between two steps. A step reads all weights and evicts torch's code from the CPU caches, so each torch
+    operator after a step would be slow.
     """
     scores: np.ndarray = logits.float().numpy()
     chosen: list[list[int]] = []
@@ -101,7 +102,10 @@ class LiveRows:
         return self.left <= 0 or not any(self._live)
 
     def advance(self, values: list[int]) -> list[int]:
-        """Return the next token of each row, or padding for ended rows; the same list object while no row has ended."""
+        """Return the next token of each row, with padding for rows that have ended. Mark rows with an end token as ended.
+
+        While no row has ended, the method returns the same list object that it got.
+        """
         if not all(self._live):
             values = [value if lives else self._padding for value, lives in zip(values, self._live, strict=True)]
         if not self.ends.isdisjoint(values):

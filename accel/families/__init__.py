@@ -1,9 +1,10 @@
-"""Special handling of model families: one module for each family whose models the general code exports incorrectly.
+"""Special handling of model families. Each module is for one family whose models the general code would export incorrectly.
 
-In: a model, its config or the sample inputs of its trace. Out: replacements of them for the family.
+A family gets a model, the model's config, or the sample inputs of a trace. It returns changed ones that can be exported correctly.
 
-Families replace or call private functions in the transformers module of their architecture, because there is no public way.
-`tests/unit/test_upstream_capture.py` lists these functions. Seen in transformers 5.23 and 5.24.
+Families replace or call private functions in the transformers module of their architecture, because transformers has no public
+functions for this purpose. `tests/unit/test_upstream_capture.py` lists the private functions. They exist in transformers 5.23 and
+5.24.
 """
 
 MODULES = {
@@ -38,4 +39,4 @@ MODULES = {
     "whisper": "whisper",
     "xmod": "xmod",
 }
-"""Module name in this package by the model type in `config.json`."""
+"""Maps `model_type` of a `config.json` to the name of the family's module in this package."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..interfaces.family import Family
 
-# End tokens of classifiers whose config does not contain one (transformers 5.24).
+# End token ids of classifiers whose `config.json` has no `eos_token_id` (transformers 5.24).
 _END = {"BigBirdPegasusForSequenceClassification": 1}
 
 
@@ -15,7 +15,7 @@ class Bart(Family):
     """BART, BigBird-Pegasus, mBART, MVP and PLBART."""
 
     def row_token(self, architecture: str, config: Mapping[str, Any]) -> int | None:
-        """Return the end token of classifiers, which each row must contain."""
+        """Return the end token for sequence classifiers, because their head reads the hidden state of this token."""
         if not architecture.endswith("ForSequenceClassification"):
             return None
         token = config.get("eos_token_id")

@@ -19,7 +19,7 @@ class Bros(Family):
     )
 
     def largest_box(self, config: Any) -> float:
-        """Return 1: coordinates are fractions of the page."""
+        """Return 1.0, because bounding boxes are fractions of the page."""
         return 1.0
 
 

@@ -1,4 +1,4 @@
-"""DeBERTa: the range of relative positions depends on the text's length."""
+"""Family of DeBERTa, whose range of relative positions depends on the length of the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ..interfaces.family import Family, Replacement
 
 
 def _span(query: torch.Tensor, key: torch.Tensor, farthest: int) -> Any:
-    """Return the largest distance as a size. transformers creates a tensor from it and branches on the tensor's value."""
+    """Return the largest relative distance as an axis size, which a trace can keep variable.
+
+    transformers creates a tensor for this distance and branches on the tensor's value, and a trace cannot follow such a branch.
+    """
     longest = torch.sym_max(query.shape[-2], key.shape[-2])  # type: ignore[no-untyped-call]
     return torch.sym_min(longest, farthest)  # type: ignore[no-untyped-call]
 
@@ -19,7 +22,7 @@ class Deberta(Family):
     """Family of the first version of DeBERTa."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Compute the largest distance from axis sizes."""
+        """Replace transformers' function that computes the largest relative distance."""
         from transformers.models.deberta import modeling_deberta
 
         return [(modeling_deberta, "compute_attention_span", _span)]

@@ -1,4 +1,4 @@
-"""DPR: without an attention mask, the model masks padding tokens."""
+"""Family of DPR. If a call has no attention mask, the PyTorch model masks the padding tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grounding DINO: one text contains all phrases to detect, with a separator after each phrase."""
+"""Family of Grounding DINO. One text contains all phrases to detect, with a separator after each phrase."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..interfaces.family import Family, Tensors
 
-# BERT's [CLS], [SEP], "." and "?". Attention does not cross these tokens.
+# Token ids of [CLS], [SEP], "." and "?" in BERT's vocabulary. A token does not attend to tokens beyond these separators.
 _ENDS_OF_PHRASES = (101, 102, 1012, 1029)
 
 
@@ -15,7 +15,7 @@ class GroundingDino(Family):
     """Family of Grounding DINO and MM Grounding DINO."""
 
     def fill(self, feeds: Tensors, config: Any) -> None:
-        """Write an end of a phrase at every third token that is not padding."""
+        """Write a separator at every third position that is not padding, so that the sample contains several phrases."""
         ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
         known = [token for token in _ENDS_OF_PHRASES if token < config.text_config.vocab_size]
         if ids is None or mask is None or not known:

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: an image is split into several tiles of one size."""
+"""Family of Idefics3 and SmolVLM, whose processor splits an image into several tiles of the same size."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ class Idefics3(Family):
     tiles = True
 
     def image_features(self, model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Embed one tile without padding. transformers first searches for non-empty tiles, which cannot be traced."""
+        """Return the embeddings of one tile without padding.
+
+        transformers first selects the tiles that are not empty, and a trace cannot follow this selection.
+        """
         inner = model.model
-        found: torch.Tensor = inner.connector(inner.vision_model(pixel_values=pixel_values).last_hidden_state)
-        return found.flatten(0, -2)
+        features: torch.Tensor = inner.connector(inner.vision_model(pixel_values=pixel_values).last_hidden_state)
+        return features.flatten(0, -2)
 
 
 FAMILY = Idefics3()

@@ -1,8 +1,8 @@
-"""Models that match SuperPoint keypoints, in a form that can be traced.
+"""Wrapper of models that match SuperPoint keypoints, so that the models can be traced.
 
-SuperPoint keeps the points of an image whose score is above a threshold. Their number differs between images, and
-transformers collects them in a loop over images. In a trace, the points of all images are selected at once, and padded to
-the image with the most points. The results are the same.
+SuperPoint keeps the keypoints of an image whose score is above a threshold. The number of keypoints differs between images, and
+transformers collects them in a loop over the images. In a trace, this module selects the keypoints of all images at once, and
+pads each image to the largest number of keypoints. The results are the same as in transformers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..interfaces.wrapper import Wrapper, unwrapped
 
 
 class KeypointMatcher(Wrapper):
-    """A model that matches the keypoints of two images. Outside of a trace, the original model runs.
+    """A model that matches the keypoints of two images. Outside of a trace, the wrapper runs the original PyTorch model.
 
-    Returns `matches`, `matching_scores` and `mask: (batch, 2, points)`, and `keypoints: (batch, 2, points, 2)`. If no image has a
-    point, a traced model returns one point, which is padding according to the mask.
+    The outputs are `matches`, `matching_scores` and `mask` of shape `(batch, 2, points)`, and `keypoints: (batch, 2, points, 2)`. If
+    no image has a keypoint, the graph returns one keypoint per image, and the mask marks this keypoint as padding.
     """
 
     @property
     def returns_layers(self) -> bool:
-        """False, because the outputs of single layers are not returned in a trace."""
+        """Always False: a traced model cannot return the hidden states and attentions of its layers."""
         return False
 
     def forward(self, pixel_values: torch.Tensor) -> Any:
@@ -66,7 +66,8 @@ class KeypointMatcher(Wrapper):
 def detect(detector: Any, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Detect the keypoints of images.
 
-    Keypoints are in row order, or sorted by score if an image has more than the allowed number.
+    The keypoints of an image are ordered by image row. If an image has more keypoints than `max_keypoints`, the keypoints with the
+    highest scores are returned, ordered by score.
 
     Returns:
         Keypoints `(images, points, 2)` as fractions of the image, scores `(images, points)`, descriptors
@@ -80,7 +81,8 @@ def detect(detector: Any, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...
     row = torch.arange(rows, device=scores.device)[:, None]
     column = torch.arange(columns, device=scores.device)[None]
     border = decoder.border_removal_distance
-    # transformers (5.23) multiplies this map's sizes by 8, but they are already the image's. So points at the bottom and right border stay.
+    # transformers (5.23) multiplies the sizes of the score map by 8, although the map has the size of the image. So it does not remove
+    # keypoints at the bottom and right border. This code computes the same result.
     inside = (row >= border) & (row < 8 * rows - border) & (column >= border) & (column < 8 * columns - border)
     kept = ((scores > decoder.keypoint_threshold) & inside).flatten(1)
     scores = scores.flatten(1)

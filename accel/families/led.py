@@ -1,4 +1,4 @@
-"""LED: windowed attention in the encoder, and tokens with global attention."""
+"""Family of LED, whose encoder has sliding-window attention and global attention for some tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LED(Family):
     """Family of LED."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Return windowed attention that can be traced."""
+        """Return a version of the sliding-window attention that can be traced."""
         from transformers.models.led import modeling_led as own
 
         return replacements(own.LEDEncoderSelfAttention, own.LEDEncoder)

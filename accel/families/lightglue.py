@@ -1,7 +1,7 @@
-"""LightGlue: matches of the keypoints of two images, with an adaptive number of layers.
+"""Family of LightGlue, which matches the keypoints of two images with an adaptive number of layers.
 
-LightGlue decides from the data of a pair after which layer it stops and which points it drops. In a trace, all layers compute
-all points, and the points that LightGlue would drop are masked. The results are the same.
+LightGlue decides for each pair of images after which layer it stops, and which keypoints it drops. In a trace, all layers process
+all keypoints, and keypoints that LightGlue would drop are masked. The results are the same as in transformers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from .keypoint_matchers import KeypointMatcher
 
 
 class LightGlueMatcher(KeypointMatcher):
-    """A LightGlue model that computes each pair of the batch independently.
+    """A LightGlue model that processes each pair of images in a batch independently.
 
-    In transformers (5.23), a batch whose pairs stop at different layers fails or returns its pairs in another order, and points
-    that one pair drops shift points of other pairs. Here, the score of a point without a match is 0.
+    In transformers (5.23), a batch fails or returns its pairs in the wrong order if the pairs stop at different layers. Keypoints
+    that one pair drops also shift the keypoints of other pairs. This class avoids both errors. It returns the score 0 for a
+    keypoint without a match.
     """
 
     def answers(self, pixel_values: torch.Tensor) -> Any:
-        """Run the PyTorch model pair by pair."""
+        """Run the PyTorch model once for each pair of images, and join the results."""
         return _together([_cleared(self.model(pixel_values=pair[None])) for pair in pixel_values])
 
     def match(
@@ -36,8 +37,8 @@ class LightGlueMatcher(KeypointMatcher):
         width: int,
         mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Match the keypoints with all layers."""
-        # Other attention implementations branch on whether there is more than one point.
+        """Match the keypoints in a way that can be traced. All layers process all keypoints."""
+        # Attention implementations other than eager branch on the number of keypoints, which a trace cannot follow.
         with attention_of(unwrapped(self), "eager"):
             return _match(unwrapped(self), keypoints, descriptors, height, width, mask)
 
@@ -51,7 +52,7 @@ class LightGlue(Family):
 
 
 def _cleared(found: Any) -> Tensors:
-    """Return the outputs for one pair in their documented shapes, without matches of padding points."""
+    """Return the outputs for one pair of images in the shapes that transformers documents, without matches of padding."""
     mask = found.mask
     matches = found.matches.reshape(mask.shape).masked_fill(mask == 0, -1)
     scores = found.matching_scores.reshape(mask.shape).masked_fill(matches < 0, 0.0)
@@ -59,7 +60,7 @@ def _cleared(found: Any) -> Tensors:
 
 
 def _together(pairs: list[Tensors]) -> Tensors:
-    """Join the outputs of pairs into a batch, padded to the pair with the most points."""
+    """Join the outputs of several pairs of images into a batch. Pairs with fewer keypoints are padded."""
     points = max(pair["mask"].shape[2] for pair in pairs)
 
     def filled(name: str, value: float) -> torch.Tensor:
@@ -113,8 +114,8 @@ def _match(
         )
         left = alive.reshape(pairs, 2, points)
         if adaptive and index:
-            # If one image has no points left, points of the other image seem to match padding. transformers (5.23) gives padding the
-            # index -1 and writes its match over the last point.
+            # This line reproduces transformers (5.23): if one image has no keypoints left, keypoints of the other image match padding,
+            # which has the index -1. The match of the padding overwrites the match of the last keypoint.
             numbers = left.sum(-1, keepdim=True)
             left = left & left.flip(1).gather(2, found.clamp(min=0)) & ~(last & (numbers < numbers.flip(1)))
         found = torch.where(left, found, -1)

@@ -1,4 +1,4 @@
-"""Longformer: windowed attention, and tokens with global attention."""
+"""Family of Longformer, which has sliding-window attention and global attention for some tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .windowed_attention import replacements
 
 
 def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:
-    """Return the number of question tokens of each row, before the first separator: `(batch,)`.
+    """Return the number of tokens before the first separator of each row, `(batch,)`. These tokens are the question.
 
-    transformers raises if a row does not have three separators, but a graph cannot raise.
+    transformers raises an error if a row does not have three separators. A graph cannot raise errors, so this function has no check.
     """
     return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
 
 
 class SeparatedQuestion(Wrapper):
-    """The question-answering head, with global attention for the tokens before the first separator of each row.
+    """Longformer for question answering, with global attention for the question (the tokens before the first separator of each row).
 
-    transformers takes every third separator of the whole batch as the first separator of a row.
+    transformers searches the separators in the complete batch and assumes that each row has exactly three. This class searches the
+    first separator in each row.
     """
 
     @property
@@ -34,7 +35,7 @@ class SeparatedQuestion(Wrapper):
         return int(config.sep_token_id)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: Any) -> Any:
-        """Run the model with a global attention mask computed from the separators, unless the caller passes one."""
+        """Run the model. If the caller passes no `global_attention_mask`, compute this mask from the separators."""
         if inputs.get("global_attention_mask") is None:
             separators = input_ids == self.required_token
             if attention_mask is not None:
@@ -44,10 +45,10 @@ class SeparatedQuestion(Wrapper):
 
 
 class Longformer(Roberta):
-    """Family of Longformer, whose position embeddings work as RoBERTa's."""
+    """Family of Longformer, which has the same position embeddings as RoBERTa."""
 
     def row_token(self, architecture: str, config: Mapping[str, Any]) -> int | None:
-        """Return the separator for the question-answering head; 2 if the config does not contain it (transformers 5.24)."""
+        """Return the separator token for question-answering models. It is 2 if `config.json` has no `sep_token_id`."""
         token = config.get("sep_token_id")
         return (token if isinstance(token, int) else 2) if architecture.endswith("ForQuestionAnswering") else None
 
@@ -56,7 +57,7 @@ class Longformer(Roberta):
         return SeparatedQuestion(model) if hasattr(model, "qa_outputs") else model
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Return windowed attention that can be traced."""
+        """Return versions of the sliding-window attention and of the search for the question that can be traced."""
         from transformers.models.longformer import modeling_longformer as own
 
         return [
@@ -65,7 +66,10 @@ class Longformer(Roberta):
         ]
 
     def fill(self, feeds: Tensors, config: Any) -> None:
-        """Write separators after the question, before the context and at the end: the question-answering head needs three."""
+        """Write three separators into each row: two between question and context, and one at the end.
+
+        The question-answering head needs these separators.
+        """
         ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
         if ids is None or mask is None or ids.shape != mask.shape:
             return

@@ -1,4 +1,4 @@
-"""GLPN, ZoeDepth and Depth Pro: the depth is in metres, although the config does not contain this."""
+"""Family of GLPN, ZoeDepth and Depth Pro, which estimate depth in metres. Their config does not contain the unit."""
 
 from __future__ import annotations
 

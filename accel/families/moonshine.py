@@ -1,4 +1,4 @@
-"""Moonshine: speech to text from waveforms of any length."""
+"""Family of Moonshine, which transcribes waveforms of any length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from ..interfaces.family import Family, Replacement
 
-# Kernel sizes and strides of its three convolutions. Its config does not contain them.
+# Kernel size and stride of each of Moonshine's three convolutions. The config does not contain these values.
 _CONVOLUTIONS = ((127, 64), (7, 3), (3, 2))
 
 
@@ -22,7 +22,10 @@ class Moonshine(Family):
     sounds_of_any_length = True
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Compute lengths with integers. transformers divides floats, which a trace cannot use as sizes."""
+        """Replace transformers' computation of lengths by one with integers.
+
+        transformers divides floating-point numbers, and a trace cannot use the result as an axis size.
+        """
         return [(model.get_encoder(), "_get_feat_extract_output_lengths", _lengths)]
 
 

@@ -1,4 +1,4 @@
-"""MPNet: position embeddings as in RoBERTa."""
+"""Family of MPNet, which has the same position embeddings as RoBERTa."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .roberta import Roberta
 
 
 class MPNet(Roberta):
-    """Family of MPNet, which has no decoder."""
+    """Family of MPNet."""
 
 
 FAMILY = MPNet()

@@ -1,4 +1,4 @@
-"""OPT: position ids count the tokens with 1 in the attention mask."""
+"""Family of OPT, whose position ids count the tokens with 1 in the attention mask."""
 
 from __future__ import annotations
 

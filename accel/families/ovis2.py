@@ -1,4 +1,4 @@
-"""Ovis2: the tokens around an image are embedded by the table of visual embeddings."""
+"""Family of Ovis2, which embeds the tokens around an image with a separate table of visual embeddings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Ovis2(Family):
         return list(config.visual_indicator_token_ids or ())
 
     def embeddings(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Embed tokens. Tokens around images use the last rows of the visual embeddings, as in a call with images."""
-        found = super().embeddings(model, ids)
+        """Return token embeddings. The tokens around an image get the last rows of the visual embeddings, as in transformers."""
+        embedded = super().embeddings(model, ids)
         rows = model.model.visual_embeddings_table.weight[-model.config.vision_config.num_visual_indicator_tokens :]
         for token, row in zip(self.tokens_around_images(model.config), rows, strict=False):
-            found = torch.where((ids == token).unsqueeze(-1), row.to(found.dtype), found)
-        return found
+            embedded = torch.where((ids == token).unsqueeze(-1), row.to(embedded.dtype), embedded)
+        return embedded
 
 
 FAMILY = Ovis2()

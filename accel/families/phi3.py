@@ -1,4 +1,4 @@
-"""Phi-3 and related models: rotary angles depend on the length of the text."""
+"""Family of Phi-3 and related models, whose rotary angles depend on the length of the text."""
 
 from __future__ import annotations
 

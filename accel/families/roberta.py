@@ -1,4 +1,8 @@
-"""RoBERTa and related models: position ids count non-padding tokens, starting after `padding_idx`; the mask is ignored."""
+"""Family of RoBERTa and related models.
+
+Their position ids count the tokens that are not padding tokens, and start after `padding_idx`. They do not depend on the attention
+mask.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ class Roberta(Family):
     positions = "tokens"
 
     def first_position(self, config: Mapping[str, Any]) -> int:
-        """Return the row of the position table after `padding_idx`."""
+        """Return the first position id, which is `padding_idx + 1`."""
         padding = config.get("pad_token_id")
         return (padding if isinstance(padding, int) else 1) + 1
 

@@ -1,4 +1,7 @@
-"""SAM: masks for points in images, as two graphs: an image encoder (run once for each image) and a mask decoder."""
+"""Family of SAM, which segments the objects at given points of an image.
+
+SAM is exported as two graphs: an image encoder, which runs once for each image, and a mask decoder, which runs for each set of points.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ class _ImageEncoder(Wrapper):
     """
 
     def forward(self, pixel_values: torch.Tensor) -> Tensors:
-        """Compute the embeddings of images."""
-        found = self.model.get_image_embeddings(pixel_values)  # type: ignore[operator]
-        if isinstance(found, torch.Tensor):
-            return {EMBEDDINGS: found}
-        return {EMBEDDINGS: found[0], INTERMEDIATE: found[1][0]}
+        """Return the embeddings of images."""
+        embedded = self.model.get_image_embeddings(pixel_values)  # type: ignore[operator]
+        if isinstance(embedded, torch.Tensor):
+            return {EMBEDDINGS: embedded}
+        return {EMBEDDINGS: embedded[0], INTERMEDIATE: embedded[1][0]}
 
 
 class _MaskDecoder(Wrapper):
@@ -38,21 +41,22 @@ class _MaskDecoder(Wrapper):
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
         """Predict three masks of different sizes for each group of points, and the quality of each mask."""
-        given: dict[str, Any] = dict(inputs)
-        if INTERMEDIATE in given:
-            given[INTERMEDIATE] = [given[INTERMEDIATE]]
-        found = self.model(**given)
-        return {"pred_masks": found.pred_masks, "iou_scores": found.iou_scores}
+        arguments: dict[str, Any] = dict(inputs)
+        if INTERMEDIATE in arguments:
+            arguments[INTERMEDIATE] = [arguments[INTERMEDIATE]]
+        output = self.model(**arguments)
+        return {"pred_masks": output.pred_masks, "iou_scores": output.iou_scores}
 
 
 class Sam(Family):
     """Family of SAM and SAM-HQ."""
 
     def parts(self, model: torch.nn.Module, example: Tensors, axes: Axes) -> tuple[ModelPart, ...]:
-        """Return the image encoder and the mask decoder.
+        """Return the image encoder and the mask decoder as two graphs.
 
-        The encoder reads `pixel_values: (batch, channels, height, width)`. The decoder reads the embeddings,
-        `input_points: (batch, points, each, 2)` and `input_labels: (batch, points, each)`.
+        The image encoder reads `pixel_values: (batch, channels, height, width)`. The mask decoder reads the image embeddings,
+        `input_points: (batch, points, each, 2)` and `input_labels: (batch, points, each)`. `each` is the number of points for one
+        mask.
         """
         pixels = example["pixel_values"]
         batch, _, height, width = pixels.shape
@@ -64,7 +68,7 @@ class Sam(Family):
         with torch.inference_mode():
             dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
             embedded = encoder(pixel_values=pixels.to(dtype))
-        # The sample contains real embeddings, in float32 like all samples.
+        # All samples are in float32, also for models in half precision.
         embedded = {name: value.float().clone() for name, value in embedded.items()}
         named: Axes = {name: {0: "batch"} for name in embedded} | {
             name: {0: "batch", 1: "points", 2: "each"} for name in points

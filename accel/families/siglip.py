@@ -1,4 +1,4 @@
-"""SigLIP: texts padded to one fixed length, as in training."""
+"""Family of SigLIP, which was trained with texts padded to a fixed length."""
 
 from __future__ import annotations
 

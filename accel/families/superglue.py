@@ -1,4 +1,4 @@
-"""SuperGlue: matches the keypoints of two images."""
+"""Family of SuperGlue, which matches the keypoints of two images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""VITS: text to speech, as two graphs: a text encoder that also predicts durations, and a waveform decoder for all frames.
+"""Family of VITS, a text-to-speech model that is exported as two graphs.
 
-The caller draws noise and expands tokens to frames between the two graphs. A single graph would return a different result in
-each call, with sizes that depend on data.
+The text encoder also predicts the duration of each token. The waveform decoder turns audio frames into a waveform. Between the two
+graphs, the caller draws random noise and repeats each token for its number of frames. A single graph would draw different noise in
+each call, and the sizes of its tensors would depend on the predicted durations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..interfaces.family import Axes, Family, ModelPart, Replacement
 from ..interfaces.part_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
 from ..interfaces.wrapper import Tensors, Wrapper
 
-_FRAMES = 17  # Frames of the trace's sample.
+_FRAMES = 17  # Number of audio frames in the sample inputs of the trace.
 
 
 def _spline(
@@ -32,13 +33,14 @@ def _spline(
     min_bin_height: float = 1e-3,
     min_derivative: float = 1e-3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Evaluate the spline at every value, and keep values outside of its range unchanged.
+    """Evaluate VITS' spline at every value. Values outside of the range of the spline do not change.
 
-    transformers selects the values inside the range, so the number of selected values depends on data.
+    transformers evaluates the spline only for the values inside the range. The number of these values depends on the data, so a trace
+    cannot follow transformers' code.
     """
     from transformers.models.vits import modeling_vits
 
-    # This derivative gives a slope of 1 at both ends.
+    # With this derivative, the spline has the slope 1 at both ends of its range.
     end = torch.full_like(derivatives[..., :1], math.log(math.exp(1 - min_derivative) - 1))
     found, determinant = modeling_vits._rational_quadratic_spline(
         inputs=inputs.clamp(-tail_bound, tail_bound), unnormalized_widths=widths, unnormalized_heights=heights,
@@ -50,7 +52,7 @@ def _spline(
 
 
 class _FixedNoise(TorchFunctionMode):
-    """Replace calls of `torch.randn` by the given noise."""
+    """Replace the result of `torch.randn` by the noise that the caller passed as a graph input."""
 
     def __init__(self, noise: torch.Tensor) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ def _noise(noise: torch.Tensor | None) -> Iterator[None]:
 
 class _Speaking(Wrapper):
     def speaker(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the speaker's embedding `(batch, size, 1)`, or `None` for a model with one voice."""
+        """Return the speaker's embedding `(batch, size, 1)`, or `None` if the model has only one speaker."""
         if SPEAKER not in inputs:
             return None
         embed: Callable[..., torch.Tensor] = self.model.embed_speaker  # type: ignore[assignment]
@@ -86,7 +88,7 @@ class _TextEncoder(_Speaking):
     """
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Encode texts. The caller passes scaled noise `(batch, 2, sequence)`."""
+        """Encode texts. The input with the noise, `(batch, 2, sequence)`, is already multiplied by the noise scale."""
         model: Any = self.model
         ids, mask, noise = inputs["input_ids"], inputs["attention_mask"], inputs.get(NOISE)
         real = mask.unsqueeze(-1).to(model.text_encoder.embed_tokens.weight.dtype)
@@ -121,11 +123,11 @@ class Vits(Family):
     """Family of VITS."""
 
     def tokens_at_once(self, config: Any) -> int:
-        """Return the window of relative positions. Shorter texts are padded to the window, and longer texts are cut."""
+        """Return the window size of the relative positions, because the model's code branches on texts shorter than the window."""
         return int(config.window_size or 0)
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Evaluate splines in a form that can be traced."""
+        """Replace transformers' evaluation of splines by code that can be traced."""
         from transformers.models.vits import modeling_vits
 
         return [(modeling_vits, "_unconstrained_rational_quadratic_spline", _spline)]

@@ -1,4 +1,4 @@
-"""Whisper: a fixed window of audio, long recordings and timestamps."""
+"""Family of Whisper, which processes long recordings in windows of a fixed length and can return timestamps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Longformer's and LED's attention in a trace: windowed attention, and some tokens with global attention.
+"""Sliding-window attention of Longformer and LED that can be traced, with global attention for some tokens.
 
-transformers creates overlapping windows with strided views, and branches on whether a mask contains global tokens. During a
-trace, the layers compute the same from blocks of tokens, for any global tokens in the mask.
+transformers creates overlapping windows with strided views, and branches on the presence of tokens with global attention. A trace
+cannot follow this code. During a trace, the functions of this module compute the same attention from blocks of tokens, for any
+number of tokens with global attention.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ def _attend(
     is_global_attn: bool | None = None,  # noqa: ARG001
     output_attentions: bool = False,
 ) -> tuple[torch.Tensor]:
-    """Compute a layer's output `(batch, length, hidden)`, for any length.
+    """Compute the output `(batch, length, hidden)` of an attention layer, for any length.
 
     Args:
         self: The attention layer.
-        hidden_states: `(batch, length, hidden)`.
-        attention_mask: `(batch, length)`: negative for padding, 0 for windowed attention, positive for global attention.
-        is_index_masked, is_index_global_attn: `(batch, length) bool`: True for padding, and for global attention.
-        is_global_attn: Whether there are tokens with global attention. Ignored, because its value is unknown in a trace.
-        output_attentions: Whether to return the attention probabilities, which is not supported.
+        hidden_states: Hidden states `(batch, length, hidden)`.
+        attention_mask: Mask `(batch, length)` with a negative value for padding, 0 for sliding-window attention, and a positive value
+            for global attention.
+        is_index_masked: `(batch, length) bool`, True for padding.
+        is_index_global_attn: `(batch, length) bool`, True for tokens with global attention.
+        is_global_attn: Whether there are tokens with global attention. This argument is ignored, because a trace does not know the
+            value.
+        output_attentions: Whether to return the attention probabilities. True is not supported.
 
     Raises:
         ExportError: `output_attentions` is True.
@@ -52,9 +56,9 @@ def _attend(
 
 
 def _chosen(is_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of columns in which any row has a global token, and each column's index in this list.
+    """Return the indices of columns in which any row has a token with global attention, and each column's place in this list.
 
-    The first column is always included, because some runtimes fail on an empty list.
+    The first column is always in the list, because some runtimes fail on an empty list.
     """
     first = torch.arange(is_global.shape[1], device=is_global.device) == 0
     anywhere = is_global.any(dim=0) | first
@@ -64,7 +68,7 @@ def _chosen(is_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _near(
     layer: Any, hidden: torch.Tensor, mask: torch.Tensor, is_global: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """Compute windowed attention, which also includes the global tokens."""
+    """Compute the attention of each token to its window and to all tokens with global attention."""
     size, length = layer.one_sided_attn_window_size, hidden.shape[1]
     query, key, value = _heads(layer, _query(layer, layer.query, hidden), layer.key(hidden), layer.value(hidden))
     offsets = torch.arange(3 * size, device=mask.device) - size - torch.arange(size, device=mask.device)[:, None]
@@ -80,7 +84,10 @@ def _near(
 
 
 def _far(layer: Any, hidden: torch.Tensor, is_masked: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Compute attention of the global tokens to all tokens, `(batch, chosen, hidden)`, with separate projections."""
+    """Compute the attention of the tokens with global attention to all tokens, `(batch, chosen, hidden)`.
+
+    Global attention has its own query, key and value projections.
+    """
     query = _query(layer, layer.query_global, hidden.index_select(1, chosen))
     query, key, value = _heads(layer, query, layer.key_global(hidden), layer.value_global(hidden))
     scores = (query @ key.transpose(2, 3)).masked_fill(is_masked[:, None, None], torch.finfo(query.dtype).min)
@@ -88,8 +95,8 @@ def _far(layer: Any, hidden: torch.Tensor, is_masked: torch.Tensor, chosen: torc
 
 
 def _query(layer: Any, project: Any, hidden: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = project(hidden) / math.sqrt(layer.head_dim)
-    return found
+    query: torch.Tensor = project(hidden) / math.sqrt(layer.head_dim)
+    return query
 
 
 def _heads(layer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -117,19 +124,24 @@ def _blocks(tensor: torch.Tensor, size: int, *, before: int = 0, after: int = 0,
 
 
 def _around(tensor: torch.Tensor, size: int, padding: float = 0.0) -> torch.Tensor:
-    """Return each block with the block before and the block after it: `(batch, heads, blocks, 3 * size, n)`."""
+    """Return each block joined with the block before and the block after it, as `(batch, heads, blocks, 3 * size, n)`."""
     blocks = _blocks(tensor, size, before=size, after=size, padding=padding)
     return torch.cat([blocks[:, :, :-2], blocks[:, :, 1:-1], blocks[:, :, 2:]], dim=3)
 
 
 def _unpadded(_model: Any, *, pad_token_id: int, **inputs: Any) -> tuple[Any, ...]:  # noqa: ARG001
-    """Return a padding length of 0 and the unchanged inputs."""
+    """Return the padding length 0 and the unchanged inputs, because the traced attention needs no padding to whole windows."""
     return 0, *inputs.values()
 
 
 def replacements(attention: type, encoder: type) -> list[Replacement]:
-    """Return replacements for the class of the attention layers and the class that pads to whole windows."""
-    # transformers calls `.item()` to ask whether there are global tokens. `_attend` ignores the answer.
+    """Return the replacements for a trace of Longformer or LED.
+
+    Args:
+        attention: Class of the attention layers.
+        encoder: Class with the method `_pad_to_window_size`.
+    """
+    # transformers calls `.item()` on a boolean tensor to find out if any token has global attention. `_attend` ignores this value.
     item = torch.Tensor.item
 
     def answer(tensor: torch.Tensor) -> Any:

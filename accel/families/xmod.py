@@ -1,4 +1,4 @@
-"""X-MOD: every layer has an adapter for each language."""
+"""Family of X-MOD, whose layers have one adapter for each language."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .roberta import Roberta
 
 
 class Xmod(Roberta):
-    """Family of X-MOD, which counts positions as RoBERTa does."""
+    """Family of X-MOD, which has the same position ids as RoBERTa."""
 
     def replacements(self, model: Any) -> list[Replacement]:
-        """Keep only the adapters of the default language, which calls without `lang_ids` use.
+        """Keep only the adapters of the default language. The PyTorch model uses these adapters in calls without `lang_ids`.
 
-        A graph with all adapters would search for the rows of each language in every call.
+        With the adapters of all languages, the graph would have to select the rows of each language in every call.
         """
         language = model.config.default_language
         return [
