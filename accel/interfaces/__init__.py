@@ -1,5 +1,5 @@
-"""Interfaces for authors of backends, tasks and families: protocols, data classes, and the checks that all sessions share.
+"""Interfaces for authors of backends, tasks and model families: protocols, data classes, registries and checks.
 
-In: the declarations of installed plugins. Out: tasks and families, found by name in registries. All sessions make the
-same checks and raise the same errors.
+The registries read the entry points of installed plugins, and return tasks and families by name. The checks of inputs are shared, so
+that the sessions of all backends raise the same errors.
 """

@@ -1,7 +1,7 @@
-"""Wrappers of decoder sessions whose graphs cannot take several new tokens after a past.
+"""Wrappers of sessions for decoder graphs that cannot process several new tokens after cached tokens.
 
-`open_plan` wraps a backend's sessions if the manifest requires it (`Component.continues`). Callers can then pass any number of
-tokens to any state.
+`open_plan` wraps the sessions of a backend if the manifest requires this (`Component.continues`). With the wrapper, a caller can pass
+any number of new tokens with any state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def continued(sessions: Mapping[str, Session], components: tuple[Component, ...]) -> Mapping[str, Session]:
-    """Return the sessions of an artifact. Sessions of decoders that need it are wrapped."""
+    """Return the sessions of an artifact by component name. Sessions of decoders that need a wrapper are wrapped."""
     wrapped = {
         component.name: kind(sessions[component.name], component)
         for component in components
@@ -30,7 +30,7 @@ def continued(sessions: Mapping[str, Session], components: tuple[Component, ...]
 
 
 class _SessionWrapper:
-    """A wrapper of a session. It forwards attributes that it does not define to the session."""
+    """Wrapper of a session. Attributes that the wrapper does not define are read from the session."""
 
     def __init__(self, session: Any, component: Component) -> None:
         self._session, self._component = session, component
@@ -42,7 +42,7 @@ class _SessionWrapper:
 
 
 class TokenByTokenDecoder(_SessionWrapper):
-    """A decoder whose graph takes one token per call after the prompt. Several tokens are run one after another."""
+    """Session of a decoder whose graph accepts only one token per call after the prompt. Several tokens are run one by one."""
 
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
@@ -50,8 +50,8 @@ class TokenByTokenDecoder(_SessionWrapper):
         """Compute the outputs, as `accel.interfaces.protocols.Session.run`."""
 
         def run(part: Feeds) -> dict[str, torch.Tensor]:
-            found: dict[str, torch.Tensor] = self._session.run(part, outputs=outputs, out=out, state=state)
-            return found
+            results: dict[str, torch.Tensor] = self._session.run(part, outputs=outputs, out=out, state=state)
+            return results
 
         declared = {spec.name for spec in self._component.inputs if spec.pair is None}
         if state is None or not state.length or feeds.keys() != declared:
@@ -61,10 +61,10 @@ class TokenByTokenDecoder(_SessionWrapper):
 
 
 class DecoderWithoutCache(_SessionWrapper):
-    """A decoder whose graph has no cache. The state contains the tokens, and each call computes all of them again."""
+    """Session of a decoder whose graph has no KV cache. The state contains all tokens, and each call runs all tokens again."""
 
     def __init__(self, session: Any, component: Component) -> None:
-        # The graph's mask covers the tokens of one call. Here, one call has all tokens of the text.
+        # The graph's mask has one column for each token of a call. A call of this wrapper runs all tokens, so the mask covers them all.
         inputs = [replace(spec, shape=("batch", "total")) if spec.role == "mask" else spec for spec in component.inputs]
         super().__init__(session, replace(component, inputs=tuple(inputs)))
 
@@ -73,19 +73,19 @@ class DecoderWithoutCache(_SessionWrapper):
     ) -> dict[str, torch.Tensor]:
         """Compute the outputs, as `accel.interfaces.protocols.Session.run`."""
         if state is None:
-            # Without a state, one call has the whole text. Comparisons with the PyTorch model do this.
+            # Comparisons with the PyTorch model pass the complete text in one call without a state.
             results: dict[str, torch.Tensor] = self._session.run(feeds, outputs=outputs, out=out)
             return results
         check_state(state, self, stateful=True, out=out)
         assert isinstance(state, TokenState)
-        whole, new = state.extended(feeds)
-        found = self._session.run(whole, outputs=outputs)
-        state.store({name: tensor for name, tensor in whole.items() if state.growing_axis(name)})
+        all_feeds, new = state.extended(feeds)
+        results = self._session.run(all_feeds, outputs=outputs)
+        state.store({name: tensor for name, tensor in all_feeds.items() if state.growing_axis(name)})
         state.advance(new)
-        return {name: tensor[:, -new:] for name, tensor in found.items()}
+        return {name: tensor[:, -new:] for name, tensor in results.items()}
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """Return `None`, because there is no faster way than `run`."""
+        """Return `None`, because `run` is the fastest way for this graph."""
         return None
 
     def new_state(self, batch: int) -> State:
@@ -94,21 +94,22 @@ class DecoderWithoutCache(_SessionWrapper):
 
 
 class TokenState(State):
-    """A state that contains the tokens of a batch: each input that has a column for each token."""
+    """State of a decoder without a KV cache. It contains the inputs that have one column for each token, such as `input_ids`."""
 
     readable = False
 
     def growing_axis(self, name: str) -> int | None:
-        """Return the axis of the new tokens in an input, or `None` if it has none."""
+        """Return the token axis of an input, or `None` if the input has no token axis."""
         return next(
             (1 for spec in self.component.inputs if spec.name == name and spec.shape[1:2] == ("sequence",)), None
         )
 
     def extended(self, feeds: Feeds) -> tuple[dict[str, torch.Tensor], int]:
-        """Return the inputs with the earlier tokens before the new ones, and the number of new tokens.
+        """Return the inputs with the earlier tokens before the new tokens, and the number of new tokens.
 
         Raises:
-            InputError: The names differ from the graph's inputs, the number of rows differs, or the mask does not cover all tokens.
+            InputError: The names differ from the names of the graph's inputs, the number of rows differs from the state's number of
+                rows, or the mask does not have a column for each token.
         """
         import torch
 
@@ -116,8 +117,8 @@ class TokenState(State):
         if feeds.keys() != set(declared):
             raise wrong_names(feeds, declared)
         new = self.check_step(feeds, self._batch, self._length)
-        held = {name: torch.cat([tensor, feeds[name].to(tensor)], dim=1) for name, tensor in self.tensors().items()}
-        return {**feeds, **held}, new
+        joined = {name: torch.cat([tensor, feeds[name].to(tensor)], dim=1) for name, tensor in self.tensors().items()}
+        return {**feeds, **joined}, new
 
 
 _KINDS: Mapping[str, Any] = {"one": TokenByTokenDecoder, "none": DecoderWithoutCache}

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-# Ordered by their benefit for matrix products, lowest first.
+# CPU flags that matter for matrix products, ordered from the smallest to the largest benefit.
 RELEVANT = (
     "avx2",
     "avx_vnni",
@@ -25,7 +25,7 @@ RELEVANT = (
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """Return the flags in `RELEVANT` that this CPU has. Return the architecture's name if the system lists no flags."""
+    """Return the flags in `RELEVANT` that this CPU has, or the name of the CPU architecture if the system lists no flags."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -40,8 +40,8 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def adds_in_16_bits(flags: Sequence[str]) -> bool:
-    """Return whether kernels add pairs of 8-bit products in 16 bits: on x86 without VNNI or AMX.
+    """Return whether int8 kernels add pairs of products in 16-bit integers. This is the case on x86 CPUs without VNNI and AMX.
 
-    Such additions saturate if signed weights use their full range.
+    The 16-bit sums can saturate if the weights use the full range of int8.
     """
     return "avx2" in flags and not {"avx_vnni", "avx512_vnni", "amx_int8"} & set(flags)

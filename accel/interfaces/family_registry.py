@@ -1,4 +1,4 @@
-"""Family of a model type, from the entry point group `accel.families`. Imports only the module of that family."""
+"""Lookup of the family of a model type in the entry point group `accel.families`. Only the module of this family is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .family import Family
 
 
 def family_of(config: Any) -> Family:
-    """Return the family of a transformers config or of a `config.json`'s content. Return the default family for other types."""
+    """Return the family for a transformers config, or for the content of a `config.json`.
+
+    Model types without a family get the default family.
+    """
     kind = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
     return _family(kind) if isinstance(kind, str) else _GENERAL
 
@@ -30,7 +33,10 @@ def _family(model_type: str) -> Family:
 
 
 def max_text_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the longest sequence of a model with learned absolute positions, from the content of a `config.json`."""
+    """Return the longest sequence as `{"sequence": n}` for a model with learned absolute position embeddings, else an empty dict.
+
+    `config` is the content of a `config.json`.
+    """
     limit = config.get("max_position_embeddings")
     rotary = "rope_theta" in config or "rope_parameters" in config or config.get("position_biased_input") is False
     if not isinstance(limit, int) or rotary:

@@ -1,4 +1,4 @@
-"""Interface of readers of model folders that other tools wrote, in a format that a backend can run."""
+"""Interface of readers of model folders without accel's manifest, such as folders that Optimum wrote."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Literal, Protocol, runtime_checkable
 from ..artifact.manifest import Artifact
 
 Part = Literal["encoder", "merged", "first", "following", "model"]
-"""Content of a graph of a generating model: the encoder; both decoders merged; the first decoder, which reads the prompt; the
-following decoder, which reads a KV cache; or the whole model.
+"""Part of a generating model that a graph contains.
+
+`encoder` is the encoder. `first` is a decoder for the prompt, without a KV cache as input. `following` is a decoder that reads a KV
+cache. `merged` is a decoder graph that contains `first` and `following`. `model` is the complete model.
 """
 
 
 @runtime_checkable
 class FolderReader(Protocol):
-    """Reader of folders without accel's manifest. `BackendSpec.folder_reader` names the class, which has no arguments.
+    """Reader of model folders without accel's manifest.
 
-    Reading needs no device. It does not need the packages in `BackendSpec.requires`, unless the reader imports them.
+    `BackendSpec.folder_reader` contains the path of the class. The class is created without arguments. A reader needs no device, and it
+    needs a package in `BackendSpec.requires` only if it imports this package itself.
     """
 
     def choose(
         self, name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
     ) -> list[str]:
-        """Return the graphs of a repository that `adopt` will read, so that only these are downloaded.
+        """Return the graph files of a repository that `adopt` will read, so that only these files are downloaded.
 
         Args:
             name: Name of the repository, for error messages.
@@ -39,11 +42,11 @@ class FolderReader(Protocol):
     def parts(
         self, folder: Path, *, file_name: str | None = None, variant: str | None = None, encoder: bool = False
     ) -> Mapping[Part, str]:
-        """Return the graphs of a generating model by their content.
+        """Return the graph files of a generating model, by the part of the model that they contain.
 
         Args:
             folder: Folder of the model.
-            file_name: File name of one of the graphs, which determines the subfolder and the variant.
+            file_name: File name of one of the graphs. It determines the subfolder and the variant of all graphs.
             variant: Ending of the file names.
             encoder: Whether the model has an encoder.
 
@@ -65,8 +68,9 @@ class FolderReader(Protocol):
         Args:
             folder: Folder with the model's config.
             task: Name of the task; inferred from the config if `None`.
-            subfolder: Subfolder with the graphs. Empty if the graphs are in any folder.
-            file_name: Graph to use, relative to the folder and subfolder. If several graphs belong together, any of them.
+            subfolder: Subfolder with the graphs. If empty, the reader searches all folders.
+            file_name: File name of the graph, relative to the folder and the subfolder. If the model has several graphs, the name of any
+                of these graphs.
             variant: Ending of the graphs' file names.
 
         Raises:

@@ -1,8 +1,9 @@
-"""Handling of forked processes. A child process inherits its parent's runtime objects, but not their threads.
+"""Handling of forked processes. A child process inherits the runtime objects of its parent, but not the threads of these objects.
 
-A child never destroys inherited objects, and torch's threads are released before a fork. Otherwise destructors would wait
-forever for threads that do not exist in the child, or end the process. ONNX Runtime 1.31 also hangs if it was imported before
-the fork and the child ends with `sys.exit`. `multiprocessing` ends its children without exit handlers.
+A destructor of a runtime object in the child would wait forever for threads that do not exist in the child, or would abort the child.
+So a child process never destroys inherited objects, and accel releases torch's threads before a fork. ONNX Runtime 1.31 also hangs
+if it was imported before the fork and the child ends with `sys.exit`. Children of `multiprocessing` do not hang, because they end
+without exit handlers.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Calla
     """
     if not hasattr(os, "register_at_fork"):
         return
-    given = {"before": before, "after_in_child": after_in_child}
-    os.register_at_fork(**{name: hook for name, hook in given.items() if hook is not None})
+    hooks = {"before": before, "after_in_child": after_in_child}
+    os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
 
 
 def kept_in_children(runtime_object: Object) -> Object:
-    """Return the same object. No process forked from this one will destroy it.
+    """Register a runtime object so that no forked child process destroys the object. Return the same object.
 
     Args:
         runtime_object: Object with its own threads, such as a session or a compiled model. It must support weak references.
@@ -50,14 +51,15 @@ def never_destroyed(inherited: object) -> None:
 
 
 def _before() -> None:
-    # GNU OpenMP keeps torch's worker threads, and a child would wait for them. After this call, parent and child start new ones.
+    # A child would wait for torch's OpenMP worker threads, which exist only in the parent. This call ends the worker threads, and the
+    # parent and the child start new threads when they need them.
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
     if pause is not None:
         pause(_OMP_PAUSE_SOFT)
 
 
 def _in_child() -> None:
-    # The list includes objects that only the garbage collector would find.
+    # The dictionary also contains objects in reference cycles, which the garbage collector could destroy later.
     for inherited in list(_live.values()):
         never_destroyed(inherited)
     _live.clear()

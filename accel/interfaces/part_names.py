@@ -1,6 +1,6 @@
-"""Names of the graphs of models with several graphs that do not generate, and of the tensors between the graphs.
+"""Names of graphs, and of the tensors between graphs, for models that have several graphs and do not generate text.
 
-A family creates these graphs, and the model class of a task runs them.
+A model family creates these graphs, and the model class of the task runs the graphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Protocols that plugins implement. A plugin does not have to inherit from them.
 
-A `Backend` opens an `Artifact` as named `Session`s. It may offer an `Exporter`, an `Optimizer`, a `Quantizer` and a `Preparer`.
-The conformance suite (`accel.testing.conformance`) checks the contract in these docstrings.
+A `Backend` opens an `Artifact` as named `Session`s. A backend may also have an `Exporter`, an `Optimizer`, a `Quantizer` and a
+`Preparer`. The conformance suite (`accel.testing.conformance`) checks that a plugin does what these docstrings describe.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class OpenRequest:
     Attributes:
         device: One of the devices that `Backend.probe` returned.
         options: Device or provider options of the vendor.
-        session: Options of the session, such as threads.
+        session: Options of the session, such as the number of threads.
         shapes: Fixed sizes of named axes (`{"batch": 1, "sequence": 128}`), for runtimes that are faster with static shapes.
-            The core pads inputs up to them.
+            accel pads the inputs to these sizes.
         trust_remote_code: Whether custom code of a PyTorch model may run.
-        few_calls: Whether the session is opened for a few calls, as in a comparison. It may then skip optimizations that cost
-            memory.
+        few_calls: Whether the session will run only a few times, for example to compare two graphs. The backend may then skip
+            optimizations that need much memory.
     """
 
     device: DeviceSpec
@@ -81,12 +81,12 @@ class Session(Protocol):
             feeds: Exactly the declared inputs, in the shapes of their `TensorSpec`s. Any device, stride or integer width is
                 accepted and converted if needed.
             outputs: Names of the requested outputs; all if `None`.
-            out: Buffers for outputs by name, each in its output's shape.
-            state: State from `new_state`. It is read and advanced.
+            out: Buffers that outputs are written to, by output name. Each buffer has the shape of its output.
+            state: State from `new_state`. The call reads the state and adds the new tokens to it.
 
         Returns:
             Outputs by name, in the shape and dtype of their `TensorSpec`s, on the session's device. The next call does not
-            overwrite them, except for buffers from `out`.
+            overwrite the outputs, except for outputs in buffers from `out`.
 
         Raises:
             InputError: Missing or extra names, a wrong rank, or a wrong size of a fixed axis.
@@ -102,9 +102,9 @@ class Session(Protocol):
         """
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """Return a faster function than `run` for decoding steps after the last call, for greedy and sampled decoding.
+        """Return a function for the next decoding steps that is faster than `run`, or `None` if `run` has to be used.
 
-        Each step adds one new token for each row and one column of ones to the mask, and increases positions by one.
+        Each step adds one new token to each row, adds one column of ones to the mask, and increases the position ids by one.
 
         Args:
             feeds: Inputs of the last call of `run` with this state, with one token for each row.
@@ -112,8 +112,8 @@ class Session(Protocol):
             calls: Largest number of steps.
 
         Returns:
-            A function from each row's new token to the logits after it, `(batch, vocabulary) float32`, which the next step may
-            overwrite. `None` if `run` has to be used.
+            A function that gets the new token of each row, and returns the logits of the next tokens, `(batch, vocabulary) float32`.
+            The next step may overwrite the logits.
         """
 
     def close(self) -> None:
@@ -127,8 +127,8 @@ class Exporter(Protocol):
     def export(self, source: Any, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Write the graph and its manifest.
 
-        The core calls this with a temporary folder, and compares the result with the PyTorch model. Only then it moves the folder
-        to its final path.
+        accel calls this method with a temporary folder and compares the result with the PyTorch model. If the results agree, accel moves
+        the folder to its final path.
 
         Args:
             source: The model, an `accel.capture.Source`.
@@ -153,8 +153,8 @@ class Optimizer(Protocol):
         Args:
             artifact: The artifact to optimize.
             config: Optimization settings.
-            calibration: Batches of processor outputs for the first graph (text: `(batch, sequence)`), which can be iterated
-                more than once. Used by optimizations that depend on values, such as half precision.
+            calibration: Batches of inputs for the first graph (for texts: `(batch, sequence)`). The batches can be iterated more than
+                once. Optimizations that depend on values, such as half precision, read the batches.
             out: Output folder.
 
         Raises:
@@ -177,14 +177,14 @@ class Quantizer(Protocol):
     ) -> Artifact:
         """Write the quantized graph into the existing, empty folder `out`.
 
-        The report of this step lists the quantized layers as `layers`, by names that `QuantizeConfig.exclude` accepts. A search
-        within an accuracy budget uses these names to exclude layers from quantization.
+        The report of this step lists the quantized layers under `layers`, by names that `QuantizeConfig.exclude` accepts. A search for a
+        quantization within an accuracy budget excludes layers by these names.
 
         Args:
             artifact: The artifact to quantize.
             config: Quantization settings.
-            calibration: Batches of inputs, which can be iterated more than once. Required by static schemes. For a model with
-                several graphs, its attribute `parts` (if present) contains the batches of each component.
+            calibration: Batches of inputs, which can be iterated more than once. Static schemes need them. For a model with several
+                graphs, an attribute `parts` of this object may contain the batches of each graph by component name.
             out: Output folder.
 
         Raises:
@@ -199,9 +199,9 @@ class Preparer(Protocol):
     def prepare(
         self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
     ) -> torch.nn.Module:
-        """Return the prepared model: the given model, or another one that shares its parameters, depending on the scheme.
+        """Return the prepared model. Depending on the scheme, this is the given model or a new model with the same parameters.
 
-        It has the same inputs and outputs by name. If preparation fails, the given model is unchanged.
+        The prepared model has the same input and output names. If the preparation fails, the given model is unchanged.
 
         Args:
             model: The model, on the device where it runs.
@@ -219,9 +219,9 @@ class Backend(Protocol):
     """The class of a plugin, created without arguments."""
 
     def probe(self) -> Probe:
-        """Return the usable devices, and the reasons why others are not usable.
+        """Return the usable devices, and the reasons why other devices cannot be used.
 
-        Imports the vendor's library, does not use any device, and never raises.
+        The method imports the vendor's library. It must not allocate memory on a device, and it must not raise an exception.
         """
 
     def exporter(self) -> Exporter | None:
@@ -234,7 +234,7 @@ class Backend(Protocol):
         """Return the quantizer, or `None` if the backend has none."""
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open every component of the artifact. Components with shared weights share them in memory.
+        """Open every component (graph) of the artifact. Weights that several components share are in memory only once.
 
         Args:
             artifact: An artifact in a format that the backend can run.
@@ -256,7 +256,7 @@ class PreparingBackend(Backend, Protocol):
 
 @runtime_checkable
 class WeightsBackend(Backend, Protocol):
-    """A backend that opens PyTorch weights without conversion. The backend that exports `WEIGHTS` has this method."""
+    """A backend that opens PyTorch weights without conversion. The backend with an exporter for the format `WEIGHTS` implements it."""
 
     def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
         """Return an artifact for a transformers folder. Nothing is written.

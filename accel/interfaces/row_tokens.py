@@ -1,4 +1,8 @@
-"""Requirements on tokens of each row, for graphs (of other tools or old versions of accel) with a head that selects by a batch mask."""
+"""Checks of required tokens for graphs whose head searches for a token in the complete batch, such as BART's end token.
+
+Such graphs come from other tools or from old versions of accel. They give wrong results if the rows contain the token a different
+number of times.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from .task_registry import read_config
 
 
 def with_row_tokens(artifact: Artifact) -> Artifact:
-    """Require in an artifact's specs that each row of `input_ids` contains the head's token equally often.
+    """Return an artifact whose specs require that all rows of `input_ids` contain the head's token the same number of times.
 
-    Artifacts of other architectures are returned unchanged, and so are graphs that compute each row independently.
+    An artifact is returned unchanged if its head searches for no token, or if its graph computes each row independently.
     """
     config = read_config(artifact.path)
     token = family_of(config).row_token(artifact.manifest.architecture, config)

@@ -1,4 +1,4 @@
-"""Base class of sessions: their properties, the order of checks in a call, and errors. Sessions do not have to inherit from it."""
+"""Base class of sessions, with the checks of inputs and the errors of a call. A plugin's session need not inherit from this class."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _NUMPY_DTYPES = frozenset(("float32", "float64", "float16", "int64", "int32", "i
 
 
 class BaseSession(Generic[Runtime]):
-    """Base class of `accel.interfaces.protocols.Session`s. A subclass implements the computation (`_compute`).
+    """Base class of `accel.interfaces.protocols.Session` implementations. A subclass runs the graph in `_compute`.
 
     Args:
-        runtime: The runtime's own object, which `close` releases.
+        runtime: The session object of the runtime, such as an `onnxruntime.InferenceSession`. `close` releases it.
         component: The graph's component in the artifact's manifest.
-        device: The device of the opened runtime.
+        device: The device on which the runtime runs the graph.
         compute_dtype: Data type in which the kernels actually compute.
         shapes: Fixed sizes of named axes with which the session was opened.
 
     Attributes:
         runtime_name: Name of the runtime in error messages.
         run_errors: Exceptions that the runtime raises when a run fails.
-        advice: Advice in the error message when a run fails.
+        advice: Text after `Fix:` in the error message when a run fails.
         state_is_optional: Whether a stateful graph can also run without a state.
     """
 
@@ -114,7 +114,7 @@ class BaseSession(Generic[Runtime]):
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime's own object.
+        """The session object of the runtime.
 
         Raises:
             SessionClosedError: The session was closed.
@@ -138,7 +138,7 @@ class BaseSession(Generic[Runtime]):
         try:
             results = self._compute(tensors, names, buffers, state)
         except AccelError:
-            # Checked first, because some subclasses of AccelError are also `RuntimeError`s.
+            # Some subclasses of AccelError are also RuntimeErrors. They must not be converted to a SessionError below.
             raise
         except self.run_errors as error:
             raise self.failed(error, tensors) from error
@@ -156,8 +156,9 @@ class BaseSession(Generic[Runtime]):
         Args:
             tensors: Inputs in the graph's order, as `_read` returns them.
             names: Names of the requested outputs.
-            out: Buffers that may be written to and returned as results. Results that are not in them are copied into them.
-            state: A state of this session.
+            out: Buffers by output name. The method may write a result into its buffer and return the buffer. `run` copies all other
+                results into their buffers.
+            state: A state of this session, or `None`.
         """
         raise NotImplementedError
 
@@ -180,7 +181,7 @@ class BaseSession(Generic[Runtime]):
         return tensor.detach().to(self._where).contiguous()
 
     def failed(self, error: Exception, tensors: Feeds) -> SessionError:
-        """Return the error for a run that failed on these inputs."""
+        """Return the SessionError for a run that failed with the exception `error` on these inputs."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return SessionError(
             f"{self.runtime_name} failed on inputs of the shapes {shapes}: {self._reason(error)}", fix=self.advice
@@ -199,7 +200,7 @@ class BaseSession(Generic[Runtime]):
         raise no_state()
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """Return `None`: there is no faster function than `run` for decoding steps (see `Session.steps`)."""
+        """Return `None`, because this session has no faster function than `run` for decoding steps (see `Session.steps`)."""
         return None
 
     def close(self) -> None:
@@ -207,9 +208,10 @@ class BaseSession(Generic[Runtime]):
         self._runtime = None
 
     def _arrays(self, feeds: Feeds) -> list[Array]:
-        """Return the inputs as NumPy arrays in the graph's order, for sessions on the host. Inputs of the declared dtypes are not copied.
+        """Return checked inputs as NumPy arrays in the graph's order, for sessions on the CPU.
 
-        The code avoids attribute lookups: after a few milliseconds of matrix products, each one reads from main memory.
+        Inputs with the declared dtypes are not copied. The code avoids attribute lookups, because the CPU caches contain no Python
+        objects after the matrix products of the previous call.
 
         Raises:
             InputError: Names, dtypes, shapes or values do not match the graph.

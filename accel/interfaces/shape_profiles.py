@@ -1,4 +1,7 @@
-"""Shape profiles: the smallest, the usual and the largest size of each named axis, for runtimes that compile for size ranges."""
+"""Shape profiles, for runtimes that compile a graph for ranges of sizes, such as TensorRT.
+
+A profile has the smallest, the usual and the largest size of each named axis.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from ..errors import ConfigError
 
 _ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")
 LONGEST = 512
-"""Largest sequence length in a profile if the model has no limit."""
+"""Largest sequence length in a profile for a model without a limit of the sequence length."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisSizes:
-    """Sizes of one axis: `least <= usual <= most`. The runtime selects the kernels that are fastest at `usual`."""
+    """Smallest, usual and largest size of one axis. The runtime selects the kernels that are fastest for the usual size."""
 
     least: int
     usual: int
@@ -39,7 +42,7 @@ Shape = tuple[int, ...]
 
 
 def read_profile(text: str) -> dict[str, AxisSizes]:
-    """Parse a profile such as `"batch=1:8:32,sequence=128"`. A single number is a fixed size.
+    """Parse a profile such as `"batch=1:8:32,sequence=128"`. An axis with a single number has a fixed size.
 
     Raises:
         ConfigError: The text has another format.
@@ -58,7 +61,7 @@ def read_profile(text: str) -> dict[str, AxisSizes]:
 
 
 def axes_of(component: Component) -> tuple[str, ...]:
-    """Return the names of the axes that vary, in the order of the inputs. Axes of cache inputs are included."""
+    """Return the names of all variable axes of a graph's inputs, in the order of the inputs. The KV cache inputs are included."""
     return tuple(dict.fromkeys(axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)))
 
 
@@ -72,6 +75,12 @@ def shapes_of(spec: TensorSpec, profile: Profile) -> tuple[Shape, Shape, Shape]:
 
 
 def shapes_text(inputs: Iterable[TensorSpec], profile: Profile, word: str) -> str:
-    """Format a profile's `min`, `opt` or `max` shapes for ONNX Runtime's TensorRT provider: `input_ids:1x1,attention_mask:1x1`."""
+    """Return the shapes of a profile in the format of ONNX Runtime's TensorRT provider, such as `input_ids:1x1,attention_mask:1x1`.
+
+    Args:
+        inputs: Specs of the graph's inputs.
+        profile: Sizes of each named axis.
+        word: `min`, `opt` or `max`, for the smallest, usual or largest shapes.
+    """
     position = ("min", "opt", "max").index(word)
     return ",".join(f"{spec.name}:{'x'.join(map(str, shapes_of(spec, profile)[position]))}" for spec in inputs)

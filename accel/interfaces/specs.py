@@ -1,4 +1,4 @@
-"""Data classes that the core and its plugins exchange. Uses only the standard library."""
+"""Data classes that describe backends to accel. This module imports no package outside the standard library."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Literal
 from ..artifact.tensors import TensorSpec as TensorSpec
 
 API_VERSION = (3, 0)
-"""Version of the plugin interface (major, minor). A plugin must have the same major and at most this minor."""
+"""Version of the plugin interface (major, minor).
+
+A plugin must be written for the same major version, and for this minor version or an earlier one.
+"""
 
 WEIGHTS = "torch"
 """Format of artifacts that are PyTorch models: weights, config and tokenizer."""
 
 GENERATES = "generates"
-"""Used in place of a task name: all tasks whose models generate token by token and keep a state between calls."""
+"""Value that can be used instead of a task name. It stands for all tasks whose models generate token by token with a KV cache."""
 
 
 def among(task: str, words: Collection[str]) -> bool:
-    """Return whether a list contains a task, by its name or as `GENERATES`."""
+    """Return whether a list contains the name of a task, or contains `GENERATES` and the task generates tokens."""
     from .task_registry import task_spec
 
     return task in words or (GENERATES in words and task_spec(task).generates)
@@ -39,8 +42,8 @@ class DeviceSpec:
         type: `cpu`, `cuda`, ...
         index: Index among the devices of that type.
         name: The vendor's name of the device.
-        arch: Architecture that decides which kernels can run: `sm_90`, or `avx512_vnni+amx_int8`.
-        memory_bytes: Size of its memory in bytes, if known.
+        arch: Hardware architecture, such as `sm_90` or `avx512_vnni+amx_int8`. It decides which kernels can run.
+        memory_bytes: Size of the device's memory in bytes, or `None` if the size is unknown.
     """
 
     type: str
@@ -72,17 +75,18 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptionTrial:
-    """A value of an option or setting that searches measure in addition to the default.
+    """A value of an option that `accel tune` and the search for a quantization measure in addition to the default.
 
-    It may be faster, smaller or more accurate. It changes the outputs.
+    The value changes the outputs of the model, and it may make the model faster, smaller or more accurate.
 
     Attributes:
         name: Name of a provider option (`Capability.trials`) or of a scheme's setting (`SchemeSettings.trials`). A provider
-            option must be in the backend's `recorded_options`, so that the result later runs as it was measured.
+            option must also be in the backend's `recorded_options`, so that the manifest can store the option.
         value: Value to measure.
-        devices: For a provider option: device types on which searches measure it.
-        tasks: Tasks for which searches measure it; `("*",)` for all, `(GENERATES,)` for generating tasks.
-        same_speed: Whether it changes only accuracy. Then only `quantize` searches within an accuracy budget measure it.
+        devices: For a provider option: types of the devices on which the value is measured.
+        tasks: Tasks for which the value is measured. `("*",)` means all tasks, `(GENERATES,)` means generating tasks.
+        same_speed: Whether the value changes only the accuracy and not the speed. Then only the search for a quantization within an
+            accuracy budget measures the value.
     """
 
     name: str
@@ -94,12 +98,12 @@ class OptionTrial:
 
 @dataclass(frozen=True, slots=True)
 class SchemeSettings:
-    """Settings of a scheme.
+    """Settings that a quantization scheme or a preparation scheme accepts.
 
     Attributes:
         scheme: Name of the scheme, from `Capability.schemes`.
-        names: Fields of `QuantizeConfig`, or of the settings class of a preparation, that the scheme accepts.
-        trials: Values of these settings that searches measure in addition to the defaults.
+        names: Names of the accepted fields of `QuantizeConfig`, or of the settings class of the preparation.
+        trials: Values of these fields that a search measures in addition to the defaults.
     """
 
     scheme: str
@@ -109,32 +113,33 @@ class SchemeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One ability of a backend: to convert the format `consumes` to `produces` at a `stage`, or to run the format `consumes`.
+    """One ability of a backend: to run artifacts of a format, or to convert artifacts from one format to another format.
 
     Attributes:
         stage: `prepare`, `export`, `optimize`, `quantize` or `run`.
-        consumes: Artifact format that is read (`None` for `prepare` and `export`, which read a PyTorch model).
-        produces: Artifact format that is written (`None` for `prepare`, which returns a PyTorch model, and for `run`).
-        devices: Device types.
+        consumes: Artifact format that the backend reads. `None` for `prepare` and `export`, which read a PyTorch model.
+        produces: Artifact format that the backend writes. `None` for `run`, and for `prepare`, which returns a PyTorch model.
+        devices: Types of the supported devices.
         dtypes: Artifact dtypes that the backend reads or writes.
-        schemes: Optimization levels, preparations (`accelerate`, ...), or quantization schemes, ordered by expected speed,
-            fastest first.
-        settings: Settings of each scheme. The core rejects all other settings by name.
+        schemes: Optimization levels, preparations (`accelerate`, ...) or quantization schemes. The scheme that is expected to be the
+            fastest comes first.
+        settings: Settings of each scheme. accel raises an error for all other settings.
         options: For `export`: options that only this exporter has (`ExportConfig.options`). For `run`: the vendor's device or
             provider options, if the backend lets `ortkit` check their names.
-        tasks: Tasks to which the capability is limited; `("*",)` for all, `(GENERATES,)` for generating tasks.
-        excludes: Tasks that the capability does not support.
-        domains: Operator domains that the backend supports in graphs of the format `consumes`; `("",)` for the standard domain
-            only, `None` for all. The core rejects graphs with other domains before it opens anything.
-        dynamic_shapes: Whether named axes may vary from call to call.
+        tasks: Supported tasks. `("*",)` means all tasks, `(GENERATES,)` means generating tasks.
+        excludes: Tasks that are not supported although they are in `tasks`.
+        domains: ONNX operator domains that the backend supports in graphs of the format `consumes`. `("",)` means only the standard
+            domain, `None` means all domains. accel raises an error for graphs with other domains before it opens the graph.
+        dynamic_shapes: Whether the sizes of named axes may differ from call to call.
         device_io: Whether inputs and outputs may be in device memory.
         thread_safe: Whether several threads may call one session at the same time.
-        preferred_multiple: For `run`: multiple to which varying lengths are best padded, because each new length is compiled,
-            or because kernels are faster there. 1 means no padding.
-        fixed_shapes: For `run`: whether kernels of a graph with fixed shapes are faster than those of a dynamic graph that is
-            always called with one shape. Then `accel tune` tries buckets even if all calls have the same length.
-        trials: For `run`: options that `accel tune` tries in addition to the defaults, one at a time.
-        searched: For `export`: whether `accel tune` tries it. Use False if another candidate runs the same kernels.
+        preferred_multiple: For `run`: multiple to which text lengths should be padded, because the runtime compiles each new length,
+            or because kernels are faster for such lengths. 1 means no padding.
+        fixed_shapes: For `run`: whether a graph with fixed shapes is faster than a dynamic graph that is always called with the same
+            shape. Then `accel tune` measures buckets even if all calls have the same length.
+        trials: For `run`: options that `accel tune` measures in addition to the defaults, one option at a time.
+        searched: For `export`: whether `accel tune` measures the exported format. Use False if another candidate runs the same
+            kernels.
     """
 
     stage: Stage
@@ -157,11 +162,11 @@ class Capability:
     searched: bool = True
 
     def takes(self, scheme: str) -> tuple[str, ...]:
-        """Return the names of a scheme's settings."""
+        """Return the names of the settings that a scheme accepts."""
         return next((one.names for one in self.settings if one.scheme == scheme), ())
 
     def scheme_trials(self, scheme: str, task: str) -> tuple[OptionTrial, ...]:
-        """Return the values of a scheme's settings that searches measure for a task."""
+        """Return the values of a scheme's settings that a search measures for a task."""
         trials = next((one.trials for one in self.settings if one.scheme == scheme), ())
         return tuple(trial for trial in trials if "*" in trial.tasks or among(task, trial.tasks))
 
@@ -170,7 +175,10 @@ class Capability:
         return not among(task, self.excludes) and ("*" in self.tasks or among(task, self.tasks))
 
     def foreign(self, domains: Iterable[str] | None) -> tuple[str, ...]:
-        """Return the operator domains of a graph that the backend lacks. Empty if the domains of either are unknown."""
+        """Return the operator domains of a graph that the backend does not support.
+
+        The result is empty if the domains of the graph (`None`) or of the backend are unknown.
+        """
         if self.domains is None or domains is None:
             return ()
         return tuple(sorted(set(domains) - set(self.domains)))
@@ -178,7 +186,7 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Reason why something cannot be used, and what the user can do."""
+    """Reason why a backend or a device cannot be used, and a command or setting that solves the problem."""
 
     code: str
     message: str
@@ -190,7 +198,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Devices of a backend on this machine. Probing never raises."""
+    """Result of `Backend.probe`: the devices that the backend can use on this machine, and reasons for unusable devices."""
 
     devices: tuple[DeviceSpec, ...] = ()
     reasons: tuple[Reason, ...] = ()
@@ -204,27 +212,29 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """Description of a plugin. The core reads it before it imports any other part of the plugin.
+    """Description of a backend plugin. accel reads the description before it imports any other module of the plugin.
 
     Attributes:
         name: Name that users pass as `backend=`.
-        summary: One line for `accel doctor`.
-        extra: Extra of `accel-transformers` (or the distribution) that installs the requirements.
-        impl: `package.module:Class` of the `Backend`, imported at the first probe.
-        api: Version of the plugin interface that the plugin was written for.
-        priority: Priority among backends that can be chosen automatically; the highest is chosen.
-        auto: Whether the backend may be chosen automatically. Must be False if the backend changes numerics.
+        summary: Description of the backend in one line, for `accel doctor`.
+        extra: Extra of `accel-transformers`, or name of a package, that installs the required packages.
+        impl: `package.module:Class` of the `Backend`. accel imports it when it probes the backend for the first time.
+        api: Version of the plugin interface for which the plugin was written.
+        priority: Among the backends that can be chosen automatically, accel chooses the backend with the highest priority.
+        auto: Whether accel may choose the backend automatically. It must be False if the backend computes with a lower precision than
+            the artifact's dtype.
         requires: Import names of required packages.
         capabilities: Capabilities of the backend.
         aliases: Other names of the backend, such as ONNX Runtime's provider names.
-        layouts: Patterns of files that its `folder_reader` reads, relative to the folder: `openvino_*.xml`, `onnx/*.onnx`.
+        layouts: Patterns of the files that the `folder_reader` reads, relative to the model's folder: `openvino_*.xml`, `onnx/*.onnx`.
         folder_reader: `package.module:Class` of the `FolderReader` for folders of other tools.
-        distributions: Distributions whose versions affect the artifacts, for manifests and `accel doctor`.
-        tested: Distributions with the oldest and the newest tested release line. Other installed versions cause one warning.
-        conflicts: Pairs of distributions that cannot be installed together.
-        native_options: The runtime's own class of session options, which users may pass instead of accel's: `library.Class`.
-        recorded_options: Provider options that a manifest may set, because they name no file, load no library and allocate no
-            memory. A manifest cannot set other options.
+        distributions: Installable packages whose versions affect the artifacts. Manifests and `accel doctor` list their versions.
+        tested: Installable packages with the oldest and the newest tested version. accel warns once if another version is installed.
+        conflicts: Pairs of packages that cannot be installed together.
+        native_options: `library.Class` of the runtime's session options. Users may pass an object of this class instead of accel's
+            `SessionOptions`.
+        recorded_options: Provider options that a manifest may set. They must be safe for manifests from unknown authors: such an option
+            must not contain a file name, load a library or allocate memory.
     """
 
     name: str
@@ -250,7 +260,7 @@ class BackendSpec:
     ) -> Capability | None:
         """Return the first capability for `stage` that reads `format` and writes `produces`. `None` matches any format.
 
-        With a `task`, capabilities that are limited to certain tasks including this one are preferred.
+        If `task` is given, a capability that lists this task in `tasks` is preferred.
         """
         fitting = [
             capability

@@ -1,8 +1,9 @@
-"""A decoder's state between calls: named tensors for a batch of rows. Most tensors grow by one column for each token.
+"""State of a decoder between calls, such as a KV cache: named tensors for a batch of rows.
 
-`State` counts tokens, checks inputs and computes; a runtime's subclass stores the tensors. If new tensors are fast enough, the
-subclass only overrides `tensors` and `store`. A runtime with in-place buffers, or with row selection at the next call, also
-overrides `select_rows`, `keep_columns` and `append_rows`.
+Most tensors grow by one column for each token. `State` counts tokens, checks inputs and implements operations such as `crop`. A
+subclass for a runtime stores the tensors. If the subclass may create new tensors in each operation, it overrides only `tensors` and
+`store`. A subclass that changes tensors in place, or that selects rows at the next call, also overrides `select_rows`,
+`keep_columns` and `append_rows`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ _KEYS_OR_VALUES = re.compile(r"(\d+)[._](key|value)\Z")
 
 
 def kept_name(name: str) -> str:
-    """Return the public name of a state's tensor: `0.key` or `0.value` for keys or values of a layer, else its own name."""
+    """Return the public name of a tensor of a state.
+
+    The names of keys and values are `0.key` and `0.value`, with the number of the layer. Other tensors keep their names.
+    """
     match = _KEYS_OR_VALUES.search(name)
     return f"{match[1]}.{match[2]}" if match else name
 
 
 def growing_axes(component: Component) -> dict[str, int]:
-    """Return the token axis of each cache input that has one. Other cache inputs have a fixed size for any text length."""
+    """Return the token axis of each cache input, by input name. Cache inputs of a fixed size have no token axis and are left out."""
     presents = {spec.name: spec for spec in component.outputs}
     return {
         spec.name: _growing_axis(spec, presents[spec.pair])
@@ -42,13 +46,19 @@ def growing_axes(component: Component) -> dict[str, int]:
 
 
 def _growing_axis(past: TensorSpec, present: TensorSpec) -> int:
-    """Return the axis in which past and present differ. Buffers with room for more tokens do not differ; return their third axis."""
+    """Return the token axis of a cache tensor, which is the axis in which its input spec and its output spec differ.
+
+    If the specs do not differ, the tensor is a buffer with room for more tokens, and the token axis is the third axis.
+    """
     pairs = enumerate(zip(past.shape, present.shape, strict=True))
     return next((axis for axis, (before, after) in pairs if before != after), 2)
 
 
 def moved_right(tensor: torch.Tensor, axis: int, length: int) -> torch.Tensor:
-    """Pad a tensor with zeros at the start of an axis up to `length`. Return the tensor itself if it has that length."""
+    """Pad a tensor with zeros at the start of an axis, up to the size `length`.
+
+    If the axis already has this size, the tensor is returned without a copy.
+    """
     import torch
 
     sizes = list(tensor.shape)
@@ -64,20 +74,20 @@ class StateOwner(Protocol):
 
 
 class State:
-    """A session's state between calls: a KV cache, recurrent states, or the tokens themselves. Used by one thread at a time.
+    """State of a session between calls: a KV cache, recurrent states, or the tokens of the text. Only one thread may use it at a time.
 
-    The last column contains the last token of each row. A row that joined with fewer tokens begins with empty columns, which the
-    masks of later calls have to hide.
+    The last column contains the last token of each row. A row with fewer tokens than other rows begins with empty columns. The masks
+    of later calls must be 0 in the empty columns.
 
     Args:
-        session: The session that created the state. Only rows of states of the same session can join.
-        component: The decoder's graph.
+        session: The session that created the state. Only states of the same session can be joined.
+        component: The component of the decoder graph.
         batch: Number of rows.
-        waits: Whether to check the requested logits even if their indices are on another device. This waits for the device.
+        waits: Whether to check the indices of requested logits also if they are on a GPU. The check then waits for the GPU.
 
     Attributes:
-        joinable: Whether rows can be added and leading columns removed (continuous batching), by `join` and `drop`.
-        readable: Whether the tensors can be read and loaded, by `read` and `load`.
+        joinable: Whether `join` can add rows and `drop` can remove columns at the start. Continuous batching needs both methods.
+        readable: Whether `read` can copy the tensors and `load` can replace them.
     """
 
     joinable: bool = True
@@ -89,7 +99,7 @@ class State:
                 f"A state (KV cache) cannot have {batch} rows.", fix="pass a batch size of at least 1 to new_state()."
             )
         self.session, self.component = session, component
-        # GPU kernels do not check the indices of the requested logits.
+        # StepCheck also checks the indices of the requested logits, because GPU kernels do not check indices.
         self.check_step = StepCheck(component, waits=waits)
         self._batch, self._length = batch, 0
         self._axes = growing_axes(component)
@@ -106,17 +116,17 @@ class State:
         return self._length
 
     def advance(self, new: int) -> None:
-        """Add the number of tokens that the runtime has stored to the length."""
+        """Increase the length by the number of tokens that the runtime has added to the tensors."""
         self._length += new
 
-    # Storage, which a runtime may implement differently
+    # A subclass for a runtime may override the following methods, which store the tensors.
 
     def growing_axis(self, name: str) -> int | None:
         """Return the token axis of a tensor, or `None` for a tensor of fixed size."""
         return self._axes.get(name)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, with `length` tokens along their token axes. They may share memory with the runtime."""
+        """Return the tensors by name, with `length` tokens along their token axes. The tensors may share memory with the runtime."""
         return dict(self._tensors)
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -144,17 +154,17 @@ class State:
         self.store(tensors)
 
     def append_rows(self, other: Self, length: int) -> None:
-        """Append the rows of another state. Rows of both are padded on the left to `length` columns."""
+        """Append the rows of another state. All rows of both states are padded on the left to `length` columns."""
         import torch
 
-        theirs = other.tensors()
+        other_tensors = other.tensors()
         joined = {}
         for name, tensor in self.tensors().items():
-            axis, parts = self.growing_axis(name), [tensor, theirs[name]]
+            axis, parts = self.growing_axis(name), [tensor, other_tensors[name]]
             joined[name] = torch.cat(parts if axis is None else [moved_right(part, axis, length) for part in parts])
         self.store(joined)
 
-    # Operations for callers
+    # The following methods are the public operations on a state.
 
     def reorder(self, index: torch.Tensor) -> None:
         """Replace row `i` by the previous row `index[i]` (`index: (rows,)`, integers). The number of rows may change.
@@ -173,10 +183,11 @@ class State:
             self._batch = len(rows)
 
     def crop(self, length: int) -> None:
-        """Remove all tokens from position `length` on.
+        """Keep the first `length` tokens of each row and remove all later tokens.
 
         Raises:
-            InputError: `length` is negative or larger than the state's length, or no tokens can be removed from the state.
+            InputError: `length` is negative or larger than the state's length, or the state has recurrent states, from which tokens
+                cannot be removed.
         """
         if not 0 <= length <= self._length:
             raise InputError(
@@ -196,12 +207,13 @@ class State:
         self._length = length
 
     def join(self, other: State) -> None:
-        """Append the rows of another state of the same session, which must not be used afterwards. Both states contain tokens.
+        """Append the rows of another state of the same session. The other state must not be used afterwards.
 
-        Rows of the shorter state get empty columns at the start.
+        Rows of the state with fewer tokens get empty columns at the start.
 
         Raises:
-            InputError: It is this state or a state of another session, one of them is empty, or the runtime's states cannot join.
+            InputError: The other state is this state or a state of another session, one of the two states is empty, or the runtime
+                cannot join states.
         """
         if not self.joinable:
             raise self._not_joinable()
@@ -220,10 +232,10 @@ class State:
         self._batch, self._length = self._batch + other.batch, length
 
     def drop(self, columns: int) -> None:
-        """Remove the first columns of every row. All masks must have hidden them.
+        """Remove the first columns of every row. The columns must be empty, or masked as padding, in all rows.
 
         Raises:
-            InputError: A negative number, no column would remain, or the runtime's states cannot drop columns.
+            InputError: The number is negative, no column would remain, or the runtime cannot remove columns.
         """
         if not self.joinable:
             raise self._not_joinable()
@@ -252,7 +264,7 @@ class State:
         return copy
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors by `kept_name`. Keys and values are `(batch, heads, tokens, size)`.
+        """Return copies of the tensors, by the names from `kept_name`. Keys and values are `(batch, heads, tokens, size)`.
 
         Raises:
             InputError: The runtime stores the tensors in its own format.
@@ -265,10 +277,10 @@ class State:
         return {kept_name(name): tensor.clone() for name, tensor in self.tensors().items()} if self._length else {}
 
     def load(self, values: Mapping[str, torch.Tensor], length: int) -> None:
-        """Replace all tensors by the given ones, in the form that `read` returns, with `length` tokens.
+        """Replace all tensors by copies of `values`, which have `length` tokens and the names and shapes that `read` returns.
 
         Raises:
-            InputError: Names or shapes differ from the graph's, the graph has states other than keys and values, or the runtime
+            InputError: Names or shapes do not match the graph, the graph has other cached tensors than keys and values, or the runtime
                 stores the tensors in its own format.
         """
         if not self.readable:
@@ -298,7 +310,7 @@ class State:
         self.store({names[name]: tensor.detach().clone() for name, tensor in values.items()})
 
     def loaded_names(self) -> Sequence[str]:
-        """Return the names of the tensors that `load` needs.
+        """Return the names of the cache inputs for which `load` needs tensors.
 
         Raises:
             InputError: The state contains tensors other than keys and values.
@@ -312,12 +324,12 @@ class State:
         return caches
 
     def one_by_one(self, feeds: Feeds, new: int, run: Callable[[Feeds], Results]) -> Results:
-        """Run several new tokens in calls of one token each, for graphs that take one token at a time after a past.
+        """Run several new tokens one by one, for graphs that accept only one new token if the cache contains tokens.
 
         Args:
             feeds: Checked inputs of the graph with all new tokens.
             new: Number of new tokens.
-            run: Function that runs one call and stores its token.
+            run: Function that runs one call and adds the token of this call to the state.
         """
         import torch
 

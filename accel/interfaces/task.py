@@ -1,6 +1,7 @@
-"""Base class of tasks, which `TaskSpec.impl` names. Every method has a default.
+"""Base class of tasks. `TaskSpec.impl` contains the path of a task's class.
 
-A method that returns `None` selects the default of the core: one text for each row, one graph, a trace on texts.
+Every method has a default. If a method returns `None`, accel uses the general behaviour: a row of the data is one text, the model
+becomes one graph, and the sample inputs of the trace are texts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Task:
 
     Attributes:
         spec: Description of the task.
-        model: Model class of accel that runs the task's models; `accel.ORTModel` if `None`.
+        model: Model class of accel for the task. `None` means `accel.ORTModel`.
     """
 
     model: ClassVar[type[Any] | None] = None
@@ -29,7 +30,7 @@ class Task:
     def __init__(self, spec: TaskSpec) -> None:
         self.spec = spec
 
-    # From a PyTorch model to a graph
+    # The following methods are used when a PyTorch model is exported.
 
     def load(self, folder: Path, **options: Any) -> torch.nn.Module | None:
         """Load the PyTorch model of a folder.
@@ -39,7 +40,7 @@ class Task:
             **options: `dtype`, `trust_remote_code` and `local_files_only`, as in transformers' `from_pretrained`.
 
         Returns:
-            The module. `None` loads it with the class that the spec or the config names.
+            The module. With `None`, accel loads the model with the class in the task's spec or in the model's config.
         """
         return None
 
@@ -51,78 +52,89 @@ class Task:
             folder: Folder with the tokenizer or processor; `None` for a model in memory.
 
         Returns:
-            Inputs with at least two rows of different lengths. `None` uses the default inputs for the task's modalities.
+            Inputs with at least two rows of different lengths. With `None`, accel makes default inputs for the modalities of the task.
         """
         return None
 
     def traced(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module to trace instead of the model, if its own code cannot be traced (such as a loop over rows)."""
+        """Return the module that is traced instead of the model.
+
+        Override this method if the model's code cannot be traced, for example because it contains a loop over rows.
+        """
         return module
 
     def parts(self, source: Any, fusion: Any) -> Sequence[Any] | None:
-        """Split a model that becomes several graphs.
+        """Split a model that is exported as several graphs.
 
         Args:
             source: The model, an `accel.capture.Source`.
             fusion: The backend's fused attention operators, or `None`.
 
         Returns:
-            A source for each graph. `None` means one graph, or the usual graphs with a cache if the task generates.
+            A `Source` for each graph. `None` means one graph. For a generating task, `None` means the usual graphs with a KV cache.
         """
         return None
 
     @property
     def traced_as_is(self) -> bool:
-        """Whether the model's own `forward` becomes the only graph."""
+        """Whether accel exports the model's unchanged `forward` as one graph."""
         kind = type(self)
         return kind.traced is Task.traced and kind.parts is Task.parts
 
-    # From rows of the data to predictions
+    # The following methods are used when a model predicts, is measured or is calibrated.
 
     def encode(self, rows: Any, processor: Any, max_length: int | None) -> Any | None:
         """Convert rows of the data to model inputs.
 
         Args:
-            rows: `accel.data.rows.DatasetRows` with mapped columns.
-            processor: The model's tokenizer, image processor, ...
-            max_length: Largest number of tokens; longer rows are truncated.
+            rows: `accel.data.rows.DatasetRows` whose columns have the names of the task's columns.
+            processor: The model's tokenizer, image processor or other processor.
+            max_length: Largest number of tokens. Longer rows are truncated.
 
         Returns:
-            `accel.data.encoded_rows.EncodedRows`. `None` uses the default encoding of one text for each row.
+            An `accel.data.encoded_rows.EncodedRows`. With `None`, accel encodes each row as one text.
         """
         return None
 
     def predictor(self, config: Any) -> type[Any] | None:
-        """Return the subclass of `accel.measuring.accuracy.predictors.Predictor` that measures a model, if there is one.
+        """Return the subclass of `accel.measuring.accuracy.predictors.Predictor` that measures the accuracy of a model.
 
         Args:
-            config: Config of the model. `None` selects the task's usual predictor.
+            config: Config of the model. With `None`, the usual predictor of the task is returned.
+
+        Returns:
+            The class, or `None` if the accuracy of the task cannot be measured.
         """
         return None
 
     @property
     def measured(self) -> bool:
-        """Whether the accuracy of the task's models can be measured."""
+        """Whether accel can measure the accuracy of models for the task."""
         return type(self).predictor is not Task.predictor
 
     def pipeline(self, name: str) -> type[Any] | None:
-        """Return the pipeline class for a name in `TaskSpec.own_pipelines`."""
+        """Return accel's pipeline class for a pipeline task in `TaskSpec.own_pipelines`, or `None`."""
         return None
 
     def can_serve(self, pipeline: str, config: Any) -> bool:
-        """Return whether a model with this config meets the needs of a pipeline, such as a label with a certain name."""
+        """Return whether a model with this config can be used in a pipeline.
+
+        For example, a pipeline may need a label with a certain name.
+        """
         return True
 
     def tiny_batch(
         self, config: Any, rows: int, draw: torch.Generator, texts: Callable[..., dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Draw a small random batch, on which tests compare a graph with PyTorch. Override it for inputs other than one text for each row.
+        """Return a small random batch, on which tests compare a graph with the PyTorch model.
+
+        Override this method if the inputs of the task are not one text for each row.
 
         Args:
             config: Config of the tiny model.
             rows: Number of rows.
             draw: Random generator.
-            texts: Function that draws the given number of texts with ten tokens as `input_ids` and `attention_mask`. With
+            texts: Function that returns `input_ids` and `attention_mask` of the given number of random texts of up to ten tokens. With
                 `padded=False`, all texts have the same length.
         """
         return texts(rows)
@@ -130,7 +142,7 @@ class Task:
     # Serving
 
     def operations(self) -> Sequence[Any]:
-        """Return the operations that a server and `accel batch` offer for the task's models in addition to its pipelines."""
+        """Return the operations of the server and of `accel batch` for the task, in addition to the pipelines of the task."""
         return ()
 
     def fronts(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Registry of the installed tasks: lookup by name, synonym, or a model's config."""
+"""Registry of the installed tasks. It finds a task by its name, by a synonym, or from a model's config."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 _MOST_LABELS = 1_000_000
 _LANGUAGES = re.compile(r"_\w+_to_\w+\Z")
-"""Matches the languages after the name of a translation task: `translation_en_to_de`."""
+"""Matches the languages in the name of a translation task, such as `_en_to_de` in `translation_en_to_de`."""
 
 
 def task_spec(name: str) -> TaskSpec:
-    """Return the spec of a task by its name, synonym or pipeline.
+    """Return the spec of a task by the task's name, a synonym, or the name of a pipeline.
 
     Raises:
-        TaskError: No such task is installed.
-        PluginError: The entry point does not contain a `TaskSpec` of its name, or two distributions define the name.
+        TaskError: No installed package defines a task with this name.
+        PluginError: The entry point of the task does not refer to a `TaskSpec` with the same name, or two packages define the name.
     """
     if not isinstance(name, str):
         raise TaskError(
@@ -50,31 +50,31 @@ def task_spec(name: str) -> TaskSpec:
 
 
 def without_languages(word: str) -> str:
-    """Return a task's name without translation languages."""
+    """Return the name of a task without languages: `translation` for `translation_en_to_de`."""
     return _LANGUAGES.sub("", word)
 
 
 def any_graph_task() -> str:
-    """Return the name of the task for arbitrary graphs."""
+    """Return the name of the task for graphs with any inputs and outputs."""
     return next(spec.name for spec in all_tasks() if spec.any_graph)
 
 
 def text_decoder_task() -> str:
-    """Return the name of the task for decoders that read only text."""
+    """Return the name of the task for decoder-only models whose only input is text."""
     return next(s.name for s in all_tasks() if s.generates and s.encoder_decoder is False and s.modalities == ("text",))
 
 
 def features_task() -> str:
-    """Return the name of the task whose models return only hidden states."""
+    """Return the name of the task whose models return hidden states without a head and without pooling."""
     return next(spec.name for spec in all_tasks() if spec.embeds and not spec.pooling)
 
 
 def load_task(name: str) -> Task:
-    """Return the implementation of a task by its name, synonym or pipeline. Imports its module at the first call.
+    """Return the `Task` object for a task's name, a synonym, or the name of a pipeline. The first call imports the task's module.
 
     Raises:
-        TaskError: No such task is installed.
-        PluginError: `TaskSpec.impl` is not a `Task`.
+        TaskError: No installed package defines a task with this name.
+        PluginError: `TaskSpec.impl` cannot be imported, or is not a subclass of `Task`.
     """
     return _implemented(task_spec(name))
 
@@ -109,37 +109,38 @@ def measured_tasks() -> list[str]:
 
 
 def specs_for(word: str) -> tuple[TaskSpec, ...]:
-    """Return all tasks with a name, synonym or pipeline; the task with that name comes first.
+    """Return all tasks that have `word` as name, synonym or pipeline. The task with this name comes first.
 
-    For example, two kinds of models serve the speech recognition pipeline.
+    There may be several tasks. For example, two kinds of models can be used in the speech recognition pipeline.
 
     Raises:
-        TaskError: There is no such task.
+        TaskError: No task has this name, synonym or pipeline.
     """
     first = task_spec(word)
     return (first, *(spec for spec in all_tasks() if spec is not first and word in (*spec.serves, *spec.synonyms)))
 
 
 def fitting_task(word: str, config: Mapping[str, Any]) -> str:
-    """Return the name of the task for a name, synonym or pipeline and a model with this config.
+    """Return the name of the task that has `word` as name, synonym or pipeline, and that fits a model with this config.
 
-    The task of that name is preferred. If its architectures do not include the model's, another task with this synonym or pipeline is
-    returned, whose architectures do.
+    The task with the name `word` is preferred. If this task does not list the model's architecture, another task with this synonym or
+    pipeline is returned that lists the architecture.
 
     Raises:
-        TaskError: There is no such task.
+        TaskError: No task has this name, synonym or pipeline.
     """
     first, *others = specs_for(word)
-    # Models for embeddings and for features have the same architectures, so the task's name decides.
+    # Models for sentence embeddings and for feature extraction have the same architectures, so only `word` decides between the two tasks.
     if _closeness(first, config) is not None or not (first.listed or first.suffixes or first.generates):
         return first.name
     return next((spec.name for spec in others if _closeness(spec, config) is not None), first.name)
 
 
 def _closeness(spec: TaskSpec, config: Mapping[str, Any]) -> tuple[bool, int, int] | None:
-    """Rank how well a task fits a config's architecture; `None` if it does not fit. The task with the highest rank is chosen.
+    """Return a rank of how well a task fits the architecture in a config, or `None` if the task does not fit.
 
-    A match in transformers' table of architectures ranks highest, then config fields, then the longest name suffix.
+    `infer_task` chooses the task with the highest rank. A task ranks highest if transformers lists the architecture for the task's auto
+    class. Next in rank are tasks that require certain config fields, and then the task with the longest matching suffix.
     """
     name = str((config.get("architectures") or [""])[0])
     has_encoder = bool(config.get("is_encoder_decoder", False))
@@ -155,12 +156,15 @@ def _closeness(spec: TaskSpec, config: Mapping[str, Any]) -> tuple[bool, int, in
 
 
 def all_tasks() -> tuple[TaskSpec, ...]:
-    """Return the specs of all installed tasks, accel's own first, both groups sorted by name. Invalid tasks are skipped."""
+    """Return the specs of all installed tasks. accel's tasks come first, then tasks of other packages, each sorted by name.
+
+    Tasks with an invalid entry point are left out.
+    """
     return _loaded(_installed())[0]
 
 
 def broken_tasks() -> dict[str, PluginError]:
-    """Return the errors of installed tasks that cannot be loaded, by name. Imports all tasks that are not part of accel."""
+    """Return the errors of installed tasks that cannot be imported, by task name. This function imports all tasks of other packages."""
     broken = dict(_loaded(_installed())[1])
     for spec in all_tasks():
         if not spec.impl.startswith("accel."):
@@ -172,7 +176,7 @@ def broken_tasks() -> dict[str, PluginError]:
 
 
 def working_tasks() -> Iterator[Task]:
-    """Yield the implementations of all installed tasks. A task that cannot be imported is skipped with a warning."""
+    """Yield the `Task` objects of all installed tasks. A task that cannot be imported is skipped with a warning."""
     for spec in all_tasks():
         try:
             yield _implemented(spec)
@@ -187,9 +191,9 @@ def _installed() -> tuple[tuple[str, str], ...]:
 
 @functools.lru_cache(maxsize=2)
 def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[tuple[TaskSpec, ...], Mapping[str, PluginError]]:
-    """Return the task specs of the entry points, and the errors of invalid ones by name.
+    """Return the task specs of the entry points, and the errors of invalid entry points by task name.
 
-    An invalid distribution does not affect other distributions.
+    An invalid package does not affect the tasks of other packages.
     """
     specs: dict[str, TaskSpec] = {}
     broken: dict[str, PluginError] = {}
@@ -203,7 +207,7 @@ def _loaded(entries: tuple[tuple[str, str], ...]) -> tuple[tuple[TaskSpec, ...],
 
 
 def _spec_at(name: str, value: str, claims: list[str]) -> TaskSpec:
-    """Return the spec that an entry point names."""
+    """Return the `TaskSpec` to which an entry point refers."""
     if len(claims) > 1:
         raise PluginError(
             f"Several installed packages define the task {name!r}, with the entry points {', '.join(claims)}.",
@@ -220,7 +224,11 @@ def _spec_at(name: str, value: str, claims: list[str]) -> TaskSpec:
 
 @functools.lru_cache(maxsize=2)
 def _words(entries: tuple[tuple[str, str], ...]) -> Mapping[str, TaskSpec]:
-    """Map every name, pipeline and synonym to its task. Names have precedence; if two tasks share one, it means the first task."""
+    """Return a mapping of all task names, pipelines and synonyms to task specs.
+
+    A task's name has precedence over a pipeline or synonym of another task. A pipeline or synonym of several tasks is mapped to the
+    first of these tasks.
+    """
     specs, _ = _loaded(entries)
     words = {spec.name: spec for spec in specs}
     for spec in specs:
@@ -244,7 +252,7 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
 
     Raises:
         ArtifactNotFoundError: The folder has no config.
-        TaskError: The config names no architecture, or no task supports the architecture.
+        TaskError: The config contains no architecture, or no task supports the architecture.
     """
     if folder is not None and (kind := sentence_kind(folder)):
         task = next((spec.name for spec in all_tasks() if spec.sentence_kind == kind), None)
@@ -266,7 +274,8 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
     name = str(architectures[0])
     fits = [(closeness, spec.name) for spec in all_tasks() if (closeness := _closeness(spec, config)) is not None]
     best, task = max(fits, default=((False, 0, 0), ""))
-    # `GPT2LMHeadModel` also ends with `Model`, the suffix of models without a head. Exporting it as one would drop its head.
+    # The name `GPT2LMHeadModel` ends with `Model`, which is also the suffix of models without a head. This model has a head, so the task
+    # for models without a head does not fit.
     if not task or (best == (False, 0, len("Model")) and name.endswith(("HeadModel", "HeadsModel"))):
         raise TaskError(
             f"accel cannot infer the task of the architecture {name}, or it does not support this architecture.",
@@ -276,16 +285,16 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `config.json`; empty if there is none.
+    """Return the content of a folder's `config.json`, or an empty dict if the file does not exist.
 
     Raises:
-        IntegrityError: It is not a regular file, not a JSON object, too large, or has too many labels.
+        IntegrityError: The file is not a regular file, is not a JSON object, is too large, or has too many labels.
     """
     path = folder / "config.json"
     if not path.exists():
         return {}
     values = read_json(path)
-    # transformers creates a name for each label, also for labels in nested configs.
+    # transformers creates a name for each label, also in nested configs. A very large `num_labels` would fill the memory.
     labels = [one.get("num_labels") for one in (values, *values.values()) if isinstance(one, dict)]
     if any(isinstance(count, int) and count > _MOST_LABELS for count in labels):
         raise IntegrityError(
@@ -296,12 +305,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder contains a PEFT adapter instead of a whole model."""
+    """Return whether a folder contains a PEFT adapter instead of a complete model."""
     return (folder / _ADAPTER).is_file()
 
 
 def infer_adapter_task(folder: Path) -> str:
-    """Return the task of a PEFT adapter from its `adapter_config.json`; the features task if it names none."""
+    """Return the task of a PEFT adapter from its `adapter_config.json`.
+
+    If `adapter_config.json` contains no known task, the task for hidden states is returned.
+    """
     settings = read_json(folder / _ADAPTER)
     word = settings.get("task_type") or ""
     return next((spec.name for spec in all_tasks() if word and spec.adapter == word), features_task())

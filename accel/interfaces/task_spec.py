@@ -1,4 +1,4 @@
-"""Description of a task. Its implementation, the `Task` class in `impl`, is imported at its first use."""
+"""Description of a task. The implementation of the task is a separate class (`TaskSpec.impl`), which accel imports when it is needed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ Modality = Literal["text", "image", "audio", "video"]
 
 
 LABELS = "num_labels"
-"""Name of the axis of the model's labels, equal to the config field with their number."""
+"""Name of the axis with one entry for each label. The config field with the number of labels has the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Meaning that a column of the data can have.
+    """A column of the data that a task reads.
 
     Attributes:
-        use: Purpose of the column: `text`, `label`, ...
-        known: Usual names of such columns, the likeliest first.
+        use: Purpose of the column, such as `text` or `label`.
+        known: Usual names of the column in data sets. The most common name comes first.
         holds: Kind of values in the column.
-        needed: `always`: required. `measuring`: required to measure, but not for calibration. `known`: used if a column has a
-            known name. `named`: used only if the caller or a known pair of columns names it.
-        answer: Whether the column contains the expected output, which calibration never reads.
+        needed: When the data must have the column. `always`: the column is required. `measuring`: the column is required to measure
+            accuracy, but not for calibration. `known`: the column is used if the data has a column with a name in `known`. `named`: the
+            column is used only if the caller passes its name, or if the data has a known pair of columns.
+        answer: Whether the column contains the expected output. Calibration never reads the expected output.
     """
 
     use: str
@@ -42,34 +43,36 @@ class TaskSpec:
     """Description of a task.
 
     Attributes:
-        name: Name of transformers' pipeline, or another name if two kinds of models serve one pipeline.
-        impl: `package.module:Class` of its `Task`; empty for the base class `Task`.
-        auto_model: transformers class that loads its PyTorch models; empty to use the architecture in the config.
-        more_auto_models: Further auto classes, if architectures for the task belong to several.
-        output: Class of `transformers.modeling_outputs` that models return; empty for a plain `ModelOutput`.
-        outputs: Output tensors by name with their axes, if all models of the task return the same. An axis name that is a
-            config field (`num_labels`) is a fixed size; any other axis varies.
-        keeps: Outputs that a graph returns, as far as the model has them; empty for all. Some models also return tensors that
+        name: Name of the task's pipeline in transformers. If two kinds of models can be used in one pipeline, one of the two tasks has
+            another name.
+        impl: `package.module:Class` of the task's implementation. Empty means the base class `Task`.
+        auto_model: transformers class that loads the PyTorch models. Empty means the class in the model's config.
+        more_auto_models: Further transformers classes that load PyTorch models for the task.
+        output: Class of `transformers.modeling_outputs` that models return. Empty means `ModelOutput`.
+        outputs: Axes of the output tensors by name, if all models of the task have the same outputs. An axis whose name is a config
+            field (`num_labels`) has the size in the config. All other axes vary.
+        keeps: Outputs that a graph returns, if the model has them. Empty means all outputs. Some models return further outputs that
             only training needs.
-        suffixes: Suffixes of the names of architectures for the task.
-        fields: Config fields that such an architecture requires, to exclude others with the same suffix.
-        marks: Config fields of which such an architecture has at least one.
-        sentence_kind: Kind of sentence-transformers folders for the task: `embedder`, `cross-encoder`; empty for none.
-        any_graph: Whether the task is for arbitrary graphs.
-        listed: Whether all architectures that transformers lists for `auto_models` support the task, whatever their names.
+        suffixes: Suffixes of the class names of models for the task.
+        fields: Config fields that a model for the task must have, in addition to a suffix in `suffixes`.
+        marks: Config fields of which a model for the task must have at least one.
+        sentence_kind: Kind of sentence-transformers models for the task: `embedder` or `cross-encoder`. Empty means none.
+        any_graph: Whether the task is for graphs with any inputs and outputs.
+        listed: Whether all architectures that transformers lists for `auto_models` support the task, independent of their names.
         synonyms: Other names of the task.
         modalities: Modalities of the inputs.
-        generates: Whether its models generate tokens one after another, with a cache.
-        encoder_decoder: For generating models: True for an encoder and a decoder, False for only a decoder, `None` for both.
-        embeds: Whether its models need no head, because they return hidden states or embeddings.
-        pooling: Default pooling mode for embeddings if neither the user nor the folder gives one; empty for none.
-        pipelines: Pipeline tasks that its models serve in addition to the task's name.
-        own_pipelines: Further pipeline tasks, which transformers does not have. The `Task` provides their classes.
+        generates: Whether models for the task generate tokens one after another, with a KV cache.
+        encoder_decoder: For generating tasks: True if models have an encoder and a decoder, False if models have only a decoder. `None`
+            if the task allows both kinds of models.
+        embeds: Whether models for the task have no head, because they return hidden states or embeddings.
+        pooling: Pooling mode of embeddings if the user and the model's folder define none. Empty means no pooling.
+        pipelines: Further pipelines of transformers in which models for the task can be used.
+        own_pipelines: Further pipelines that exist only in accel. `Task.pipeline` returns their classes.
         usual_models: Default model (Hub id and revision) of each pipeline in `own_pipelines`.
-        columns: Columns of its data; empty if rows of data cannot be read for the task.
-        processor: transformers class that loads the processor, if the modalities do not determine it.
-        adapter: PEFT's name of the task.
-        loss: Name of transformers' loss function for calls with labels; empty for none.
+        columns: Columns of the task's data. Empty if accel cannot read data for the task.
+        processor: transformers class that loads the processor. Empty if the modalities determine the processor.
+        adapter: Name of the task in PEFT (`task_type`).
+        loss: Name of transformers' loss function for calls with labels. Empty means that there is no loss.
     """
 
     name: str
@@ -100,12 +103,13 @@ class TaskSpec:
     loss: str = ""
 
     def difference(self, outputs: Mapping[str, Sequence[object]]) -> str:
-        """Describe the first difference between a model's outputs and the declared outputs, or return an empty string.
-
-        The text follows the model's name in an error message.
+        """Describe the first difference between a model's outputs and the outputs of the task.
 
         Args:
-            outputs: Shapes of the outputs by name. Additional outputs are ignored.
+            outputs: Shapes of the model's outputs by name. Outputs that the task does not declare are ignored.
+
+        Returns:
+            The second part of an error message, which follows the name of the model. Empty if there is no difference.
         """
         for name, axes in self.outputs.items():
             shape = outputs.get(name)
@@ -125,5 +129,5 @@ class TaskSpec:
 
     @property
     def serves(self) -> tuple[str, ...]:
-        """All pipeline tasks that models for the task serve."""
+        """Names of all pipelines in which models for the task can be used."""
         return (self.name, *self.pipelines, *self.own_pipelines)

@@ -1,4 +1,4 @@
-"""Base class of modules that wrap a transformers model and are traced instead of it."""
+"""Base class of modules that wrap a transformers model. accel traces the wrapper instead of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .family import Tensors as Tensors  # Most wrappers return `Tensors`.
 
 
 class Wrapper(torch.nn.Module):
-    """A module that wraps a transformers model and is traced instead of it."""
+    """Module that wraps a transformers model. accel traces the wrapper instead of the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Wrapper(torch.nn.Module):
 
     @property
     def required_token(self) -> int | None:
-        """Token that each row of `input_ids` must contain, or `None` if there is no such token."""
+        """Id of a token that each row of `input_ids` must contain, or `None` if the model requires no token."""
         return self.model.required_token if isinstance(self.model, Wrapper) else None
 
     @property
@@ -29,7 +29,7 @@ class Wrapper(torch.nn.Module):
 
 
 def unwrapped(model: torch.nn.Module) -> Any:
-    """Return the transformers model inside any wrappers."""
+    """Return the transformers model inside of one or several wrappers. A model without a wrapper is returned unchanged."""
     while isinstance(model, Wrapper):
         model = model.model
     return model

@@ -1,7 +1,6 @@
-"""Checks that the `run` methods and states of all backends share, so that errors are the same everywhere.
+"""Checks of inputs, outputs and states that the sessions of all backends share, so that all backends raise the same errors.
 
-A session runs these checks on its slow path. Its fast path is for calls with the declared names and dtypes, in shapes that
-passed before (`ShapeCheck`).
+`ShapeCheck` remembers shapes that passed the check, so the check is fast for calls with the same shapes.
 """
 
 from .feeds import ShapeCheck as ShapeCheck

@@ -1,4 +1,4 @@
-"""Checks of names, dtypes and shapes of inputs, and of buffers for outputs."""
+"""Checks of the names, dtypes and shapes of inputs, and of the buffers for outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ...artifact.tensors import TensorSpec
     from ..protocols import Feeds
 
-_REMEMBERED = 4096  # Limit of remembered shapes, so that ever new lengths do not fill the memory.
+_REMEMBERED = 4096  # Largest number of remembered shapes, so that calls with always new lengths do not fill the memory.
 Sizes = tuple[int, ...]
 
 
@@ -42,7 +42,7 @@ def read_feeds(feeds: Feeds, dtypes: Mapping[str, torch.dtype]) -> dict[str, tor
             raise wrong_names(feeds, dtypes)
         check_readable(name, tensor)
         if tensor.dtype is not dtype:
-            # A cast would silently drop fractions and imaginary parts.
+            # A cast from floating-point to integer, or from complex to real, would silently change values.
             if (tensor.is_floating_point() and not dtype.is_floating_point) or tensor.is_complex():
                 raise InputError(
                     f"The input {name!r} has the dtype {tensor.dtype}, but the model needs {dtype}.",
@@ -60,7 +60,7 @@ def check_readable(name: str, tensor: object) -> None:
     """Check that an input is a dense tensor with values.
 
     Raises:
-        InputError: The input is no tensor, has no values (device `meta`), or is sparse, nested or quantized.
+        InputError: The input is not a tensor, has no values (device `meta`), or is sparse, nested or quantized.
     """
     import torch
 
@@ -83,7 +83,9 @@ def check_readable(name: str, tensor: object) -> None:
 
 
 def check_fits(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check that integers in host memory fit into the dtype that they are converted to. Other values would wrap around.
+    """Check that the integers of a tensor in host memory fit into the dtype to which the tensor will be converted.
+
+    A conversion would silently change values outside the dtype's range.
 
     Raises:
         InputError: A value is outside the dtype's range.
@@ -106,7 +108,7 @@ def check_fits(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputError:
-    """Return the error for inputs that are not exactly the declared ones. Its message lists both."""
+    """Return the error for input names that differ from the graph's input names. The message lists both."""
     missing = [name for name in declared if feeds.get(name) is None]
     extra = [name for name in feeds if name not in declared]
     return InputError(
@@ -117,11 +119,13 @@ def wrong_names(feeds: Mapping[str, Any], declared: Collection[str]) -> InputErr
 
 
 class ShapeCheck:
-    """Check of the shapes of a call's inputs. Shapes that passed are remembered, so the check takes about a microsecond per call.
+    """Check of the shapes of a call's inputs.
+
+    The object remembers shapes that passed, so a check of the same shapes takes about one microsecond.
 
     Args:
-        inputs: Specs of the graph's inputs, in the order in which shapes are passed.
-        fixed: Fixed sizes of named axes with which the session was opened.
+        inputs: Specs of the graph's inputs. Each call passes shapes in the same order.
+        fixed: Sizes of named axes that were fixed when the session was opened.
         limits: Largest sizes of named axes, from the model's position embeddings.
     """
 
@@ -142,8 +146,8 @@ class ShapeCheck:
         """Check the shapes of all inputs.
 
         Raises:
-            InputError: A wrong rank, a wrong size of a fixed axis, an empty axis, different sizes of one axis, or an axis longer
-                than the model's position embeddings.
+            InputError: An input has a wrong rank, a wrong size of a fixed axis, an empty axis, or an axis longer than the model's
+                position embeddings, or the inputs have different sizes for the same named axis.
         """
         if shapes in self._passed:
             return
@@ -153,7 +157,7 @@ class ShapeCheck:
             fits = len(shape) == len(expected) and all(
                 isinstance(axis, str) or axis == n for n, axis in zip(shape, expected, strict=True)
             )
-            # Cache inputs may be empty, because they are empty at the first call.
+            # The inputs of a KV cache have no tokens in the first call, so an empty axis is valid for them.
             empty = 0 in shape and spec.pair is None
             if not fits or empty:
                 raise InputError(
@@ -183,7 +187,7 @@ def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]
     """Return the names of the requested outputs.
 
     Raises:
-        InputError: The graph does not return one of them.
+        InputError: The graph has no output with one of the requested names.
     """
     unknown = [name for name in outputs if name not in declared]
     if unknown:
@@ -197,16 +201,16 @@ def wanted_outputs(outputs: Sequence[str], declared: Sequence[str]) -> list[str]
 def check_buffers(
     out: Mapping[str, torch.Tensor], wanted: Collection[str], dtypes: Mapping[str, torch.dtype], device: torch.device
 ) -> None:
-    """Check the buffers that receive outputs.
+    """Check the buffers that outputs are written to. (`check_buffer_shape` checks the shapes.)
 
     Args:
-        out: Buffers by output name. `check_buffer_shape` checks their shapes.
+        out: Buffers by output name.
         wanted: Names of the requested outputs.
         dtypes: Declared dtypes of the graph's outputs.
         device: Device on which the session writes outputs.
 
     Raises:
-        InputError: A buffer has no matching output, is not contiguous, or has another dtype or device.
+        InputError: A buffer belongs to no requested output, is not contiguous, or has another dtype or device than the output.
     """
     unknown = [name for name in out if name not in wanted]
     if unknown:

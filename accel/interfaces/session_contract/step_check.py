@@ -25,8 +25,8 @@ def check_state(state: State | None, session: object, *, stateful: bool, out: Ma
         out: Output buffers of the call.
 
     Raises:
-        InputError: A state for a stateless graph, no state for a stateful graph, a state of another session, or output buffers
-            together with a state.
+        InputError: The caller passed a state for a graph without a state, no state for a graph with a state, a state of another
+            session, or output buffers together with a state.
     """
     if not stateful:
         if state is not None:
@@ -64,7 +64,7 @@ class StepCheck:
 
     Args:
         component: The decoder's graph.
-        waits: Whether to check the input `kept` if it is on another device. This waits for the device.
+        waits: Whether to check the values of the input `kept` also if the tensor is on a GPU. The check then waits for the GPU.
 
     Attributes:
         tokens: Name of the input with token ids or embeddings.
@@ -87,7 +87,7 @@ class StepCheck:
                 f"The decoder graph {component.name!r} has no input for token ids or embeddings.",
                 fix="export the model again with `accel export MODEL OUT`.",
             )
-        # Decoders of other tools that follow an encoder have no mask of their own tokens.
+        # In encoder-decoder models of other tools, the decoder graph may have no mask of the decoder's tokens.
         self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
         self.kept = next((spec.name for spec in own if spec.shape == ("kept",)), None)
         self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self.tokens, self.mask, self.kept)}
@@ -102,8 +102,8 @@ class StepCheck:
             length: Number of tokens of the state.
 
         Raises:
-            InputError: Another number of rows, a mask that does not cover the cached and the new tokens, inputs of inconsistent
-                shapes, or requested logits of tokens that do not exist.
+            InputError: The inputs have another number of rows than the state, the mask does not have a column for each cached and new
+                token, the shapes of the inputs do not match, or an index of requested logits is not a new token.
         """
         for name, declared in self._ranks.items():
             if feeds[name].ndim != len(declared):
@@ -149,7 +149,7 @@ class StepCheck:
         return int(new)
 
     def single(self, feeds: Feeds, length: int, place: int) -> dict[str, torch.Tensor]:
-        """Return contiguous inputs for a call with only one of several new tokens.
+        """Return contiguous inputs for a call with only one token, selected from several new tokens.
 
         Args:
             feeds: Inputs with all new tokens.

@@ -1,4 +1,4 @@
-"""Checks of input values: ids and masks within their bounds, rows with at least one token, finite numbers."""
+"""Checks of input values: bounds of token ids and masks, at least one token in each row, and finite numbers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from ...artifact.tensors import TensorSpec
     from ..protocols import Feeds
 
-_FEW = 32  # Up to this number, values are checked faster as a Python list.
+_FEW = 32  # For at most this number of values, Python's min and max of a list are faster than NumPy.
 
 
 class InputValueCheck:
-    """Check that input values are within the declared bounds, and that each row has a token.
+    """Check that input values are within the bounds of their specs, and that each row of a mask has at least one 1.
 
-    Invalid token ids and positions, and mask values other than 0 and 1, are errors of the caller. Without this check, some runtimes
-    would wrap or clamp them, and others would crash. A fully masked row is an error as well
-    (docs/adr/0037-fully-masked-rows.md). The check takes about 2 microseconds for each input with warm CPU caches, and 10 after a
-    model's matrix products. Values on a GPU are checked only by `waiting`.
+    Without this check, some runtimes would wrap or clamp invalid token ids, positions and mask values, and other runtimes would
+    crash. docs/adr/0037-fully-masked-rows.md explains why a fully masked row is an error. The check takes about 2 microseconds for
+    each input with warm CPU caches, and 10 microseconds after the matrix products of a model. Only the method `waiting` checks values
+    on a GPU.
 
     Args:
         inputs: Specs of the graph's inputs.
@@ -41,7 +41,8 @@ class InputValueCheck:
             if spec.bounds is not None
         ]
         self._bounded: list[tuple[int, str, int, int]] = [row for _, spec, row in bounded if spec.role != "mask"]
-        # A mask of all tokens so far may cover only the first ones of a prompt, which are padding in left-padded rows.
+        # If a prompt is run in parts, the mask of the first part may contain only the padding of a left-padded row. So rows without
+        # tokens are allowed in masks whose last axis is `total`.
         self._masks: list[tuple[int, str, int, int, bool]] = [
             (*row, spec.shape[-1:] != ("total",)) for _, spec, row in bounded if spec.role == "mask"
         ]
@@ -54,7 +55,7 @@ class InputValueCheck:
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:
-        """Smallest and largest value of each input with bounds, except masks: kernels do not use mask values as indices."""
+        """Smallest and largest value of each input with bounds. Masks are left out, because kernels do not use them as indices."""
         return {name: (least, most) for _, name, least, most in self._bounded}
 
     def __call__(self, feeds: Feeds) -> None:
@@ -71,7 +72,8 @@ class InputValueCheck:
             tensor = feeds.get(name)
             if tensor is not None and tensor.is_cpu and not tensor.is_floating_point():
                 self._check_mask(tensor.numpy(), name, least, most, filled)
-        # Also read from a GPU, which waits for it. Few models require a token in each row, and their graphs cannot detect a missing one.
+        # This check also reads tensors on a GPU, and waits for the GPU. Only a few models require a token in each row, and their graphs
+        # cannot detect that the token is missing.
         for _, name, token, equal_counts in self._required:
             tensor, mask = feeds.get(name), feeds.get("attention_mask")
             if tensor is not None:
@@ -79,7 +81,7 @@ class InputValueCheck:
                 check_required(tensor, mask, name, token, equal_counts=equal_counts)
 
     def waiting(self, feeds: Feeds) -> None:
-        """Check the values of inputs that are not in host memory, which waits for their device. Masks are skipped.
+        """Check the values of inputs that are on a GPU, and wait for the GPU. Masks are not checked.
 
         Raises:
             InputError: A value is out of bounds.
@@ -92,20 +94,24 @@ class InputValueCheck:
                 self._check(torch.stack(torch.aminmax(tensor)).cpu().numpy(), name, least, most)
 
     def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Check the values of all inputs as NumPy arrays in the graph's order. None is empty, and inputs with bounds are integers.
+        """Check the values of all inputs, passed as NumPy arrays in the graph's order.
+
+        The caller has checked that no array is empty, and that inputs with bounds are integers.
 
         Raises:
             InputError: A value is out of bounds, a row is fully masked, or a row lacks a required token.
         """
         for place, name, least, most in self._bounded:
             values = arrays[place]
-            # After a matrix product the CPU caches are cold, so the amount of code decides the time. NumPy's reductions run the most code.
+            # After a matrix product, Python's and NumPy's code is not in the CPU caches. A check that runs less code is then faster, and
+            # NumPy's reductions run more code than `min` and `max` of a short list.
             if values.size <= _FEW:
                 few = values.ravel().tolist()
                 if least <= min(few) and max(few) <= most:
                     continue
             elif least == 0 and values.dtype is self._long:
-                # As unsigned integers, negative values are large, so one pass is enough instead of two.
+                # Read as unsigned integers, negative values are very large. So one search for the largest value finds values below 0 and
+                # values above the limit.
                 seen = values.view(self._long_unsigned)
                 if seen.item(seen.argmax()) <= most:
                     continue
@@ -117,8 +123,8 @@ class InputValueCheck:
             check_required(arrays[place], mask, name, token, equal_counts=equal_counts)
 
     def _check_mask(self, mask: np.ndarray[Any, Any], name: str, least: int, most: int, filled: bool) -> None:
-        """Check a mask against its bounds and, if `filled`, that each row has a token."""
-        # The shape check reports masks of another rank.
+        """Check a mask against its bounds. If `filled` is True, also check that each row has a token."""
+        # `ShapeCheck` raises the error for a mask with one axis.
         filled = filled and mask.ndim > 1
         if mask.size <= _FEW:
             few = mask.ravel().tolist()
@@ -126,7 +132,7 @@ class InputValueCheck:
                 return
             if min(few) < least or max(few) > most:
                 self._check(mask, name, least, most)
-            # Most rows begin with a token, so the first column is checked first.
+            # In most batches, each row begins with a token. Then the first column has no 0, and the slower check is not needed.
             if filled and not all(few[:: mask.shape[-1]]):
                 check_filled(mask, name)
             return
@@ -177,13 +183,13 @@ def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: 
 
     Args:
         ids: NumPy array or tensor.
-        mask: NumPy array or tensor of the same shape; `None` means that no token is masked.
+        mask: NumPy array or tensor of the same shape. `None` means that no token is masked.
         name: Input name for the error message.
         token: Id of the required token.
-        equal_counts: Whether all rows must contain the token equally often.
+        equal_counts: Whether all rows must contain the token the same number of times.
 
     Raises:
-        InputError: A row lacks the token, or the rows contain it a different number of times.
+        InputError: A row lacks the token, or the rows contain the token a different number of times.
     """
     if ids.ndim != 2:
         return
@@ -228,7 +234,7 @@ class _HostCheck:
                 self._check(tensor.numpy(), name)
 
     def arrays(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Check the values of all inputs as NumPy arrays in the graph's order. None is empty.
+        """Check the values of all inputs, passed as non-empty NumPy arrays in the graph's order.
 
         Raises:
             InputError: A value is invalid.
@@ -242,9 +248,10 @@ class _HostCheck:
 
 
 class MaskCheck(_HostCheck):
-    """Check that masks without bounds have a token in each row, for runtimes that compute a fully masked row differently from PyTorch.
+    """Check that masks have at least one token in each row, for masks whose spec has no bounds.
 
-    `InputValueCheck` checks masks with bounds, on every backend. Masks of older artifacts have no bounds.
+    Runtimes use this check if they compute a fully masked row differently from PyTorch. `InputValueCheck` checks masks with bounds on
+    every backend. The masks of artifacts from older versions of accel have no bounds.
 
     Args:
         inputs: Specs of the graph's inputs.
@@ -259,15 +266,15 @@ class MaskCheck(_HostCheck):
 
     @staticmethod
     def _check(mask: np.ndarray[Any, Any], name: str) -> None:
-        # Most rows begin with a token, so the first column is checked first. The shape check rejects masks without columns.
+        # In most batches, each row begins with a token. Then the first column has no 0, and the slower check is not needed.
         if mask.ndim == 2 and mask.size and not all(mask[:, 0].tolist()):
             check_filled(mask, name)
 
 
 class FiniteCheck(_HostCheck):
-    """Check that values are finite, for runtimes whose results for infinity and NaN differ from PyTorch's (some return finite numbers).
+    """Check that floating-point inputs are finite, for runtimes whose results for infinity and NaN differ from PyTorch's results.
 
-    Masks are skipped, because additive masks contain minus infinity.
+    Some runtimes would return finite numbers. Masks are not checked, because additive masks contain minus infinity.
 
     Args:
         inputs: Specs of the graph's inputs.
@@ -288,7 +295,8 @@ class FiniteCheck(_HostCheck):
     def _check(values: np.ndarray[Any, Any], name: str) -> None:
         import numpy as np
 
-        # A sum is one pass without allocation. It may overflow for large finite values, so these are checked again below.
+        # The sum is finite if all values are finite and the sum does not overflow. This test needs no memory. If the sum is not finite,
+        # the code below checks each value.
         with np.errstate(over="ignore", invalid="ignore"):
             if math.isfinite(values.sum()):
                 return
