@@ -142,7 +142,7 @@ class BackendConformance:
         assert spec.summary
         assert any(capability.stage == "run" for capability in spec.capabilities), "a backend must run something"
 
-    def test_what_tune_tries_can_be_remembered(self, spec: BackendSpec) -> None:
+    def test_option_trials_are_recorded_options(self, spec: BackendSpec) -> None:
         tried = {trial.name for capability in spec.capabilities for trial in capability.trials}
         assert tried <= set(spec.recorded_options), "an artifact must run with the options that it was measured with"
 
@@ -161,7 +161,7 @@ class BackendConformance:
             assert isinstance(opened, Session)
             opened.close()
 
-    def test_runs_where_it_says(self, session: Session, where: DeviceSpec) -> None:
+    def test_runs_on_the_requested_device(self, session: Session, where: DeviceSpec) -> None:
         assert (session.device.type, session.device.index) == (where.type, where.index)
 
     def test_parity_with_pytorch(self, session: Session, original: Any) -> None:
@@ -196,7 +196,7 @@ class BackendConformance:
         with pytest.raises(InputError):
             session.run(feeds)
 
-    def test_inputs_that_do_not_fit_each_other_are_an_input_error(self, session: Session) -> None:
+    def test_contradicting_input_shapes_are_an_input_error(self, session: Session) -> None:
         """A mask with fewer tokens or rows than the token ids raises an error. The next valid call returns correct
         results.
         """
@@ -214,7 +214,7 @@ class BackendConformance:
         assert changed or len(session.inputs) == 1
         assert torch.equal(session.run(feeds)["logits"], before["logits"])
 
-    def test_values_that_the_model_does_not_have_are_an_input_error(self, session: Session) -> None:
+    def test_values_out_of_bounds_are_an_input_error(self, session: Session) -> None:
         """Values outside the declared bounds of an input raise an error, such as token ids below 0 or above the
         vocabulary.
         """
@@ -256,7 +256,7 @@ class BackendConformance:
         narrow = {name: tensor.to(torch.int32) for name, tensor in feeds.items()}
         assert torch.equal(session.run(narrow)["logits"], session.run(feeds)["logits"])
 
-    def test_accepts_strides(self, session: Session) -> None:
+    def test_accepts_tensors_with_strides(self, session: Session) -> None:
         feeds = self.feeds(session, batch=3)
         strided = {name: tensor.t().contiguous().t() for name, tensor in feeds.items()}
         assert not strided["input_ids"].is_contiguous()
@@ -268,7 +268,7 @@ class BackendConformance:
         session.run(self.feeds(session, seed=2))
         assert torch.equal(first, kept)
 
-    def test_shapes_that_come_back(self, session: Session) -> None:
+    def test_repeated_shapes_give_equal_outputs(self, session: Session) -> None:
         shapes = [(1, 5), (3, 5), (1, 5), (2, 7), (1, 5), (3, 5), (1, 5)]
         for seed, (batch, sequence) in enumerate(shapes):
             feeds = self.feeds(session, batch=batch, sequence=sequence)
@@ -291,12 +291,12 @@ class BackendConformance:
             alone = session.run({name: tensor[row : row + 1] for name, tensor in feeds.items()})["logits"]
             assert (alone[0] - together[row]).abs().max() <= self.tolerance
 
-    def test_selects_outputs(self, session: Session) -> None:
+    def test_runs_for_selected_outputs(self, session: Session) -> None:
         assert list(session.run(self.feeds(session), outputs=["logits"])) == ["logits"]
         with pytest.raises(InputError, match="nothing_like_it"):
             session.run(self.feeds(session), outputs=["nothing_like_it"])
 
-    def test_writes_into_given_buffers(self, session: Session) -> None:
+    def test_writes_into_buffers_of_the_caller(self, session: Session) -> None:
         feeds = self.feeds(session)
         expected = session.run(feeds)["logits"]
         buffer = torch.full_like(expected, float("nan"))
@@ -304,7 +304,7 @@ class BackendConformance:
         assert result["logits"].data_ptr() == buffer.data_ptr()
         assert torch.equal(buffer, expected)
 
-    def test_threads(self, session: Session, run_capability: Capability) -> None:
+    def test_several_threads_run_one_session(self, session: Session, run_capability: Capability) -> None:
         if not run_capability.thread_safe:
             pytest.skip(f"{self.backend} does not claim thread safety")
         cases = [self.feeds(session, batch=1 + i % 3, sequence=3 + i, seed=i) for i in range(8)]
@@ -314,7 +314,7 @@ class BackendConformance:
         for have, want in zip(actual, expected * 5, strict=True):
             assert (have - want).abs().max() <= self.tolerance
 
-    def test_compute_dtype_is_the_artifacts(self, session: Session, artifact: Artifact) -> None:
+    def test_compute_dtype_is_the_dtype_of_the_artifact(self, session: Session, artifact: Artifact) -> None:
         assert session.compute_dtype == artifact.dtype == "float32"
 
     def test_close(self, session: Session) -> None:
@@ -324,7 +324,7 @@ class BackendConformance:
         with pytest.raises(SessionClosedError):
             session.run(feeds)
 
-    def test_a_forked_child_lets_go_of_it(
+    def test_forked_child_discards_the_session(
         self, implementation: Backend, artifact: Artifact, where: DeviceSpec, session: Session
     ) -> None:
         """A forked child process can close the parent's session and open a new one. The child has no threads of the
@@ -377,7 +377,7 @@ class BackendConformance:
         """
         return PrepareConfig(scheme=scheme)
 
-    def test_prepares_what_it_claims(self, spec: BackendSpec, implementation: Backend) -> None:
+    def test_declared_preparers_work(self, spec: BackendSpec, implementation: Backend) -> None:
         """Each declared scheme of `prepare` returns a PyTorch model with the same inputs and outputs."""
         schemes = [scheme for c in spec.capabilities if c.stage == "prepare" for scheme in c.schemes]
         if not schemes:
@@ -465,7 +465,7 @@ class BackendConformance:
         assert state.length == 8
         assert (whole - resumed).abs().max() <= self.tolerance
 
-    def test_steps_are_as_runs(self, stateful: Session) -> None:
+    def test_steps_equal_runs(self, stateful: Session) -> None:
         """Prepared steps (`Session.steps`) return the same results as `run`, for rows with left padding."""
         feeds = self._left_padded(stateful)
         plain, state = stateful.new_state(2), stateful.new_state(2)
@@ -512,7 +512,7 @@ class BackendConformance:
         expected = self._continue(stateful, stateful.new_state(2), swapped, slice(0, 8))
         assert (actual - expected).abs().max() <= self.tolerance
 
-    def test_inputs_of_a_step_agree(self, stateful: Session) -> None:
+    def test_contradicting_inputs_of_a_step_are_an_input_error(self, stateful: Session) -> None:
         """A step checks the sizes of rows, tokens, positions and requested logits. After an error, the state is
         unchanged.
         """
@@ -585,7 +585,7 @@ class BackendConformance:
         feeds["attention_mask"] = torch.ones_like(feeds["attention_mask"])
         return feeds
 
-    def test_rows_join(self, stateful: Session) -> None:
+    def test_states_join(self, stateful: Session) -> None:
         """Rows of different lengths are joined to one state, and give the same results as single rows."""
         feeds = self._whole_feeds(stateful, 3)
         lengths = [5, 9, 2]
@@ -597,7 +597,7 @@ class BackendConformance:
             for row, length in enumerate(lengths):
                 assert (actual[row] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
 
-    def test_rows_leave(self, stateful: Session) -> None:
+    def test_rows_are_removed_from_a_state(self, stateful: Session) -> None:
         """After rows are removed, unused leading positions are dropped, and another row can join."""
         feeds = self._whole_feeds(stateful, 4)
         state = self._joined(stateful, feeds, (5, 9, 2))
@@ -611,7 +611,7 @@ class BackendConformance:
         for i, (row, length) in enumerate([(0, 7), (2, 4), (3, 8)]):
             assert (actual[i] - self._alone(stateful, feeds, row, length)[0]).abs().max() <= self.tolerance
 
-    def test_states_that_hold_nothing_do_not_join(self, stateful: Session) -> None:
+    def test_empty_states_do_not_join(self, stateful: Session) -> None:
         state = self._joined(stateful, self._whole_feeds(stateful, 1), (5,))
         for other in (state, stateful.new_state(1)):
             with pytest.raises(InputError):

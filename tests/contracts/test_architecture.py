@@ -150,20 +150,22 @@ def test_search_is_implemented_once() -> None:
     """Only `Search.run` builds, times and grades candidates. The modules `quantize_within_budget`, `conversion` and
     `tune` only propose candidates.
     """
-    parts, calls, presets = {"builder", "timer", "grader"}, set(), set()
+    parts = {"builder", "timer", "grader"}
+    classes = {"ArtifactBuilder", "CandidateTimer", "AccuracyGrader"}
+    calls, presets = set(), set()
     for path in CORE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             function = node.func if isinstance(node, ast.Call) else None
             owner = getattr(
                 getattr(function, "value", None), "attr", getattr(getattr(function, "value", None), "id", "")
             )
-            if isinstance(function, ast.Name) and function.id.lower() in parts:
+            if isinstance(function, ast.Name) and function.id in classes:
                 calls.add((name_of(path), function.id))
             elif isinstance(function, ast.Attribute) and owner in parts and function.attr in _MEASURES:
                 calls.add((name_of(path), function.attr))
             elif isinstance(function, ast.Attribute) and (owner, function.attr) == ("search", "run"):
                 presets.add(path.stem)
-    assert calls == {("accel/tuning/search.py", name) for name in (*_MEASURES, "Builder", "Timer", "Grader")}
+    assert calls == {("accel/tuning/search.py", name) for name in (*_MEASURES, *classes)}
     assert presets == {"quantize_within_budget", "conversion", "tune"}
 
 

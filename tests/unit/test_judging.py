@@ -144,7 +144,7 @@ def test_clearly_faster_candidate_wins() -> None:
     plain, int8 = survivor(EXPORT, [1.0] * 12), survivor(INT8, [ms / 1.2 for ms in NOISE], buckets=(8,))
     name, reasons = kept(plain, int8)
     assert "dynamic-int8" in name
-    assert reasons["cpu: onnx float32"].startswith("fits, and the winner is 1.2")
+    assert reasons["cpu: onnx float32"].startswith("it meets the constraints, but the winner is 1.2")
 
 
 def test_very_different_candidates_are_not_equal() -> None:
