@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from . import hub, left_out, stand_ins
+from . import hub, left_out, replacement_modules
 
 RESULTS = "ACCEL_OPTIMUM_SUITE_RESULTS"
 """Name of the environment variable with the path of the results file, which has one line for each test."""
