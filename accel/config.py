@@ -63,11 +63,11 @@ def check_type(subject: str, value: object, kinds: tuple[type, ...], taker: str 
     Raises:
         ConfigError: The type is wrong. The message has the value and the accepted types.
     """
-    by = f" in a call of {taker}" if taker else ""
+    name = f"The argument {subject} of {taker}" if taker else subject
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         words = " or ".join(dict.fromkeys(_WORDS.get(kind, kind.__name__) for kind in kinds))
         raise ConfigError(
-            f"{subject} is {reprlib.repr(value)}, a {type(value).__name__}{by}, but it must be {words}.",
+            f"{name} is {reprlib.repr(value)} (type {type(value).__name__}), but it must be {words}.",
             fix=f"pass {words} for {subject}.",
         )
     if isinstance(value, str) and "\0" in value:
@@ -104,9 +104,9 @@ def check_number(
     limits = (
         ("above", above, operator.gt), ("at least", least, operator.ge), ("at most", most, operator.le), ("below", below, operator.lt)
     )  # fmt: skip
-    asked = [(word, limit, holds) for word, limit, holds in limits if limit is not None]
-    if not all(holds(value, limit) for _, limit, holds in asked):
-        words = " and ".join(f"{word} {limit}" for word, limit, _ in asked)
+    bounds = [(word, limit, holds) for word, limit, holds in limits if limit is not None]
+    if not all(holds(value, limit) for _, limit, holds in bounds):
+        words = " and ".join(f"{word} {limit}" for word, limit, _ in bounds)
         raise ConfigError(f"{subject} is {value}, but it must be {words}.", fix=f"use a number {words}.")
 
 
@@ -126,10 +126,10 @@ def checked_arguments(
         signature = inspect.signature(function)
         allowed: dict[str, tuple[type, ...]] = {}
         for name, parameter in signature.parameters.items():
-            own = kinds.get(name, _OF_DEFAULTS.get(type(parameter.default), _ARGUMENTS.get(name)))
-            if own is not None and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                found = own if isinstance(own, tuple) else (own,)
-                allowed[name] = (*found, type(None)) if parameter.default is None else found
+            accepted = kinds.get(name, _OF_DEFAULTS.get(type(parameter.default), _ARGUMENTS.get(name)))
+            if accepted is not None and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                types_of_argument = accepted if isinstance(accepted, tuple) else (accepted,)
+                allowed[name] = (*types_of_argument, type(None)) if parameter.default is None else types_of_argument
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -283,8 +283,8 @@ class JsonConfig:
         Raises:
             ConfigError: A key is not a setting, or a value is invalid.
         """
-        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every subclass is a dataclass
-        check_names(cls.__name__, "setting", values, known)
+        names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every subclass is a dataclass
+        check_names(cls.__name__, "setting", values, names)
         return cls(**values)
 
 
@@ -501,7 +501,7 @@ def matched_layers(patterns: Sequence[str], names: Sequence[Sequence[str]]) -> s
     Raises:
         ConfigError: An entry matches no layer.
     """
-    found: set[int] = set()
+    indices: set[int] = set()
     for pattern in patterns:
         search = re.compile(pattern.removeprefix("re:")).search if pattern.startswith("re:") else None
         matched = {i for i, ours in enumerate(names) if any(search(n) if search else n == pattern for n in ours)}
@@ -512,8 +512,8 @@ def matched_layers(patterns: Sequence[str], names: Sequence[Sequence[str]]) -> s
                 f"{did_you_mean(pattern, first)}",
                 fix=f"use the name of a layer, such as {', '.join(first[:3])}, or 're:' followed by a regular expression.",
             )
-        found |= matched
-    return found
+        indices |= matched
+    return indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,8 @@ def stamp_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
 
     The records are for folders of other tools, which have no manifest with checksums.
     """
-    found = [(name, (folder / name).stat()) for name in names]
-    return tuple(FileRecord(name=n, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}") for n, stat in found)
+    stats = [(name, (folder / name).stat()) for name in names]
+    return tuple(FileRecord(name=n, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}") for n, stat in stats)
 
 
 def verify(folder: Path, records: Sequence[FileRecord]) -> None:
@@ -106,9 +106,9 @@ class _Checksums:
         key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
         if self._known is None:
             self._known = recall(_VERIFIED)
-        known = self._known.get(key)
-        if isinstance(known, str):
-            return known
+        cached = self._known.get(key)
+        if isinstance(cached, str):
+            return cached
         self._found[key] = sha256(path)
         return self._found[key]
 

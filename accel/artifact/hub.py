@@ -137,13 +137,13 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     cache = os.fspath(options.cache_dir) if options.cache_dir else None
-    asked: dict[str, Any] = {"revision": options.revision, "token": options.token, "cache_dir": cache}
+    download_options: dict[str, Any] = {"revision": options.revision, "token": options.token, "cache_dir": cache}
     offline = options.local_files_only or constants.HF_HUB_OFFLINE
     unreachable: Exception | None = None
 
     def manifest() -> Path:
         file = f"{options.subfolder}/{MANIFEST}" if options.subfolder else MANIFEST
-        return Path(huggingface_hub.hf_hub_download(name, file, local_files_only=offline, **asked))
+        return Path(huggingface_hub.hf_hub_download(name, file, local_files_only=offline, **download_options))
 
     try:
         files = None
@@ -169,7 +169,9 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
                 manifest=manifest,
             )
             patterns = [glob.escape(file) for file in chosen]
-        folder = huggingface_hub.snapshot_download(name, local_files_only=offline, allow_patterns=patterns, **asked)
+        folder = huggingface_hub.snapshot_download(
+            name, local_files_only=offline, allow_patterns=patterns, **download_options
+        )
     except LocalEntryNotFoundError as error:
         if unreachable is not None:
             raise _unavailable(name, unreachable, options) from unreachable
@@ -189,8 +191,8 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
 
 def hub_timeout_s() -> float:
     """Return the timeout for responses of the Hub in seconds: `HF_HUB_ETAG_TIMEOUT`, or 5."""
-    told = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
-    return float(told) if told.isdigit() else _TIMEOUT_S
+    timeout = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
+    return float(timeout) if timeout.isdigit() else _TIMEOUT_S
 
 
 def http_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:

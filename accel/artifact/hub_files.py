@@ -69,10 +69,10 @@ def files_to_fetch(
         or file.endswith((".py", "/config.json"))
         or (file.count("/") == 1 and file.endswith(f"/{MANIFEST}"))
     ]  # fmt: skip
-    wanted = [above + file for file in dict.fromkeys([*chosen, *small, *_modules(inside)])]
+    needed = [above + file for file in dict.fromkeys([*chosen, *small, *_modules(inside)])]
     # For a model in a subfolder, the config, tokenizer and processor may lie in the root of the repository.
     root = [file for file in files if above and "/" not in file and file.endswith((*_COMPANIONS, ".py"))]
-    return list(dict.fromkeys([*wanted, *root]))
+    return list(dict.fromkeys([*needed, *root]))
 
 
 def _folder(file: str) -> str:
@@ -95,11 +95,11 @@ def _modules(files: Sequence[str]) -> list[str]:
     """Return the files of sentence-transformers modules. Each module's weights are in one format; safetensors are
     preferred.
     """
-    found = [file for file in files if _MODULE.match(file)]
-    safe = {_folder(file) for file in found if file.endswith(".safetensors")}
+    module_files = [file for file in files if _MODULE.match(file)]
+    safe = {_folder(file) for file in module_files if file.endswith(".safetensors")}
     return [
         file
-        for file in found
+        for file in module_files
         if file.endswith((*_COMPANIONS, ".safetensors")) or (file.endswith(".bin") and _folder(file) not in safe)
     ]
 

@@ -205,14 +205,14 @@ def sentence_kind(folder: Path) -> Kind:
     """
     if not (folder / MODULES).is_file():
         return ""
-    word = _json(folder / GENERAL).get("model_type")
-    if word is not None:
-        if word not in _KINDS:
+    model_type = _json(folder / GENERAL).get("model_type")
+    if model_type is not None:
+        if model_type not in _KINDS:
             raise IntegrityError(
-                f"model_type is {word!r} in {folder / GENERAL}, which is not a model type of sentence-transformers.",
+                f"model_type is {model_type!r} in {folder / GENERAL}, which is not a model type of sentence-transformers.",
                 fix=f"set model_type to one of {', '.join(_KINDS)}.",
             )
-        return _KINDS[word]
+        return _KINDS[model_type]
     # sentence-transformers before version 5 did not write `model_type`, so the kind follows from the modules.
     names = {_class(entry) for entry in _modules(folder)}
     if names & set(_SPARSE):
@@ -327,13 +327,19 @@ def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[Sentence
 
 
 def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    word = config.get("pooling_mode")
-    if word is None:
+    pooling_mode = config.get("pooling_mode")
+    if pooling_mode is None:
         return tuple(mode for flag, mode in _FLAGS.items() if config.get(flag)) or ("mean",)
-    modes = (word,) if isinstance(word, str) else tuple(word) if isinstance(word, list) else ()
+    modes = (
+        (pooling_mode,)
+        if isinstance(pooling_mode, str)
+        else tuple(pooling_mode)
+        if isinstance(pooling_mode, list)
+        else ()
+    )
     if not modes or not set(modes) <= set(POOLING_MODES):
         raise ConfigError(
-            f"pooling_mode is {word!r} in {path}, which accel does not support.",
+            f"pooling_mode is {pooling_mode!r} in {path}, which accel does not support.",
             fix=f"set pooling_mode to one or several of {', '.join(POOLING_MODES)}.",
         )
     return modes

@@ -35,10 +35,10 @@ def check_nothing_added(folder: Path, recorded: Iterable[str]) -> None:
     Raises:
         IntegrityError: There is such a file. The message names the first one.
     """
-    own = set(recorded)
-    kinds = {kind for name in own if (kind := kind_of(name)) is not None}
+    recorded_names = set(recorded)
+    kinds = {kind for name in recorded_names if (kind := kind_of(name)) is not None}
     for name in files_within(folder):
-        if name not in own and (kind := kind_of(name)) in kinds:
+        if name not in recorded_names and (kind := kind_of(name)) in kinds:
             raise IntegrityError(
                 f"{folder / name} is not recorded in the manifest of the artifact. transformers would read it as a part of the "
                 f"{kind}, which could change results.",

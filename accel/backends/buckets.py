@@ -217,11 +217,11 @@ class BucketedSession(_PaddedSession):
         """Run one call with dynamic shapes. Sessions that are opened only for this call are closed afterwards."""
         if None in self._sessions:
             return self._sessions[None].run(feeds)
-        opened = self._open_plain()
+        sessions = self._open_plain()
         try:
-            return opened[self._name].run(feeds)
+            return sessions[self._name].run(feeds)
         finally:
-            for session in opened.values():
+            for session in sessions.values():
                 session.close()
 
     def check_forms(self) -> list[FormVerdict]:
@@ -286,10 +286,10 @@ class RoundedSession(_PaddedSession):
 
     def check_forms(self) -> list[FormVerdict]:
         """Compare a padded call with an unpadded call, and check the forms of the wrapped session."""
-        own = self._plain.check_forms() if isinstance(self._plain, HasForms) else []
+        verdicts = self._plain.check_forms() if isinstance(self._plain, HasForms) else []
         if self._longest is not None and self._multiple > self._longest:
-            return own
-        return [*own, *(self._verdict(self._multiple, side) for side in _SIDES)]
+            return verdicts
+        return [*verdicts, *(self._verdict(self._multiple, side) for side in _SIDES)]
 
     def _session(self, size: int | None) -> Session:
         return self._plain

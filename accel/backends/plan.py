@@ -147,8 +147,8 @@ class Plan:
         assert self.backend is not None
         inventory = inventory or registry.inventory()
         run = artifact.manifest.run
-        wanted = _device(self.settings, run) or self.device
-        question = SelectionRequest(artifact.format, artifact.task, artifact.dtype, wanted, artifact.domains)
+        requested_device = _device(self.settings, run) or self.device
+        question = SelectionRequest(artifact.format, artifact.task, artifact.dtype, requested_device, artifact.domains)
         reasons, device = _obstacles(self.backend, inventory.probe(self.backend), question, inventory)
         if reasons:
             raise BackendUnavailableError(
@@ -156,13 +156,13 @@ class Plan:
                 f"{'; '.join(reason.message for reason in reasons)}.",
                 fix=next((reason.remedy for reason in reasons if reason.remedy), None),
             )
-        made = replace(self, artifact=artifact, dtype=artifact.dtype, selection=replace(self.selection, device=device))
-        return _with_options(made, artifact)
+        plan = replace(self, artifact=artifact, dtype=artifact.dtype, selection=replace(self.selection, device=device))
+        return _with_options(plan, artifact)
 
     def with_options(self, options: SessionOptions) -> Plan:
         """Return the plan with other session options."""
-        made = replace(self, settings=replace(self.settings, options=options), options=options)
-        return _with_options(made, self.artifact) if self.artifact is not None else made
+        plan = replace(self, settings=replace(self.settings, options=options), options=options)
+        return _with_options(plan, self.artifact) if self.artifact is not None else plan
 
     def __str__(self) -> str:
         if self.artifact is not None and self.format != WEIGHTS:
@@ -236,14 +236,14 @@ def make_plan(
         inventory = registry.inventory()
         if settings.backend is None:
             registry.tell_broken()
-    found = ResolvedModel.of_artifact(model) if isinstance(model, Artifact) else model
-    artifact, run = found.artifact, None
+    resolved = ResolvedModel.of_artifact(model) if isinstance(model, Artifact) else model
+    artifact, run = resolved.artifact, None
     named = inventory.spec(settings.backend) if settings.backend is not None else None
     makes: list[str] = []
     if artifact is not None:
         if config != ExportConfig():
             raise ConfigError(
-                f"{found.folder} contains an exported graph, and export settings cannot change an exported graph.",
+                f"{resolved.folder} contains an exported graph, and export settings cannot change an exported graph.",
                 fix="remove the export settings. If the folder also contains PyTorch weights, pass export=True to export again.",
             )
         run = artifact.manifest.run
@@ -254,7 +254,7 @@ def make_plan(
         question = SelectionRequest(
             artifact.format, artifact.task, artifact.dtype, _device(settings, run), artifact.domains
         )
-    elif found.module is not None:
+    elif resolved.module is not None:
         raise InputError(
             "A PyTorch module in memory cannot be loaded directly, because it has no folder for its exported graph.",
             fix="export the module first: accel.export(model, out).",
@@ -265,21 +265,21 @@ def make_plan(
         makes = [c.produces for c in stages if c.stage == "export" and c.produces]
         runs = [c.consumes for c in stages if c.stage == "run" and c.consumes]
         format = makes[0] if makes else runs[0] if runs and "onnx" not in runs else "onnx"
-        question = SelectionRequest(format, found.task, config.dtype, _device(settings, None))
+        question = SelectionRequest(format, resolved.task, config.dtype, _device(settings, None))
     selection = select(question, inventory, named)
-    made = Plan(
-        model=found, settings=settings, config=config, format=question.format, dtype=question.dtype, selection=selection,
+    plan = Plan(
+        model=resolved, settings=settings, config=config, format=question.format, dtype=question.dtype, selection=selection,
         backend=inventory.spec(selection.backend) if selection.backend is not None else None, artifact=artifact, run=run,
         options=settings.options or SessionOptions(), provider_options=settings.provider_options or {},
     )  # fmt: skip
-    if made.backend is None:
-        return replace(made, why_not=_nothing_runs(question, named, selection, inventory))
+    if plan.backend is None:
+        return replace(plan, why_not=_nothing_runs(question, named, selection, inventory))
     if artifact is not None:
-        return _with_options(made, artifact)
+        return _with_options(plan, artifact)
     if question.format == WEIGHTS:
-        return made
+        return plan
     owner = named.name if named is not None and makes else None
-    return replace(made, exporter=plan_stage("export", question.format, owner, inventory=inventory))
+    return replace(plan, exporter=plan_stage("export", question.format, owner, inventory=inventory))
 
 
 def _device(settings: RunPreferences, run: RunRecord | None) -> DeviceSpec | None:
@@ -321,14 +321,14 @@ def select(question: SelectionRequest, inventory: Inventory, named: BackendSpec 
     # Probing imports vendor libraries. Probe only candidates, by descending priority, until a backend fits.
     for spec in sorted(inventory.specs, key=lambda spec: -spec.priority):
         candidate = spec is named if named is not None else spec.auto and bool(spec.capability("run", question.format))
-        asked = candidate and chosen is None
-        probe = inventory.probe(spec) if asked else _declared(spec, inventory)
-        reasons, found = _obstacles(spec, probe, question, inventory)
+        is_probed = candidate and chosen is None
+        probe = inventory.probe(spec) if is_probed else _declared(spec, inventory)
+        reasons, device = _obstacles(spec, probe, question, inventory)
         if reasons:
             verdicts[spec.name] = ConsideredBackend(spec.name, "rejected", None, tuple(reasons))
-        elif asked:
-            chosen, where = spec.name, found
-            verdicts[spec.name] = ConsideredBackend(spec.name, "chosen", found, ())
+        elif is_probed:
+            chosen, where = spec.name, device
+            verdicts[spec.name] = ConsideredBackend(spec.name, "chosen", device, ())
         else:
             why = (
                 Reason("not-named", f"the caller chose {named.name!r}")
@@ -337,7 +337,7 @@ def select(question: SelectionRequest, inventory: Inventory, named: BackendSpec 
                 if spec.auto
                 else Reason("by-name-only", "it is used only if you name it", f"backend={spec.name!r}")
             )
-            verdicts[spec.name] = ConsideredBackend(spec.name, "possible", found, (why,))
+            verdicts[spec.name] = ConsideredBackend(spec.name, "possible", device, (why,))
     order = [*(spec.name for spec in inventory.specs), *inventory.broken]
     return Selection(chosen, where, tuple(verdicts[name] for name in order))
 
@@ -372,17 +372,17 @@ def _obstacles(
             reasons.append(
                 _other_format(spec, question.format, task) or Reason("task", f"it does not run the task {task}")
             )
-    found = None
+    chosen_device = None
     if not probe.available:
         reasons.extend(probe.reasons or (Reason("no-device", "it found no device that it can use"),))
     elif device is None:
-        found = probe.devices[0]
+        chosen_device = probe.devices[0]
     else:
-        found = next((d for d in probe.devices if (d.type, d.index) == (device.type, device.index)), None)
-        if found is None:
+        chosen_device = next((d for d in probe.devices if (d.type, d.index) == (device.type, device.index)), None)
+        if chosen_device is None:
             have = ", ".join(str(d) for d in probe.devices)
             reasons.append(Reason("device", f"it has no device {device}, only {have}"))
-    return reasons, found
+    return reasons, chosen_device
 
 
 def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:

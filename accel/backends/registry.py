@@ -37,11 +37,11 @@ def installed() -> dict[str, tuple[metadata.EntryPoint, ...]]:
     """
     allowed = os.environ.get(ALLOW_LIST_VARIABLE)
     names = None if allowed is None else {BASELINE, *(name.strip() for name in allowed.split(","))}
-    found: dict[str, dict[str, metadata.EntryPoint]] = {}
+    entries_by_name: dict[str, dict[str, metadata.EntryPoint]] = {}
     for entry in entry_points("backends"):
         if names is None or entry.name in names:
-            found.setdefault(entry.name, {})[entry.value] = entry
-    return {name: tuple(entries.values()) for name, entries in sorted(found.items())}
+            entries_by_name.setdefault(entry.name, {})[entry.value] = entry
+    return {name: tuple(entries.values()) for name, entries in sorted(entries_by_name.items())}
 
 
 @functools.cache
@@ -133,13 +133,13 @@ class Inventory:
             )
         if name in self.broken:
             raise PluginError(self.broken[name].message, fix=self.broken[name].remedy or None)
-        found = next((spec for spec in self.specs if name == spec.name), None)
-        found = found or next((spec for spec in self.specs if name in spec.aliases), None)
-        if found is not None:
-            return found
-        known = [*(s.name for s in self.specs), *self.broken, *(alias for s in self.specs for alias in s.aliases)]
+        named_spec = next((spec for spec in self.specs if name == spec.name), None)
+        named_spec = named_spec or next((spec for spec in self.specs if name in spec.aliases), None)
+        if named_spec is not None:
+            return named_spec
+        names = [*(s.name for s in self.specs), *self.broken, *(alias for s in self.specs for alias in s.aliases)]
         raise UnknownBackendError(
-            f"There is no backend {name!r}.{did_you_mean(name, known)} Installed backends: "
+            f"There is no backend {name!r}.{did_you_mean(name, names)} Installed backends: "
             f"{', '.join(s.name for s in self.specs)}.",
             fix="use the name of an installed backend, or run `accel doctor` to see what each backend requires.",
         )

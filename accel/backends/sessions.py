@@ -81,8 +81,8 @@ def open_plan(plan: Plan, *, few_calls: bool = False) -> OpenSessions:
             trust_remote_code=plan.model.hub.trust_remote_code,
             few_calls=few_calls,
         )
-        opened = implementation.open(artifact, request)
-        return opened if few_calls else continued(opened, artifact.components)
+        sessions_by_name = implementation.open(artifact, request)
+        return sessions_by_name if few_calls else continued(sessions_by_name, artifact.components)
 
     versions = registry.probe(spec).versions
     if options.buckets:

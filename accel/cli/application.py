@@ -244,7 +244,7 @@ def pairs_of(pairs: list[str] | None, option: str, example: str) -> dict[str, st
     Raises:
         ConfigError: A value does not have this form.
     """
-    found = {}
+    values = {}
     for pair in pairs or ():
         name, separator, value = pair.partition("=")
         if not separator or not name or not value:
@@ -252,8 +252,8 @@ def pairs_of(pairs: list[str] | None, option: str, example: str) -> dict[str, st
                 f"The value {pair!r} of {option} does not have the form NAME=VALUE.",
                 fix=f"use, for example, {option} {example}.",
             )
-        found[name] = value
-    return found or None
+        values[name] = value
+    return values or None
 
 
 if __name__ == "__main__":

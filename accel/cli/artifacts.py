@@ -103,14 +103,14 @@ def validate(
     if accept_files:
         Folder.accept_files(artifact)
     result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
-    word = "passed" if result.passed else "FAILED"
+    verdict = "passed" if result.passed else "FAILED"
     lines = [
-        f"{word}: largest difference from PyTorch {result.max_abs_difference:.3g}, accepted {result.tolerance:.3g}, "
+        f"{verdict}: largest difference from PyTorch {result.max_abs_difference:.3g}, accepted {result.tolerance:.3g}, "
         f"{len(result.shapes)} shapes, run by the backend {result.backend}"
     ]
     for form in result.forms:
-        found = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
-        lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {found}")
+        details = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
+        lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {details}")
     return CommandResult(result, "\n".join(lines), failed=not result.passed)
 
 
@@ -139,7 +139,7 @@ def optimize(
     """Rewrite a graph into a faster graph, and compare it with the original graph."""
     from ..stages.optimize import optimize as run
 
-    made = run(
+    optimized = run(
         artifact,
         out,
         calibration=calibration,
@@ -151,11 +151,11 @@ def optimize(
         enable=tuple(enable or ()),
         atol=atol,
     )
-    step = made.manifest.steps[-1]
+    step = optimized.manifest.steps[-1]
     fused = {name: count for name, count in step.report.get("fused", {}).items() if count}
     return CommandResult(
-        _described(made),
-        f"{made.path}: {level}, {made.bytes / 1e6:.1f} MB\n"
+        _described(optimized),
+        f"{optimized.path}: {level}, {optimized.bytes / 1e6:.1f} MB\n"
         f"fused: {', '.join(f'{name} {count}' for name, count in fused.items()) or 'nothing'}\n"
         f"largest difference from the original graph: {step.validation['max_abs_difference']:.2g} "
         f"(accepted: {step.validation['tolerance']:.2g})",
@@ -249,13 +249,13 @@ def quantize(
     """Quantize a graph. With --max-drop, search for the fastest quantization that stays within the accuracy budget."""
     from ..tuning.quantize_within_budget import quantize as run
 
-    given: dict[str, Any] = {
+    all_settings: dict[str, Any] = {
         "scheme": scheme, "samples": samples, "operators": tuple(operator) if operator else None, "format": graph,
         "per_channel": per_channel, "symmetric": symmetric, "smooth_quant": smooth_quant, "percentile": percentile,
         "block_size": block_size, "algorithm": algorithm, "ratio": ratio, "scale_estimation": scale_estimation,
     }  # fmt: skip
-    settings = {name: value for name, value in given.items() if value is not None}
-    made = run(
+    settings = {name: value for name, value in all_settings.items() if value is not None}
+    quantized = run(
         artifact,
         out,
         calibration=calibration,
@@ -274,7 +274,7 @@ def quantize(
         exclude=tuple(exclude or ()),
         **settings,
     )
-    return CommandResult(_described(made), _quantized(made))
+    return CommandResult(_described(quantized), _quantized(quantized))
 
 
 def _described(artifact: Any) -> dict[str, Any]:
@@ -347,17 +347,17 @@ def convert(
             flag = "--model" if name == "MODEL" else "--output"
             problem = f"is set by the argument and by {flag}" if argument is not None else "is missing"
             raise ConfigError(f"{name} {problem}.", fix="run `accel convert MODEL OUT`.")
-    found = run(
+    conversion = run(
         str(model or model_option), Path(out or out_option or ""), backends=backend, task=task,
         level=None if optimize == "none" else optimize, scheme=quantize, calibration=calibration,
         batch=batch or (1,), sequence=sequence or (16, 128), atol=atol, nb_measures=nb_measures, warmup=warmup,
         threads=threads, revision=revision, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    values = found.benchmark.to_dict()
-    failures = "".join(f"\n{name} could not be created: {why}" for name, why in found.failed.items())
-    artifacts = {name: artifact.path for name, artifact in found.artifacts.items()}
+    values = conversion.benchmark.to_dict()
+    failures = "".join(f"\n{name} could not be created: {why}" for name, why in conversion.failed.items())
+    artifacts = {name: artifact.path for name, artifact in conversion.artifacts.items()}
     return CommandResult(
-        {"path": found.path, "artifacts": artifacts, "failed": found.failed, "benchmark": values},
-        f"{found.benchmark}\n\n{text_table(values)}{failures}\n{found.path}: {', '.join(artifacts)}, benchmark.json, report.html",
-        failed=bool(found.failed) or any(variant.error for variant in found.benchmark.variants),
+        {"path": conversion.path, "artifacts": artifacts, "failed": conversion.failed, "benchmark": values},
+        f"{conversion.benchmark}\n\n{text_table(values)}{failures}\n{conversion.path}: {', '.join(artifacts)}, benchmark.json, report.html",
+        failed=bool(conversion.failed) or any(variant.error for variant in conversion.benchmark.variants),
     )

@@ -65,11 +65,11 @@ def generate(
         from ..models.processors import companion_of
         from ..models.single_prompt import answer, open_generator, prompt_inputs
 
-        opened = open_generator(
+        model_session = open_generator(
             model, task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
-        tokenizer = companion_of(opened, "AutoTokenizer")
-        inputs = prompt_inputs(opened, tokenizer, text, system=system, chat=chat, image=image, audio=audio)
+        tokenizer = companion_of(model_session, "AutoTokenizer")
+        inputs = prompt_inputs(model_session, tokenizer, text, system=system, chat=chat, image=image, audio=audio)
         if seed is not None:
             transformers.set_seed(seed)
         choices = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sample else {}
@@ -79,8 +79,8 @@ def generate(
                 sys.stdout.write(piece)
                 sys.stdout.flush()
 
-        found = answer(
-            opened,
+        result = answer(
+            model_session,
             tokenizer,
             inputs,
             on_text=show,
@@ -90,8 +90,10 @@ def generate(
             **{name: value for name, value in choices.items() if value is not None},
         )
         if as_json:
-            emit(found, as_json, "")
+            emit(result, as_json, "")
             return
         print_line()
-        first = f"{found.prompt_tokens} prompt tokens in {found.first_token_s * 1e3:.0f} ms, " if num_beams == 1 else ""
-        sys.stderr.write(f"{first}{found.new_tokens} new tokens, {found.tokens_per_s:.1f} a second\n")
+        first = (
+            f"{result.prompt_tokens} prompt tokens in {result.first_token_s * 1e3:.0f} ms, " if num_beams == 1 else ""
+        )
+        sys.stderr.write(f"{first}{result.new_tokens} new tokens, {result.tokens_per_s:.1f} a second\n")

@@ -20,13 +20,13 @@ Options = Annotated[
 
 def options_of(pairs: list[str] | None) -> dict[str, Any]:
     """Parse the values of `--option` as JSON, or as text if they are not JSON."""
-    made: dict[str, Any] = {}
+    options_by_name: dict[str, Any] = {}
     for name, value in (pairs_of(pairs, "--option", "top_k=3") or {}).items():
         try:
-            made[name] = json.loads(value)
+            options_by_name[name] = json.loads(value)
         except ValueError:
-            made[name] = value
-    return made
+            options_by_name[name] = value
+    return options_by_name
 
 
 _REPLACED = {
@@ -113,6 +113,8 @@ def batch(
 
         done = run(model, data, out, **arguments)
     speed = f", {done.computed / done.seconds:.0f} rows a second" if done.computed and done.seconds else ""
-    told = f"{done.folder}: {done.rows} rows, {done.operation}, {done.parts} files; {done.computed} computed now{speed}"
+    summary = (
+        f"{done.folder}: {done.rows} rows, {done.operation}, {done.parts} files; {done.computed} computed now{speed}"
+    )
     broken = f"\n{done.broken} rows failed: see the column `error` of these rows." if done.broken else ""
-    return CommandResult(done, told + broken)
+    return CommandResult(done, summary + broken)

@@ -118,16 +118,16 @@ def serve(
             from ..serving.ray.ray_deployment import Replicas, Served, serve_on_ray
 
             served = Served(models=_absolute(_named(models)), engine=arguments, settings=limits, traces=traces)
-            wanted = Replicas(count=replicas, cpus=cpus, gpus=gpus, drain_s=drain)
+            replica_options = Replicas(count=replicas, cpus=cpus, gpus=gpus, drain_s=drain)
 
             def deployed(url: str) -> None:
                 print_line(f"Serving {', '.join(models)} on Ray, {replicas} replicas\n{url}/docs")
                 sys.stdout.flush()
 
-            serve_on_ray(served, wanted, address=address, host=host, port=port, on_ready=deployed)
+            serve_on_ray(served, replica_options, address=address, host=host, port=port, on_ready=deployed)
             return
         engine = Engine(_named(models), **arguments)
-        front = create_app(engine, ServerSettings(**limits), traces=traces)
+        web_app = create_app(engine, ServerSettings(**limits), traces=traces)
 
         def ready(url: str) -> None:
             names = ", ".join(f"{name} ({', '.join(engine.operations(name))})" for name in engine.models)
@@ -135,7 +135,7 @@ def serve(
             sys.stdout.flush()
 
         secure = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
-        run(front, host=host, port=port, on_ready=ready, **{name: str(path) for name, path in secure.items() if path})
+        run(web_app, host=host, port=port, on_ready=ready, **{name: str(path) for name, path in secure.items() if path})
 
 
 def _named(models: list[str]) -> dict[str, str] | list[str]:
@@ -144,25 +144,27 @@ def _named(models: list[str]) -> dict[str, str] | list[str]:
         return models
     from ..serving.worker_models import name_of
 
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for one in models:
         name, separator, source = one.partition("=") if not Path(one).exists() else ("", "", "")
         name, source = (name, source) if separator else (name_of(one), one)
-        if not name or not source or name in found:
+        if not name or not source or name in sources:
             raise ConfigError(
                 f"The model argument {one!r} is not MODEL or NAME=MODEL, or another model has the same name.",
                 fix="write NAME=MODEL, with a different name for each model.",
             )
-        found[name] = source
-    return found
+        sources[name] = source
+    return sources
 
 
 def _absolute(models: dict[str, str] | list[str]) -> dict[str, str]:
     """Return models by name. Paths are made absolute, because other processes open them."""
     from ..serving.worker_models import named
 
-    found = named(models if isinstance(models, dict) else list(models))
-    return {name: str(Path(str(one)).resolve()) if Path(str(one)).exists() else str(one) for name, one in found.items()}
+    sources = named(models if isinstance(models, dict) else list(models))
+    return {
+        name: str(Path(str(one)).resolve()) if Path(str(one)).exists() else str(one) for name, one in sources.items()
+    }
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -89,11 +89,11 @@ def encode(rows: DatasetRows, task: str, processor: Any, max_length: int | None)
     Raises:
         InputError: A row has no text.
     """
-    work = load_task(task)
+    task_object = load_task(task)
     with quiet():
-        encoded: EncodedRows | None = work.encode(rows, processor, max_length)
+        encoded: EncodedRows | None = task_object.encode(rows, processor, max_length)
         return (
-            _ENCODERS.get(work.spec.modalities, encode_texts)(rows, processor, max_length)
+            _ENCODERS.get(task_object.spec.modalities, encode_texts)(rows, processor, max_length)
             if encoded is None
             else encoded
         )

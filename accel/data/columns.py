@@ -213,5 +213,5 @@ def _kind(feature: Any) -> str:
     item = inner(feature)
     if item is not None:
         return f"list of {_kind(item)}"
-    word = str(getattr(feature, "dtype", type(feature).__name__))
-    return {"large_string": "string"}.get(word, "label" if type(feature).__name__ == "ClassLabel" else word)
+    dtype = str(getattr(feature, "dtype", type(feature).__name__))
+    return {"large_string": "string"}.get(dtype, "label" if type(feature).__name__ == "ClassLabel" else dtype)

@@ -234,9 +234,9 @@ def _exporters() -> tuple[list[BackendSpec], dict[str, str]]:
 
 def _artifacts(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, str]]:
     """Return the artifacts of a backend, and the rows that are not available on this machine with the reason."""
-    word = spec.name
+    backend_name = spec.name
     artifact = export(MODEL, folder, backend=spec.name)
-    cases = [_Case(name=f"{word}, float32", artifact=artifact, backend=spec.name)]
+    cases = [_Case(name=f"{backend_name}, float32", artifact=artifact, backend=spec.name)]
     absent = {}
     runs = spec.capability("run", artifact.format)
     for dtype in runs.dtypes if runs is not None else ():
@@ -246,20 +246,20 @@ def _artifacts(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, 
         try:
             ORTModel.from_plan(make_plan(artifact, RunPreferences(backend=spec.name, options=options))).close()
         except ConfigError as error:
-            absent[f"{word}, {dtype}"] = error.message
+            absent[f"{backend_name}, {dtype}"] = error.message
         else:
-            cases.append(_Case(name=f"{word}, {dtype}", artifact=artifact, backend=spec.name, options=options))
+            cases.append(_Case(name=f"{backend_name}, {dtype}", artifact=artifact, backend=spec.name, options=options))
     best = artifact
     level = spec.capability("optimize", artifact.format)
     if level is not None and level.produces == artifact.format and "O2" in level.schemes:
         best = optimize(artifact, _next_to(folder, "o2"), backend=spec.name, level="O2")
-        cases.append(_Case(name=f"{word}, O2", artifact=best, backend=spec.name))
+        cases.append(_Case(name=f"{backend_name}, O2", artifact=best, backend=spec.name))
     schemes = spec.capability("quantize", artifact.format)
     if schemes is not None and schemes.schemes:
         scheme = schemes.schemes[0]
         calibration = CALIBRATION_SET if scheme.startswith("static") else None
         int8 = quantize(best, _next_to(folder, "int8"), backend=spec.name, scheme=scheme, calibration=calibration)
-        cases.append(_Case(name=f"{word}, {scheme}", artifact=int8, backend=spec.name))
+        cases.append(_Case(name=f"{backend_name}, {scheme}", artifact=int8, backend=spec.name))
     return cases, absent
 
 

@@ -286,11 +286,11 @@ def _check(
     settings = RunPreferences(backend=backend, device="cpu" if on_host else None)
     dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     try:
-        opened = open_plan(make_plan(ResolvedModel.of_artifact(artifact, hub), settings), few_calls=True)
+        sessions = open_plan(make_plan(ResolvedModel.of_artifact(artifact, hub), settings), few_calls=True)
         try:
-            return compare_with_model(opened.sessions, cases, config.atol, dtype, model)
+            return compare_with_model(sessions.sessions, cases, config.atol, dtype, model)
         finally:
-            opened.close()
+            sessions.close()
     except SessionError as error:
         raise ExportError(
             f"The exported graph of {artifact.manifest.architecture} does not run on the backend {backend!r}: {error.message}",

@@ -86,14 +86,14 @@ def compare_with_model(
 
     def compared(own: float) -> dict[str, Any]:
         rounding = accepted_rounding(own)
-        found = merged(
+        comparison = merged(
             {name: compare(session, cases[name], atol, dtype, rounding=rounding) for name, session in sessions.items()}
         )
         rows = (
             compare_rows(session, cases[name], config, atol, dtype, rounding=rounding)
             for name, session in sessions.items()
         )
-        return {**found, ROW_DIFFERENCE: max(rows)}
+        return {**comparison, ROW_DIFFERENCE: max(rows)}
 
     try:
         return compared(0.0)
@@ -155,18 +155,18 @@ def compare_rows(
         ]
         alone = [session.run(row, state=kept) for row, kept in zip(rows, states, strict=True)]
         try:
-            found = session.run(batch, state=state)
+            outputs = session.run(batch, state=state)
         except SessionError as error:
             raise _dependent(
                 f"rows that run alone without error fail in a batch of {count} rows: {error.message}"
             ) from error
-        expected = _stacked(alone, found)
-        found = {name: found[name] for name in expected}
+        expected = _stacked(alone, outputs)
+        outputs = {name: outputs[name] for name in expected}
         if case.stateful:
-            found, expected = ({n: t[:, case.skip :] for n, t in some.items()} for some in (found, expected))
+            outputs, expected = ({n: t[:, case.skip :] for n, t in some.items()} for some in (outputs, expected))
         else:
-            found, expected = (_without_padding(some, session.outputs, feeds) for some in (found, expected))
-        for name, (difference, scale) in capture.differences_by_output(found, expected).items():
+            outputs, expected = (_without_padding(some, session.outputs, feeds) for some in (outputs, expected))
+        for name, (difference, scale) in capture.differences_by_output(outputs, expected).items():
             accepted = _accepted(scale, atol, dtype, rounding)
             if not difference <= accepted:
                 raise _dependent(
@@ -188,11 +188,11 @@ def _stacked(
     """
     import torch
 
-    found = {}
+    combined = {}
     for name, value in together.items():
         rows = [row[name] for row in alone]
         if rows[0].shape == value.shape:
-            found[name] = rows[0]  # the output has no batch axis, such as text embeddings of an image-text model
+            combined[name] = rows[0]  # the output has no batch axis, such as text embeddings of an image-text model
             continue
         for axis in range(value.ndim):
             shapes = {
@@ -201,9 +201,9 @@ def _stacked(
                 if row.shape[axis : axis + 1] == (1,)
             }
             if shapes == {tuple(value.shape)}:
-                found[name] = torch.cat(rows, dim=axis)
+                combined[name] = torch.cat(rows, dim=axis)
                 break
-    return found
+    return combined
 
 
 def _accepted(scale: float, atol: float | None, dtype: str, rounding: float) -> float:
@@ -242,17 +242,19 @@ def compare(
     Raises:
         ValidationError: The difference of an output exceeds its tolerance.
     """
-    found = differences(session, cases, atol, dtype, rounding=rounding)
-    if not found["max_abs_difference"] <= found["tolerance"]:
-        integers = found["output"] in {spec.name for spec in session.outputs if spec.dtype.startswith(("int", "uint"))}
+    comparison = differences(session, cases, atol, dtype, rounding=rounding)
+    if not comparison["max_abs_difference"] <= comparison["tolerance"]:
+        integers = comparison["output"] in {
+            spec.name for spec in session.outputs if spec.dtype.startswith(("int", "uint"))
+        }
         raise ValidationError(
-            f"The output {found['output']!r} of the new graph differs from the original by {found['max_abs_difference']:.3g} for "
-            f"inputs of the sizes {found['worst']}. At most {found['tolerance']:.3g} is accepted.",
+            f"The output {comparison['output']!r} of the new graph differs from the original by {comparison['max_abs_difference']:.3g} for "
+            f"inputs of the sizes {comparison['worst']}. At most {comparison['tolerance']:.3g} is accepted.",
             fix="use float32. This output contains indices that the model chooses, and rounding changes the choice."
             if integers and dtype != "float32"
             else "if this precision is enough for you, pass a larger atol=... Otherwise report the wrong result as an issue.",
         )
-    return found
+    return comparison
 
 
 def _without_padding(
@@ -315,31 +317,31 @@ def differences(
     Raises:
         ValidationError: An output is missing, or does not have the expected shape.
     """
-    wanted = {spec.name for spec in session.inputs if spec.pair is None}
+    input_names = {spec.name for spec in session.inputs if spec.pair is None}
     worst: dict[str, float] = {}
     where: dict[str, dict[str, int]] = {}
     scales: dict[str, float] = {}
     shapes = []
     for first in progress.track(cases, "checking"):
         mask = first.feeds.get("attention_mask")
-        if first.stateful and "attention_mask" not in wanted and mask is not None and not mask.all():
+        if first.stateful and "attention_mask" not in input_names and mask is not None and not mask.all():
             # Skip padded prompts: some decoders of other tools have no attention mask.
             continue
         state = session.new_state(first.sizes["batch"]) if first.stateful else None
         case: capture.Case | None = first
         while case is not None:
-            found = session.run({n: t for n, t in case.feeds.items() if n in wanted}, state=state)
-            if _KEPT in case.feeds and _KEPT not in wanted:
+            outputs = session.run({n: t for n, t in case.feeds.items() if n in input_names}, state=state)
+            if _KEPT in case.feeds and _KEPT not in input_names:
                 # Graphs of other tools return logits for all new tokens, so select the compared tokens.
-                found = {name: tensor.index_select(1, case.feeds[_KEPT]) for name, tensor in found.items()}
+                outputs = {name: tensor.index_select(1, case.feeds[_KEPT]) for name, tensor in outputs.items()}
             if case.skip:
-                found = {name: tensor[:, case.skip :] for name, tensor in found.items()}
+                outputs = {name: tensor[:, case.skip :] for name, tensor in outputs.items()}
             expected = case.expected
             if not case.stateful:
-                found, expected = (_without_padding(v, session.outputs, case.feeds) for v in (found, expected))
+                outputs, expected = (_without_padding(v, session.outputs, case.feeds) for v in (outputs, expected))
             shapes.append(dict(case.sizes))
-            _check_outputs(found, expected)
-            for name, (difference, scale) in capture.differences_by_output(found, expected).items():
+            _check_outputs(outputs, expected)
+            for name, (difference, scale) in capture.differences_by_output(outputs, expected).items():
                 scales[name] = max(scales.get(name, 0.0), scale)
                 if difference > worst.get(name, -1.0):
                     worst[name], where[name] = difference, dict(case.sizes)

@@ -105,12 +105,12 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
     cases = _parent_cases(parent)
     # Half precision in PyTorch itself changes an encoder's hidden states by up to 1.4 % of the largest (a small BART).
     rounding = 2e-2 if config.level in ("O3", "O4") else recorded_rounding(parent)
-    opened = open_plan(make_plan(result))
+    sessions = open_plan(make_plan(result))
     try:
         return merged(
             {
                 name: compare(session, cases[name], config.atol, result.dtype, rounding=rounding)
-                for name, session in opened.sessions.items()
+                for name, session in sessions.sessions.items()
             }
         )
     except ValidationError as error:
@@ -119,16 +119,16 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
             fix="use a lower level, or disable fusions with disable=...",
         ) from error
     finally:
-        opened.close()
+        sessions.close()
 
 
 def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
     """Return cases of several shapes for every graph of an artifact. Expected outputs are those of the artifact."""
-    opened = open_plan(make_plan(parent))
+    sessions = open_plan(make_plan(parent))
     try:
         cases: dict[str, list[capture.Case]] = {}
         for component in parent.components:
-            session = opened.sessions[component.name]
+            session = sessions.sessions[component.name]
             # A decoder without a KV cache can also continue a text, because the session's state stores all tokens.
             continued = component.stateful or component.continues == "none"
             make = _continued_case if continued else _single_case
@@ -136,7 +136,7 @@ def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
             cases[component.name] = [make(parent, component, session, shape, seed) for seed, shape in enumerate(shapes)]
         return cases
     finally:
-        opened.close()
+        sessions.close()
 
 
 def _single_case(

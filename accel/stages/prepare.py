@@ -166,13 +166,13 @@ def _check_device(plan: StagePlan, scheme: str, model: torch.nn.Module) -> None:
         PrepareError: The model is spread over several devices.
         BackendUnavailableError: The device cannot be used. The message has the reasons.
     """
-    found = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
-    if len({name.partition(":")[0] for name in found}) > 1:
+    device_names = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    if len({name.partition(":")[0] for name in device_names}) > 1:
         raise PrepareError(
-            f"The parameters of the model are on several devices: {', '.join(found)}.",
+            f"The parameters of the model are on several devices: {', '.join(device_names)}.",
             fix="move the model to one device with model.to(...).",
         )
-    kind = found[0].partition(":")[0] if found else "cpu"
+    kind = device_names[0].partition(":")[0] if device_names else "cpu"
     declared = plan.capability.devices
     probe = registry.probe(plan.backend)
     if kind in declared and any(device.type == kind for device in probe.devices):

@@ -146,9 +146,9 @@ class _CompletedBatches:
     @property
     def parts(self) -> Mapping[str, Iterable[Mapping[str, torch.Tensor]]]:
         """Calibration batches of each graph by component, if the calibration data has this attribute."""
-        found: Mapping[str, Iterable[Mapping[str, torch.Tensor]]] = getattr(self._batches, "parts", {})
-        self.used = self.used or bool(found)
-        return found
+        batches_by_graph: Mapping[str, Iterable[Mapping[str, torch.Tensor]]] = getattr(self._batches, "parts", {})
+        self.used = self.used or bool(batches_by_graph)
+        return batches_by_graph
 
 
 def _with_calibration(result: Artifact, calibration: object) -> Artifact:

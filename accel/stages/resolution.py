@@ -129,9 +129,9 @@ def resolve(
                 _tell_of_weights(artifact)
                 return replace(resolved, kind="artifact", task=artifact.task, artifact=artifact, folder=artifact.path)
         if file_name is not None or variant is not None or holds_graphs(folder):
-            meant = task or (_task_of_class(folder, default_task) if default_task is not None else None)
+            requested_task = task or (_task_of_class(folder, default_task) if default_task is not None else None)
             folder, subfolder = with_config(location)
-            artifact = adopt(folder, subfolder, file_name=file_name, task=meant, variant=variant)
+            artifact = adopt(folder, subfolder, file_name=file_name, task=requested_task, variant=variant)
             return replace(resolved, kind="foreign", task=artifact.task, artifact=artifact, folder=folder)
         inner = subfolder_of_graphs(folder) if not (has_weights or adapter) else None
         if inner is not None:
@@ -162,14 +162,14 @@ def _tell_of_weights(artifact: Artifact) -> None:
     """Warn if an artifact's folder also contains PyTorch weights, because its graphs may have been made from other
     weights.
     """
-    own = {record.name for component in artifact.components for record in component.files}
-    beside = [path.name for path in checkpoint_weights(artifact.path) if path.name not in own]
-    if beside:
+    recorded_names = {record.name for component in artifact.components for record in component.files}
+    other_weights = [path.name for path in checkpoint_weights(artifact.path) if path.name not in recorded_names]
+    if other_weights:
         logger.warning(
             "%s contains graphs and the PyTorch weights %s. accel opens the graphs, which may have been exported from other "
             "weights. Pass export=True to use the PyTorch weights.",
             artifact.path,
-            ", ".join(beside),
+            ", ".join(other_weights),
         )
 
 
@@ -192,8 +192,8 @@ def _graph_named(model: str | os.PathLike[str]) -> _Graph | None:
         return None
     if path.is_file():
         folder = path.absolute().parent
-        own = (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file()
-        return _Graph(*((str(folder), "") if own else (str(folder.parent), folder.name)), path.name)
+        has_config = (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file()
+        return _Graph(*((str(folder), "") if has_config else (str(folder.parent), folder.name)), path.name)
     parts = text.split("/")
     if len(parts) < 3 or text.startswith((".", "/", "~")):
         return None

@@ -100,28 +100,28 @@ def validate(
         for name, of_part in capture.cases_by_part(source).items()
     }
     plan = make_plan(ResolvedModel.of_artifact(artifact, hub), RunPreferences(backend=backend, device=device))
-    opened = open_plan(plan)
+    sessions = open_plan(plan)
     progress.report("comparing", 1, 2)
     rounding = recorded_rounding(artifact)
     try:
-        found = merged(
+        comparison = merged(
             {
                 name: differences(session, cases[name], atol, artifact.dtype, rounding=rounding)
-                for name, session in opened.sessions.items()
+                for name, session in sessions.sessions.items()
             }
         )
         forms = [
-            v for session in opened.sessions.values() if isinstance(session, HasForms) for v in session.check_forms()
+            v for session in sessions.sessions.values() if isinstance(session, HasForms) for v in session.check_forms()
         ]
     finally:
-        opened.close()
+        sessions.close()
     progress.report("compared", 2, 2)
     return Validation(
-        passed=found["max_abs_difference"] <= found["tolerance"],
-        max_abs_difference=found["max_abs_difference"],
-        tolerance=found["tolerance"],
-        shapes=tuple(found["shapes"]),
-        backend=opened.backend.name,
+        passed=comparison["max_abs_difference"] <= comparison["tolerance"],
+        max_abs_difference=comparison["max_abs_difference"],
+        tolerance=comparison["tolerance"],
+        shapes=tuple(comparison["shapes"]),
+        backend=sessions.backend.name,
         forms=tuple(forms),
     )
 

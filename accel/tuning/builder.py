@@ -169,24 +169,24 @@ class ArtifactBuilder:
         key = self._key(recipe)
         # Two recipes may have the same parent, and only one thread may build it.
         with self._turns.setdefault(str(recipe), threading.Lock()):
-            if (known := self._known(key, files)) is not None:
-                return known
+            if (stored := self._known(key, files)) is not None:
+                return stored
             if self._clock.left(share) <= 0:
                 return LATE
             with self._store.building(key, self._clock.left(share)) as ours:
                 if not ours:
                     return LATE
                 # Another search with the same store may have built the artifact while this one waited for the lock.
-                known = self._known(key, files)
-                return known if known is not None else self._build(recipe, key, share)
+                stored = self._known(key, files)
+                return stored if stored is not None else self._build(recipe, key, share)
 
     def _known(self, key: Mapping[str, Any], files: bool) -> ArtifactFacts | str | None:
         out = self._store.artifact(key)
-        known = self._store.get("builds", key)
-        if known is not None and "error" in known:
-            return str(known["error"])
-        if known is not None and (not files or (out / MANIFEST).is_file()):
-            return ArtifactFacts(**known)
+        stored = self._store.get("builds", key)
+        if stored is not None and "error" in stored:
+            return str(stored["error"])
+        if stored is not None and (not files or (out / MANIFEST).is_file()):
+            return ArtifactFacts(**stored)
         return None
 
     def _build(self, recipe: Recipe, key: Mapping[str, Any], share: float) -> ArtifactFacts | str:

@@ -332,7 +332,10 @@ class SearchSpace:
         if not options.buckets and masked and (len(sizes) > 1 or capability.fixed_shapes):
             changed.append(replace(options, buckets=buckets_for(sizes)))
         elif not options.buckets and masked:
-            self._skip(f"{candidate.backend}: buckets", "all calls have one length, for which it has no faster kernels")
+            self._skip(
+                f"{candidate.backend}: buckets",
+                "all calls have the same length, and the backend has no faster kernels for fixed lengths",
+            )
         if options.threads is None and candidate.device == "cpu":
             changed += [replace(options, threads=n) for n in thread_counts() if n != threads]
         kind = DeviceSpec.parse(candidate.device).type
@@ -371,10 +374,10 @@ def buckets_for(lengths: Iterable[int]) -> tuple[int, ...]:
 
     With these buckets, padding at most doubles the length of a call.
     """
-    known = sorted(set(lengths))
-    longest = known[-1]
+    distinct_lengths = sorted(set(lengths))
+    longest = distinct_lengths[-1]
     powers = [2**i for i in range(3, 20) if 2**i < longest]
-    return tuple(sorted({*powers, longest, *(known if len(known) <= 8 else ())}))
+    return tuple(sorted({*powers, longest, *(distinct_lengths if len(distinct_lengths) <= 8 else ())}))
 
 
 def thread_counts() -> list[int]:

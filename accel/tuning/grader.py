@@ -56,9 +56,14 @@ class AccuracyGrader:
             data = replace(data, batch_size=max(load.batch))
             settings = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "token"}
             # The names of the fields are part of the key, because records written by an older version may lack some fields.
-            known = [field.name for field in fields(Comparison)]
+            comparison_fields = [field.name for field in fields(Comparison)]
             rows = data_digest(data.data)
-            self._data_key = {**settings, "data": rows, "comparison": known, "batch_sizes": self.batch_sizes}
+            self._data_key = {
+                **settings,
+                "data": rows,
+                "comparison": comparison_fields,
+                "batch_sizes": self.batch_sizes,
+            }
         self._data = data
         self._pending: Future[Accuracy] | None = None
         self._reference: Accuracy | None = None
@@ -66,9 +71,9 @@ class AccuracyGrader:
 
     def begin(self) -> None:
         """Start to measure the baseline in another process."""
-        known = self._store.get("accuracy", self._reference_key())
-        if known is not None:
-            self._reference = build(Accuracy, known, "A saved accuracy result")
+        stored = self._store.get("accuracy", self._reference_key())
+        if stored is not None:
+            self._reference = build(Accuracy, stored, "A saved accuracy result")
         else:
             self._pending = self._builder.start(accuracy, self._subject.baseline, self._data, None)
 
@@ -97,9 +102,9 @@ class AccuracyGrader:
             "machine": subject.machine,
             "versions": subject.versions,
         }
-        known = self._store.get("accuracy", key)
-        if known is not None:
-            tried.accuracy = build(Accuracy, known, "A saved accuracy result")
+        stored = self._store.get("accuracy", key)
+        if stored is not None:
+            tried.accuracy = build(Accuracy, stored, "A saved accuracy result")
         else:
             try:
                 self._builder.files(tried.artifact)

@@ -74,8 +74,8 @@ class CandidateComparison:
         if self._objective != "latency":
             return self.speedup(tried).value
         screen = tried.last
-        beside = [t.screen for t in self.tried.values() if t.screen is not None and t.screen.search == screen.search]
-        anchors = [_quintiles(other.anchor) for other in beside or [screen]]
+        screens = [t.screen for t in self.tried.values() if t.screen is not None and t.screen.search == screen.search]
+        anchors = [_quintiles(other.anchor) for other in screens or [screen]]
         base = [sorted(cell)[len(cell) // 2] for cell in zip(*anchors, strict=True)]
         return geometric_mean([a / b for a, b in zip(base, _quintiles(screen.result), strict=True)])
 

@@ -288,9 +288,9 @@ def render(tuning: Tuning) -> str:
             f"{(trial.bytes or 0) / 1e6:.1f}",
         )
     rejected = "\n".join(f"  {trial.name}: {trial.reason}" for trial in tuning.trials if not trial.winner)
-    told = "".join(f"{line}\n" for line in _notes(tuning))
+    notes = "".join(f"{line}\n" for line in _notes(tuning))
     return (
-        f"{printed(table, 150)}{told}Rejected:\n{rejected}\n"
+        f"{printed(table, 150)}{notes}Rejected:\n{rejected}\n"
         f"Kept: {tuning.winner.name}, in {tuning.artifact.path} ({tuning.seconds:.0f} s, "
         f"{tuning.resumed} results from earlier runs)."
     )

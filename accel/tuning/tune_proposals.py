@@ -45,14 +45,14 @@ def tune_proposals(search: Search, space: SearchSpace) -> Proposals:
         )
     if search.load.texts is None:
         check_sequences(search.load.sequence, exports[0].facts.limits)
-    made = yield Proposal(
+    built = yield Proposal(
         stage="optimize and quantize", action="build", items=_rewrites(space, exports), share=until(_REWRITE)
     )
-    first = [c for m in (*exports, *made) for c in runs(m.recipe, m.facts.dtype)]
+    first = [c for m in (*exports, *built) for c in runs(m.recipe, m.facts.dtype)]
     yield Proposal(stage="screen", action="screen", items=in_turns(first), share=until(_SCREEN))
     share = until(_COMPOSE)
-    made = yield Proposal(stage="compose", action="build", items=_compositions(search, space), share=share)
-    more = [c for m in made for c in runs(m.recipe, m.facts.dtype)]
+    built = yield Proposal(stage="compose", action="build", items=_compositions(search, space), share=share)
+    more = [c for m in built for c in runs(m.recipe, m.facts.dtype)]
     yield Proposal(stage="compose", action="screen", items=more, share=share)
     yield from _vary(search, space)
     search.clock.keep(0.0)

@@ -24,9 +24,9 @@ def architectures(auto_models: tuple[str, ...]) -> frozenset[str]:
 
 def classes_for(auto_class: Any, config: Any) -> frozenset[str]:
     """Return the names of the classes that an auto class has for a config. Empty if it has none."""
-    found = auto_class._model_mapping.get(type(config), None)
+    classes = auto_class._model_mapping.get(type(config), None)
     return frozenset(
-        cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,)) if cls is not None
+        cls.__name__ for cls in (classes if isinstance(classes, list | tuple) else (classes,)) if cls is not None
     )
 
 

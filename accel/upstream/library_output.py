@@ -72,9 +72,9 @@ def _take_away(stack: ExitStack) -> None:
 
     # Change only child loggers that have their own level; the other child loggers inherit the level. Each change of a level
     # clears the caches of all loggers, and PyTorch has hundreds of loggers.
-    known = list(logging.root.manager.loggerDict.items())
+    loggers = list(logging.root.manager.loggerDict.items())
     children = [
-        one for name, one in known if name.startswith("torch.") and isinstance(one, logging.Logger) and one.level
+        one for name, one in loggers if name.startswith("torch.") and isinstance(one, logging.Logger) and one.level
     ]
     levels = {one: one.level for one in (*map(logging.getLogger, _CHATTY), *children)}
     bars = transformers_logging.is_progress_bar_enabled()

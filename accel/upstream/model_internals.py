@@ -53,8 +53,8 @@ def masks_not_shortened(model: Any) -> Iterator[None]:
 
 def lengths_of_tdnn(model: Any, lengths: torch.Tensor) -> torch.Tensor:
     """Return the numbers of output positions of an x-vector model's layers for `lengths` audio samples: `(batch,)`."""
-    found: torch.Tensor = model._get_tdnn_output_lengths(model._get_feat_extract_output_lengths(lengths))
-    return found
+    positions: torch.Tensor = model._get_tdnn_output_lengths(model._get_feat_extract_output_lengths(lengths))
+    return positions
 
 
 def without_mixed_precision(module: torch.nn.Module) -> torch.nn.Module:
