@@ -14,8 +14,8 @@ _OUTPUT, _ERRORS = 1, 2
 
 
 class CheckedStdout:
-    """Standard output that stores a failed write. Without a buffer (`PYTHONUNBUFFERED`), no later write or flush
-    reports it again.
+    """Standard output that stores the error of a failed write. If Python runs without an output buffer (`PYTHONUNBUFFERED`), no
+    later write or flush reports the error again.
 
     Args:
         stream: Standard output.

@@ -1,7 +1,7 @@
 """Batches of model inputs made from rows of data, for calibration and evaluation.
 
-Each text is tokenized once and kept as token ids. A batch holds rows of similar length, which keeps padding small. Batches can be
-iterated several times in bounded memory.
+Each text is tokenized once, and its token ids are stored. A batch contains rows of similar length, so that it has little padding.
+The batches can be iterated several times, and only one batch at a time is in memory.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def longest(limit: int | None, processor: Any, asked: int | None) -> int | None:
 
 
 def encode(rows: DatasetRows, task: str, processor: Any, max_length: int | None) -> EncodedRows:
-    """Encode rows for the models of a task: tokenize texts now; load images and sounds later, when their batch is made.
+    """Encode rows for the models of a task.
+
+    Texts are tokenized immediately. Images and sounds are loaded later, when their batch is made.
 
     Raises:
         InputError: A row has no text.
@@ -110,7 +112,7 @@ class Batches:
     """Batches that contain exactly the inputs of a graph. They can be iterated several times.
 
     Args:
-        make: Function that returns a new iterable of batches; inputs that the graph does not take are removed from them.
+        make: Function that returns a new iterable of batches. Inputs that the graph does not have are removed from the batches.
         inputs: Inputs of the graph.
         record: Description of the rows (source, sample size, seed), written to the manifest.
         prompts: Whether the graph is a decoder, which may also need position ids and `logits_to_keep`.

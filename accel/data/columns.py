@@ -1,4 +1,7 @@
-"""Mapping of data set columns to their uses in a task (`text`, `label`, ...): named by the caller, or found by name or type."""
+"""Map the columns of a data set to their uses in a task (`text`, `label`, ...).
+
+The caller names the columns, or `map_columns` finds them by their name or type.
+"""
 
 from __future__ import annotations
 
@@ -93,10 +96,10 @@ _PAIRS = (
 def map_columns(
     rows: DatasetRows, task: str, columns: Mapping[str, str] | None = None, *, answers: bool = True
 ) -> DatasetRows:
-    """Find the column for each use of a task.
+    """Find the data column for each use of a task. The uses of text classification, for example, are `text` and `label`.
 
-    The caller's mapping has priority. Next come the usual names of the task's columns, then the only remaining column of the
-    right type.
+    The caller's mapping has priority. For other uses, a column with a usual name is chosen (`sentence` for `text`). If there is no
+    such column, the only remaining column of the right type is chosen.
 
     Args:
         rows: The data.
@@ -164,10 +167,10 @@ def _checked(columns: Mapping[str, str], spec: TaskSpec, features: Mapping[str, 
 
 
 def _kind_of(column: Column) -> tuple[Callable[[Any], bool], str]:
-    """Return the test for the features that a column takes, and their description.
+    """Return the function that checks the type of a data column, and a description of the accepted types.
 
     Raises:
-        PluginError: The author of the task gave an unknown `holds`.
+        PluginError: The `Column` in the task's `TaskSpec` has an unknown value of `holds`.
     """
     if column.holds not in _FITS:
         raise PluginError(

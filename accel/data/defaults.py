@@ -1,4 +1,4 @@
-"""Default values of model inputs that the caller omits, the same as in transformers; for calls, calibration and evaluation."""
+"""Add the default values of transformers for model inputs that the caller omits, such as an attention mask of ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _LONG_AS = ("input_ids", "input_values", "input_features")
 def with_defaults(
     feeds: Mapping[str, torch.Tensor], names: Iterable[str], own_defaults: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Add defaults for omitted inputs, shaped like the tokens, sounds or images; inputs without a default stay missing.
+    """Return the inputs with defaults for omitted inputs. The defaults have the shape of the tokens, sounds or images. Inputs
+    without a default stay missing.
 
     Args:
         feeds: Inputs by name.

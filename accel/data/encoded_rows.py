@@ -1,4 +1,4 @@
-"""Encoded rows and their batching: texts as token ids; images and sounds are loaded when their batch is made."""
+"""Rows of data that are encoded for a model: texts as token ids, or images and sounds that are loaded with their batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ class EncodedRows:
         return [group[i : i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
 
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the inputs of some rows: token tensors `(rows, longest) int64`, or the processor's output such as `pixel_values`."""
+        """Return the model inputs of the given rows as one batch.
+
+        For texts, the inputs have the shape `(rows, longest) int64`. For images and sounds, they are the processor's output, such as
+        `pixel_values`.
+        """
         if self.media is not None:
             column, processor = self.media
             return dict(processor([column[i] for i in rows], return_tensors="pt"))
@@ -70,7 +74,10 @@ class EncodedRows:
 
 
 def padded(rows: Sequence[Sequence[Any]], fill: int, *, left: bool) -> torch.Tensor:
-    """Pad rows and stack them to `(rows, longest, ...) int64`; each token has one number or several, such as a bounding box."""
+    """Pad rows to the longest row and stack them: `(rows, longest, ...) int64`.
+
+    Each token has one number, such as a token id, or several numbers, such as a bounding box.
+    """
     import torch
 
     lengths = [len(row) for row in rows]

@@ -1,4 +1,4 @@
-"""Columns of images as model inputs, candidate texts for images, and columns with a value per pixel, such as depth maps."""
+"""Read columns of images and columns with one value per pixel (such as depth maps), and tokenize candidate texts for images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNLIMITED = 1 << 30  # tokenizers without a limit have a model_max_length of 1e
 
 
 def encode_images(rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:  # noqa: ARG001
-    """Encode the images of the rows; each image forms its own batch if the processor does not resize images to one size."""
+    """Encode the images of the rows. If the processor does not resize all images to one size, each batch has a single image."""
     return EncodedRows(media=(rgb_images(rows), processor), alone=not makes_one_size(processor))
 
 

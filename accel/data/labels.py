@@ -1,4 +1,4 @@
-"""Labels as label ids of the model, and columns of numbers and texts, with checks for missing values."""
+"""Convert labels of a data set to label ids of the model, and read columns of numbers and texts. Missing values are errors."""
 
 from __future__ import annotations
 
@@ -128,7 +128,10 @@ def texts(rows: DatasetRows, use: str) -> list[str]:
 
 
 def accepted_answers(value: Any, rows: DatasetRows) -> list[str]:
-    """Return the accepted answers of a row, given as `{"text": [...]}` (SQuAD), a list or one text; empty if unanswerable."""
+    """Return the accepted answers of a question.
+
+    The value is `{"text": [...]}` as in SQuAD, a list of texts, or one text. The result is empty if the question has no answer.
+    """
     if isinstance(value, Mapping):
         value = value.get("text")
     if isinstance(value, str):

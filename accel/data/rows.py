@@ -76,10 +76,10 @@ class DatasetRows:
         return len(self.dataset)
 
     def name_of(self, use: str) -> str:
-        """Return the name of the column with this use.
+        """Return the name of the data set's column that is mapped to a use of the task, such as `text` or `label`.
 
         Raises:
-            ConfigError: No column has this use.
+            ConfigError: No column is mapped to the use.
         """
         if not self.has(use):
             raise ConfigError(
@@ -91,20 +91,20 @@ class DatasetRows:
         return dict(self.sample.columns or {})[use]
 
     def lazy_column(self, use: str) -> Sequence[Any]:
-        """Return the values of the column with this use as a sequence that loads each value on access."""
+        """Return the values of the column for a use (`text`, `label`, ...), as a sequence that loads each value on access."""
         values: Sequence[Any] = self.dataset[self.name_of(use)]
         return values
 
     def column(self, use: str) -> list[Any]:
-        """Return all values of the column with this use."""
+        """Return all values of the column for a use of the task, such as `text` or `label`."""
         return list(self.lazy_column(use)[:])
 
     def feature(self, use: str) -> Any:
-        """Return the `datasets` feature type of the column with this use."""
+        """Return the `datasets` feature type of the column for a use of the task, such as `text` or `label`."""
         return self.dataset.features[self.name_of(use)]
 
     def has(self, use: str) -> bool:
-        """Return whether a column has this use."""
+        """Return whether a column is mapped to a use of the task, such as `text` or `label`."""
         return use in (self.sample.columns or {})
 
 

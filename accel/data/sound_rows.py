@@ -1,4 +1,4 @@
-"""Columns of sounds as model inputs: arrays with a sampling rate, `datasets` audio, or files loaded when their batch is made."""
+"""Read columns of sounds: arrays with a sampling rate, audio columns of `datasets`, or paths of audio files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def wave_of(value: Any, rate: int) -> Wave:
 
 
 def _one_channel(samples: Wave) -> Wave:
-    """Return the mean over the channel axis (the shorter axis): files give `(samples, channels)`, decoders `(channels, samples)`."""
+    """Return the mean over the channels of a sound.
+
+    The shorter axis is the channel axis, because files give `(samples, channels)` and some decoders give `(channels, samples)`.
+    """
     if samples.ndim < 2:
         return samples
     return np.asarray(samples.mean(axis=int(np.argmin(samples.shape))), np.float32)

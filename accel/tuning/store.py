@@ -89,7 +89,10 @@ def digest(key: Any) -> str:
 
 
 def data_digest(data: Any) -> str:
-    """Return a digest of data: of the contents of a file or folder, of a list's rows, a data set's fingerprint, or a Hub data set's name.
+    """Return a digest that identifies data.
+
+    It is computed from the contents of a file or folder, or from the rows of a list. For a `datasets.Dataset` it is the fingerprint,
+    and for a data set on the Hub it is the name.
 
     Files to which rows refer (images, sounds) are not read.
     """
