@@ -290,7 +290,7 @@ def test_non_finite_calibration_data_raises(tiny_artifact: Get, tmp_path: Path) 
     quantize(parent, tmp_path / "good", calibration=[{"pixel_values": pixels}], scheme="static-int8")
     for value in (float("nan"), float("inf")):
         pixels[1, 0, 0, 0] = value
-        with pytest.raises(QuantizeError, match="NaN or infinite"):
+        with pytest.raises(QuantizeError, match="not finite|NaN or infinite"):
             quantize(parent, tmp_path / "bad", calibration=[{"pixel_values": pixels}], scheme="static-int8")
 
 

@@ -109,7 +109,7 @@ def test_errors_go_to_stderr_with_a_fix_or_to_stdout_as_json(tmp_path: Path) -> 
     words = ("export", tmp_path / "nothing", tmp_path / "out")
     result = run(*words)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "Error: There is no folder" in result.stderr
+    assert "Error: The model folder" in result.stderr
     assert "Fix:" in result.stderr
     result = run(*words, "--json")
     assert result.exit_code == 1
@@ -210,7 +210,7 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_folder: Pa
     assert entries[0]["bytes"] > 10_000
     wrong = run("cache", "clear", "nothing-like-it")
     assert wrong.exit_code == 2
-    assert "nothing whose name starts with 'nothing-like-it'" in wrong.output
+    assert "no entry whose name starts with 'nothing-like-it'" in wrong.output
     search = tmp_path / "tune" / "artifacts" / "abc"
     search.mkdir(parents=True)
     (search / "model.onnx").write_bytes(b"0" * 1000)
@@ -263,7 +263,7 @@ def test_unwritable_report_page_is_refused_before_measuring(
 ) -> None:
     result = run("benchmark", tiny_artifact().path, "--report", tmp_path / "nowhere" / "page.html")
     assert result.exit_code == 2
-    assert "There is no local folder" in result.stderr
+    assert "There is no folder" in result.stderr
 
 
 @pytest.mark.thorough

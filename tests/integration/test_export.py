@@ -268,7 +268,7 @@ def test_checkpoint_without_the_requested_head_raises(tmp_path: Path) -> None:
 
 
 def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactNotFoundError, match="no local folder"):
+    with pytest.raises(ArtifactNotFoundError, match="does not exist"):
         export(tmp_path / "nothing", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactNotFoundError, match="contains no model"):

@@ -146,7 +146,7 @@ def test_output_with_wrong_shape_is_named(tiny_artifact: Get, tiny_folder: Calla
     model.save_pretrained(tmp_path / "other")
     with pytest.raises(
         ValidationError,
-        match=r"'logits' has the shape \(\d, \d\), but the output of the original model has the shape \(\d, 7\)",
+        match=r"'logits' of the graph has the shape \(\d, \d\), but the output of the original model has the shape \(\d, 7\)",
     ):
         validate(tiny_artifact("bert"), against=tmp_path / "other")
 

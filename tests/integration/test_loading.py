@@ -521,7 +521,7 @@ def test_damaged_graphs_raise(copy: Path, artifact: Artifact, tmp_path: Path) ->
 
 
 def test_missing_paths_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArtifactNotFoundError, match="no folder"):
+    with pytest.raises(ArtifactNotFoundError, match="does not exist"):
         Classifier.from_pretrained(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactNotFoundError, match="a model folder is required"):

@@ -142,6 +142,6 @@ def test_missing_model_raises(tmp_path: Path) -> None:
 def test_invalid_model_names_and_key_files_raise(tmp_path: Path) -> None:
     (tmp_path / "keys.txt").write_text("# none\n\n")
     done = CliRunner().invoke(app, ["serve", "a=model", "a=other", "--port", "0"])
-    assert (done.exit_code, "taken" in done.output) == (2, True)
+    assert (done.exit_code, "the same name" in done.output) == (2, True)
     done = CliRunner().invoke(app, ["serve", "model", "--api-keys", str(tmp_path / "keys.txt")])
     assert (done.exit_code, "contains no key" in done.output) == (2, True)

@@ -238,7 +238,7 @@ def test_ignored_plugin_is_warned_once(
         assert plan_stage("run", "onnx").backend.name == "y"
     assert len(said) == 1
     assert "The backend 'x' is ignored" in said[0]
-    assert "More than one plugin is called 'x'" in said[0]
+    assert "Several installed plugins have the name 'x'" in said[0]
 
 
 def test_plugin_that_exits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
