@@ -399,7 +399,7 @@ def test_float16_decoders_observe_prompts(generator: Get, tmp_path: Path) -> Non
 
 def test_float16_of_a_quantized_artifact_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
     quantized = quantize(tiny_artifact("bert"), tmp_path / "int8")
-    with pytest.raises(OptimizeError, match="already quantized"):
+    with pytest.raises(OptimizeError, match="quantized already|already quantized"):
         optimize(quantized, tmp_path / "out", level="O4")
 
 

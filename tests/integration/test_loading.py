@@ -527,7 +527,7 @@ def test_missing_paths_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ArtifactNotFoundError, match="a model folder is required"):
         Classifier.from_pretrained(tmp_path / "file")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArtifactNotFoundError, match="does not exist"):
+    with pytest.raises(ArtifactNotFoundError, match="There is no local folder"):
         Classifier.from_pretrained("org/not-in-the-cache", local_files_only=True)
 
 
