@@ -168,20 +168,22 @@ class Plan:
         if self.artifact is not None and self.format != WEIGHTS:
             artifact = str(self.artifact.path)
         elif self.exporter is not None:
-            artifact = f"exported first, to {self.format} by {self.exporter.backend.name} ({self.dtype}), and kept"
+            artifact = f"none yet: exported to {self.format} ({self.dtype}) by {self.exporter.backend.name} and cached at the first load"
         else:
-            artifact = "the PyTorch weights as they are" if self.backend is not None else "none"
+            artifact = "none: PyTorch runs the weights directly" if self.backend is not None else "none"
         usual = SessionOptions().to_dict()
         options = [f"{name}={value!r}" for name, value in self.options.to_dict().items() if value != usual[name]]
         options += [f"{name}={value!r}" for name, value in self.provider_options.items()]
         recorded = " (recorded in the manifest)" if self.run is not None and self.settings.options is None else ""
-        runs = f"{self.backend.name} on {self.device}" if self.backend is not None else "nothing here runs it"
+        runs = (
+            f"{self.backend.name} on {self.device}" if self.backend is not None else "no installed backend can run it"
+        )
         return (
             f"model     {self.model.id} ({self.model.kind}, {self.task})\n"
             f"artifact  {artifact}\n"
             f"runs on   {runs}\n"
             f"options   {', '.join(options) or 'the defaults'}{recorded}\n"
-            f"considered for {self.format} ({self.dtype}):\n{self.selection}"
+            f"considered backends for the format {self.format} ({self.dtype}):\n{self.selection}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -274,9 +274,9 @@ def _head(path: Path) -> list[str]:
         )
     separator = next((one for one in ";\t|" if len(names) == 1 and one in names[0]), None)
     if separator is not None:
-        kind = "tab" if separator == "\t" else repr(separator)
+        kind = "tabs" if separator == "\t" else repr(separator)
         raise InputError(
-            f"The data file {path.name} separates its columns with {kind} instead of {'tab' if tabs else 'commas'}: "
+            f"The data file {path.name} separates its columns with {kind} instead of {'tabs' if tabs else 'commas'}: "
             f"its first line is {names[0]!r}.",
             fix="save the file with commas between columns, or as a .tsv file with tabs between columns.",
         )

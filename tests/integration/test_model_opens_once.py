@@ -139,7 +139,7 @@ def test_doctor_exports_nothing(
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "empty"))
     code, text = doctor(str(tiny_folder()))
     assert code == 0
-    assert "exported first, to onnx by cpu (float32)" in text
+    assert "exported to onnx (float32) by cpu" in text
     assert not (tmp_path / "empty").exists()
 
 
