@@ -113,7 +113,10 @@ def with_config(location: Location) -> tuple[Path, str]:
 
 
 def _names_within(folder: Path) -> list[str]:
-    """Return all names in the folder and its direct subfolders. A folder named `model.onnx` is listed, so that reading it is refused."""
+    """Return the names of all files and folders in the folder and its direct subfolders.
+
+    Folders are listed as well, so that a folder named `model.onnx` gives an error instead of being ignored.
+    """
     return [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*"))]
 
 

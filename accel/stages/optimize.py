@@ -92,7 +92,9 @@ def optimize(
 
 
 def _processed(component: Component) -> list[TensorSpec]:
-    """Return the inputs that a tokenizer or image processor makes. A decoder's other inputs are derived from them."""
+    """Return the inputs of a graph that a tokenizer or image processor makes. The decoder inputs `position_ids` and
+    `logits_to_keep` are left out, because they are derived from the other inputs.
+    """
     return [spec for spec in component.inputs if spec.pair is None and spec.name not in _DECODING]
 
 
@@ -123,7 +125,7 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
 
 
 def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
-    """Return cases of several shapes for every graph of an artifact. Expected outputs are those of the artifact."""
+    """Return test inputs of several shapes for every graph of an artifact, with the outputs of this artifact as expected outputs."""
     sessions = open_plan(make_plan(parent))
     try:
         cases: dict[str, list[capture.Case]] = {}

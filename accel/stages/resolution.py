@@ -333,8 +333,8 @@ def original(resolved: ResolvedModel, *, local_files_only: bool = False) -> Reso
 
 
 def recorded_export(artifact: Artifact) -> ExportConfig:
-    """Return the settings of an artifact's export with float32, for the PyTorch model that the artifact is compared
-    with.
+    """Return the recorded export settings of an artifact, changed to float32. They are used to load the PyTorch model with which
+    the artifact is compared.
 
     The export step of the PyTorch model has no parent. An export step with a parent belongs to an engine that was compiled
     from a graph, and has different settings, so it is skipped.

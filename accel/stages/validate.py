@@ -41,8 +41,8 @@ class Validation:
         tolerance: The accepted absolute difference.
         shapes: The sizes that were compared.
         backend: The backend that ran the artifact.
-        forms: The forms in which that backend computes the graph on that device (such as padded lengths), each compared
-            with the plain form. Forms with different results are not used.
+        forms: Comparisons of the ways in which the backend computes the graph on the device, such as padding to a fixed length, with
+            the plain call of the graph. Ways with different results are not used.
     """
 
     passed: bool

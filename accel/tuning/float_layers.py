@@ -32,11 +32,11 @@ _PROBE_BATCHES = 4
 
 
 class FloatLayers:
-    """Tries quantized candidates; if none meets the constraints, tries candidates with some layers in float.
+    """Tries quantized candidates. If no candidate meets the constraints, it tries candidates with some layers in float.
 
     Args:
         search: The search that builds and measures the candidates.
-        subject: Subject of the search.
+        subject: The model and the machine of the search.
         artifact: The artifact to quantize.
         prepared: Rows to measure accuracy on.
         calibration: Batches for schemes that need activation ranges.
@@ -44,9 +44,10 @@ class FloatLayers:
         work: Folder for temporary artifacts.
 
     Attributes:
-        attempts: In order: the recipe, the layers kept in float, the candidate (`None` if it failed), and the time in seconds.
-        fitting: Candidates that meet the constraints, in order; the artifacts of all others are removed.
-        sensitivity: By scheme and layer, the error if only this layer is quantized; largest error first.
+        attempts: All attempts in order, each with its recipe, the layers kept in float, the candidate (`None` if the attempt
+            failed), and the time in seconds.
+        fitting: Candidates that meet the constraints, in order. The artifacts of all other candidates are removed.
+        sensitivity: For each scheme and layer, the error if only this layer is quantized; largest error first.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class _FirstBatches:
 
 
 def _silent(what: str, done: int, total: int | None) -> None:
-    """Ignore the progress of nested steps."""
+    """Progress listener that ignores all reports. It hides the progress of steps inside another step."""
 
 
 def _distance(values: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

@@ -114,7 +114,7 @@ class TriedCandidate:
 
     @property
     def last(self) -> Measurement:
-        """Last measurement of a candidate that was timed."""
+        """The last measurement: the long measurement, or the short measurement if there is no long measurement."""
         last = self.final or self.screen
         assert last is not None, "it was timed"
         return last
@@ -153,7 +153,7 @@ class TimeBudget:
         return time.perf_counter() - self.started
 
     def left(self, share: float = 1.0) -> float:
-        """Return the seconds until a fraction of the limit is used up."""
+        """Return the number of seconds until the fraction `share` of the time limit has passed."""
         return math.inf if self.limit_s is None else share * self.limit_s - self.spent()
 
     def until(self, part: float) -> float:

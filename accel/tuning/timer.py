@@ -94,7 +94,7 @@ class CandidateTimer:
             self._anchor.close()
 
     def lengths(self, limits: Mapping[str, int]) -> Iterator[int]:
-        """Yield the sequence lengths of the calls, for a model with these maximum sizes."""
+        """Yield the sequence lengths of the timed calls. `limits` are the maximum sizes of the model's axes, by axis name."""
         if self._load.texts is None:
             yield from self._load.sequence
             return
@@ -133,7 +133,7 @@ class CandidateTimer:
             for tried, record, lost in timed or ():
                 record["search"] = self._search
                 tried.screen = _kept(record)
-                # Do not store results of a process that ended early, because it may succeed the next time.
+                # If the process of a candidate ended early, do not store its result: the candidate may succeed next time.
                 if not lost:
                     self._store.put("screens", self._key(tried, "screen"), record)
 

@@ -152,10 +152,11 @@ class Tuning:
         stages: Duration of each stage, in seconds.
         seconds: Duration of the search, in seconds.
         resumed: Number of measurements reused from earlier runs.
-        batch_sizes: Batch sizes with which accuracy was measured; the one with the largest drop counts.
+        batch_sizes: Batch sizes with which accuracy was measured. The batch size with the largest drop counts.
         disturbance: Signs that other programs used the machine while the winner was measured.
-        side_by_side: Timing of PyTorch float32 in the measurement together with all survivors. `baseline` and the winner's row
-            come from a later measurement of only these two. `None` if there was no time for that later measurement.
+        side_by_side: Timing of PyTorch float32 in the measurement together with all candidates whose accuracy was measured.
+            `baseline` and the winner's timing come from a later measurement of only these two. `None` if there was no time for the
+            later measurement.
     """
 
     artifact: Artifact

@@ -29,7 +29,10 @@ Proposals = Generator[Proposal, list[Any], None]
 
 
 def tune_proposals(search: Search, space: SearchSpace) -> Proposals:
-    """Propose all exports, rewrites and ways to run them; vary and combine the fastest; measure the survivors.
+    """Propose the candidates of `accel.tune` to the search, stage by stage.
+
+    First come all exports and all optimized and quantized artifacts. The run options of the fastest candidates are then varied and
+    combined. Finally the accuracy of the best candidates is measured, and they are timed for longer.
 
     Raises:
         BudgetError: Nothing could be exported.
