@@ -318,7 +318,7 @@ def _unavailable(name: str, error: Exception, options: HubOptions) -> ArtifactNo
 
 
 def _known_names(options: HubOptions) -> Iterable[str]:
-    """Yield the names of folders in the current folder and of repositories in the cache."""
+    """Yield names that an error can suggest for a mistyped name: local folders, and repositories in the Hub cache."""
     from huggingface_hub import constants
 
     cache = Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser()

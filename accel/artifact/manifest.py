@@ -339,8 +339,7 @@ class Artifact:
         manifest = self.manifest.to_dict()
         content = {key: manifest[key] for key in ("format", "task", "dtype", "components", "quantization", "target")}
         for component in content["components"]:
-            # The domains follow from the graph. Without them, the digest is the same for older manifests, which did not
-            # record domains.
+            # Remove the domains, because older manifests did not record them, and the digest must be the same for both.
             component.pop("domains", None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

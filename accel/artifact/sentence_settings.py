@@ -17,7 +17,8 @@ from .tensors import TensorSpec
 
 MODULES = "modules.json"
 GENERAL = "config_sentence_transformers.json"
-# Usually `sentence_bert_config.json`. The first versions named the file after the model type.
+# The file is usually named `sentence_bert_config.json`. The first versions of sentence-transformers named it after the model
+# type.
 _TRANSFORMER_FILES = "sentence_*_config.json"
 
 Kind = Literal["", "embedder", "cross-encoder", "sparse encoder", "multi-vector encoder"]

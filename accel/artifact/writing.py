@@ -339,8 +339,8 @@ def _lock_of(temporary: Path) -> Path:
 
 
 def _remove(temporary: Path, lock: FileLock, owner: int) -> None:
-    """Remove a temporary folder and its lock, but only in the process that made them. A forked child has copies of
-    both.
+    """Remove a temporary folder and its lock file, but only in the process that created them. A forked child process, which
+    inherits the folder's path and the lock object, removes nothing.
     """
     if os.getpid() == owner:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -411,8 +411,8 @@ def copy_companions(source: Path, target: Path) -> None:
     """
     for path in sorted(source.iterdir()):
         if path.is_dir() and any(path.glob("config.json")) and path.name[:1].isdigit():
-            # Weights of modules after the pooling are needed, because a graph without pooling does not contain these
-            # modules.
+            # Also copy the weights of sentence-transformers modules that follow the pooling, because a graph without pooling
+            # does not contain these modules.
             weights = _MODULE_WEIGHTS if path.name.endswith(_WEIGHTED_MODULES) else ()
             for name in ("config.json", *weights):
                 if (path / name).is_file() and is_inside(path / name, source):

@@ -105,7 +105,7 @@ class _PaddedSession(BaseSession[Session], ABC):
             raise wrong_names(feeds, self._taken)
         for name, tensor in feeds.items():
             check_readable(name, tensor)
-        # Check before padding, which would hide a mask that is too short.
+        # Check the shapes before padding, because padding would hide a mask that is too short.
         self._check_shapes(tuple([tuple(feeds[name].shape) for name in self._taken]))
         side: Side = "right" if all(bool(feeds[name][:, 0].all()) for name in self._masks) else "left"
         return self._run_in(self._fitting(self._length(feeds), side), feeds, outputs=outputs, state=state)

@@ -477,8 +477,8 @@ def _check_threads(options: SessionOptions) -> None:
 
 
 def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) -> int:
-    """Return the number of tokens to whose multiple sequences are padded: the caller's number, or the backend's preferred
-    number if sequences can be padded, or 1.
+    """Return the value of `pad_to_multiple_of` for the sessions: the caller's value, or the value that the backend prefers if
+    sequences can be padded, or 1.
     """
     if options.pad_to_multiple_of is not None:
         return options.pad_to_multiple_of

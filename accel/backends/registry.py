@@ -222,8 +222,8 @@ def missing(spec: BackendSpec) -> Reason | None:
 
 @functools.cache
 def probe(spec: BackendSpec) -> Probe:
-    """Return the devices of a backend on this machine, or the reasons why there are none. Probes once per process and
-    never raises.
+    """Return the devices of a backend on this machine, or the reasons why it has no device. The backend is probed once per
+    process, and errors of the probe become reasons.
     """
     reason = missing(spec)
     if reason:

@@ -231,13 +231,13 @@ def calibration_batches(
     """
     config = config or QuantizeConfig()
     if inputs is None:
-        # The session fills the KV cache, which starts empty.
+        # Leave out the inputs of the KV cache, because the session fills them.
         inputs = [spec for spec in artifact.components[0].inputs if spec.pair is None]
     prompts = artifact.components[0].name == "model" and task_spec(artifact.task).generates
     if isinstance(data, Batches):
         return data
     if not is_rows(data, {spec.name for spec in inputs}):
-        # Keep the batches of a generator: the quantizer may need several passes.
+        # Store the batches of a generator in a list, because the quantizer may read them several times.
         kept = list(itertools.islice(data, config.samples)) if isinstance(data, Iterator) else data
         if isinstance(kept, Sequence) and not kept:
             raise QuantizeError("The calibration data has no batches.", fix="pass at least one batch.")
