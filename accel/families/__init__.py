@@ -1,6 +1,6 @@
 """Special handling of model families. Each module is for one family whose models the general code would export incorrectly.
 
-A family gets a model, the model's config, or the sample inputs of a trace. It returns changed ones that can be exported correctly.
+In: a model, its config, or the sample inputs of a trace. Out: a changed model, config or sample that can be exported correctly.
 
 Families replace or call private functions in the transformers module of their architecture, because transformers has no public
 functions for this purpose. `tests/unit/test_upstream_capture.py` lists the private functions. They exist in transformers 5.23 and

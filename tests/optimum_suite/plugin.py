@@ -27,7 +27,7 @@ PASSED, FAILED, LEFT_OUT, SKIPPED = "passed", "failed", "left out", "skipped by 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Install the replacements before pytest imports any test. Each worker process of the run calls this hook."""
-    stand_ins.install()
+    replacement_modules.install()
     _answer_for_the_hub()
     # Optimum's tests import their table of architectures, `testing_utils`, by this name.
     sys.path.insert(0, str(config.rootpath / "tests" / "onnxruntime"))
