@@ -1,7 +1,8 @@
-"""Detect that other programs used the machine during a timed measurement: load average, steal time, spread of the baseline's rounds.
+"""Detect that other programs used the machine during a timed measurement.
 
-A paired confidence interval gets wider on a busy machine, but does not show the reason. Tables and their JSON form therefore
-contain these signs, so that nobody quotes a disturbed measurement as an undisturbed one.
+The signs are the load average, the steal time (processor time that a virtual machine did not get), and the spread of the baseline's
+rounds. A paired confidence interval gets wider on a busy machine, but does not show the reason. Tables and their JSON form therefore
+contain the signs, so that nobody quotes a disturbed measurement as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def disturbance(
 
 
 class MachineWatch:
-    """Record the machine's load from now on. Create it before accel starts to work, because the load average would count that work."""
+    """Recorder of the machine's load from its creation on.
+
+    Create the object before accel starts to work, because the load average would also count accel's own work.
+    """
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -1,4 +1,4 @@
-"""Import the libraries that every process needs, but no backend's runtime. The fork server runs this module once."""
+"""Imports of the libraries that every process needs, without the runtimes of backends. The fork server runs this module once."""
 
 import importlib
 

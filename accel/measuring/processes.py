@@ -1,7 +1,8 @@
 """Run functions in other processes, and read the memory use of a process.
 
-Each variant runs in its own process. The thread pools of two runtimes in one process would slow each other down by up to 190
-microseconds per call, because their threads wait actively for work. The crash of one runtime would end all variants.
+Each variant runs in a separate process, for two reasons. The thread pools of two runtimes in one process would slow each other down by up
+to 190 microseconds per call, because their threads wait actively for work. The crash of a runtime would end the measurement of all
+variants.
 """
 
 from __future__ import annotations
@@ -92,15 +93,16 @@ class HelperProcess:
                 self.kill()
                 self._process.join(timeout=5)
                 raise WorkerLostError(
-                    f"{self._who} was stopped: it did not answer for {timeout_s:.0f} s.",
-                    fix="allow more time, or measure it alone, with smaller batches and shorter sequences.",
+                    f"{self._who} was killed, because it did not finish within {timeout_s:.0f} s.",
+                    fix="allow more time, or run it with smaller batches and shorter sequences.",
                     late=True,
                 )
             good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
             raise WorkerLostError(
-                f"{self._who} died ({exit_reason(self._process.exitcode)}).", fix="run this step alone to see why."
+                f"{self._who} ended unexpectedly ({exit_reason(self._process.exitcode)}).",
+                fix="check that the machine has enough free memory, and run the model alone to see the output of the crashed library.",
             ) from error
         if not good:
             raise value
@@ -131,9 +133,11 @@ class HelperProcess:
             self._process = None
 
 
-_not_mapped = 0  # bytes of imported libraries that this forked process does not have in its resident memory
+_not_mapped = 0  # bytes of imported libraries that are not in the resident memory of this forked process
 _starting = threading.Lock()
-_SOCKET_FOLDER = 70  # characters; the path of a socket has at most 107, and multiprocessing adds 33
+_SOCKET_FOLDER = (
+    70  # maximum length of the folder: a socket's path has at most 107 characters, of which multiprocessing adds 33
+)
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
@@ -149,12 +153,12 @@ def start_process(target: Callable[..., None], *args: Any) -> tuple[Any, Connect
     if forked:
         context.set_forkserver_preload([f"{__package__}.preload"])
         _own_socket_folder()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(target, dict(os.environ), forked, theirs, *args), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_run, args=(target, dict(os.environ), forked, child_end, *args), daemon=True)
     with _without_main(), _interrupts_held():
         process.start()
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
 @functools.cache
@@ -169,11 +173,11 @@ def _own_socket_folder() -> None:
         except OSError:
             # `/tmp` is not writable: keep multiprocessing's default folder, which remains if this process is killed.
             return
-    usual, tempfile.tempdir = tempfile.tempdir, str(folder)
+    previous, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         multiprocessing.util.get_temp_dir()
     finally:
-        tempfile.tempdir = usual
+        tempfile.tempdir = previous
     # Priority -200 runs after multiprocessing has removed its own folder inside (-100). Finalizers do not run in forked children.
     multiprocessing.util.Finalize(None, stack.close, exitpriority=-200)
 
@@ -181,7 +185,7 @@ def _own_socket_folder() -> None:
 def _run(
     target: Callable[..., None], environment: Mapping[str, str], forked: bool, pipe: Connection, *args: Any
 ) -> None:
-    """Run `target` with the parent's current environment variables; the fork server was started with older ones."""
+    """Run `target` with the parent's current environment variables, which may have changed since the fork server was started."""
     global _not_mapped
     # A forked process shares the pages of imported libraries; they count as its memory only after it uses them.
     _not_mapped = max(0, _status("VmRSS", os.getppid()) - _status("VmRSS")) if forked else 0
@@ -192,9 +196,9 @@ def _run(
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the user's script while a process starts. Without this, the new process would run the script again.
+    """Hide the user's script (`__main__`) while a process starts, because the new process would run the script again.
 
-    Everything sent to a process is imported by its module name, so the process does not need the script.
+    The process does not need the script: it imports all functions that it receives by their module names.
     """
     with _starting:
         main = sys.modules["__main__"]
@@ -207,7 +211,10 @@ def _without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Block Ctrl-C in this thread and in processes started by it. Without this, Ctrl-C during imports prints one traceback per process."""
+    """Block Ctrl-C in this thread and in processes that this thread starts.
+
+    Without this block, Ctrl-C during the imports of new processes would print one traceback per process.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -239,7 +246,7 @@ def quiet_child() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
-    # Replace tqdm's lock: it is a semaphore, which a killed process would never release.
+    # Replace tqdm's lock, which is a semaphore shared by processes: a killed process would never release it.
     tqdm.tqdm.set_lock(threading.RLock())
 
 
@@ -257,7 +264,7 @@ def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
             answer = (True, function(*args))
         except AccelError as error:
             answer = (False, error)
-        # Catch all exceptions: third-party code may raise anything, and the caller gets it as the error of this call.
+        # Catch all exceptions: third-party code may raise any type, and the parent process raises the error for this call.
         except Exception as error:  # noqa: BLE001
             answer = (False, SessionError(f"{type(error).__name__}: {error}"))
         try:
@@ -269,8 +276,9 @@ def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
 def peak_memory() -> int:
     """Return the largest resident memory of this process so far, in bytes.
 
-    The value is read from `/proc`, because `getrusage` includes the parent's peak. For a forked process, add the library pages that
-    it has not used, so that forked and other processes are comparable. 0 on systems without `/proc` and `getrusage`, such as Windows.
+    The value is read from `/proc`, because `getrusage` includes the parent's peak. For a forked process, the library pages that the process
+    has not used are added, so that forked and other processes are comparable. On systems without `/proc` and `getrusage`, such as Windows,
+    the result is 0.
     """
     if peak := _status("VmHWM"):
         return peak + _not_mapped

@@ -1,7 +1,7 @@
 """Reports of measurements: a self-contained HTML page, a PNG, and a table for the terminal.
 
-All reports are made from the JSON form of a benchmark (`Benchmark.to_dict()`) or a search (`Tuning.to_dict()`), so that they can
-be created again from a file.
+All reports are created from the JSON form of a benchmark (`Benchmark.to_dict()`) or a search (`Tuning.to_dict()`), so that a report can be
+created again from a file.
 """
 
 from __future__ import annotations
@@ -96,14 +96,17 @@ def write_png(values: Mapping[str, Any], path: str | os.PathLike[str], *, title:
 
 
 def check_pages(report: Path | None, png: Path | None) -> None:
-    """Raise if a report cannot be written; called before the measurement, which takes minutes.
+    """Raise if a report cannot be written. Callers check this before the measurement, which takes minutes.
 
     Raises:
         ConfigError: The report's folder does not exist, or a PNG was requested and matplotlib is not installed.
     """
     for path in (report, png):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"There is no folder {path.parent} for {path.name}.", fix=f"mkdir -p {path.parent}")
+            raise ConfigError(
+                f"The report {path.name} cannot be written, because the folder {path.parent} does not exist.",
+                fix=f"create the folder with `mkdir -p {path.parent}`, or pass another path.",
+            )
     if png is not None:
         _figure()
 
@@ -113,7 +116,8 @@ def _figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "A PNG needs matplotlib, which is not installed.", fix='pip install "accel-transformers[report]"'
+            "matplotlib is not installed, and accel needs it to write a PNG.",
+            fix='install it with `pip install "accel-transformers[report]"`, or write the report as HTML.',
         ) from error
     return Figure
 
@@ -144,8 +148,8 @@ def text_table(values: Mapping[str, Any]) -> str:
             )  # fmt: skip
             if saturated(cell, settings):
                 notes.append(
-                    f"{variant['name']} answered {cell['throughput'] / cell['batch']:.0f} of {settings['rate']:g} calls a "
-                    f"second ({cell['workload']}): it falls behind, and its latency grows with the length of the measurement."
+                    f"{variant['name']} finished only {cell['throughput'] / cell['batch']:.0f} of {settings['rate']:g} calls per second "
+                    f"(workload {cell['workload']}). It is too slow for this rate, so its latency grows with the length of the measurement."
                 )
     return "\n".join([printed(table, 140).rstrip(), *notes, *disturbed(values)])
 
@@ -154,7 +158,7 @@ def printed(table: Table, width: int) -> str:
     """Return a rich table as text."""
     from rich.console import Console
 
-    stream = StringIO()  # a text without the colors of a terminal
+    stream = StringIO()  # a stream that is not a terminal, so that rich writes no color codes
     Console(file=stream, width=width, markup=False).print(
         table
     )  # variant names may contain brackets, which are not markup
@@ -172,7 +176,10 @@ def disturbed(values: Mapping[str, Any]) -> list[str]:
 
 
 def saturated(cell: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Return whether calls arrived faster than they were answered: fewer than 75 % of the rate, because arrivals are random."""
+    """Return whether a variant was too slow for the rate of arriving calls: it finished fewer than 75 % of the calls per second.
+
+    The limit is below 100 %, because calls arrive at random times.
+    """
     rate = settings.get("rate")
     return rate is not None and float(cell["throughput"]) / float(cell["batch"]) < 0.75 * float(rate)
 
@@ -212,18 +219,18 @@ def _bars(rows: _Rows) -> str:
     """Return an SVG with the median latency of each variant as a bar, and the 95th percentile as a mark."""
     limit = max(cell["latency"]["p95"] for _, cell in rows)
     height = _ROW * len(rows) + 8
-    made = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Median latency of each variant'>"]
+    lines = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Median latency of each variant'>"]
     for i, (variant, cell) in enumerate(rows):
         # Draw the name above its bar, because names may be long.
         y, latency = _ROW * i + 20, cell["latency"]
         width, mark = 700 * latency["median"] / limit, 700 * latency["p95"] / limit
-        made.append(
+        lines.append(
             f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>"
             f"<rect class=bar x=0 y={y + 2} width={width:.1f} height=16 rx=2></rect>"
             f"<line class=whisker x1={mark:.1f} x2={mark:.1f} y1={y} y2={y + 20}></line>"
             f"<text x={mark + 6:.1f} y={y + 14}>{latency['median']:.2f} ms, 95 % below {latency['p95']:.2f}</text>"
         )
-    return "".join([*made, "</svg><p class=note>Bar: median. Mark: 95th percentile.</p>"])
+    return "".join([*lines, "</svg><p class=note>Bar: median. Mark: 95th percentile.</p>"])
 
 
 def _table(rows: _Rows) -> str:
@@ -251,8 +258,8 @@ def _table(rows: _Rows) -> str:
     body = "".join("<tr>" + "".join(f"<td>{_text(c)}</td>" for c in line) + "</tr>" for line in lines)
     return (
         f"<div class=scroll><table><tr>{''.join(f'<th>{h}</th>' for h in head)}</tr>{body}</table></div>"
-        "<p class=note>Latencies in milliseconds. The ratio is the median over rounds of the baseline's median latency over this "
-        "one's, its interval a 95 % bootstrap over rounds.</p>"
+        "<p class=note>Latencies in milliseconds. The ratio of a round is the baseline's median latency divided by the variant's median "
+        "latency. The table shows the median ratio of all rounds, with its 95 % bootstrap interval.</p>"
     )
 
 

@@ -109,17 +109,27 @@ def backend_name(backend: str | None, provider: str | None, providers: Sequence[
     if providers:
         first = providers[0]
         if provider is not None and provider != first:
-            raise ConfigError(f"provider={provider!r} and providers={list(providers)} differ.", fix="pass one of them.")
+            raise ConfigError(
+                f"provider is {provider!r}, but the first entry of providers is {first!r}.",
+                fix="pass provider or providers, not both.",
+            )
         provider = first
     names = {registry.describe(name).name for name in (backend, provider) if name is not None}
     if len(names) > 1:
-        raise ConfigError(f"backend={backend!r} and provider={provider!r} name two backends.", fix="pass one of them.")
+        raise ConfigError(
+            f"backend={backend!r} and provider={provider!r} belong to two different backends: {', '.join(sorted(names))}.",
+            fix="pass backend or provider, not both.",
+        )
     return names.pop() if names else None
 
 
 EXPORT_SETTINGS = tuple(field.name for field in fields(ExportConfig))
 ARGUMENTS = (
-    *(name for name, one in inspect.signature(read_arguments).parameters.items() if one.kind is one.KEYWORD_ONLY),
+    *(
+        name
+        for name, parameter in inspect.signature(read_arguments).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ),
     *(option.name for option in fields(HubOptions)),
 )
 """Names of the arguments of `from_pretrained`, without export settings."""
@@ -128,39 +138,43 @@ ARGUMENTS = (
 def provider_options_of(
     options: Mapping[str, object] | Sequence[Mapping[str, object]] | None,
 ) -> Mapping[str, object] | None:
-    """Return the options of the single provider. A list with one mapping, as in ONNX Runtime, is accepted.
+    """Return the options of the execution provider. A list that contains one mapping, as in ONNX Runtime, is also accepted.
 
     Raises:
-        ConfigError: The list has another length, or the value is not a mapping.
+        ConfigError: `options` is neither a mapping nor a list with exactly one mapping.
     """
     if options is None or isinstance(options, Mapping):
         return options
     entries = list(options) if isinstance(options, Sequence) and not isinstance(options, str) else []
     if len(entries) != 1 or not isinstance(entries[0], Mapping):
         raise ConfigError(
-            f"provider_options holds {len(entries)} entries for one provider.", fix="pass one dictionary of options."
+            f"provider_options is {options!r:.200}; a model runs on one execution provider, which needs one dictionary of options.",
+            fix="pass one dictionary, such as provider_options={'device_id': 0}.",
         )
     return entries[0]
 
 
 def session_options_of(options: Any) -> SessionOptions | None:
-    """Return `SessionOptions` unchanged, convert a mapping, and wrap a runtime's own options object if a backend declares its class.
+    """Return the session options as `SessionOptions`.
+
+    A mapping is converted. An options object of a runtime, such as `onnxruntime.SessionOptions`, is wrapped if a backend supports its
+    class.
 
     Raises:
-        ConfigError: `options` is neither a `SessionOptions`, a mapping, nor a session options class of a known runtime.
+        ConfigError: `options` is not a `SessionOptions`, a mapping, or an options object that a backend supports.
     """
     if options is None or isinstance(options, SessionOptions):
         return options
     if isinstance(options, Mapping):
         return SessionOptions.from_dict(options)
-    word = f"{type(options).__module__.partition('.')[0]}.{type(options).__name__}"
-    known = sorted({spec.native_options for spec in registry.describe_all()[0] if spec.native_options})
-    if word not in known:
+    class_name = f"{type(options).__module__.partition('.')[0]}.{type(options).__name__}"
+    supported = sorted({spec.native_options for spec in registry.describe_all()[0] if spec.native_options})
+    if class_name not in supported:
         raise ConfigError(
-            f"session_options is a {type(options).__name__}.",
-            fix=f"pass {' or '.join(['accel.SessionOptions', *known])}.",
+            f"session_options is an object of type {type(options).__name__}, which no installed backend supports.",
+            fix=f"pass an object of type {' or '.join(['accel.SessionOptions', *supported])}.",
         )
-    return SessionOptions(native={word: options})
+    return SessionOptions(native={class_name: options})
 
 
 # Arguments of Optimum's `from_pretrained` that have no effect here.
@@ -169,61 +183,67 @@ _QUANTIZED_ON_LOADING = ("load_in_8bit", "load_in_4bit", "quantization_config")
 OTHER_ARGUMENTS = (
     *_WITHOUT_EFFECT, *_QUANTIZED_ON_LOADING, "force_download", "device_map", "dtype", "torch_dtype", "attn_implementation",
 )  # fmt: skip
-"""Arguments of transformers' and Optimum's `from_pretrained` that have no parameter here: accepted, or rejected with a reason."""
+"""Arguments of `from_pretrained` in transformers and Optimum that have no parameter in accel's `from_pretrained`.
+
+`without_other_arguments` accepts them or rejects them with a reason.
+"""
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def without_other_arguments(
     settings: Mapping[str, Any], device: str | int | torch.device | None
 ) -> tuple[dict[str, Any], str | int | torch.device | None]:
-    """Convert arguments of transformers' and Optimum's `from_pretrained`; return the remaining settings and the device.
+    """Remove arguments that only transformers and Optimum have; return the remaining settings and the device.
 
-    `device_map` names a device or leaves the choice to accel. `dtype="auto"` and `attn_implementation` do not change a graph.
-    Arguments without effect are removed and logged at debug level.
+    The device in `device_map` is used if `device` is `None`. `dtype="auto"` and `attn_implementation` are removed, because they
+    do not change a graph. Arguments of Optimum that have no effect in accel are removed and logged at debug level.
 
     Raises:
-        ConfigError: The arguments ask for several devices, an unknown attention implementation, a forced download, or
+        ConfigError: The arguments request several devices, an unknown attention implementation, a forced download, or
             quantization during loading.
     """
     left = dict(settings)
     for name in _WITHOUT_EFFECT:
         if name in left:
             value = left.pop(name)
-            logger.debug("%s=%r changes nothing here.", name, value)
+            logger.debug("The argument %s=%r of from_pretrained has no effect in accel and is ignored.", name, value)
     if left.pop("force_download", False):
         raise ConfigError(
-            "force_download=True: what the Hub's cache holds is verified, not fetched again.",
-            fix="remove the model from the cache (`hf cache delete`), or name a revision.",
+            "force_download=True is not supported: accel verifies the files in the Hugging Face cache and does not download them again.",
+            fix="remove the model from the cache with `hf cache rm model/ID`, or pass revision=... to download another revision.",
         )
     for name in _QUANTIZED_ON_LOADING:
         if left.pop(name, None):
             raise ConfigError(
-                f"{name}=...: a graph is quantized before it is loaded.",
-                fix="make a quantized artifact first (`accel quantize MODEL OUT`), and load that.",
+                f"{name} is not supported: from_pretrained does not quantize a model while it loads the model.",
+                fix="quantize the model first with `accel quantize MODEL OUT`, and load the folder OUT.",
             )
-    placed = left.pop("device_map", None)
-    if isinstance(placed, Mapping):
-        if len(set(map(str, placed.values()))) != 1:
+    device_map = left.pop("device_map", None)
+    if isinstance(device_map, Mapping):
+        if len(set(map(str, device_map.values()))) != 1:
             raise ConfigError(
-                f"device_map is {dict(placed)}: a graph runs on one device.", fix="pass device=..., as in 'cuda:0'."
+                f"device_map is {dict(device_map)}, but a graph runs on one device and cannot be split.",
+                fix="leave device_map out and pass one device, such as device='cuda:0'.",
             )
-        placed = next(iter(placed.values()))
-    if placed is not None and device is None and placed not in ("auto", "balanced", "balanced_low_0", "sequential"):
-        device = placed
+        device_map = next(iter(device_map.values()))
+    automatic = ("auto", "balanced", "balanced_low_0", "sequential")
+    if device_map is not None and device is None and device_map not in automatic:
+        device = device_map
     for name in ("dtype", "torch_dtype"):
         if left.get(name) == "auto":
             del left[name]
     attention = left.pop("attn_implementation", None)
     if attention not in (None, *_ATTENTIONS):
         raise ConfigError(
-            f"attn_implementation is {attention!r}.{did_you_mean(str(attention), _ATTENTIONS)}",
-            fix="leave it out: the graph has an attention of its own.",
+            f"attn_implementation is {attention!r}, which transformers does not have."
+            f"{did_you_mean(str(attention), _ATTENTIONS)}",
+            fix="leave attn_implementation out; a graph's attention implementation is fixed when the model is exported.",
         )
     return left, device
 
 
 def export_config_of(settings: Mapping[str, Any]) -> ExportConfig:
-    """Return the export settings among the arguments of `from_pretrained`; `dtype` may be named as in transformers.
+    """Return the `ExportConfig` with these settings; `dtype` may also be named `torch_dtype`, as in transformers.
 
     Raises:
         ConfigError: An argument is neither an argument of `from_pretrained` nor an export setting.

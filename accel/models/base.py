@@ -58,11 +58,11 @@ _TENSOR = {torch.Tensor}
 
 
 class ORTModel(ModuleInterface, Saveable):
-    """Base of the task classes; created with `from_pretrained`.
+    """Base class of the model classes of all tasks; create a model with `from_pretrained`.
 
-    The prefix `ORT` is kept because users know it from Optimum; the runtime is an argument (`backend="openvino"`). A model can be
-    pickled: the pickle stores the artifact's folder and settings, and loading it opens the artifact again. After a fork, the child
-    process opens its own session at the first call.
+    The prefix `ORT` is kept because users know it from Optimum. The runtime is chosen by an argument, such as `backend="openvino"`.
+    A model can be pickled: the pickle stores the path of the artifact's folder and the settings, and unpickling opens the artifact
+    again. After a fork, the child process opens a new session at its first call of the model.
     """
 
     task: ClassVar[str] = ""
@@ -87,12 +87,12 @@ class ORTModel(ModuleInterface, Saveable):
     ) -> None:
         if not isinstance(artifact, Artifact | Plan):
             raise ConfigError(
-                f"{type(self).__name__}(...) takes an Artifact, not {artifact!r}.",
-                fix=f"use {type(self).__name__}.from_pretrained({artifact!r}).",
+                f"The constructor of {type(self).__name__} was called with {artifact!r}, but it accepts only a loaded Artifact.",
+                fix=f"use {type(self).__name__}.from_pretrained({artifact!r}) to load a model from a Hub id or folder.",
             )
         plan = artifact if isinstance(artifact, Plan) else None
         opened_artifact = artifact if isinstance(artifact, Artifact) else artifact.artifact
-        assert opened_artifact is not None, "the plan's artifact is to be exported first"
+        assert opened_artifact is not None, "the plan must contain an exported artifact"
         self._check_task(opened_artifact)
         self.artifact = opened_artifact
         self._trust_remote_code = plan.model.hub.trust_remote_code if plan is not None else trust_remote_code
@@ -150,11 +150,11 @@ class ORTModel(ModuleInterface, Saveable):
             task: The task, for classes that support several tasks.
             config: A transformers config that replaces the config in the folder.
             subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
-            file_name: File name of the graph in a plain ONNX folder; any one of its files if a model has several graphs.
+            file_name: File name of the graph in a plain ONNX folder. If the model has several graphs, the name of any of them.
             variant: Suffix of the graph file names, as in transformers.js folders: `quantized`, `q4`, `fp16`, ...
             use_cache: Default of `generate`'s `use_cache`, for generating models; by default, the KV cache is used.
             **export_settings: Fields of `ExportConfig`, for a model that is exported. transformers' `device_map`, `dtype="auto"`
-                and `attn_implementation` are accepted if the graph can satisfy them.
+                and `attn_implementation` are accepted if they are valid for a graph; see `without_other_arguments`.
 
         Raises:
             ArtifactNotFoundError: There is no model, or no graph and `export=False`.
@@ -175,23 +175,26 @@ class ORTModel(ModuleInterface, Saveable):
     def plan(cls, model_id: str | os.PathLike[str] | Artifact | ResolvedModel, arguments: LoadingArguments) -> Plan:
         """Return the plan (backend, device and settings) with which `from_pretrained` opens a model; raises the same errors."""
         task = arguments.task
-        meant = specs_for(task) if task is not None else ()
-        if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in meant):
+        task_specs = specs_for(task) if task is not None else ()
+        if task is not None and not cls._any_task and not any(cls._is_for(spec) for spec in task_specs):
             raise TaskError(
-                f"{cls.__name__} does not do {task_spec(task).name}.", fix=f"use {model_class(task).__name__}."
+                f"{cls.__name__} does not support the task {task_spec(task).name!r}.",
+                fix=f"use {model_class(task).__name__}.from_pretrained.",
             )
         resolved = arguments.resolve(model_id, default_task=None if cls._any_task else cls.task)
-        named_else = cls._any_task and resolved.task not in {spec.name for spec in meant}
-        if meant and resolved.kind == "artifact" and named_else:
+        other_task = cls._any_task and resolved.task not in {spec.name for spec in task_specs}
+        if task_specs and resolved.kind == "artifact" and other_task:
             raise TaskError(
-                f"{model_id} was made for {resolved.task}, not for {meant[0].name}.",
-                fix="leave task out, or export the model it was made from for that task.",
+                f"The artifact {model_id} was exported for the task {resolved.task!r}, not for {task_specs[0].name!r}.",
+                fix=f"leave task out, or export the original model again with `--task {task_specs[0].name}`.",
             )
         return make_plan(resolved, arguments.settings, arguments.export_config)
 
     @classmethod
     def from_plan(cls, plan: Plan, *, config: Any = None, use_cache: bool | None = None) -> Self:
-        """Open a planned model; export it first if it is not an artifact. `config` and `use_cache` are as in `from_pretrained`.
+        """Open the model of a plan. If the model is not an artifact, export it first.
+
+        `config` and `use_cache` have the same meaning as in `from_pretrained`.
 
         Raises:
             BackendUnavailableError: No available backend can run the model.
@@ -207,7 +210,9 @@ class ORTModel(ModuleInterface, Saveable):
             except (AccelError, OSError):
                 if not tries_left or not was_removed(ready.artifact, before):
                     raise
-                logger.info("%s was removed while it was opened", ready.artifact.path)
+                logger.info(
+                    "Another process removed %s while this process opened it; trying again.", ready.artifact.path
+                )
                 plan = replace(plan, artifact=plan.model.artifact)
         if use_cache is not None and model.generation_config is not None:
             model.generation_config.use_cache = use_cache
@@ -219,7 +224,7 @@ class ORTModel(ModuleInterface, Saveable):
 
     @classmethod
     def _for_task(cls, task: str) -> type[Any]:
-        """Return the class for a task; called on classes that open models of any task."""
+        """Return the model class of a task. `from_plan` calls this method on classes that open models of any task."""
         return model_class(task)
 
     @classmethod
@@ -231,8 +236,9 @@ class ORTModel(ModuleInterface, Saveable):
         spec = task_spec(artifact.task)
         if not self.opens_any_graph() and not self._is_for(spec):
             raise TaskError(
-                f"{artifact.path} holds a model for {artifact.task}, which {type(self).__name__} does not do.",
-                fix=f"use {model_class(spec.name).__name__}, or export the model again with another task.",
+                f"The model in {artifact.path} was exported for the task {artifact.task!r}, which {type(self).__name__} does not "
+                "support.",
+                fix=f"use {model_class(spec.name).__name__}, or export the original model again with another --task.",
             )
 
     def _load_config(self) -> Any:
@@ -254,10 +260,15 @@ class ORTModel(ModuleInterface, Saveable):
             )
         # transformers raises errors of any type for an invalid config.
         except Exception as error:
-            fix = "make the artifact again."
+            fix = "export the model again."
             if "model_type" not in values:
-                fix = "put the config.json of the original model there, or pass config=...; graphs of other models have task='custom'."
-            raise IntegrityError(f"{self.artifact.path / 'config.json'} cannot be read: {error}", fix=fix) from error
+                fix = (
+                    "replace the file with the config.json of the original model, or pass config=... to from_pretrained. For a graph that "
+                    "is not from a transformers model, pass task='custom'."
+                )
+            raise IntegrityError(
+                f"transformers cannot load {self.artifact.path / 'config.json'}: {error}", fix=fix
+            ) from error
 
     def _planned(self, settings: RunPreferences) -> Plan:
         """Return a plan to open the model's artifact with other settings."""
@@ -293,8 +304,8 @@ class ORTModel(ModuleInterface, Saveable):
     def _check_outputs(self, spec: TaskSpec, returned: Mapping[str, tuple[int | str, ...]]) -> None:
         """Compare the graph's outputs with its task, and its number of labels with the config.
 
-        Folders of other tools do not record the task: it follows from the model class, which may be wrong. The config may belong to
-        another model.
+        A folder that another tool exported does not record its task. The model class then defines the task, and the caller may have
+        chosen the wrong class. The config may also belong to another model.
 
         Raises:
             TaskError: The graph's outputs differ from the task's outputs.
@@ -302,14 +313,15 @@ class ORTModel(ModuleInterface, Saveable):
         """
         if difference := spec.difference(returned):
             raise TaskError(
-                f"The graph in {self.artifact.path} {difference}.", fix="use the class that the model was exported for."
+                f"The graph in {self.artifact.path} does not fit the task {spec.name!r}: it {difference}.",
+                fix="load it with the ORTModelFor... class of the task that the model was exported for.",
             )
         for name, axes in spec.outputs.items():
             size, labels = dict(zip(axes, returned[name], strict=True)).get(LABELS), getattr(self.config, LABELS, None)
             if isinstance(size, int) and isinstance(labels, int) and size != labels:
                 raise IntegrityError(
-                    f"The graph in {self.artifact.path} returns {size} labels, and its config.json names {labels}.",
-                    fix="copy the config.json of the model that was exported beside it, or pass config=...",
+                    f"The graph in {self.artifact.path} returns scores of {size} labels, but the config.json has {labels} labels.",
+                    fix="copy the config.json of the model that was exported into the folder, or pass config=... to from_pretrained.",
                 )
 
     # Attributes that pipelines and users read
@@ -373,25 +385,30 @@ class ORTModel(ModuleInterface, Saveable):
     def to(self, device: str | int | torch.device | torch.dtype) -> Self:
         """Move the model to another device of its backend by opening the session again.
 
-        On the same device this does nothing. If the backend lacks the device, the model stays and a warning is logged, because another
-        device needs another backend.
+        Nothing happens if the model is already on the device. If the backend does not support the device, the model is not moved and a
+        warning is logged, because another device needs another backend.
         """
         if isinstance(device, torch.dtype):
             if device != self.dtype:
-                logger.warning("%s stays in %s: a graph's dtype is fixed when it is exported.", self, self.dtype)
+                logger.warning(
+                    "%s was not converted to %s and still has the dtype %s. A graph's dtype is fixed when the model is exported: use "
+                    "`accel export --dtype`.",
+                    self, device, self.dtype,
+                )  # fmt: skip
             return self
         target = torch.device("cuda", device) if isinstance(device, int) and device >= 0 else torch.device(device)
         if target.type == self.device.type and target.index in (None, self.device.index):
             return self
         spec = DeviceSpec.parse(str(target))
-        have = registry.probe(self._opened.backend).devices
-        if any((d.type, d.index) == (spec.type, spec.index) for d in have):
+        available = registry.probe(self._opened.backend).devices
+        if any((d.type, d.index) == (spec.type, spec.index) for d in available):
             self._plan = self._planned(replace(self._plan.settings, device=str(spec)))
             self.close()
             self._open()
         else:
             logger.warning(
-                "%s stays on %s: backend %r has no %s. Load it with from_pretrained(..., device=%r).",
+                "The %s was not moved and is still on %s, because its backend %r does not support the device %s. Load the model again "
+                "with from_pretrained(..., device=%r), which selects a backend for the device.",
                 type(self).__name__, self.device, self.backend, target, str(target),
             )  # fmt: skip
         return self
@@ -423,8 +440,8 @@ class ORTModel(ModuleInterface, Saveable):
     def _run(self, inputs: dict[str, Any]) -> Any:
         """Check the inputs, run the graph and wrap the outputs. Torch inputs give torch outputs; NumPy inputs give NumPy outputs.
 
-        The fast path is written for cold processor caches, like `OrtSession.run`: a tokenizer's tensors are passed on unchanged, other
-        inputs go through `Inputs.read`.
+        The code for the most common case, tensors from a tokenizer, is short, because it must be fast when the processor's caches are
+        cold. These tensors are passed to the session unchanged. `Inputs.read` converts all other inputs.
         """
         numpy = wants_tuple = False
         targets: dict[str, Any] = {}
@@ -434,7 +451,7 @@ class ORTModel(ModuleInterface, Saveable):
                 labels = {name: inputs.pop(name, None) for name in TARGETS if name not in self._input_names}
                 targets = {name: value for name, value in labels.items() if value is not None}
             inputs, numpy, wants_tuple = self._inputs.read(inputs)
-        # Scalars have an empty shape; the session raises the error for them.
+        # A scalar has an empty shape. This check skips scalars, because the session raises a better error for them.
         if self._limited is not None and (shape := inputs[self._limited].shape) and shape[-1] > self._limit:
             raise too_long(self._limited, shape[-1], self._limit, self.config)
         if self._forks != _forks:
@@ -453,7 +470,7 @@ class ORTModel(ModuleInterface, Saveable):
         return fast_output(self._output_class, values)
 
     def read_inputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Convert inputs to the tensors that the graph takes, with defaults filled in.
+        """Convert a call's inputs to the graph's input tensors, and add default values for missing inputs.
 
         Raises:
             InputError: An input is unknown or missing.
@@ -463,7 +480,7 @@ class ORTModel(ModuleInterface, Saveable):
     # Lifetime
 
     def _check_fork(self) -> None:
-        """Open the sessions again if this process is a fork, before any other work."""
+        """Open the sessions again if this process was forked after they were opened. Methods call this before any other work."""
         if self._forks != _forks:
             self._reopen_after_fork()
 
@@ -500,12 +517,15 @@ class ORTModel(ModuleInterface, Saveable):
         path, pickled = state["path"], state["artifact"]
         if not path.is_dir():
             raise ArtifactNotFoundError(
-                f"The pickled model's folder {path} is not there.", fix="copy the folder there."
+                f"The pickled model cannot be opened, because its folder {path} does not exist on this machine.",
+                fix=f"copy the artifact's folder to {path}, or load the model with from_pretrained instead of pickle.",
             )
-        there = Artifact.load(path) if (path / MANIFEST).is_file() else pickled
-        # A graph selected by `file_name` may be stored next to an artifact with other graphs.
-        same = [one.file for one in there.components] == [one.file for one in pickled.components]
-        self.artifact = there if same else pickled
+        stored = Artifact.load(path) if (path / MANIFEST).is_file() else pickled
+        # The folder may contain an artifact with other graphs, if the pickled model was selected with `file_name`.
+        same = [component.file for component in stored.components] == [
+            component.file for component in pickled.components
+        ]
+        self.artifact = stored if same else pickled
         self._trust_remote_code = state["trust_remote_code"]
         self.config, self.generation_config = state["config"], state["generation_config"]
         self._plan = self._planned(state["settings"])
@@ -513,5 +533,5 @@ class ORTModel(ModuleInterface, Saveable):
 
 
 def model_class(task: str) -> type[ORTModel]:
-    """Return the class that runs models of a task."""
+    """Return the model class of a task, such as `ORTModelForSequenceClassification`."""
     return load_task(task).model or ORTModel

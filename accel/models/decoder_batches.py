@@ -21,7 +21,7 @@ _NEW_AXIS = "sequence"
 
 
 class PartBatches:
-    """Batches of a model's inputs, and recorded inputs of each of its graphs, from one run of `generate` over all batches.
+    """Batches of an encoder-decoder's inputs, and the inputs of each of its graphs, recorded while `generate` runs over all batches.
 
     Args:
         artifact: An encoder-decoder model.
@@ -41,9 +41,9 @@ class PartBatches:
 
     @cached_property
     def parts(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Batches by component name. A decoder batch contains all tokens that continued one initially empty cache."""
+        """Recorded batches by component name. One decoder batch contains all decoder tokens of one call of `generate`."""
         model = ORTModel.from_plan(make_plan(self._artifact))
-        assert isinstance(model, EncoderDecoder), "asked for models with an encoder alone"
+        assert isinstance(model, EncoderDecoder), "only encoder-decoders have parts to record"
         try:
             return inputs_by_part(model, self._batches, self._new_tokens)
         finally:
@@ -65,14 +65,15 @@ def inputs_by_part(
         return recorders[name]  # the recorder forwards all other attributes to the session
 
     model.watch(around)
-    room = model.artifact.component("decoder").max_sizes.get("total", new_tokens + 1) - 1
+    # One position of the decoder is used by its start token.
+    most_new_tokens = model.artifact.component("decoder").max_sizes.get("total", new_tokens + 1) - 1
     for batch in batches:
         try:
-            model.generate(**batch, max_new_tokens=min(new_tokens, room), do_sample=False, num_beams=1)
+            model.generate(**batch, max_new_tokens=min(new_tokens, most_new_tokens), do_sample=False, num_beams=1)
         except ValueError as error:
             raise QuantizeError(
-                f"The model does not generate from the calibration data: {error}",
-                fix="try model.generate(...) on a row of it, and mend the generation_config.json.",
+                f"The model's generate() failed on the calibration data: {error}",
+                fix="call model.generate(...) on one row of the calibration data, and correct the model's generation_config.json.",
             ) from error
     return {name: recorder.batches() for name, recorder in recorders.items()}
 
@@ -94,7 +95,7 @@ class _Recorder:
         return self._session.run(feeds, state=state, **settings)
 
     def steps(self, feeds: Feeds, state: Any, *, calls: int) -> None:
-        """Return `None`, which turns off the faster steps: every call must be recorded."""
+        """Return `None`, so that the decoder calls `run` for every token; the faster loop of a session cannot be recorded."""
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """Return one batch per call. Calls that continue the same state are concatenated along the token axis."""

@@ -35,7 +35,7 @@ class EncoderOutput(BaseModelOutput):  # type: ignore[misc]  # transformers is u
 
 
 class GenerateEncoder:
-    """A model's encoder with the interface that `generate` expects."""
+    """Encoder of a model, with the interface that transformers' `generate` expects."""
 
     def __init__(self, session: Session, main_input_name: str) -> None:
         self._session = session
@@ -61,12 +61,13 @@ class GenerateEncoder:
         """Run the encoder; the output has `last_hidden_state: (batch, encoder_sequence, hidden)`.
 
         Raises:
-            InputError: Token types are not zero, which the graph does not support; there are more frames than positions; or patches have
-                row or column numbers without embeddings.
+            InputError: The token types are not all zero, which the graph does not support; the sound has more frames than the model has
+                positions; or patches have row or column numbers without embeddings.
         """
         if token_type_ids is not None and torch.as_tensor(token_type_ids).any():
             raise InputError(
-                "The encoder's graph takes every token for one of type 0.",
+                "token_type_ids has values other than 0, but the encoder's graph was exported without this input and uses type 0 for all "
+                "tokens.",
                 fix="leave token_type_ids out, or pass zeros.",
             )
         inputs = {
@@ -84,8 +85,9 @@ class GenerateEncoder:
             feeds["attention_mask"] = _mask_for(feeds, self.main_input_name)
         if self.longest and feeds[self.main_input_name].shape[1] > self.longest:
             raise InputError(
-                f"A sound of {feeds[self.main_input_name].shape[1]} frames came; the model has positions for {self.longest}.",
-                fix="cut the sound into shorter ones.",
+                f"{self.main_input_name} has {feeds[self.main_input_name].shape[1]} spectrogram frames, but the model supports at most "
+                f"{self.longest} frames per recording.",
+                fix="cut the recording into shorter parts.",
             )
         outputs = self._session.run(feeds)
         return EncoderOutput(last_hidden_state=outputs["last_hidden_state"], attention_mask=outputs.get(_ENCODER_MASK))
@@ -139,8 +141,9 @@ class EncoderDecoder(Generator):
     def _own(self, cache: Any) -> StateCache:
         if isinstance(cache, Cache) and not isinstance(cache, StateCache):
             raise InputError(
-                f"A {type(cache).__name__} holds nothing of the encoder's answer in the form that the decoder reads.",
-                fix="pass what this model returned as past_key_values, model.new_cache(), or leave it out.",
+                f"past_key_values is a {type(cache).__name__} of transformers, which this encoder-decoder cannot read, because it does "
+                "not contain the encoder's output in the form that the decoder's graph requires.",
+                fix="pass the past_key_values that this model returned, pass model.new_cache(), or leave past_key_values out.",
             )
         return super()._own(cache)
 
@@ -170,11 +173,12 @@ class EncoderDecoder(Generator):
             encoder_outputs: Output of the encoder from an earlier call.
             past_key_values: Cache returned by an earlier call; it is changed in place.
             use_cache: Whether to return the cache (default).
-            cache: Same as `past_key_values`, under its name in transformers 5.24.
+            cache: The name of `past_key_values` in transformers 5.24.
             **rest: Other inputs of the encoder.
 
         Raises:
-            InputError: Sizes do not agree, the cache is of another type, or the encoder outputs lack their mask.
+            InputError: The sizes of the inputs do not match, the cache has an unsupported type, or an encoder's output that is shorter
+                than the encoder's input has no mask.
         """
         self._check_fork()
         if isinstance(input_ids, torch.Tensor) and input_ids.is_floating_point():
@@ -185,7 +189,8 @@ class EncoderDecoder(Generator):
         self._check_rest({n: v for n, v in rest.items() if n not in self._encoder.names and n != "logits_to_keep"})
         if decoder_input_ids is None:
             raise InputError(
-                "decoder_input_ids are missing.", fix="pass them, or call generate(), which starts the decoder."
+                "The argument decoder_input_ids is missing; the decoder needs at least its start token.",
+                fix="pass decoder_input_ids of shape (batch, tokens), or call model.generate(), which creates them.",
             )
         tensor_of("decoder_input_ids", decoder_input_ids)
         past = one_cache(past_key_values, cache)
@@ -212,7 +217,10 @@ class EncoderDecoder(Generator):
             if attention_mask is None:
                 attention_mask = cache.constants.get(_ENCODER_MASK)
             if attention_mask is None:
-                raise InputError("The encoder's attention mask is missing.", fix="pass attention_mask.")
+                raise InputError(
+                    "The argument attention_mask is missing; the decoder needs it to ignore padding in the encoder's output.",
+                    fix="pass the attention_mask that the tokenizer or processor returned for the encoder's input.",
+                )
             cache.constants[_ENCODER_MASK] = _whole(attention_mask)
         tokens = {"input_ids": decoder_input_ids}
         logits = self.decoder_step(tokens, cache, mask=decoder_attention_mask, position_ids=decoder_position_ids)
@@ -228,11 +236,11 @@ def _mask_for(feeds: Mapping[str, Any], main: str) -> Any:
     """Return the encoder's mask `(batch, encoder_sequence) int64`, or the model's default if the caller passed none."""
     if "attention_mask" in feeds:
         return _whole(feeds["attention_mask"])
-    read = feeds[main]
+    main_input = feeds[main]
     if main == _PATCHES:
         # All-zero patches are padding. transformers treats every patch with a zero sum as padding.
-        return (read.sum(dim=-1) != 0).to(torch.int64)
-    return torch.ones(read.shape[:2], dtype=torch.int64, device=read.device)
+        return (main_input.sum(dim=-1) != 0).to(torch.int64)
+    return torch.ones(main_input.shape[:2], dtype=torch.int64, device=main_input.device)
 
 
 def _whole(mask: Any) -> Any:
@@ -249,13 +257,14 @@ def _check_places(patches: torch.Tensor, rows: int) -> None:
         InputError: A row or column number has no embedding, or `patches` is not a tensor.
     """
     check_readable(_PATCHES, patches)
-    # Other shapes raise in the session. NaN fails the check, because comparisons with NaN are false.
-    places = patches[..., :2] if patches.ndim else patches
-    if not bool(((places > -1) & (places < rows)).all()):
+    # The session raises for other shapes. NaN fails the check, because comparisons with NaN are false.
+    numbers = patches[..., :2] if patches.ndim else patches
+    if not bool(((numbers > -1) & (numbers < rows)).all()):
         raise InputError(
-            f"The patches are in rows and columns from {float(places.min()):g} to {float(places.max()):g}; the model has 0 to "
-            f"{rows - 1}.",
-            fix="pass what the model's processor returns, of at most so many patches: processor(images, max_patches=...).",
+            f"flattened_patches has row and column numbers from {float(numbers.min()):g} to {float(numbers.max()):g}, but the model has "
+            f"position embeddings only for 0 to {rows - 1}.",
+            fix="create flattened_patches with the model's processor, and pass a smaller max_patches: "
+            "processor(images=..., max_patches=...).",
         )
 
 
@@ -268,7 +277,8 @@ def _mask_of(encoded: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
     own_mask: torch.Tensor | None = getattr(encoded, "attention_mask", None)
     if own_mask is None and mask is not None and mask.shape[1] != encoded[0].shape[1]:
         raise InputError(
-            f"The encoder outputs have {encoded[0].shape[1]} positions and no mask; attention_mask has {mask.shape[1]}.",
-            fix="pass what this model's encoder returned, or leave attention_mask out where no row is padded.",
+            f"encoder_outputs has {encoded[0].shape[1]} positions and no attention mask of its own, but attention_mask has "
+            f"{mask.shape[1]} positions. This encoder shortens its input, so the mask of the input does not fit its output.",
+            fix="pass the object that model.encoder(...) returned as encoder_outputs, or leave attention_mask out if no row is padded.",
         )
     return mask if own_mask is None else own_mask

@@ -52,8 +52,8 @@ class Generator(ORTModel, GenerateHooks):
         self.generation_config = open_generation_config(self.artifact.path, self.config)
         if self.generation_config.cache_implementation == "quantized":
             logger.warning(
-                "The checkpoint's generation_config.json asks for a quantized cache of keys and values, which PyTorch rounds; this model "
-                "keeps them in %s, so that its answers are those of the checkpoint without that setting.",
+                "The model's generation_config.json has cache_implementation='quantized'. This model ignores the setting and stores the "
+                "KV cache unquantized in %s; its output can differ slightly from the output of transformers with a quantized cache.",
                 str(self.dtype).removeprefix("torch."),
             )
 
@@ -100,10 +100,10 @@ class Generator(ORTModel, GenerateHooks):
         return self.decoder_step.new_cache()
 
     def prepare_cache(self, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        """Add a cache backed by the session's state to the arguments of `generate`.
+        """Add a KV cache that is stored in the session's state to the arguments of `generate`.
 
         Raises:
-            ConfigError: The call asks for a cache implementation of PyTorch.
+            ConfigError: The call requests a cache implementation of PyTorch, such as `static`.
         """
         if self.config.is_encoder_decoder:
             # Processing the prompt in parts saves memory, but decoder prompts of encoder-decoders are too short for it; transformers would
@@ -113,9 +113,9 @@ class Generator(ORTModel, GenerateHooks):
         of_checkpoint = config.cache_implementation == self.generation_config.cache_implementation
         if config.cache_implementation not in (None, "dynamic") and not of_checkpoint:
             raise ConfigError(
-                f"cache_implementation={config.cache_implementation!r} is PyTorch's; this model's runtime keeps"
-                " the cache.",
-                fix="leave it out.",
+                f"cache_implementation={config.cache_implementation!r} is not supported: this class of cache exists only in PyTorch, and "
+                "this model's runtime stores the KV cache itself.",
+                fix="leave cache_implementation out.",
             )
         # The checkpoint's setting only chooses where PyTorch stores its cache and changes no token. (`__init__` warns for "quantized".)
         config.cache_implementation = None
@@ -130,17 +130,21 @@ class Generator(ORTModel, GenerateHooks):
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Generate tokens with transformers' `generate`; all of its arguments are supported.
 
-        A `DynamicCache` passed as `past_key_values` is copied in first and updated at the end. A cache of this model is continued in
-        place. `cache` is the same argument under its name in transformers 5.24; both names work with every version. NumPy inputs give
-        NumPy outputs.
+        A `DynamicCache` passed as `past_key_values` is copied into the model's own cache first and updated at the end. A cache that this
+        model returned is updated in place. transformers 5.24 calls this argument `cache`; both names work with every version of
+        transformers. NumPy inputs give NumPy outputs.
 
         Raises:
-            InputError: There is nothing to generate, the prompt is invalid or too long, or the cache does not match or is passed twice.
+            InputError: `max_new_tokens` is less than 1, the prompt is invalid or too long, the cache belongs to another model, or the
+                cache is passed under both names.
         """
         self._check_prompt(inputs, kwargs)
-        asked = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
-        if asked is not None and asked < 1:
-            raise InputError(f"max_new_tokens is {asked}.", fix="ask for at least one token.")
+        new_tokens = kwargs.get("max_new_tokens", getattr(generation_config, "max_new_tokens", None))
+        if new_tokens is not None and new_tokens < 1:
+            raise InputError(
+                f"max_new_tokens is {new_tokens}, so there is nothing to generate.",
+                fix="pass max_new_tokens=1 or more.",
+            )
         # Must come before the encoder or the cache is accessed.
         self._check_fork()
         kwargs = renamed(kwargs)
@@ -157,7 +161,10 @@ class Generator(ORTModel, GenerateHooks):
         return self._short is not None and most > self._short
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Prepare inputs as transformers does, with an empty cache when the text has just passed LongRoPE's original length."""
+        """Prepare the inputs of a step like transformers.
+
+        When the text becomes longer than LongRoPE's original length, the step starts with an empty cache, because all keys change.
+        """
         cache = kwargs.get(CACHE_NAME)
         if (
             self.changes_angles(input_ids.shape[1])
@@ -169,31 +176,35 @@ class Generator(ORTModel, GenerateHooks):
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         return prepared
 
-    def _check_prompt(self, inputs: Any, given: Mapping[str, Any]) -> None:
-        """Raise for prompts that would fail inside transformers' code, with the reason."""
+    def _check_prompt(self, inputs: Any, arguments: Mapping[str, Any]) -> None:
+        """Raise an error with the reason for prompts that would fail inside transformers' code."""
         prompts = {self.main_input_name: inputs} if inputs is not None else {}
-        prompts |= {name: given[name] for name in (*_IDS, *_MASKS, *_SENSED) if given.get(name) is not None}
+        prompts |= {name: arguments[name] for name in (*_IDS, *_MASKS, *_SENSED) if arguments.get(name) is not None}
         for name, value in prompts.items():
             check_readable(name, value)
             if name in _SENSED:
                 if not value.numel() or not value.is_floating_point():
                     raise InputError(
-                        f"{name} is a tensor {tuple(value.shape)} of {value.dtype}.",
-                        fix="pass what the model's processor returns.",
+                        f"{name} has shape {tuple(value.shape)} and type {value.dtype}; it must be a floating-point tensor that is not "
+                        "empty.",
+                        fix=f"pass the {name} that the model's processor returns.",
                     )
                 continue
             if value.ndim != 2 or not value.numel():
                 raise InputError(
-                    f"{name} has shape {tuple(value.shape)}; prompts are (batch, sequence), with a token each at least.",
-                    fix="pass the tokenizer's output for a list of texts: tokenizer([text], return_tensors='pt').",
+                    f"{name} has shape {tuple(value.shape)}; its shape must be (batch, sequence), with at least one row and one token.",
+                    fix="tokenize a list of texts: model.generate(**tokenizer([text], return_tensors='pt')).",
                 )
             if name in _IDS and value.dtype not in INTEGERS:
-                raise InputError(f"{name} is {value.dtype}; tokens are integers.", fix="pass the tokenizer's output.")
+                raise InputError(
+                    f"{name} has the type {value.dtype}, but token ids must be integers.",
+                    fix=f"pass the {name} that the tokenizer returns, or convert it with .long().",
+                )
             if name in _MASKS and self.decoder_step.fills_rows and value.is_cpu:
                 check_filled(value.numpy(), name)
 
     def decode(self, call: SampleCall) -> torch.Tensor | None:
-        """Decode with accel's greedy or sampling loop if it gives the same tokens as transformers' loop; else return `None`."""
+        """Generate tokens with accel's greedy or sampling loop. Return `None` for calls that need transformers' own loop."""
         cache, longest = call.kwargs.get(CACHE_NAME), call.criteria.max_length
         if (
             not isinstance(cache, StateCache)
@@ -226,13 +237,13 @@ class Generator(ORTModel, GenerateHooks):
             return filled
         if not isinstance(cache, StateCache):
             raise InputError(
-                f"past_key_values is a {type(cache).__name__}; this model's runtime keeps the cache itself.",
-                fix="pass what this model returned as past_key_values, model.new_cache(), or a DynamicCache.",
+                f"past_key_values is a {type(cache).__name__}, which this model cannot read: its runtime stores the KV cache itself.",
+                fix="pass the past_key_values that this model returned, model.new_cache(), or a DynamicCache of transformers.",
             )
         if cache.session is not self.decoder_step.session:
             raise InputError(
-                "past_key_values was made by another model, or before this one was opened again.",
-                fix="pass the cache that this model returned.",
+                "past_key_values belongs to another model, or to this model before it was opened again (by model.to(...) or after a fork).",
+                fix="pass the past_key_values that this model returned since it was opened, or start with model.new_cache().",
             )
         return cache
 
@@ -243,7 +254,10 @@ class Generator(ORTModel, GenerateHooks):
             self._check_rest(rest)
         ids = tensor_of("input_ids", input_ids)
         if ids.ndim != 2:
-            raise InputError("input_ids must be (batch, sequence) token ids.", fix="pass the tokenizer's output.")
+            raise InputError(
+                f"input_ids has shape {tuple(ids.shape)}; its shape must be (batch, sequence).",
+                fix="tokenize a list of texts: model(**tokenizer([text], return_tensors='pt')).",
+            )
         return ids
 
     def _continued(
@@ -275,19 +289,24 @@ class Generator(ORTModel, GenerateHooks):
             if value is None or value is False or name in _IGNORED or name in self._unused:
                 if name in ("output_attentions", "output_hidden_states") and value:
                     raise InputError(
-                        f"Graphs that generate do not return what {name} asks for.",
-                        fix=f"leave {name} out, or run the model with transformers.",
+                        f"{name}={value!r} is not supported: the graph of a generating model does not return attentions or hidden states.",
+                        fix=f"leave {name} out, or run the original model with transformers.",
                     )
                 continue
             if name in ("token_type_ids", "mm_token_type_ids") and not torch.as_tensor(value).any():
                 # Zeros are the same as no token types.
                 continue
             if name == "labels":
-                raise InputError("No loss is computed here.", fix="leave labels out, and compute it from the logits.")
+                raise InputError(
+                    "The argument labels is not supported: generating models do not compute a loss.",
+                    fix="leave labels out, and compute the loss from the returned logits.",
+                )
             # List the parameters of `forward`: the graph's inputs include embeddings, which this model computes itself.
             parameters = inspect.signature(self.forward).parameters.values()
-            known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
-            raise InputError(f"The model takes {', '.join(known)}, not {name!r}.", fix=f"leave {name!r} out.")
+            names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+            raise InputError(
+                f"The model has no input {name!r}; its inputs are {', '.join(names)}.", fix=f"leave {name!r} out."
+            )
 
 
 def tensor_of(name: str, value: Any) -> torch.Tensor:
@@ -298,8 +317,8 @@ def tensor_of(name: str, value: Any) -> torch.Tensor:
     """
     if not isinstance(value, torch.Tensor):
         raise InputError(
-            f"{name} is a {type(value).__name__}; models that generate take torch tensors.",
-            fix="pass the tokenizer's or processor's output, made with return_tensors='pt'.",
+            f"{name} is a {type(value).__name__}, but generating models accept only torch tensors.",
+            fix="call the tokenizer or processor with return_tensors='pt', and pass its output.",
         )
     return value
 
@@ -307,6 +326,10 @@ def tensor_of(name: str, value: Any) -> torch.Tensor:
 def length_of_short_texts(config: Any) -> int | None:
     """Return the text length up to which a LongRoPE config uses its short-text angles; `None` for other configs."""
     rope = getattr(config, "rope_parameters", None) or {}
-    each = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
-    usual = getattr(config, "original_max_position_embeddings", None)
-    return min((int(n) for one in each if (n := one.get("original_max_position_embeddings", usual))), default=None)
+    longropes = [
+        rope for rope in (rope, *rope.values()) if isinstance(rope, dict) and rope.get("rope_type") == "longrope"
+    ]
+    default = getattr(config, "original_max_position_embeddings", None)
+    return min(
+        (int(n) for rope in longropes if (n := rope.get("original_max_position_embeddings", default))), default=None
+    )

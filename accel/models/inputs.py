@@ -21,12 +21,12 @@ _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Converts the inputs of a call to the inputs of a graph.
+    """Converter from the inputs of a call to the inputs of a graph.
 
     Attributes:
         names: Names of the graph's inputs.
         ignored: Names of model inputs that do not change the result.
-        own_defaults: Names of inputs whose default only the PyTorch model can compute.
+        own_defaults: Names of inputs for which only the PyTorch model can compute a default value.
         config: The model's transformers config.
         returned: Names of outputs that are tuples, such as `hidden_states`.
     """
@@ -37,15 +37,15 @@ class Inputs:
     config: Any
     returned: frozenset[str] = frozenset()
 
-    def read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool, bool]:
-        """Return the inputs as tensors by name, whether the caller passed NumPy arrays, and whether the caller wants a tuple."""
+    def read(self, arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool, bool]:
+        """Return three values: the inputs as tensors by name, whether an input is a NumPy array, and whether `return_dict` is `False`."""
         feeds: dict[str, torch.Tensor] = {}
         numpy = False
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name == "return_dict" or value is None:
                 continue
             if name not in self.names:
-                self._refuse(name, value, given)
+                self._refuse(name, value, arguments)
                 continue
             numpy = numpy or isinstance(value, np.ndarray)
             feeds[name] = as_tensor(name, value)
@@ -53,14 +53,14 @@ class Inputs:
                 _check_boxes(feeds[name], family_of(self.config).largest_box(self.config) or 1023)
         if len(feeds) != len(self.names):
             feeds = self._with_defaults(feeds)
-        return feeds, numpy, given.get("return_dict") is False
+        return feeds, numpy, arguments.get("return_dict") is False
 
-    def _refuse(self, name: str, value: Any, given: Mapping[str, Any]) -> None:
+    def _refuse(self, name: str, value: Any, arguments: Mapping[str, Any]) -> None:
         """Ignore an input that the graph does not have if its value changes nothing; raise if it would change the result."""
         if name == "token_type_ids" and self._has_one_type() and torch.as_tensor(value).any():
             raise InputError(
-                "The model has one type of tokens, 0, and token_type_ids hold others.",
-                fix="leave token_type_ids out, as the model's own tokenizer does.",
+                "token_type_ids has values other than 0, but the model has only the token type 0.",
+                fix="leave token_type_ids out; the model's tokenizer does not return this input.",
             )
         if name in self.ignored or (
             name in _OUTPUT_FLAGS and (not value or name.removeprefix("output_") in self.returned)
@@ -69,8 +69,8 @@ class Inputs:
         names = sorted(self.names)
         if name in self.own_defaults:
             raise InputError(
-                f"The graph was exported without {name}: it answers as the model does where they are left out.",
-                fix=f"leave {name} out, or export with sample={{..., {name!r}: ...}} for a graph that is always given them.",
+                f"The graph has no input {name!r}: it was exported without this input and always uses the model's default value for it.",
+                fix=f"leave {name} out, or export the model again with sample={{..., {name!r}: ...}}, which makes it a required input.",
             )
         if name == "token_type_ids" and not torch.as_tensor(value).any():
             return
@@ -78,15 +78,18 @@ class Inputs:
         if name == "attention_mask" and bool(torch.as_tensor(value).all()):
             return
         if name in _OUTPUT_FLAGS:
-            raise InputError(f"The graph does not return what {name} asks for.", fix=f"export it with {name}=True.")
+            raise InputError(
+                f"{name}=True was passed, but the graph was exported without the output {name.removeprefix('output_')!r}.",
+                fix=f"leave {name} out, or export the model again with {name}=True.",
+            )
         if name in TARGETS:
             raise InputError(
-                f"There is no loss for {name} here.", fix=f"leave {name} out and compute the loss from the outputs."
+                f"The argument {name} was passed, but the model's task has no loss that uses {name}.",
+                fix=f"leave {name} out, and compute the loss from the outputs.",
             )
-        likely = did_you_mean(name, self.names - given.keys())
+        likely = did_you_mean(name, self.names - arguments.keys())
         raise InputError(
-            f"The graph takes {names}, not {name!r}.{likely}",
-            fix=f"leave {name!r} out; the answer is the model's without it.",
+            f"The graph has no input {name!r}; its inputs are {names}.{likely}", fix=f"leave {name!r} out of the call."
         )
 
     def _has_one_type(self) -> bool:
@@ -100,7 +103,7 @@ class Inputs:
         # In models of images and texts, `type_vocab_size` is in the text config.
         text = self.config.get_text_config() if kind else None
         if kind and not hasattr(text, "type_vocab_size"):
-            # For folders without a manifest, and manifests that do not record `own_defaults`.
+            # Folders without a manifest, and some manifests, do not record `own_defaults`.
             own_defaults.add("token_type_ids")
         required = family_of(self.config).required_inputs
         own_defaults.update(required)
@@ -114,21 +117,24 @@ class Inputs:
         missing = [name for name in self.names if name not in complete]
         if missing == ["token_type_ids"] and "input_ids" in feeds:
             raise InputError(
-                f"token_type_ids are missing, and a {kind} model that is not given them does not take zeros.",
-                fix="pass the tokenizer's whole output: model(**inputs).",
+                f"The input token_type_ids is missing. A {kind} model has no default value for it.",
+                fix="pass everything that the tokenizer returns: model(**tokenizer(texts, return_tensors='pt')).",
             )
         if missing:
             raise InputError(
-                f"The graph takes {sorted(self.names)} and was given {sorted(feeds)}; missing: {missing}.",
-                fix=required.get(missing[0], "pass the tokenizer's or processor's whole output: model(**inputs)."),
+                f"The inputs {missing} are missing. The graph needs {sorted(self.names)}, and the call passed {sorted(feeds)}.",
+                fix=required.get(
+                    missing[0], "pass everything that the tokenizer or processor returns: model(**inputs)."
+                ),
             )
         return complete
 
 
 def _rotates_by_distance(config: Any) -> bool:
-    """Return whether attention depends only on token distances (RoPE); position ids can then count from the left, including padding.
+    """Return whether attention depends only on the distances between tokens (RoPE).
 
-    Optimum's graphs of such decoders have position ids as an input, even for embeddings and classification.
+    For these models, position ids can be 0, 1, 2, ... from the left, including padding. Optimum's graphs of decoders with RoPE have
+    position ids as an input, even for embeddings and classification.
     """
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     return bool(rope) and "mrope_section" not in rope
@@ -143,19 +149,23 @@ def too_long(name: str, tokens: int, limit: int, config: Any) -> InputError:
     truncate = f"truncate: tokenizer(..., truncation=True, max_length={limit})"
     if longest_at_once(config) == limit:
         return InputError(
-            f"{name!r} has {tokens} tokens; the graph reads {limit}: the model computes longer texts in blocks, which would be another "
-            "graph.",
-            fix=f"run the model with transformers, or {truncate}.",
+            f"{name!r} has {tokens} tokens per row, but the graph supports at most {limit}. The model computes longer texts in blocks, "
+            "which the exported graph does not contain.",
+            fix=f"run the original model with transformers, or {truncate}.",
         )
-    return InputError(f"{name!r} has {tokens} tokens; the model has {limit} positions.", fix=f"{truncate}.")
+    return InputError(
+        f"{name!r} has {tokens} tokens per row, but the model has position embeddings for only {limit} tokens.",
+        fix=f"{truncate}.",
+    )
 
 
 def _check_boxes(boxes: torch.Tensor, most: float) -> None:
     """Raise for invalid bounding boxes. PyTorch raises for them, but runtimes read negative numbers from the end of the table."""
     if boxes.shape[-1:] != (4,) or not boxes.numel():
-        return  # the session raises an error about the shape
+        return  # the session raises an error about the invalid shape
     if bool((boxes < 0).any()) or bool((boxes > most).any()) or bool((boxes[..., 2:] < boxes[..., :2]).any()):
         raise InputError(
-            f"Boxes have corners from {boxes.min():g} to {boxes.max():g}, or end before they begin; the model has 0 to {most:g}.",
-            fix=f"give [left, top, right, bottom] in shares of the page, from 0 to {min(most, 1000):g}.",
+            f"bbox has coordinates from {boxes.min():g} to {boxes.max():g}. The model accepts 0 to {most:g}, and the right and bottom of "
+            "a box must not be less than its left and top.",
+            fix=f"pass [left, top, right, bottom] of each token, scaled so that 0 to {min(most, 1000):g} is the whole page.",
         )

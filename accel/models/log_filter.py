@@ -9,9 +9,10 @@ from ..interfaces.task_registry import load_task, specs_for
 
 
 class NotSupportedFilter(logging.Filter):
-    """Drop the error "The model ... is not supported" that transformers' pipelines log for our model classes.
+    """Drop the error "The model ... is not supported" that transformers' pipelines log for accel's model classes.
 
-    Transformers logs it for each class outside transformers. It is dropped only if the class supports the pipeline's task.
+    Transformers logs this error for every model class that is not part of transformers. The filter drops the record only if accel's class
+    supports the pipeline's task.
     """
 
     _MESSAGE = re.compile(r"The model '(?:ORT|OV)(ModelFor\w+)' is not supported for ([\w-]+)\.")

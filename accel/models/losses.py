@@ -40,28 +40,31 @@ def loss_of(kind: str, outputs: Mapping[str, torch.Tensor], targets: Mapping[str
     names = _SPANS if kind == _OF_SPANS else ("labels",)
     if set(targets) != set(names):
         raise InputError(
-            f"The loss of this task is computed from {' and '.join(names)}; {' and '.join(sorted(targets))} came.",
-            fix=f"pass {' and '.join(names)}, or none of them.",
+            f"The loss of the model's task is computed from {' and '.join(names)}, but the call passed "
+            f"{' and '.join(sorted(targets))}.",
+            fix=f"pass {' and '.join(names)} to get a loss, or no labels for a call without a loss.",
         )
     tensors = {name: _target(name, value).to(logits.device).contiguous() for name, value in targets.items()}
     for name, tensor in tensors.items():
         _check(kind, name, tensor, logits, config)
-    # Imported late: the module imports SciPy's optimization for detection losses, which takes longer than loading a small model.
+    # Imported only when a loss is computed: the module imports `scipy.optimize`, which takes longer than loading a small model.
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     function = LOSS_MAPPING[kind]
-    known = {
-        # A copy, because transformers writes `problem_type` of the first labels into the config and applies it to later calls.
+    arguments = {
+        # A copy of the config, because transformers stores the `problem_type` of the first labels in it and applies it to later calls.
         **outputs, **tensors, "pooled_logits": logits, "config": copy.copy(config), "vocab_size": logits.shape[-1],
     }  # fmt: skip
-    taken = [name for name in inspect.signature(function).parameters if name in known]
-    loss: torch.Tensor = function(**{name: known[name] for name in taken})
+    parameters = inspect.signature(function).parameters
+    loss: torch.Tensor = function(**{name: value for name, value in arguments.items() if name in parameters})
     return loss
 
 
 def computes_next_tokens_loss(config: Any) -> bool:
-    """Return whether transformers' decoder for this config shifts labels for the loss, so that each token is predicted from the logits
-    before it. XLNet, XLM and encoder-decoders do not.
+    """Return whether transformers' decoder for this config computes the loss of the next tokens.
+
+    Its loss function then shifts the labels, so that the logits of each token predict the next token. XLNet, XLM and encoder-decoders do
+    not shift labels.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -74,7 +77,10 @@ def _target(name: str, value: Any) -> torch.Tensor:
     tensor = as_tensor(name, value)
     check_readable(name, tensor)
     if tensor.is_complex() or tensor.dtype is torch.bool:
-        raise InputError(f"{name} is {tensor.dtype}.", fix="pass integers, or floating-point values.")
+        raise InputError(
+            f"{name} has the type {tensor.dtype}, from which no loss can be computed.",
+            fix=f"pass {name} as integers, or as floating-point values for regression and several labels per row.",
+        )
     return tensor if tensor.is_floating_point() else tensor.long()
 
 
@@ -82,7 +88,7 @@ def _check(kind: str, name: str, target: torch.Tensor, logits: torch.Tensor, con
     """Check that targets match the model's outputs; `-100` marks ignored targets.
 
     Raises:
-        InputError: The shape or data type is wrong, or the model does not have a class.
+        InputError: The shape or the data type of the targets is wrong, or a target is not one of the model's classes.
     """
     classes = logits.shape[-1]
     problem = "single_label_classification"
@@ -96,10 +102,14 @@ def _check(kind: str, name: str, target: torch.Tensor, logits: torch.Tensor, con
     shape = tuple(logits.shape if several else logits.shape[:-1] if kind in _OF_TOKENS else logits.shape[:1])
     _check_shape(name, target, shape, exactly=several)
     if target.is_floating_point() != several:
-        expected = "floating-point labels of several classes" if several else "numbers of classes or tokens"
+        expected = (
+            "floating-point values, one for each class (multi-label classification)"
+            if several
+            else "integers that are indices of classes or tokens"
+        )
         raise InputError(
-            f"{name} is {target.dtype}; {expected} were expected.",
-            fix=f"pass {name}.float()." if several else "pass integers (int64).",
+            f"{name} has the type {target.dtype}, but it must contain {expected}.",
+            fix=f"pass {name}.float()." if several else f"pass {name}.long().",
         )
     counted = target[target != _PASSED_OVER]
     # transformers ignores spans outside the text.
@@ -108,15 +118,16 @@ def _check(kind: str, name: str, target: torch.Tensor, logits: torch.Tensor, con
     least, most = int(counted.min()), int(counted.max())
     if least < 0 or most >= classes:
         raise InputError(
-            f"{name} holds {least if least < 0 else most}; the model has the classes 0 to {classes - 1}.",
-            fix=f"use the model's own (config.id2label), and {_PASSED_OVER} for what does not count.",
+            f"{name} contains {least if least < 0 else most}, but the model has the classes 0 to {classes - 1}.",
+            fix=f"use the class indices in model.config.id2label, and {_PASSED_OVER} for positions that the loss must ignore.",
         )
 
 
 def _check_shape(name: str, target: torch.Tensor, shape: tuple[int, ...], *, exactly: bool = False) -> None:
-    """Check the shape of targets. transformers' losses also accept the same values as one row or column."""
+    """Check the shape of targets; transformers' losses also accept a flat list of targets or an additional last axis of size 1."""
     flat = target.ndim <= 1 or tuple(target.shape) == (*shape, 1)
     if tuple(target.shape) != shape and (exactly or not flat or target.numel() != math.prod(shape)):
         raise InputError(
-            f"{name} has shape {tuple(target.shape)}; {shape} belongs to these inputs.", fix="pass one for each."
+            f"{name} has shape {tuple(target.shape)}, but the model's outputs for these inputs need {name} of shape {shape}.",
+            fix=f"pass {name} of shape {shape}.",
         )

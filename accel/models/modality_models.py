@@ -1,4 +1,4 @@
-"""Base classes of models by modality; each defines the signature of `forward`, which pipelines inspect."""
+"""Base classes of models of texts, images and sounds; each class defines the signature of `forward`, which pipelines inspect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TextModel(ORTModel):
     ) -> Any:
         """Run the graph on integer inputs `(batch, sequence)`."""
         if token_type_ids is None:
-            # A `None` input would take the slow path of `_run`: 1.3 microseconds with warm caches.
+            # Leave out an input that is `None`: `_run` would check all inputs again, which takes 1.3 microseconds with warm caches.
             return self._run({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
         return self._run(
             {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids, **inputs}
@@ -43,9 +43,10 @@ class ImageTextModel(ORTModel):
 
 
 class SoundModel(ORTModel):
-    """A model of sounds: waveforms as `input_values: (batch, samples)`, or spectrograms as `input_features`.
+    """A model of sounds, which are waveforms (`input_values: (batch, samples)`) or spectrograms (`input_features`).
 
-    Without `attention_mask` (`(batch, samples)` or `(batch, frames)`), no row counts as padded, as in transformers.
+    `attention_mask` has the shape `(batch, samples)` or `(batch, frames)`. If it is left out, the model assumes that no row is padded, as
+    in transformers.
     """
 
     def _open(self) -> None:
@@ -55,7 +56,7 @@ class SoundModel(ORTModel):
     def forward(
         self, input_values: Any = None, attention_mask: Any = None, input_features: Any = None, **inputs: Any
     ) -> Any:
-        """Run the graph on waveforms or spectrograms, whichever it takes; the first positional argument can be either.
+        """Run the graph on waveforms or spectrograms, depending on the graph; the first positional argument can be either of them.
 
         Raises:
             InputError: The inputs are not sounds, or the waveforms are too short for the model's convolutions.
@@ -64,8 +65,8 @@ class SoundModel(ORTModel):
         shape = sounds.shape if hasattr(sounds, "shape") else ()
         if shape and shape[-1] < max(self._least, 1):
             raise InputError(
-                f"A sound of {shape[-1]} samples came; the model reads at least {max(self._least, 1)}.",
-                fix="leave it out, or pad with zeros: "
+                f"The sound has {shape[-1]} samples per row, but the model needs at least {max(self._least, 1)}.",
+                fix="leave out sounds that are too short, or pad them with zeros: "
                 f"feature_extractor(..., padding='max_length', max_length={max(self._least, 1)}).",
             )
         feeds = {self.main_input_name: sounds, "attention_mask": attention_mask, **inputs}
@@ -97,7 +98,8 @@ class TwoGraphModel(ORTModel):
         missing = set(self.components) - set(self._opened.sessions)
         if missing:
             raise TaskError(
-                f"{self.artifact.path} holds the graphs {sorted(self._opened.sessions)}, and no {min(missing)}.",
-                fix="use the class that the model was exported for.",
+                f"{self.artifact.path} contains the graphs {sorted(self._opened.sessions)}, but {type(self).__name__} also needs a graph "
+                f"named {min(missing)!r}.",
+                fix="load the folder with the ORTModelFor... class of the task that the model was exported for.",
             )
         return super()._choose_output(names)

@@ -47,24 +47,28 @@ class ModuleInterface:
             InputError: `mode` is true, but a graph has no training mode.
         """
         if mode:
-            raise InputError("A graph cannot be trained.", fix="train the original model, and export it again.")
+            raise InputError(
+                "model.train() was called, but an exported graph cannot be trained.",
+                fix="train the original model with transformers, and export the trained model with `accel export`.",
+            )
         return self
 
     def half(self) -> Self:
-        """Call `to(torch.float16)`. This warns if the graph has another dtype, which is fixed at export."""
+        """Call `to(torch.float16)`, which logs a warning if the graph has another dtype, because the dtype is fixed at export."""
         return self.to(torch.float16)
 
     def float(self) -> Self:
-        """Call `to(torch.float32)`. This warns if the graph has another dtype, which is fixed at export."""
+        """Call `to(torch.float32)`, which logs a warning if the graph has another dtype, because the dtype is fixed at export."""
         return self.to(torch.float32)
 
     @property
     def _modules(self) -> NoReturn:
-        """Raise for `Trainer`, which reads this attribute; the error explains the alternative."""
+        """Raise an error for transformers' `Trainer`, which reads this attribute; the message explains how to evaluate instead."""
         raise InputError(
-            "A graph is no PyTorch module: it has no parameters, and Trainer cannot take it.",
-            fix="train the original model; measure this one with accel.evaluate(model, data), or in a loop of "
-            "model(**batch), whose result has the loss where the batch has labels.",
+            "This model is an exported graph and not a PyTorch module: it has no parameters, so transformers' Trainer cannot train or "
+            "evaluate it.",
+            fix="train the original model with Trainer. To evaluate the exported model, use accel.evaluate(model, data), or call "
+            "model(**batch) for each batch; its output contains the loss if the batch contains labels.",
         )
 
     # Attributes that scripts for Optimum read
@@ -82,12 +86,12 @@ class ModuleInterface:
     @property
     def input_names(self) -> dict[str, int]:
         """Position of each input of the first graph, by name."""
-        return {spec.name: place for place, spec in enumerate(self._session.inputs)}
+        return {spec.name: index for index, spec in enumerate(self._session.inputs)}
 
     @property
     def output_names(self) -> dict[str, int]:
         """Position of each output of the first graph, by name."""
-        return {spec.name: place for place, spec in enumerate(self._session.outputs)}
+        return {spec.name: index for index, spec in enumerate(self._session.outputs)}
 
     @property
     def path(self) -> Path:
@@ -101,7 +105,7 @@ class ModuleInterface:
 
     @property
     def can_use_cache(self) -> bool:
-        """Whether the model's graphs have a KV cache (or another state) between calls."""
+        """Whether a graph of the model keeps a KV cache (or another state) between calls."""
         return any(component.stateful for component in self.artifact.components)
 
     @property

@@ -1,4 +1,4 @@
-"""Outputs of a call as transformers' output classes, created without their field checks."""
+"""Output objects of transformers' classes, created without the field checks of these classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def numpy_too(method: _Method) -> _Method:
-    """Decorate a method that takes tensors so that it also accepts NumPy arrays; it then returns arrays."""
+    """Decorate a method that accepts tensors, so that it also accepts NumPy arrays and then returns NumPy arrays."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,21 +57,21 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         InputError: The value does not contain numbers, or has rows of different length.
     """
     try:
-        # torch does not support negative strides.
+        # `order="C"` copies arrays with negative strides, which torch does not support.
         return (
             torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else torch.as_tensor(value)
         )
     except (TypeError, ValueError, RuntimeError) as error:
-        what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+        kind = f"a NumPy array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise InputError(
-            f"{name} is {what}, not a tensor.",
-            fix="pass what the tokenizer or processor returns, by name: model(**inputs).",
+            f"{name} is {kind} that cannot be converted to a tensor: {error}",
+            fix="call the tokenizer or processor with return_tensors='pt', and pass its output by name: model(**inputs).",
         ) from error
 
 
 def _as_array(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_as_array(one) for one in value)
+        return tuple(_as_array(item) for item in value)
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
@@ -89,7 +89,7 @@ class SentenceEmbeddingOutput(ModelOutput):  # type: ignore[misc]  # transformer
 
 
 def indexed(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group output names such as `hidden_states.0`, `hidden_states.1` by field name; empty if there are none."""
+    """Group output names such as `hidden_states.0` and `hidden_states.1` by field name; names without an index are left out."""
     groups: dict[str, list[str]] = {}
     for name in names:
         if match := _INDEXED.match(name):

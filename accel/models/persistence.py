@@ -33,12 +33,13 @@ class Saveable:
         """Save the model to a folder that loads without the source model: graph, manifest, config, tokenizer or processor.
 
         Args:
-            folder: The target folder. Other files in it are kept; a tokenizer or processor saved there is used for the model.
-            overwrite: Replace an existing artifact in the folder, and files of the same names.
+            folder: The target folder. Other files in it are kept. If it contains a tokenizer or processor, the saved model uses it.
+            overwrite: Replace an existing artifact in the folder, and files with the same names.
             push_to_hub: Also upload the model, with the arguments of `push_to_hub`.
 
         Raises:
-            OutputFolderError: The folder is the model's own folder or holds a checkpoint; or files would be replaced without `overwrite`.
+            OutputFolderError: The folder is the model's own folder or contains a checkpoint; or `overwrite` is false and files would be
+                replaced.
         """
         generation = self.generation_config
         target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
@@ -71,7 +72,9 @@ class Saveable:
                 )
         except http_errors(HFValidationError) as error:
             reason, fix = hub_reason(error, name=repo_id, revision=revision)
-            raise ArtifactError(f"Uploading to {repo_id!r} failed. {reason}", fix=fix) from error
+            raise ArtifactError(
+                f"The model could not be uploaded to the Hub repository {repo_id!r}. {reason}", fix=fix
+            ) from error
         return str(info)
 
     def model_card(self, repo_id: str) -> str:
@@ -161,36 +164,39 @@ def save_model(
 ) -> Path:
     """Write all files of a model into a folder that may contain other files; return the folder.
 
-    An existing tokenizer or processor in the folder is kept and used for the model.
+    If the folder contains a tokenizer or processor, the saved model uses it.
 
     Raises:
-        OutputFolderError: The folder is the model's own folder or holds a checkpoint; or it holds an artifact or files of the same
-            names and `overwrite` is false.
+        OutputFolderError: The folder is the model's own folder or contains a checkpoint; or `overwrite` is false and the folder contains an
+            artifact or files with the same names.
     """
     target = Path(folder).expanduser().absolute()
     if not target.is_dir() or not any(target.iterdir()) or target.resolve() == artifact.path.resolve():
         check_output(target, artifact.path)
     elif (target / MANIFEST).exists() and not overwrite:
-        raise OutputFolderError(f"{target} holds an artifact.", fix="name another folder, or pass overwrite=True.")
+        raise OutputFolderError(
+            f"The folder {target} already contains an artifact.",
+            fix="save to another folder, or replace the artifact with overwrite=True.",
+        )
     with merging(target, needs=artifact.bytes) as temporary:
         kept = () if overwrite or not target.is_dir() else [path for path in target.iterdir() if _is_a_processors(path)]
         for path in kept:
             shutil.copyfile(path, temporary / path.name)
         write_model(artifact, config, temporary, generation_config=generation_config, companions=companions)
         names = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
-        taken = sorted(str(name) for name in names if _differs(temporary / name, target / name))
-        if taken and not overwrite:
+        replaced = sorted(str(name) for name in names if _differs(temporary / name, target / name))
+        if replaced and not overwrite:
             raise OutputFolderError(
-                f"{target} holds other files called {', '.join(taken)}.",
-                fix="name another folder, or replace them with overwrite=True.",
+                f"Saving the model would replace files in {target} that have other contents: {', '.join(replaced)}.",
+                fix="save to another folder, or replace the files with overwrite=True.",
             )
         old = _graphs_of(target) if overwrite else set()
-        beside = [path.name for path in checkpoint_weights(target) if path.name not in old.union(map(str, names))]
-        if beside:
+        weights = [path.name for path in checkpoint_weights(target) if path.name not in old.union(map(str, names))]
+        if weights:
             raise OutputFolderError(
-                f"{target} holds a checkpoint ({', '.join(beside)}): an artifact next to it would be opened in its place, and answer "
-                "as before when it is trained again.",
-                fix="name another folder, or one inside it.",
+                f"The folder {target} contains the weights of a PyTorch checkpoint ({', '.join(weights)}). If an artifact were saved in "
+                "the same folder, accel would load the artifact instead of the checkpoint, even after the checkpoint was trained again.",
+                fix=f"save to another folder, or to a subfolder such as {target / 'onnx'}.",
             )
     for name in old - set(map(str, names)):
         (target / name).unlink(missing_ok=True)
@@ -215,7 +221,7 @@ def _differs(new: Path, old: Path) -> bool:
 
 
 def _check_reached(api: Any, repo_id: str) -> None:
-    """Raise if the Hub is unreachable, because uploads retry for a minute. The repository may not exist yet."""
+    """Raise if the Hub is unreachable, because an upload would retry for a minute; a missing repository is not an error."""
     try:
         api.model_info(repo_id, timeout=hub_timeout_s())
     except http_errors() as error:

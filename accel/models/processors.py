@@ -1,4 +1,4 @@
-"""Loading of tokenizers and processors from a model's folder or from a source that the caller names."""
+"""Loading of tokenizers and processors from a model's folder, or from a folder or Hub id that the caller passes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,23 @@ _KEPT = _ProcessorCache()
 
 
 def companion_of(model: Any, loader: str) -> Any:
-    """Load a processor from a model's folder with a transformers class. Code in the folder runs only if the model trusts remote code.
+    """Load a tokenizer or processor from a model's folder with a transformers class.
+
+    Python code in the folder runs only if the model was loaded with `trust_remote_code=True`. Errors are the same as those of
+    `open_companion`.
 
     Args:
         model: An `ORTModel`.
-        loader: Name of the transformers class, as in `open_companion`, which defines the errors.
+        loader: Name of the transformers class, such as `AutoTokenizer`.
     """
     trusted = bool(getattr(model, "_trust_remote_code", False))
     return open_companion(loader, model.artifact.path, trust_remote_code=trusted)
 
 
 def kept_companion_of(model: Any, loader: str) -> Any:
-    """Load a processor like `companion_of`, but only once per model and thread. Threads cannot share a fast tokenizer, because it
-    stores settings between calls. For repeated short calls, where loading takes longer than the computation.
+    """Load a processor like `companion_of`, but only once per model and thread, because loading takes longer than a short call.
+
+    Each thread has its own processor, because a fast tokenizer stores settings between calls and cannot be shared by threads.
     """
     kept = _KEPT.by_model.setdefault(model, {})
     if loader not in kept:
@@ -50,11 +54,13 @@ def kept_companion_of(model: Any, loader: str) -> Any:
     return kept[loader]
 
 
-def opened_processors(given: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
-    """Load tokenizers and processors that are given as folder or Hub id. Loaded ones are returned unchanged; `None` is left out.
+def opened_processors(passed: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Load tokenizers and processors that the caller passed as a folder or Hub id.
+
+    The result also contains the processors that the caller passed as loaded objects. Values that are `None` are left out.
 
     Args:
-        given: Processors, folders or Hub ids by argument name.
+        passed: Processors, folders or Hub ids by argument name.
         **arguments: Further arguments of transformers' `from_pretrained`.
 
     Raises:
@@ -63,7 +69,7 @@ def opened_processors(given: Mapping[str, Any], **arguments: Any) -> dict[str, A
         IntegrityError: A processor is damaged.
     """
     processors = {}
-    for name, value in given.items():
+    for name, value in passed.items():
         if isinstance(value, str | os.PathLike):
             processors[name] = open_companion(_LOADERS[name], value, local_files_only=False, **arguments)
         # transformers also accepts a tuple of an id and options.
@@ -71,7 +77,7 @@ def opened_processors(given: Mapping[str, Any], **arguments: Any) -> dict[str, A
             processors[name] = value
         elif value is not None:
             raise ConfigError(
-                f"{value!r:.100} is no {name.replace('_', ' ')}.",
-                fix=f"pass one that transformers.{_LOADERS[name]}.from_pretrained(...) returned, its folder or Hub id.",
+                f"The argument {name} is {value!r:.100}, which is neither a loaded {name.replace('_', ' ')} nor a folder or Hub id.",
+                fix=f"pass the result of transformers.{_LOADERS[name]}.from_pretrained(...), or a folder or Hub id.",
             )
     return processors

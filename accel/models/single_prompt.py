@@ -44,7 +44,7 @@ class GeneratedAnswer:
 
 
 class _TimedText(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
-    """Streamer that forwards final pieces of text and records the time of each token.
+    """Streamer that passes pieces of text to a function as soon as they are final, and records the time of each token.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -89,7 +89,8 @@ def open_generator(
     resolved = resolve(model, task=task, hub=HubOptions(revision=revision, trust_remote_code=trust_remote_code))
     if not task_spec(resolved.task).generates:
         raise TaskError(
-            f"{model} does not generate.", fix="name a model for text-generation or another generating task."
+            f"The model {model} has the task {resolved.task!r}, which does not generate text.",
+            fix="pass a model for text-generation, text2text-generation or another generating task, or pass --task.",
         )
     return ORTModel.from_plan(make_plan(resolved, RunPreferences(backend=backend, device=device)))
 
@@ -121,13 +122,17 @@ def prompt_inputs(
     """
     if model.main_input_name in ("pixel_values", "flattened_patches"):
         if image is None:
-            raise ConfigError("This model describes an image and was given none.", fix="pass --image FILE.")
+            raise ConfigError(
+                "The model generates text from an image, but no image was passed.", fix="pass --image FILE."
+            )
         processor = companion_of(model, "AutoImageProcessor")
-        asked = asked_of(processor, prompt) if getattr(processor, "is_vqa", False) else {}
-        return dict(processor(transformers.image_utils.load_image(str(image)), return_tensors="pt", **asked))
+        question = asked_of(processor, prompt) if getattr(processor, "is_vqa", False) else {}
+        return dict(processor(transformers.image_utils.load_image(str(image)), return_tensors="pt", **question))
     if model.main_input_name in ("input_features", "input_values"):
         if audio is None:
-            raise ConfigError("This model transcribes a recording and was given none.", fix="pass --audio FILE.")
+            raise ConfigError(
+                "The model transcribes a recording, but no recording was passed.", fix="pass --audio FILE."
+            )
         extractor = companion_of(model, "AutoFeatureExtractor")
         samples = wave_of(audio, extractor.sampling_rate)
         return dict(extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
@@ -135,13 +140,13 @@ def prompt_inputs(
     reads_images = decoder_only and "pixel_values" in inspect.signature(model.forward).parameters
     picture = transformers.image_utils.load_image(str(image)) if reads_images and image is not None else None
     if picture is None and not prompt.strip():
-        raise InputError("The prompt is empty.", fix="pass --prompt TEXT, or text on standard input.")
+        raise InputError("The prompt is empty.", fix="pass --prompt TEXT, or send text to standard input.")
     reader = tokenizer if picture is None else companion_of(model, "AutoProcessor")
     has_template = bool(getattr(reader, "chat_template", None))
     if (chat or system) and not has_template:
         raise ConfigError(
-            f"The {'tokenizer' if picture is None else 'processor'} has no chat template.",
-            fix="leave --chat and --system out.",
+            f"The model's {'tokenizer' if picture is None else 'processor'} has no chat template, which --chat and --system need.",
+            fix="leave --chat and --system out, or use a model that was trained for chat.",
         )
     if has_template and chat is not False and decoder_only and (picture is not None or not reads_images):
         turns = [("system", system)] if system else []
@@ -163,19 +168,24 @@ def prompt_inputs(
 
 
 def asked_of(processor: Any, question: str | None) -> dict[str, str]:
-    """Return the image processor's arguments for a question; some Pix2Struct processors draw the question above the image.
+    """Return the arguments with which an image processor receives a question about the image.
+
+    Some Pix2Struct processors draw the question above the image. Other processors have no question.
 
     Raises:
-        ConfigError: A question was given but the processor takes none, or a required question is missing.
+        ConfigError: A question was passed but the processor does not support questions, or a required question is missing.
     """
     if getattr(processor, "is_vqa", False):
         if not question:
-            raise ConfigError("This model answers a question about an image and was given none.", fix="pass a prompt.")
+            raise ConfigError(
+                "The model answers a question about an image, but no question was passed.",
+                fix="pass the question as the prompt.",
+            )
         return {"header_text": question}
     if question is not None:
         raise ConfigError(
-            "An encoder-decoder of images reads no prompt.",
-            fix="leave prompt out, or use a model of images and text with the pipeline 'image-text-to-text'.",
+            f"The prompt {question!r:.100} was passed, but the model generates text from images only and accepts no prompt.",
+            fix="leave the prompt out, or use a model for the pipeline 'image-text-to-text', which accepts an image and a prompt.",
         )
     return {}
 
@@ -207,13 +217,13 @@ def answer(
     with torch.inference_mode():
         try:
             tokens = model.generate(**inputs, streamer=streamer, **generate)
-        # Errors that transformers raises for invalid settings; the model's own errors are AccelError.
+        # transformers raises these errors for invalid settings. Errors of accel's model are also ValueErrors and are raised unchanged.
         except (ValueError, ZeroDivisionError) as error:
             if isinstance(error, AccelError):
                 raise
             raise ConfigError(
-                f"transformers refuses these settings: {error}",
-                fix="temperature above 0, top_p from 0 to 1, top_k from 0 on, num_beams from 1 on.",
+                f"transformers rejected the generation settings: {error}",
+                fix="use temperature > 0, 0 < top_p <= 1, top_k >= 0 and num_beams >= 1.",
             ) from error
     seconds = time.perf_counter() - started
     prompt_tokens = int(inputs["input_ids"].shape[1]) if decoder_only else 1

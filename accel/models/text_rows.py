@@ -1,4 +1,4 @@
-"""Tokenized texts, their batching, and results of embedding models and cross-encoders."""
+"""Tokenization and batching of texts for embedding models and cross-encoders, and computation of their embeddings and scores."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 TokenRow = Mapping[str, Sequence[int]]
 """Token ids, attention mask and other inputs of one text."""
 COUNTED = "counted"
-"""Key of the pooling mask in rows, for models that exclude the prompt from pooling."""
+"""Key of a row's pooling mask. Rows have the mask only if the model excludes its prompt from pooling."""
 
 
 class TextRows:
-    """Tokenizes texts and batches them. Not thread-safe, because a fast tokenizer stores settings between calls.
+    """Tokenizer and batcher of texts. Threads must not share an object, because a fast tokenizer stores settings between calls.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -61,15 +61,15 @@ class TextRows:
         """
         if not self.pads and len({len(row["input_ids"]) for row in rows}) > 1:
             raise InputError(
-                "The tokenizer has no padding token, and the texts have unequal lengths.",
-                fix="set tokenizer.pad_token, or pass them one by one.",
+                "The tokenizer has no padding token, so texts with different numbers of tokens cannot be in one batch.",
+                fix="set tokenizer.pad_token, or pass batch_size=1.",
             )
         left = self.tokenizer.padding_side == "left"
         return {name: padded([row[name] for row in rows], self._padding.get(name, 0), left=left) for name in rows[0]}
 
 
 class SentenceRows(TextRows):
-    """Tokenizes texts with the prompt, lowercasing and maximum length from a model's sentence-transformers files.
+    """Tokenizer of texts that uses the prompt, lowercasing and maximum length in a model's sentence-transformers files.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -99,7 +99,11 @@ class SentenceRows(TextRows):
             InputError: A text is not a string.
         """
         if not all(isinstance(text, str) for text in texts):
-            raise InputError("Only texts can be embedded.", fix="pass a string or a list of strings.")
+            kinds = sorted({type(text).__name__ for text in texts if not isinstance(text, str)})
+            raise InputError(
+                f"The inputs contain values of type {', '.join(kinds)}, but embeddings can be computed only for strings.",
+                fix="pass a string or a list of strings.",
+            )
         before = self.settings.prompt() if prompt is None else prompt
         rows = super().rows([self._cased(before + text) for text in texts], pairs)
         if self.settings.include_prompt:
@@ -114,7 +118,7 @@ class SentenceRows(TextRows):
 def in_batches(
     rows: Sequence[Any], length: Callable[[Any], int], batch_size: int, compute: Callable[[list[Any]], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Compute results in batches of rows of similar length; return them in the order of the rows."""
+    """Compute results in batches of rows that have similar lengths; return the results in the original order of the rows."""
     check_number("batch_size", batch_size, 1)
     order = sorted(range(len(rows)), key=lambda i: length(rows[i]))
     results: list[torch.Tensor] = [torch.empty(0)] * len(rows)
@@ -126,7 +130,7 @@ def in_batches(
 
 
 def prompt_length(tokenizer: Any, prompt: str) -> int:
-    """Return the number of tokens that a prompt occupies before a text, without a trailing special token."""
+    """Return the number of tokens of a prompt in front of a text; a special token at the prompt's end is not counted."""
     if not prompt:
         return 0
     ids = tokenizer(prompt)["input_ids"]
@@ -134,7 +138,7 @@ def prompt_length(tokenizer: Any, prompt: str) -> int:
 
 
 class SentenceVectors:
-    """Computes sentence embeddings in float32 from a model's outputs.
+    """Function that computes sentence embeddings in float32 from a model's outputs.
 
     Args:
         settings: Settings from the model's sentence-transformers files.
@@ -167,13 +171,14 @@ class SentenceVectors:
             vectors = self.pool(hidden, mask, counted)
         else:
             raise TaskError(
-                f"The model in {self.settings.folder} returns {', '.join(output)}: no sentence embeddings, and no hidden states to pool.",
-                fix="export it with task='sentence-similarity'.",
+                f"No embeddings can be computed: the graph in {self.settings.folder} returns {', '.join(output)}, and neither "
+                "sentence_embedding nor last_hidden_state.",
+                fix="export the model again with `accel export --task sentence-similarity`.",
             )
         return vectors[:, : self.settings.truncate_dim]
 
     def pool(self, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-        """Pool hidden states `(batch, sequence, hidden)` to embeddings that are not truncated; see `SentenceLayers.forward`."""
+        """Pool hidden states `(batch, sequence, hidden)` and return the embeddings at full size; see `SentenceLayers.forward`."""
         if self._layers is None:
             self._layers = sentence_layers(self.settings, pooling=self._pooling, normalize=self._normalize)
         layers = self._layers.to(hidden.device)
@@ -184,10 +189,10 @@ class SentenceVectors:
 
 
 class Embedder(SentenceRows):
-    """Computes embeddings of texts with a model that returns hidden states or sentence embeddings.
+    """Embedder of texts, for models that return hidden states or sentence embeddings.
 
-    If the graph has no pooling, hidden states are pooled according to the model's sentence-transformers files; without such files, they
-    are averaged over the tokens.
+    If the graph has no pooling, the embedder pools the hidden states according to the model's sentence-transformers files. If the model
+    has no such files, the embedding is the mean of the hidden states of all tokens.
 
     Args:
         model: An `ORTModelForFeatureExtraction`.
@@ -208,7 +213,7 @@ class Embedder(SentenceRows):
 
 
 class PairScorer(TextRows):
-    """Computes logits of text pairs with a cross-encoder; the activation function is not applied.
+    """Scorer of text pairs that returns the logits of a cross-encoder, before the activation function.
 
     Args:
         model: An `ORTModelForSequenceClassification`.
@@ -245,8 +250,10 @@ def activation_of(model: Any) -> Activation:
 
 
 def activation_path(config: Any, settings: SentenceSettings) -> str:
-    """Return the import path of the activation function: from the Sentence Transformers file (version 6 and later) or the model's
-    config (earlier versions). The default is a sigmoid for one label and the identity for several.
+    """Return the import path of a cross-encoder's activation function.
+
+    Sentence Transformers 6 stores the path in its own file, and earlier versions in the model's config.json. The default is a sigmoid for
+    models with one label and the identity function for models with several labels.
     """
     written = getattr(config, "sentence_transformers", None) or {}
     older = getattr(config, "sbert_ce_default_activation_function", None)

@@ -34,7 +34,7 @@ _ACCURACY = metric_of_sums("accuracy", _frame_sums, {"accuracy": ratio})
 
 
 class FramePredictor(Predictor):
-    """Predicts the class id of each frame."""
+    """Predictor of the class id of each frame of a sound."""
 
     kind = "frames"
     offline_metrics = (_ACCURACY,)
@@ -54,15 +54,16 @@ class FramePredictor(Predictor):
         for row in part:
             if len(self.references[row]) != logits.shape[1]:
                 raise InputError(
-                    f"Row {row} has {len(self.references[row])} labels, and the model answers with {logits.shape[1]} frames.",
-                    fix="give one label for each of the model's frames.",
+                    f"Row {row} of the data has {len(self.references[row])} labels, but the model returns {logits.shape[1]} frames for "
+                    "its sound.",
+                    fix="change the data, so that each row has one label for each frame of the model's output.",
                 )
         classes: list[list[int]] = logits.argmax(-1).tolist()
         return classes
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
         """Return the fraction of frames for which two models predict the same class."""
-        return super().agreement([one for row in first for one in row], [one for row in second for one in row])
+        return super().agreement([frame for row in first for frame in row], [frame for row in second for frame in row])
 
 
 class AudioFrameClassification(Task):

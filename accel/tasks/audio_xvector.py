@@ -16,7 +16,10 @@ from ..models.modality_models import SoundModel
 
 
 class ORTModelForAudioXVector(SoundModel):
-    """Model of speaker embeddings, compared by cosine: `embeddings: (batch, xvector_output_dim)` and `logits: (batch, speakers)`."""
+    """Model that computes speaker embeddings: `embeddings: (batch, xvector_output_dim)` and `logits: (batch, speakers)`.
+
+    A high cosine similarity of two embeddings means that both sounds probably have the same speaker.
+    """
 
     task = "audio-xvector"
 
@@ -42,7 +45,10 @@ _EER = Metric(name="eer", key="eer", compute=_equal_error_rate, higher_is_better
 
 
 class SpeakerSimilarityPredictor(CosinePredictor):
-    """Predicts the cosine similarity of the embeddings of a row's two voices; the reference is 1 for one speaker and 0 for two."""
+    """Predictor of the cosine similarity of the embeddings of a row's two sounds.
+
+    The reference is 1 if both sounds have the same speaker, and 0 if they have different speakers.
+    """
 
     kind = "voices"
     offline_metrics = (_EER,)
@@ -51,8 +57,9 @@ class SpeakerSimilarityPredictor(CosinePredictor):
         labels = numbers(self.rows, "label")
         if set(labels) - {0.0, 1.0}:
             raise InputError(
-                f"The labels of {self.rows.sample.source} are not 0 and 1 alone.",
-                fix="give 1 for two sounds of one speaker, 0 for those of two.",
+                f"The label column of {self.rows.sample.source} contains values other than 0 and 1, such as "
+                f"{min(set(labels) - {0.0, 1.0}):g}.",
+                fix="use the label 1 for two sounds of the same speaker, and 0 for two sounds of different speakers.",
             )
         return labels
 

@@ -22,31 +22,36 @@ from ..upstream.long_form_speech import LongFormSpeech, encoder_strides
 class ORTModelForSpeechSeq2Seq(LongFormSpeech, EncoderDecoder):
     """Speech recognition model with encoder and decoder.
 
-    Whisper takes `input_features: (batch, mels, frames)` and supports long recordings and timestamps. Speech2Text takes
-    `input_features: (batch, frames, mels)` and Moonshine `input_values: (batch, samples)`, both with `attention_mask` if rows are padded.
+    Whisper's input is `input_features: (batch, mels, frames)`; Whisper supports long recordings and timestamps. The input of Speech2Text is
+    `input_features: (batch, frames, mels)`, and the input of Moonshine is `input_values: (batch, samples)`. Speech2Text and Moonshine also
+    need an `attention_mask` if rows are padded.
     """
 
     task = "automatic-speech-recognition"
 
     @numpy_too
     def generate(self, input_features: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # transformers' name
-        """Generate text with the model's `generate` of transformers; all of its arguments are supported. The first argument is the sounds.
+        """Generate text with the model's `generate` of transformers; all of its arguments are supported.
+
+        The first argument contains the sounds, as waveforms or spectrograms.
 
         Raises:
-            InputError: The inputs are not sounds, or `ORTModelForSeq2SeqLM.generate` rejects them.
+            InputError: The inputs are not sounds, or `ORTModelForSeq2SeqLM.generate` raises for these arguments.
         """
         if not self._long_form:
             return EncoderDecoder.generate(self, input_features, *args, **kwargs)
         self._check_prompt(input_features, kwargs)
         if kwargs.get("return_token_timestamps"):
             raise InputError(
-                "The times of words come from the decoder's attention to the sound, which the graphs do not return.",
-                fix="ask for those of segments, return_timestamps=True; or run Whisper with transformers, or a model with a CTC head.",
+                "return_token_timestamps=True is not supported: transformers computes word timestamps from the decoder's "
+                "cross-attention, which the exported graphs do not return.",
+                fix="pass return_timestamps=True for timestamps of segments. For timestamps of words, run Whisper with transformers or use "
+                "a CTC model.",
             )
         return super().generate(input_features, *args, **renamed(kwargs))
 
     def window_outputs(self, outputs: Any) -> Any:
-        """Remove a cache that cannot be split by rows: graphs of other tools may have states that are not keys and values."""
+        """Remove a cache that cannot be split by rows. Graphs from other exporters may have states that are not keys and values."""
         if isinstance(outputs, Mapping):
             return {name: value for name, value in outputs.items() if not _is_unreadable(value)}
         return outputs
@@ -54,7 +59,10 @@ class ORTModelForSpeechSeq2Seq(LongFormSpeech, EncoderDecoder):
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, **kwargs: Any
     ) -> dict[str, Any]:  # transformers' signature
-        """Prepare inputs, with Whisper's position ids counted from the decoder mask, because rows of a batch may have left padding."""
+        """Prepare the inputs of a decoder step.
+
+        For Whisper, position ids are counted from the decoder's mask, because rows of a batch may be padded on the left.
+        """
         mask = kwargs.get("decoder_attention_mask")
         if self._long_form and mask is not None and kwargs.get("decoder_position_ids") is None:
             positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
@@ -77,12 +85,12 @@ def _named_after(architecture: str = "") -> type[ORTModelForSpeechSeq2Seq]:
     """Return a subclass of `ORTModelForSpeechSeq2Seq` with the name of transformers' class for an architecture."""
     if architecture not in architectures(("AutoModelForSpeechSeq2Seq",)):
         return ORTModelForSpeechSeq2Seq
-    facts = {"__module__": __name__, "__doc__": ORTModelForSpeechSeq2Seq.__doc__}
-    return type(architecture, (ORTModelForSpeechSeq2Seq,), facts)
+    members = {"__module__": __name__, "__doc__": ORTModelForSpeechSeq2Seq.__doc__}
+    return type(architecture, (ORTModelForSpeechSeq2Seq,), members)
 
 
 def __getattr__(name: str) -> type[ORTModelForSpeechSeq2Seq]:
-    # Pickle looks up the generated subclasses by name in this module.
+    # To load a pickled model, pickle reads the class as an attribute of this module: `_named_after` creates these classes at runtime.
     if name in architectures(("AutoModelForSpeechSeq2Seq",)):
         return _named_after(name)
     raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""Specifications (`TaskSpec`) of accel's built-in tasks, which the entry points of the group `accel.tasks` refer to."""
+"""Specifications (`TaskSpec`) of accel's built-in tasks, registered as entry points of the group `accel.tasks`."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ _OBJECTS = Column(
 
 
 def _map(use: str, *known: str) -> Column:
-    """Return the column of references with a value per pixel, such as depth maps."""
+    """Return the specification of a data column that contains references with one value per pixel, such as depth maps."""
     return Column(use=use, known=known, holds="map", needed="measuring", answer=True)
 
 
@@ -209,7 +209,7 @@ IMAGE_CLASSIFICATION = TaskSpec(
     auto_model="AutoModelForImageClassification",
     output="ImageClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
-    # Perceiver has one class for each of its three image preprocessors.
+    # Perceiver has one model class for each of its three ways to preprocess images, with these suffixes.
     suffixes=tuple(f"ForImageClassification{how}" for how in ("", "Learned", "Fourier", "ConvProcessing")),
     modalities=("image",),
     columns=(LABEL, IMAGE),
@@ -337,7 +337,7 @@ _AUDIO_NAMES = ("audio", "speech", "sound", "file", "path", "audio_path", "wav")
 AUDIO = Column(use="audio", known=_AUDIO_NAMES, holds="audio")
 
 CTC = TaskSpec(
-    # CTC models share a pipeline with speech encoder-decoders; the model's config decides which class is used.
+    # The pipeline automatic-speech-recognition runs both CTC models and encoder-decoders; the model's config selects the task.
     name="ctc",
     impl="accel.tasks.ctc:Ctc",
     auto_model="AutoModelForCTC",
@@ -366,7 +366,8 @@ AUDIO_CLASSIFICATION = TaskSpec(
     auto_model="AutoModelForAudioClassification",
     output="SequenceClassifierOutput",
     outputs={"logits": ("batch", "num_labels")},
-    # Most audio classifiers have the class name suffix of text classifiers, so the auto class's list decides as well.
+    # Most audio classifiers are named ...ForSequenceClassification, like text classifiers. `listed` therefore also accepts the classes that
+    # `AutoModelForAudioClassification` lists.
     suffixes=("ForAudioClassification",),
     listed=True,
     modalities=("audio",),
@@ -380,7 +381,7 @@ ZERO_SHOT_AUDIO_CLASSIFICATION = TaskSpec(
     auto_model="AutoModel",
     outputs={"logits_per_audio": ("batch", "texts")},
     keeps=("logits_per_audio", "logits_per_text", "text_embeds", "audio_embeds"),
-    # Models that compare sounds with texts. transformers has no auto class for them.
+    # Models that compare sounds with texts, such as CLAP, have no auto class in transformers; `fields` of the config identify them.
     suffixes=("Model",),
     fields=("audio_config", "text_config", "projection_dim"),
     modalities=("audio", "text"),
@@ -448,7 +449,7 @@ TEXT_GENERATION = TaskSpec(
     adapter="CAUSAL_LM",
 )
 
-# Default models of transformers 4 for pipelines that transformers 5 removed.
+# Default model of transformers 4 for several pipelines that transformers 5 removed.
 _T5 = ("google-t5/t5-base", "a9723ea")
 
 TEXT2TEXT_GENERATION = TaskSpec(

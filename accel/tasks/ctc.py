@@ -29,7 +29,7 @@ def _edit_sums(split: Callable[[str], Sequence[str]]) -> Callable[[Values, Value
 
 
 def _edit_rate(name: str) -> Metric:
-    """Return the metric "edits divided by reference length": `wer` counts words, `cer` counts characters."""
+    """Return the metric `wer` (word error rate) or `cer` (character error rate): number of edits divided by the reference's length."""
     sums = _edit_sums(str.split if name == "wer" else list)
 
     def compute(predictions: Values, references: Values) -> dict[str, float]:
@@ -40,7 +40,7 @@ def _edit_rate(name: str) -> Metric:
 
 
 class TranscriptPredictor(Predictor):
-    """Predicts the transcript of each row: the likeliest token of each frame, decoded by the processor."""
+    """Predictor of transcripts: the processor decodes the most likely token of each frame."""
 
     kind = "transcripts"
     offline_metrics = (_edit_rate("wer"), _edit_rate("cer"))

@@ -36,11 +36,13 @@ _SCORES: Mapping[str, Callable[[Floats], Floats]] = {
 
 
 class DepthErrorPredictor(PicturePredictor):
-    """Predicts three errors of each image's depth map: mean relative error, fraction of pixels within a factor of 1.25, mean squared error.
+    """Predictor of three values of each image's depth map, compared with the true depth map.
+
+    The values are the mean relative error, the fraction of pixels within a factor of 1.25, and the mean squared error.
 
     Models of metric depth (`depth_estimation_type` "metric", GLPN, ZoeDepth, DepthPro) are compared in the unit of the data. Models of
-    relative depth (MiDaS' DPT, Depth Anything) return inverse depth up to a scale and a shift. Scale and shift are fitted to each row
-    first, as in Ranftl et al. (2020), Towards Robust Monocular Depth Estimation.
+    relative depth (MiDaS' DPT, Depth Anything) return inverse depth with an unknown scale and shift. The predictor fits scale and shift to
+    each row before the comparison, as in Ranftl et al. (2020), Towards Robust Monocular Depth Estimation.
     """
 
     kind = "depths"
@@ -53,7 +55,7 @@ class DepthErrorPredictor(PicturePredictor):
 
     def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
         depths = self.processor.post_process_depth_estimation(output, list(sizes))
-        return [one["predicted_depth"] for one in depths]
+        return [depth["predicted_depth"] for depth in depths]
 
     def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:
         picture = one_channel(truth, row, "depths")
@@ -61,15 +63,18 @@ class DepthErrorPredictor(PicturePredictor):
         relative = _estimates_relative_depth(self.config)
         if picture.dtype.kind in "iu" and not relative:
             raise InputError(
-                f"The depths of row {row} are whole numbers, whose unit is not known; the model estimates metres.",
-                fix="give floating-point depths in metres.",
+                f"The depth map of row {row} contains integers, whose unit is unknown; the model estimates depths in metres.",
+                fix="convert the depth maps to floating-point values in metres.",
             )
         if true.shape != size:
             raise sizes_differ("depth map", row, true.shape, size)
-        seen = np.isfinite(true) & (true > 0)
-        if not seen.any():
-            raise InputError(f"No pixel of the depth map of row {row} has a depth.", fix="leave the row out.")
-        estimated, true = answer.numpy().astype(np.float64)[seen], true[seen]
+        has_depth = np.isfinite(true) & (true > 0)
+        if not has_depth.any():
+            raise InputError(
+                f"The depth map of row {row} has no pixel with a finite depth above 0, so there is nothing to measure.",
+                fix=f"remove row {row} from the data.",
+            )
+        estimated, true = answer.numpy().astype(np.float64)[has_depth], true[has_depth]
         if relative:
             estimated = _fitted(estimated, true)
         ratio = np.divide(estimated, true)

@@ -36,7 +36,7 @@ class ORTModelForDocumentQuestionAnswering(ORTModel):
             input_ids: Token ids of the question and the document's words, `(batch, sequence)`.
             bbox: Bounding box of each token's word, `(batch, sequence, 4)`: left, top, right and bottom, from 0 to 1000.
             attention_mask: Attention mask, `(batch, sequence)`; all ones when `None`.
-            image: Image from transformers' pipeline; used only if the graph takes it (LayoutLM and LayoutLMv3 ignore it in transformers).
+            image: Image from transformers' pipeline; used only if the graph has an input `image`. LayoutLM and LayoutLMv3 have none.
             **inputs: Further inputs of the graph.
 
         Raises:
@@ -62,23 +62,25 @@ def _encode_documents(rows: DatasetRows, processor: Any, max_length: int | None)
     """
     if not getattr(processor, "is_fast", False):
         raise InputError(
-            "Rows of words need a fast tokenizer, which maps tokens to words.", fix="load it with AutoTokenizer."
+            f"The tokenizer {type(processor).__name__} is not a fast tokenizer, and only fast tokenizers can assign tokens to the words of "
+            "a document.",
+            fix="load the tokenizer with AutoTokenizer.from_pretrained, which returns a fast tokenizer if the model has one.",
         )
     limit = max_length or min(processor.model_max_length, 512)
     cut = {"truncation": "only_second", "max_length": limit, "return_token_type_ids": True}
     questions, words = texts(rows, "question"), rows.column("words")
     boxes = [_boxes_of(value, len(words[i]), i) for i, value in enumerate(rows.column("boxes"))]
     if BOX in processor.model_input_names:
-        # The tokenizers of LayoutLMv2 and LayoutLMv3 take bounding boxes themselves.
+        # The tokenizers of LayoutLMv2 and LayoutLMv3 have an argument for the bounding boxes of words and return the boxes of tokens.
         encoding = processor(questions, words, boxes=boxes, **cut)
         return replace(from_tokenizer(encoding, processor), padding={**_padding(processor), BOX: 0})
     encoding = processor([text.split() for text in questions], words, is_split_into_words=True, **cut)
-    places = [
+    token_boxes = [
         _boxes_of_tokens(encoding["input_ids"][i], encoding.sequence_ids(i), encoding.word_ids(i), boxes[i], processor)
         for i in range(len(questions))
     ]
     encoded = from_tokenizer(encoding, processor)
-    return replace(encoded, tokens={**encoded.tokens, BOX: places}, padding={**encoded.padding, BOX: 0})
+    return replace(encoded, tokens={**encoded.tokens, BOX: token_boxes}, padding={**encoded.padding, BOX: 0})
 
 
 def _padding(processor: Any) -> dict[str, int]:
@@ -92,9 +94,10 @@ def _boxes_of_tokens(
     boxes: Sequence[Sequence[int]],
     tokenizer: Any,
 ) -> list[list[int]]:
-    """Return the bounding box of each token as in transformers' LayoutLM pipeline.
+    """Return the bounding box of each token, as in transformers' pipeline for LayoutLM.
 
-    Tokens of words have the word's box, separators have the page's bottom right corner, and other tokens have zeros.
+    The box of a document token is the box of its word. All four coordinates of a separator token are 1000, and the coordinates of other
+    tokens are 0.
     """
     return [
         list(boxes[word])
@@ -119,15 +122,17 @@ def _boxes_of(value: Any, count: int, row: int) -> list[list[int]]:
     )
     if wrong is not None or len(boxes) != count:
         raise InputError(
-            f"Row {row} has {count} words and {len(boxes)} boxes{f', one of them {wrong}' if wrong is not None else ''}.",
-            fix="give each word [left, top, right, bottom] in thousandths of the page's width and height.",
+            f"Row {row} of the data contains the invalid bounding box {wrong}."
+            if wrong is not None
+            else f"Row {row} of the data has {count} words, but {len(boxes)} bounding boxes.",
+            fix="give each word one box [left, top, right, bottom]: integers from 0 to 1000, where 1000 is the page's width or height.",
         )
     return boxes
 
 
 def _alike(predictions: Values, references: Values) -> Floats:
     rows = [
-        (max(_score(predicted, one) for one in true), 1)
+        (max(_score(predicted, accepted) for accepted in true), 1)
         for predicted, true in zip(predictions, references, strict=True)
     ]
     return np.asarray(rows, np.float64)
@@ -149,7 +154,7 @@ ignoring case; values below 0.5 count as 0.
 
 
 class DocumentAnswerPredictor(Predictor):
-    """Predicts the answer in each document with transformers' pipeline, which processes long documents in windows."""
+    """Predictor of the answers to questions about documents. transformers' pipeline splits long documents into windows."""
 
     kind = "document answers"
     offline_metrics = (ANLS,)
@@ -158,8 +163,9 @@ class DocumentAnswerPredictor(Predictor):
         answers = [accepted_answers(value, self.rows) for value in self.rows.column("answers")]
         if not all(answers):
             raise InputError(
-                f"Row {[bool(one) for one in answers].index(False)} of {self.rows.sample.source} has no answer.",
-                fix="leave such rows out.",
+                f"Row {[bool(accepted) for accepted in answers].index(False)} of {self.rows.sample.source} has no answer, so its "
+                "prediction cannot be measured.",
+                fix="remove all rows without an answer from the data.",
             )
         return answers
 
@@ -169,7 +175,7 @@ class DocumentAnswerPredictor(Predictor):
             list(zip(words[i], _boxes_of(value, len(words[i]), i), strict=True))
             for i, value in enumerate(self.rows.column("boxes"))
         ]
-        # The pipeline prepares the inputs itself.
+        # No inputs are encoded here: `predict` calls transformers' pipeline, which encodes questions and documents itself.
         return EncodedRows()
 
     def predict(self, model: Model, what: str) -> list[Any]:

@@ -41,8 +41,8 @@ class ORTModelForFeatureExtraction(ORTModel):
     def _choose_output(self, names: Sequence[str]) -> Any:
         if "logits" in names or "start_logits" in names:
             raise TaskError(
-                f"The graph in {self.artifact.path} returns {', '.join(names)}, and no hidden states.",
-                fix="use the class that the model was exported for.",
+                f"The graph in {self.artifact.path} returns {', '.join(names)} and no hidden states, which {type(self).__name__} needs.",
+                fix="load the folder with the ORTModelFor... class of the task that the model was exported for.",
             )
         self._roles = embedding_roles(self._session.inputs, self._session.outputs)
         returned = {self._roles.get(name, name) for name in names}
@@ -116,7 +116,11 @@ class ORTModelForFeatureExtraction(ORTModel):
         single = isinstance(texts, str)
         items = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         if not all(isinstance(item, str) for item in items):
-            raise InputError("encode takes texts.", fix="pass a string or a list of strings.")
+            kinds = sorted({type(item).__name__ for item in items if not isinstance(item, str)})
+            raise InputError(
+                f"encode was called with values of type {', '.join(kinds)}, but it accepts only strings.",
+                fix="pass a string or a list of strings.",
+            )
         embedder = Embedder(self, tokenizer)
         before = prompt if prompt is not None else embedder.settings.prompt(prompt_name)
         rows = in_batches(items, len, batch_size, lambda part: embedder.embed(embedder.rows(part, prompt=before)))
@@ -128,7 +132,10 @@ class ORTModelForFeatureExtraction(ORTModel):
 
 
 class SimilarityPredictor(CosinePredictor):
-    """Predicts the similarity of the embeddings of a row's two texts: the cosine, or the function that the model's files define."""
+    """Predictor of the similarity of the embeddings of a row's two texts.
+
+    The similarity is the cosine, or the function that the model's sentence-transformers files define.
+    """
 
     kind = "similarities"
     offline_metrics = (correlation("spearmanr"), correlation("pearsonr"))
@@ -246,7 +253,7 @@ class EmbeddingOperation(Operation):
             path="/embed",
             answer=answer,
             body=EmbedBody,
-            summary="Embeddings of texts, and nothing around them",
+            summary="Return the embeddings of texts as a plain list",
             tag="tasks",
             error=text_error,
             operation=self.name,
@@ -255,11 +262,17 @@ class EmbeddingOperation(Operation):
 
 
 class Embedding:
-    """Computes embeddings like `ORTModelForFeatureExtraction.encode`: `(hidden,)` float32 for a text, `(texts, hidden)` for a list.
+    """Request handler of the operation `embed`: computes embeddings like `ORTModelForFeatureExtraction.encode`.
 
-    Options: `normalize_embeddings`; `truncate_dim`, the number of dimensions to keep; `prompt_name`, the name of one of the model's
-    prompts, or several names of which the first existing one is used; `truncation` and `truncation_side` for texts that are too long.
-    A text may also be given as token ids of the model's tokenizer.
+    The result is `(hidden,)` float32 for one text and `(texts, hidden)` for a list of texts. A text can also be a list of token ids of the
+    model's tokenizer.
+
+    A request has these options:
+
+    - `normalize_embeddings` scales each embedding to length 1.
+    - `truncate_dim` is the number of dimensions to keep.
+    - `prompt_name` is the name of one of the model's prompts, or a list of names, of which the first existing one is used.
+    - `truncation` and `truncation_side` define how texts that are too long are truncated.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -268,24 +281,27 @@ class Embedding:
         self._pads = self._embedder.pads and can_pad(model)
 
     def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
-        """Tokenize the inputs into rows; see `Work.prepare`."""
+        """Tokenize the inputs into rows; see `RequestHandler.prepare`."""
         check_options(options, ("normalize_embeddings", "truncate_dim", "prompt_name", "truncation", "truncation_side"))
         items = [inputs] if isinstance(inputs, str) else _texts_or_ids(inputs)
-        texts = [one for one in items if isinstance(one, str)]
+        texts = [item for item in items if isinstance(item, str)]
         prompt = find_prompt(self._embedder.settings.prompts, options.get("prompt_name"))
         if prompt is not None and len(texts) < len(items):
             raise InputError(
-                "A prompt cannot be put before token ids.", fix="send texts, or leave the prompt's name out."
+                f"The request has prompt_name={options.get('prompt_name')!r} and inputs that are token ids, but a prompt can only be put "
+                "before a text.",
+                fix="send the inputs as texts, or leave prompt_name out.",
             )
         embedder = self._embedder
         with cutting(embedder, options):
             text_rows = iter(embedder.rows(texts, prompt=prompt) if texts else ())
-        rows = [next(text_rows) if isinstance(one, str) else self._row_of_ids(one, i) for i, one in enumerate(items)]
+        rows = [next(text_rows) if isinstance(item, str) else self._row_of_ids(item, i) for i, item in enumerate(items)]
         check_lengths(rows, embedder.max_length)
         if options.get("truncation_side") == "left" and any(COUNTED in row for row in rows):
             raise InputError(
-                "The prompt of this model is not pooled, and a text that is cut at its beginning loses it.",
-                fix="have texts cut at their end.",
+                "truncation_side='left' is not supported for this model: the model excludes its prompt from pooling, and truncation on the "
+                "left would remove the prompt from long texts.",
+                fix="use truncation_side='right' (in requests to /embed: truncation_direction='right').",
             )
         return PreparedRequest([[text_row("embed", self._pads, row)] for row in rows])
 
@@ -295,11 +311,13 @@ class Embedding:
         before, after = _frame(tokenizer)
         if max(ids) >= size:
             raise InputError(
-                f"Token {max(ids)} of text {number} is not one of the model's {size}.", fix=_OTHER_TOKENIZER
+                f"Input {number} contains the token id {max(ids)}, but the model's vocabulary has only the ids 0 to {size - 1}.",
+                fix=_OTHER_TOKENIZER,
             )
         if [*ids[: len(before)]] != before or [*ids[len(ids) - len(after) :]] != after:
             raise InputError(
-                f"The tokens of text {number} do not begin with {before} and end with {after}, as this model's own do.",
+                f"The token ids of input {number} do not begin with {before} and end with {after}, the special tokens of this model's "
+                "tokenizer.",
                 fix=_OTHER_TOKENIZER,
             )
         row = {"input_ids": list(ids), "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
@@ -307,18 +325,18 @@ class Embedding:
         return inputs if self._embedder.settings.include_prompt else {**inputs, COUNTED: [1] * len(ids)}
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """Return the embedding of each row; see `Work.run`."""
-        # NumPy rows: iterating over rows of a torch tensor takes longer than the last layer of a small model.
+        """Return the embedding of each row; see `RequestHandler.run`."""
+        # Convert to NumPy first: iterating over the rows of a torch tensor takes longer than the last layer of a small model.
         return list(self._embedder.embed([row.inputs for row in rows]).cpu().numpy())
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """Combine the rows to one result, then truncate and normalize the embeddings as requested; see `Work.finish`."""
-        vectors = np.stack([one for (one,) in outputs]) if outputs else np.empty((0, 0), np.float32)
+        """Combine the rows to one result, then truncate and normalize the embeddings as requested; see `RequestHandler.finish`."""
+        vectors = np.stack([vector for (vector,) in outputs]) if outputs else np.empty((0, 0), np.float32)
         size = options.get("truncate_dim")
         if size is not None and outputs and size > vectors.shape[1]:
             raise InputError(
-                f"{size} dimensions are asked for; the embeddings have {vectors.shape[1]} dimensions.",
-                fix="ask for no more.",
+                f"The request wants embeddings with {size} dimensions, but the model's embeddings have only {vectors.shape[1]}.",
+                fix=f"request at most {vectors.shape[1]} dimensions.",
             )
         vectors = vectors[:, :size]
         if options.get("normalize_embeddings"):
@@ -326,7 +344,10 @@ class Embedding:
         return vectors[0] if isinstance(inputs, str) else vectors
 
 
-_OTHER_TOKENIZER = "send texts (LangChain: check_embedding_ctx_length=False), or ids of the model's own tokenizer, which /tokenize gives."
+_OTHER_TOKENIZER = (
+    "send texts instead of token ids (in LangChain, pass check_embedding_ctx_length=False), or token ids of the model's own "
+    "tokenizer, which the server's endpoint /tokenize returns."
+)
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -338,11 +359,17 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def _texts_or_ids(inputs: Any) -> list[Any]:
     if not isinstance(inputs, Sequence) or isinstance(inputs, str):
-        raise InputError("Expected a list of texts.", fix="pass a list of strings.")
-    for one in inputs:
-        ids = isinstance(one, Sequence) and not isinstance(one, str) and len(one) > 0
-        if not isinstance(one, str) and not (ids and all(type(i) is int and i >= 0 for i in one)):
-            raise InputError("Expected a list of texts.", fix="pass a list of strings, or of token ids.")
+        raise InputError(
+            f"The inputs are a {type(inputs).__name__}, but a string or a list of strings is needed.",
+            fix="pass a string, or a list of strings.",
+        )
+    for number, item in enumerate(inputs):
+        ids = isinstance(item, Sequence) and not isinstance(item, str) and len(item) > 0
+        if not isinstance(item, str) and not (ids and all(type(i) is int and i >= 0 for i in item)):
+            raise InputError(
+                f"Input {number} is {item!r:.100}, which is neither a string nor a list of token ids.",
+                fix="pass a list of strings, or a list of lists of token ids.",
+            )
     return list(inputs)
 
 
@@ -359,16 +386,18 @@ def _embedding(facts: TextModelFacts) -> dict[str, Any]:
         return {**options, "output": names["sentence_embedding"], "pooled": True}
     if "last_hidden_state" not in names:
         raise TaskError(
-            f"The graph of {facts.artifact.path} returns {', '.join(names)}: no sentence embeddings, and no hidden states to pool.",
-            fix="export it with task='sentence-similarity'.",
+            f"No embeddings can be computed: the graph in {facts.artifact.path} returns {', '.join(names)}, and neither "
+            "sentence_embedding nor last_hidden_state.",
+            fix="export the model again with `accel export --task sentence-similarity`.",
         )
     recorded = recorded_export(facts.artifact)
     layers = sentence_layers(settings, pooling=recorded.pooling, normalize=recorded.normalize)
     if any(not isinstance(layer, Normalize) for layer in layers.after):
         others = [layer.kind for layer in settings.layers if layer.kind not in {"Pooling", "Normalize"}]
         raise TaskError(
-            f"The modules {', '.join(others)} of {facts.artifact.path} are not in its graph, and the front model does not compute them.",
-            fix="export the model's weights by accel, which puts them into the graph: `accel export MODEL OUT`.",
+            f"The model in {facts.artifact.path} has the sentence-transformers modules {', '.join(others)}, which are not part of its "
+            "graph and which the Triton model for texts cannot compute.",
+            fix="export the original model with `accel export MODEL OUT`, which adds these modules to the graph.",
         )
     return {
         **options,

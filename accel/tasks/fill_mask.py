@@ -59,7 +59,7 @@ class FillMaskOperation(Operation):
             path="/fill-mask",
             answer=pipeline_answer(self.name, "top_k"),
             body=FillMaskBody,
-            summary="What a mask stands for",
+            summary="Return likely tokens for each mask token of a text",
             tag="tasks",
             operation=self.name,
             example={"inputs": "I lost my [MASK]."},

@@ -50,8 +50,8 @@ class ORTModelForImageSegmentation(ImageModel):
             return ImageSegmentationOutput
         if "logits" not in names:
             raise TaskError(
-                f"The graph in {self.artifact.path} returns {', '.join(names)}, and no masks.",
-                fix="use the class that the model was exported for.",
+                f"The graph in {self.artifact.path} returns {', '.join(names)} and no masks, which {type(self).__name__} needs.",
+                fix="load the folder with the ORTModelFor... class of the task that the model was exported for.",
             )
         return modeling_outputs.SemanticSegmenterOutput
 
@@ -66,16 +66,19 @@ IGNORED = 255
 
 def _areas(predictions: Values, _: Values) -> Floats:
     labels = sorted({int(entry[0]) for row in predictions for entry in row})
-    place = {label: i for i, label in enumerate(labels)}
+    index = {label: i for i, label in enumerate(labels)}
     sums = np.zeros((len(predictions), 3, len(labels)))
     for i, row in enumerate(predictions):
         for label, *counts in row:
-            sums[i, :, place[int(label)]] += counts
+            sums[i, :, index[int(label)]] += counts
     return sums.reshape(len(predictions), -1)
 
 
 def _share(sums: Floats, which: str) -> Floats:
-    """Compute a metric from sums: `(..., 3 * classes)` to `(...)`. Classes that are neither predicted nor true are left out."""
+    """Compute a metric from pixel counts per class: `(..., 3 * classes)` becomes `(...)`.
+
+    The counts are the correct, the predicted and the true pixels of each class. Classes without predicted and true pixels are left out.
+    """
     right, predicted, true = np.split(sums, 3, axis=-1)
     if which == "pixel_accuracy":
         right, true = right.sum(-1, keepdims=True), true.sum(-1, keepdims=True)
@@ -90,7 +93,7 @@ _SCORES = {name: functools.partial(_share, which=name) for name in ("mean_iou", 
 
 
 class SegmentationPredictor(PicturePredictor):
-    """Predicts pixel counts of an image's classes: `(class, correct pixels, predicted pixels, true pixels)`."""
+    """Predictor of pixel counts for each class in an image: `(class, correct pixels, predicted pixels, true pixels)`."""
 
     kind = "areas"
     use = "mask"
@@ -105,20 +108,20 @@ class SegmentationPredictor(PicturePredictor):
         if true.shape != size:
             raise sizes_differ("mask", row, true.shape, size)
         if getattr(self.processor, "do_reduce_labels", False):
-            # In ADE20K's masks 0 is the background, but the model's class ids start at 0 without a background.
+            # In ADE20K's masks, 0 is the background and classes start at 1; the model's classes start at 0 and have no background.
             true = np.where(true == 0, IGNORED, true - 1)
         counted = true != IGNORED
         classes = answer.numpy()[counted]
         true = true[counted]
-        known = int(self.config.num_labels)
-        if true.size and not 0 <= true.min() <= true.max() < known:
+        class_count = int(self.config.num_labels)
+        if true.size and not 0 <= true.min() <= true.max() < class_count:
+            unknown = sorted({int(c) for c in np.unique(true)} - set(range(class_count)))[:5]
             raise InputError(
-                f"The mask of row {row} holds the classes {sorted(set(np.unique(true)) - set(range(known)))[:5]}; the model has "
-                f"{known}, from 0.",
-                fix=f"use masks with the model's classes; {IGNORED} marks pixels that are not measured.",
+                f"The mask of row {row} contains the class ids {unknown}, but the model has only the class ids 0 to {class_count - 1}.",
+                fix=f"use masks with the model's class ids, and {IGNORED} for pixels that must not be measured.",
             )
         right, predicted, expected = (
-            np.bincount(values, minlength=known) for values in (classes[classes == true], classes, true)
+            np.bincount(values, minlength=class_count) for values in (classes[classes == true], classes, true)
         )
         return [
             (int(c), int(right[c]), int(predicted[c]), int(expected[c])) for c in np.flatnonzero(predicted + expected)

@@ -25,8 +25,8 @@ _IMAGES = ("pixel_values", "pixel_attention_mask")
 class ORTModelForImageTextToText(Generator):
     """Vision-language model that generates text from a prompt with images.
 
-    Inputs are `input_ids: (batch, sequence)` and `pixel_values: (images, channels, height, width)`. Models that split images into tiles
-    (Idefics3, SmolVLM) take `pixel_values: (batch, tiles, channels, height, width)`.
+    Inputs are `input_ids: (batch, sequence)` and `pixel_values: (images, channels, height, width)`. For models that split images into tiles
+    (Idefics3, SmolVLM), the second input is `pixel_values: (batch, tiles, channels, height, width)`.
     """
 
     task = "image-text-to-text"
@@ -47,7 +47,10 @@ class ORTModelForImageTextToText(Generator):
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:  # transformers' signature
-        """Prepare the inputs of a step. Images are passed only with the prompt `(batch, sequence)`; later the cache contains them."""
+        """Prepare the inputs of a decoder step.
+
+        Only the first step, which processes the prompt `(batch, sequence)`, has images; later steps read them from the KV cache.
+        """
         images = {name: kwargs.pop(name) for name in _IMAGES if kwargs.get(name) is not None}
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, is_first_iteration=is_first_iteration, **kwargs
@@ -73,7 +76,7 @@ class ORTModelForImageTextToText(Generator):
         """Run the vision encoder on the images, if any, then run the decoder once.
 
         Args:
-            input_ids: New tokens `(batch, new)`, which follow the cached tokens; image tokens mark the places of images.
+            input_ids: New tokens `(batch, new)`, which follow the cached tokens. Image tokens are replaced by the images' features.
             pixel_values: Images `(images, channels, height, width)` in the order of their tokens; or tiles `(batch, tiles, channels,
                 height, width)` for models that split images into tiles, where all-zero tiles are padding.
             attention_mask: Mask `(batch, cached + new)`, 0 for padding; all ones when `None`.
@@ -81,12 +84,13 @@ class ORTModelForImageTextToText(Generator):
             past_key_values: Cache returned by an earlier call; it is changed in place.
             use_cache: Whether to return the cache (default).
             logits_to_keep: Number of last tokens whose logits are computed, 0 for all; or a tensor of token indices.
-            cache: Same as `past_key_values`, under its name in transformers 5.24.
+            cache: The name of `past_key_values` in transformers 5.24.
             pixel_attention_mask: Mask `(batch, tiles, height, width)` for models with tiles; all ones in every tile that is not padding.
-            **rest: Other arguments; they raise if they would change the result.
+            **rest: Other arguments of the transformers model; an error is raised if an argument would change the result.
 
         Raises:
-            InputError: The number of image tokens does not match the images, tiles are partly padded, or `ORTModelForCausalLM` would raise.
+            InputError: The number of image tokens does not match the images, a tile is partly padded, or the text inputs or the cache are
+                invalid.
         """
         ids = self._ids(input_ids, rest)
         tokens = self._embed(ids)
@@ -103,9 +107,9 @@ class ORTModelForImageTextToText(Generator):
         rank = 5 if tiled else 4
         if pixel_values.ndim != rank:
             raise InputError(
-                f"pixel_values have {pixel_values.ndim} axes; a {self.config.model_type} takes {rank}: "
+                f"pixel_values has {pixel_values.ndim} axes, but a {self.config.model_type} model needs {rank} axes: "
                 f"({'batch, tiles' if tiled else 'images'}, channels, height, width).",
-                fix="make prompt and images with one call of the model's processor.",
+                fix="call the model's processor with the prompt and the images, and pass everything that it returns.",
             )
         if not tiled:
             self._check_rest({"pixel_attention_mask": mask})
@@ -113,33 +117,34 @@ class ORTModelForImageTextToText(Generator):
         tiles, whole = _whole_tiles(pixel_values, mask)
         if not whole:
             raise InputError(
-                "pixel_attention_mask has zeros: tiles are padded, which the graph does not take.",
-                fix="make prompt and images with one call of the model's processor, which resizes images to whole tiles.",
+                "pixel_attention_mask has zeros inside of tiles, so some tiles are partly padded, which the graph does not support.",
+                fix="call the model's processor with the prompt and the images; it resizes images to complete tiles.",
             )
         return tiles
 
     def _with_images(self, embeds: torch.Tensor, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         """Replace the embeddings of image tokens by the features of the images."""
-        read = [self._vision.run({"pixel_values": image[None]})["image_features"] for image in pixel_values]
-        features = torch.cat(read) if read else embeds.new_empty((0, embeds.shape[-1]))
-        places = input_ids == self.config.image_token_id
-        if int(places.sum()) != len(features):
+        by_image = [self._vision.run({"pixel_values": image[None]})["image_features"] for image in pixel_values]
+        features = torch.cat(by_image) if by_image else embeds.new_empty((0, embeds.shape[-1]))
+        is_image = input_ids == self.config.image_token_id
+        if int(is_image.sum()) != len(features):
             raise InputError(
-                f"The prompt has {int(places.sum())} image tokens; {len(pixel_values)} images need {len(features)}.",
-                fix="make prompt and images with one call of the model's processor.",
+                f"The prompt has {int(is_image.sum())} image tokens, but {len(pixel_values)} images need {len(features)} image tokens.",
+                fix="call the model's processor with the prompt and the images, and pass everything that it returns.",
             )
-        ends = {0, *itertools.accumulate(map(len, read))}
-        for row, end in enumerate(places.sum(1).cumsum(0).tolist()):
+        ends = {0, *itertools.accumulate(map(len, by_image))}
+        for row, end in enumerate(is_image.sum(1).cumsum(0).tolist()):
             if end not in ends:
                 raise InputError(
-                    f"The image tokens of row {row} end within an image: a row would hold a part of another row's image.",
-                    fix="make prompt and images with one call of the model's processor, and do not truncate image tokens.",
+                    f"The number of image tokens in row {row} does not match complete images, so a part of an image would be used for "
+                    "the next row.",
+                    fix="call the model's processor with the prompt and the images, and do not truncate its input_ids.",
                 )
-        return embeds.masked_scatter(places.unsqueeze(-1).to(embeds.device), features.to(embeds.dtype))
+        return embeds.masked_scatter(is_image.unsqueeze(-1).to(embeds.device), features.to(embeds.dtype))
 
 
 def _whole_tiles(pixels: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
-    """Return the tiles of a batch that are not padding, in order, and whether all of them are free of padding.
+    """Return two values: the tiles of a batch that are not padding, in order, and whether none of these tiles is partly padded.
 
     Args:
         pixels: Tiles `(batch, tiles, channels, height, width)`; all-zero tiles are padding.
@@ -150,12 +155,12 @@ def _whole_tiles(pixels: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch
     """
     if mask is not None and mask.shape != (*pixels.shape[:2], *pixels.shape[3:]):
         raise InputError(
-            f"pixel_attention_mask is {tuple(mask.shape)}, and pixel_values are {tuple(pixels.shape)}.",
-            fix="make both with one call of the model's processor, or leave the mask out where no tile is padded.",
+            f"pixel_attention_mask has the shape {tuple(mask.shape)}, which does not match pixel_values of shape {tuple(pixels.shape)}.",
+            fix="create both with one call of the model's processor, or leave pixel_attention_mask out if no tile is padded.",
         )
     tiles = pixels.flatten(0, 1)
-    there = (tiles != 0).flatten(1).any(1)
-    return tiles[there], mask is None or bool(mask.flatten(0, 1)[there].all())
+    not_padding = (tiles != 0).flatten(1).any(1)
+    return tiles[not_padding], mask is None or bool(mask.flatten(0, 1)[not_padding].all())
 
 
 class ImageTextToText(Task):

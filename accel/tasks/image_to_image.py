@@ -21,7 +21,7 @@ class ORTModelForImageToImage(ImageModel):
     task = "image-to-image"
 
 
-_MOST_DECIBELS = 100.0  # limit for equal images, whose ratio is infinite
+_MOST_DECIBELS = 100.0  # used instead of infinity, the PSNR of two equal images
 
 
 def _decibel_sums(predictions: Values, _: Values) -> Floats:
@@ -33,7 +33,7 @@ _PSNR = metric_of_sums("psnr", _decibel_sums, {"psnr": ratio}, points=1.0)
 
 
 class PixelErrorPredictor(PicturePredictor):
-    """Predicts the peak signal-to-noise ratio of each image compared with its reference, in decibels."""
+    """Predictor of the peak signal-to-noise ratio (PSNR) of each generated image compared with its reference, in decibels."""
 
     kind = "pixels"
     use = "target"
@@ -42,8 +42,8 @@ class PixelErrorPredictor(PicturePredictor):
     def _answers(self, output: Any, sizes: Sequence[tuple[int, int]]) -> Sequence[Any]:
         times = output.scale
         return [
-            one[:, : height * times, : width * times].clamp(0, 1)
-            for one, (height, width) in zip(output.reconstruction, sizes, strict=True)
+            image[:, : height * times, : width * times].clamp(0, 1)
+            for image, (height, width) in zip(output.reconstruction, sizes, strict=True)
         ]
 
     def _counted(self, answer: Any, truth: Any, size: tuple[int, int], row: int) -> Any:

@@ -13,9 +13,9 @@ from ..models.pipelines.empty_inputs import check_not_empty
 
 
 class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here
-    """Generate an image from each input image, with the result types of transformers 4: a `PIL.Image`, or a list of them.
+    """Pipeline that generates an image from each input image. It returns a `PIL.Image`, or a list for a list, as in transformers 4.
 
-    The padding that the processor adds is cropped; transformers 4 left it in the image.
+    The pipeline removes the padding that the processor adds; the images of transformers 4 contained this padding.
     """
 
     _load_processor = False

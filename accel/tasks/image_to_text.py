@@ -9,7 +9,7 @@ from ..models.encoder_decoder import EncoderDecoder
 
 
 class ORTModelForVision2Seq(EncoderDecoder):
-    """Model for image captions and text recognition: takes `pixel_values`, or `flattened_patches` for Pix2Struct."""
+    """Model for image captions and text recognition. Its input is `pixel_values`, or `flattened_patches` for Pix2Struct."""
 
     task = "image-to-text"
 

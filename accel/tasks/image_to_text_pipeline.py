@@ -13,7 +13,7 @@ from ..models.pipelines.empty_inputs import check_not_empty
 from ..models.pipelines.task_defaults import GenerationPipeline
 from ..models.single_prompt import asked_of
 
-# Inputs of the model. `attention_mask` marks padding patches.
+# Names of the model's inputs. In this task, `attention_mask` marks which patches of the image are padding.
 _READ = ("pixel_values", "flattened_patches", "attention_mask")
 
 
@@ -22,13 +22,13 @@ def _set(**values: Any) -> dict[str, Any]:
 
 
 class ImageToTextPipeline(GenerationPipeline):
-    """Generate text from each image, with the results of transformers 4: `[{"generated_text": ...}]` per image."""
+    """Pipeline that generates text from images. The result of each image is `[{"generated_text": ...}]`, as in transformers 4."""
 
     _load_processor = False
     _load_image_processor = True
     _load_feature_extractor = False
     _load_tokenizer = True
-    # Default limit of transformers 4 if neither the caller nor the model sets one.
+    # Default number of new tokens in transformers 4, used if neither the caller nor the model's generation config sets a limit.
     _default_generation_config = GenerationConfig(max_new_tokens=256)
 
     def __call__(self, images: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ class ImageToTextPipeline(GenerationPipeline):
                 `batch_size`; `prompt`, the question for Pix2Struct question answering models, drawn above the image.
 
         Raises:
-            ConfigError: `max_new_tokens` was passed twice, the model takes no prompt, or a required prompt is missing.
+            ConfigError: `max_new_tokens` was passed twice, the model does not support prompts, or a required prompt is missing.
         """
         return super().__call__(images, **kwargs)
 
@@ -54,7 +54,10 @@ class ImageToTextPipeline(GenerationPipeline):
         settings = dict(generate_kwargs or {})
         if max_new_tokens is not None:
             if "max_new_tokens" in settings:
-                raise ConfigError("max_new_tokens was given twice.", fix="leave it out of generate_kwargs.")
+                raise ConfigError(
+                    "max_new_tokens was passed twice: as an argument of the pipeline and in generate_kwargs.",
+                    fix="remove max_new_tokens from generate_kwargs.",
+                )
             settings["max_new_tokens"] = max_new_tokens
         return _set(timeout=timeout, prompt=prompt), settings, {}
 
@@ -64,10 +67,10 @@ class ImageToTextPipeline(GenerationPipeline):
         Raises:
             InputError: The image has no pixels.
         """
-        asked = asked_of(self.image_processor, prompt)
+        question = asked_of(self.image_processor, prompt)
         picture = load_image(image, timeout=timeout)
         check_not_empty(picture)
-        inputs: dict[str, Any] = self.image_processor(images=picture, return_tensors="pt", **asked).to(self.dtype)
+        inputs: dict[str, Any] = self.image_processor(images=picture, return_tensors="pt", **question).to(self.dtype)
         return {name: inputs[name] for name in _READ if name in inputs}
 
     def postprocess(self, outputs: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class ORTModelForKeypointMatching(ImageModel):
         mask = named.get("mask")
         if mask is None or mask.shape[-1] != 1 or mask.any():
             return output
-        # The graph returns one padding keypoint if no image has keypoints.
+        # If no image has keypoints, the graph returns one padding keypoint; remove it, so that the result is empty as in transformers.
         none = {name: value[:, :, :0] for name, value in named.items()}
         return tuple(none.values()) if isinstance(output, tuple) else type(output)(**none)
 

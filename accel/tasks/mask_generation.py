@@ -57,30 +57,39 @@ class ORTModelForMaskGeneration(TwoGraphModel):
         """Generate three masks for each group of points.
 
         Args:
-            pixel_values: Images `(batch, channels, height, width)`; not with `image_embeddings`.
-            input_points: x and y in pixels of the processed image, `(batch, points, each, 2)`: groups (`points`) of `each` points.
-            input_labels: 1 for a point inside the object, 0 outside, -10 for padding, `(batch, points, each)`; all ones when `None`.
+            pixel_values: Images `(batch, channels, height, width)`; must be `None` if `image_embeddings` are passed.
+            input_points: x and y of each point in pixels of the processed image, `(batch, groups, points per group, 2)`.
+            input_labels: `(batch, groups, points per group)`: 1 for a point inside the object, 0 for a point outside, -10 for padding; all
+                ones when `None`.
             image_embeddings: Result of `get_image_embeddings`, for several calls with the same image.
             intermediate_embeddings: Second result of `get_image_embeddings`, for SAM-HQ.
-            multimask_output: Must be true: three masks per group. One mask per group would need another graph.
+            multimask_output: Must be true. The graph always returns three masks per group.
             return_dict: `False` returns a tuple.
             **others: Other outputs of the processor, which are ignored, and inputs of the image encoder.
 
         Raises:
-            InputError: Points or image are missing, both an image and embeddings were passed, or another kind of prompt was passed.
+            InputError: Points or images are missing, both images and embeddings were passed, or prompts other than points, such as boxes,
+                were passed.
         """
         self._check_fork()
-        asked = sorted(name for name in _OTHER_PROMPTS if not _is_nothing(others.pop(name, None)))
-        if asked or not multimask_output:
+        unsupported = sorted(name for name in _OTHER_PROMPTS if not _is_nothing(others.pop(name, None)))
+        if unsupported or not multimask_output:
             raise InputError(
-                f"The graphs make three masks for points, and nothing of {asked[0] if asked else 'multimask_output=False'}.",
-                fix="pass input_points=... alone, or run the model with transformers.",
+                f"{unsupported[0] if unsupported else 'multimask_output=False'} is not supported: the exported graphs accept only points "
+                "as prompts and always return three masks for each group of points.",
+                fix="pass only input_points and input_labels as prompts, or run the original model with transformers.",
             )
         if input_points is None:
-            raise InputError("No input_points came.", fix="pass input_points=...: (batch, points, each, 2).")
+            raise InputError(
+                "The argument input_points is missing.",
+                fix="pass input_points of shape (batch, groups, points per group, 2).",
+            )
         if (pixel_values is None) is (image_embeddings is None):
             raise InputError(
-                "One of pixel_values and image_embeddings is needed, and only one.", fix="pass the one that you have."
+                "pixel_values and image_embeddings are both missing."
+                if pixel_values is None
+                else "pixel_values and image_embeddings were both passed.",
+                fix="pass pixel_values or image_embeddings, but not both.",
             )
         numpy = not isinstance(input_points, torch.Tensor)
         others = {name: value for name, value in others.items() if name not in _OF_PROCESSORS}
@@ -91,7 +100,10 @@ class ORTModelForMaskGeneration(TwoGraphModel):
                 embeddings if isinstance(embeddings, tuple) else (embeddings, None)
             )
         elif others:
-            raise InputError(f"The graphs take no {min(others)!r}.", fix=f"leave {min(others)} out.")
+            raise InputError(
+                f"The model has no input {min(others)!r} if image_embeddings are passed.",
+                fix=f"leave {min(others)} out.",
+            )
         points = torch.as_tensor(input_points)
         labels = torch.ones(points.shape[:-1]) if input_labels is None else torch.as_tensor(input_labels)
         feeds = {
@@ -102,13 +114,14 @@ class ORTModelForMaskGeneration(TwoGraphModel):
         if any(spec.name == INTERMEDIATE for spec in self._decoder.inputs):
             if not intermediate_embeddings:
                 raise InputError(
-                    "SAM-HQ also reads intermediate_embeddings.", fix="pass both that get_image_embeddings returned."
+                    "The argument intermediate_embeddings is missing; SAM-HQ needs it in addition to image_embeddings.",
+                    fix="pass both values that model.get_image_embeddings(pixel_values) returns.",
                 )
             feeds[INTERMEDIATE] = torch.as_tensor(intermediate_embeddings[0])
         if len(feeds[EMBEDDINGS]) != len(points):
             raise InputError(
-                f"Points for {len(points)} images came, and {len(feeds[EMBEDDINGS])} images.",
-                fix="pass points for each image.",
+                f"input_points has points for {len(points)} images, but {len(feeds[EMBEDDINGS])} images were passed.",
+                fix="pass points for every image.",
             )
         values = self._decoder.run(feeds)
         ordered: dict[str, Any] = {name: values[name] for name in ("iou_scores", "pred_masks")}

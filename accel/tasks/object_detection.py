@@ -52,9 +52,9 @@ _BOX = ("bbox", "bboxes", "boxes", "box")
 _CATEGORY = ("category", "categories", "category_id", "label", "labels", "class", "class_label")
 _CROWD = ("iscrowd", "is_crowd")
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
-"""COCO's thresholds of intersection over union for a box to count as a match."""
+"""COCO's ten thresholds: a box matches an object if their intersection over union is at least the threshold."""
 _RECALLS = np.linspace(0, 1, 101)
-_MOST_BOXES = 100  # per class and image
+_MOST_BOXES = 100  # maximum number of predicted boxes per class and image, as in COCO's evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +82,26 @@ def boxes(rows: DatasetRows, config: Any) -> list[list[Box]]:
         config: The model's config, which has the labels.
 
     Raises:
-        InputError: Objects are invalid, or the model does not have a class.
+        InputError: An object is invalid, or its class is not one of the model's classes.
     """
     fields = _fields(rows)
     box, category = _field(fields, _BOX, rows), _field(fields, _CATEGORY, rows)
     crowd = next((key for key in _CROWD if key in fields), None)
     kind = fields[category]
     objects = [_objects(value) for value in rows.column("objects")]
-    flat = [one[category] for row in objects for one in row]
+    flat = [item[category] for row in objects for item in row]
     number = translation(flat, inner(kind) or kind, config, rows)
     return [
         [
-            Box(number(one[category]), _corners(one[box], i), bool(one[crowd]) if crowd is not None else False)
-            for one in row
+            Box(number(item[category]), _corners(item[box], i), bool(item[crowd]) if crowd is not None else False)
+            for item in row
         ]
         for i, row in enumerate(objects)
     ]
 
 
 def categories(rows: DatasetRows) -> list[str]:
-    """Return the class names of the objects: the names declared by the data set, or all names that occur, sorted.
+    """Return the class names of the objects: the names in the data set's features, or all names in the data, sorted.
 
     Raises:
         InputError: Classes are numbers without names.
@@ -111,11 +111,12 @@ def categories(rows: DatasetRows) -> list[str]:
     declared = getattr(inner(fields[category]) or fields[category], "names", None)
     if declared:
         return list(declared)
-    names = {one[category] for value in rows.column("objects") for one in _objects(value)}
-    if not names or not all(isinstance(one, str) for one in names):
+    names = {item[category] for value in rows.column("objects") for item in _objects(value)}
+    if not names or not all(isinstance(name, str) for name in names):
         raise InputError(
-            f"The classes in the column {rows.name_of('objects')!r} are numbers without names, and the model looks for names.",
-            fix="give the names of the classes.",
+            f"The classes in the column {rows.name_of('objects')!r} are numbers without names, but a zero-shot model searches for objects "
+            "by their class names.",
+            fix="use class names in the column, or a `datasets` feature ClassLabel(names=[...]).",
         )
     return sorted(names)
 
@@ -136,8 +137,9 @@ def _field(fields: Mapping[str, Any], known: Sequence[str], rows: DatasetRows) -
     field = next((key for key in known if key in fields), None)
     if field is None:
         raise InputError(
-            f"The objects in the column {rows.name_of('objects')!r} have {sorted(fields)}, and none of {', '.join(known)}.",
-            fix="give objects as COCO does: {'bbox': [[x, y, width, height], ...], 'category': [...]}.",
+            f"The objects in the column {rows.name_of('objects')!r} have the fields {sorted(fields)}, but one of the fields "
+            f"{', '.join(known)} is needed.",
+            fix="use COCO's format: {'bbox': [[x, y, width, height], ...], 'category': [...]}.",
         )
     return field
 
@@ -145,21 +147,22 @@ def _field(fields: Mapping[str, Any], known: Sequence[str], rows: DatasetRows) -
 def _objects(value: Any) -> list[dict[str, Any]]:
     """Return a row's objects as dictionaries; `datasets` may store them as one dictionary of lists."""
     if isinstance(value, Mapping):
-        return [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
-    return [dict(one) for one in value or []]
+        return [dict(zip(value, item, strict=True)) for item in zip(*value.values(), strict=True)]
+    return [dict(item) for item in value or []]
 
 
 def _corners(box: Sequence[float], row: int) -> tuple[float, float, float, float]:
     if len(box) != 4 or min(box[2:]) < 0:
         raise InputError(
-            f"A box of row {row} is {list(box)}.", fix="give boxes as COCO does: [x, y, width, height] in pixels."
+            f"Row {row} of the data contains the invalid box {list(box)}.",
+            fix="use COCO's format: [x, y, width, height] in pixels, with width and height of at least 0.",
         )
     left, top, width, height = (float(value) for value in box)
     return left, top, left + width, top + height
 
 
 def check_boxes(boxes_of_rows: Sequence[Sequence[Box]], sizes: Sequence[tuple[int, int]], source: str) -> None:
-    """Raise for boxes that are not in COCO's format: boxes outside their images, or in fractions of the image size.
+    """Raise for boxes that are probably not in COCO's format, because they are outside of their images or smaller than a pixel.
 
     Args:
         boxes_of_rows: Objects of each row.
@@ -176,31 +179,35 @@ def check_boxes(boxes_of_rows: Sequence[Sequence[Box]], sizes: Sequence[tuple[in
         return
     (left, top, right, bottom), size = (outside or pairs)[0]
     raise InputError(
-        f"{len(outside)} of {len(pairs)} boxes of {source} end outside their images, such as "
-        f"{[left, top, right - left, bottom - top]} in one of {size[0]} x {size[1]} pixels."
+        f"{len(outside)} of {len(pairs)} boxes of {source} extend beyond their images, such as "
+        f"{[left, top, right - left, bottom - top]} in an image of {size[0]} x {size[1]} pixels. The boxes may contain corners "
+        "(left, top, right, bottom) instead of widths and heights."
         if outside
-        else f"All boxes of {source} are shorter than a pixel.",
-        fix="give boxes as COCO does, [x, y, width, height] in pixels; these may be corners, or shares of the image.",
+        else f"All boxes of {source} are smaller than a pixel. The boxes may contain fractions of the image size instead of pixels.",
+        fix="convert the boxes to COCO's format: [x, y, width, height] in pixels.",
     )
 
 
 def overlaps(predicted: Floats, true: Floats, crowd: Floats) -> Floats:
-    """Return intersection over union of boxes `(n, 4)` and `(m, 4)` (corners) as `(n, m)`; for crowds, over the predicted box's area."""
+    """Return the intersection over union of predicted boxes `(n, 4)` and true boxes `(m, 4)` as an array `(n, m)`.
+
+    Boxes are (left, top, right, bottom). For crowds, the intersection is divided by the area of the predicted box, as in COCO's evaluation.
+    """
     low = np.maximum(predicted[:, None, :2], true[None, :, :2])
     high = np.minimum(predicted[:, None, 2:], true[None, :, 2:])
     both = np.clip(high - low, 0, None).prod(-1)
     area = np.clip(predicted[:, 2:] - predicted[:, :2], 0, None).prod(-1)[:, None]
-    other = np.clip(true[:, 2:] - true[:, :2], 0, None).prod(-1)[None]
-    whole = np.where(crowd[None] > 0, area, area + other - both)
-    shares: Floats = np.divide(both, whole, out=np.zeros_like(both), where=whole > 0)
+    true_area = np.clip(true[:, 2:] - true[:, :2], 0, None).prod(-1)[None]
+    union = np.where(crowd[None] > 0, area, area + true_area - both)
+    shares: Floats = np.divide(both, union, out=np.zeros_like(both), where=union > 0)
     return shares
 
 
 def matched(shares: Floats, crowd: Floats) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays `(10, n)`: which boxes match an object at each threshold, and which boxes are ignored.
+    """Return two boolean arrays `(10, n)`: whether each box matches an object at each threshold, and whether the box is ignored.
 
-    The rules are those of COCO's evaluation script. Boxes must be sorted by score: an object is matched by the first box. A crowd may be
-    matched several times, and boxes that match only a crowd are ignored.
+    The rules are the rules of COCO's evaluation script. Boxes must be sorted by score, because each object is matched by one box, the first
+    that overlaps it enough. Boxes that match only a crowd are ignored; several boxes can match the same crowd.
     """
     hits = np.zeros((len(THRESHOLDS), len(shares)), bool)
     ignored = np.zeros_like(hits)
@@ -210,7 +217,7 @@ def matched(shares: Floats, crowd: Floats) -> tuple[np.ndarray, np.ndarray]:
         for box, row in enumerate(shares):
             candidates = np.where(free, row, -1.0)
             if candidates.size and candidates.max() >= threshold:
-                # COCO's script takes the last of equal overlaps.
+                # If several objects overlap the box equally, COCO's evaluation script uses the last object.
                 free[len(candidates) - 1 - int(candidates[::-1].argmax())] = False
                 hits[t, box] = True
             elif (row[~plain] >= threshold).any():
@@ -250,7 +257,7 @@ def _precision(predictions: Values, references: Values) -> Callable[[Floats], Fl
         classes.append((objects, np.concatenate(rows)[order], hit, ~hit & ~skipped))
 
     def average(weights: Floats) -> Floats:
-        return np.stack([_average_precision(classes, one) for one in weights])
+        return np.stack([_average_precision(classes, sample) for sample in weights])
 
     return average
 
@@ -266,15 +273,15 @@ def _average_precision(classes: Sequence[tuple[Floats, np.ndarray, np.ndarray, n
         right, wrong = np.cumsum(hits * weight, 1), np.cumsum(misses * weight, 1)
         seen = right + wrong
         precision = np.divide(right, seen, out=np.zeros_like(seen), where=seen > 0)
-        # Maximum precision at this or any higher recall.
+        # COCO's interpolation: the precision at each recall value is the maximum precision at this or any higher recall.
         precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
         row = np.zeros((len(THRESHOLDS), len(_RECALLS)))
         for t in range(len(THRESHOLDS)):
-            places = np.searchsorted(right[t] / total, _RECALLS, side="left")
-            inside = places < precision.shape[1]
-            row[t, inside] = precision[t, places[inside]]
+            indices = np.searchsorted(right[t] / total, _RECALLS, side="left")
+            inside = indices < precision.shape[1]
+            row[t, inside] = precision[t, indices[inside]]
         values.append(row.mean(1))
-    # NaN instead of 0, because there was nothing to measure.
+    # Without any object in the data, the result is NaN and not 0, because there was nothing to measure.
     return np.mean(values, 0) if values else np.full(len(THRESHOLDS), np.nan)
 
 
@@ -291,11 +298,11 @@ def _box_metric(name: str, part: slice) -> Metric:
 
 
 class DetectionPredictor(PicturePredictor):
-    """Predicts boxes in each image: `(label, score, left, top, right, bottom)`, without a score threshold."""
+    """Predictor of all boxes in each image, without a score threshold: `(label, score, left, top, right, bottom)`."""
 
     kind = "boxes"
     offline_metrics = (
-        # Averages over thresholds as in COCO's evaluation script.
+        # Each slice selects the thresholds of `THRESHOLDS` over which the metric is averaged, as in COCO's evaluation script.
         _box_metric("map", slice(0, 10)),
         _box_metric("map_50", slice(0, 1)),
         _box_metric("map_75", slice(5, 6)),

@@ -73,7 +73,7 @@ _EXACT_MATCH = metric_of_sums("exact_match", _answer_sums, {"exact_match": ratio
 
 
 class AnswerPredictor(Predictor):
-    """Predicts the answer in each context with the question answering pipeline, which splits long contexts into windows."""
+    """Predictor of answers to questions about contexts. The question answering pipeline splits long contexts into windows."""
 
     kind = "answers"
     offline_metrics = (_SQUAD, _EXACT_MATCH)
@@ -142,7 +142,10 @@ class AnswerOperation(Operation):
         import pyarrow as pa
 
         if options.get("top_k", 1) != 1:
-            raise InputError("One answer a question is written.", fix="leave top_k out.")
+            raise InputError(
+                f"top_k={options['top_k']} is not supported: for rows of a data set, accel writes exactly one answer for each question.",
+                fix="leave top_k out.",
+            )
         return {"answer": pa.string(), "score": pa.float64(), "start": pa.int64(), "end": pa.int64()}
 
     def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
@@ -179,7 +182,7 @@ class AnswerOperation(Operation):
             path="/qa",
             answer=answer,
             body=QaBody,
-            summary="The part of a text that answers a question",
+            summary="Return the part of a text that answers a question",
             tag="tasks",
             operation=self.name,
             example={"question": "Where do I live?", "context": "My name is Wolfgang and I live in Berlin."},
@@ -188,7 +191,11 @@ class AnswerOperation(Operation):
 
 def _windows(facts: TextModelFacts) -> dict[str, Any]:
     if facts.artifact.component().max_sizes.get("sequence", 384) < 16:
-        raise ConfigError("The model reads fewer than 16 tokens.", fix="deploy it with layout='graph'.")
+        raise ConfigError(
+            f"The model accepts only {facts.artifact.component().max_sizes['sequence']} tokens; the Triton model that answers questions "
+            "needs at least 16, for a question and a part of its context.",
+            fix="deploy only the graph with layout='graph' (`accel deploy ... --layout graph`).",
+        )
     return {"longest": 384, "no_answer": facts.tokenizer.cls_token_id}
 
 

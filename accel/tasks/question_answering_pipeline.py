@@ -14,7 +14,9 @@ from ..errors import ConfigError, InputError
 
 
 class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transformers is untyped here
-    """Extractive question answering with the arguments, defaults and scores of transformers 4: `{score, start, end, answer}`.
+    """Pipeline for extractive question answering with the arguments, defaults and scores of transformers 4.
+
+    The result of each question is `{score, start, end, answer}`.
 
     A context longer than `max_seq_len` tokens is split into windows that overlap by `doc_stride` tokens. Equal answers from several
     windows or positions are merged and their scores are added.
@@ -29,8 +31,9 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
         super().__init__(*args, **kwargs)
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
-                "Question answering needs a fast tokenizer: answers are found by character offsets.",
-                fix="load the tokenizer with AutoTokenizer.from_pretrained(...).",
+                f"The tokenizer {type(self.tokenizer).__name__} is not a fast tokenizer. The pipeline 'question-answering' needs the "
+                "character offsets of tokens, which only fast tokenizers return.",
+                fix="load the tokenizer with AutoTokenizer.from_pretrained(...), or leave the argument tokenizer out.",
             )
 
     def __call__(self, *inputs: Any, question: Any = None, context: Any = None, **kwargs: Any) -> Any:
@@ -45,8 +48,9 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
                 tokens), `handle_impossible_answer` (False), `align_to_words` (True: answers consist of whole words), `batch_size`.
 
         Returns:
-            `{score, start, end, answer}` with character offsets in the context. If there are several answers or none: a list of at most
-            `top_k` such dictionaries. For a list of questions: a list with the result of each question.
+            `{score, start, end, answer}`, where `start` and `end` are character offsets in the context. If there are several answers or no
+            answer, the result is a list of at most `top_k` of these dictionaries. For a list of questions, a list with the result of each
+            question.
 
         Raises:
             InputError: A question or context is missing or empty.
@@ -73,7 +77,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
         max_question_len: int | None = None,
         padding: bool | str = "do_not_pad",
     ) -> Iterator[dict[str, Any]]:
-        """Tokenize one example into overlapping windows. If the tokenizer pads on the left, the context precedes the question."""
+        """Split one example into overlapping windows of tokens. If the tokenizer pads on the left, the context precedes the question."""
         tokenizer = self.tokenizer
         longest = max_seq_len if max_seq_len is not None else min(tokenizer.model_max_length, 384)
         stride = doc_stride if doc_stride is not None else min(longest // 2, 128)
@@ -91,14 +95,15 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
                 return_overflowing_tokens=True,
             )
         except BaseException as error:
-            # If a window has no room for the stride, the tokenizers library raises `PanicException`, which does not inherit from
-            # `Exception`. Its other errors are plain `Exception`s.
+            # If a window is too small for the stride, the tokenizers library raises `PanicException`, which does not inherit from
+            # `Exception`. Other errors of the library have exactly the type `Exception`.
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise InputError(
-                f"A window of {longest} tokens that overlap by {stride} has no room after a question of "
-                f"{len(tokenizer(question)['input_ids'])} tokens.",
-                fix="shorten the question, lower doc_stride, or raise max_seq_len.",
+                f"The context cannot be split into windows: max_seq_len is {longest} tokens, the question has "
+                f"{len(tokenizer(question)['input_ids'])} tokens, and windows overlap by doc_stride = {stride} tokens, so no tokens are "
+                "left for the context.",
+                fix="shorten the question, or pass a smaller doc_stride or a larger max_seq_len.",
             ) from error
         count = len(encoded["input_ids"])
         names = [name for name in tokenizer.model_input_names if name in encoded]
@@ -130,21 +135,24 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
     ) -> Any:
         """Return the best answers over all windows."""
         if top_k < 1 or max_answer_len < 1:
-            raise ConfigError(f"top_k is {top_k} and max_answer_len {max_answer_len}.", fix="use at least 1 for both.")
+            raise ConfigError(
+                f"top_k is {top_k} and max_answer_len is {max_answer_len}; both must be at least 1.",
+                fix="pass positive numbers, such as top_k=1 and max_answer_len=15.",
+            )
         left = self.tokenizer.padding_side == "left"
         context_place = 0 if left else 1
-        # Several spans can become the same answer when they are aligned to words, so more spans than `top_k` are needed.
+        # Several token spans can become the same answer when they are extended to complete words, so take more spans than `top_k`.
         spans = top_k * 2 + 10 if align_to_words else top_k
         context = model_outputs[0]["example"]["context"]
         answers: dict[str, dict[str, Any]] = {}
         impossible = 1.0
         for window in model_outputs:
             encoding = window["encoding"]
-            # Batch padding follows the window's own tokens, or precedes them for tokenizers that pad on the left.
+            # Padding that was added for the batch is after the window's tokens, or before them if the tokenizer pads on the left.
             length = len(encoding.ids)
             part = slice(-length, None) if left else slice(0, length)
             inside = np.array([place == context_place for place in encoding.sequence_ids])
-            # The scores of the [CLS] token mean "no answer".
+            # Models for questions without an answer predict the [CLS] token as start and end of the answer.
             no_answer = np.array(encoding.ids) == self.tokenizer.cls_token_id
             start, end = (
                 _masked_softmax(window[name].float().numpy().reshape(-1)[part], inside | no_answer)
@@ -153,7 +161,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
             impossible = min(impossible, float((start * end)[no_answer].max(initial=0.0)))
             scores = np.tril(np.triu(np.outer(start * inside, end * inside)), max_answer_len - 1)
             for index in _largest(scores, spans):
-                first, last = (int(place) for place in np.unravel_index(index, scores.shape))
+                first, last = (int(position) for position in np.unravel_index(index, scores.shape))
                 if scores[first, last] <= 0:
                     continue
                 begins, ends = _characters(encoding, first, last, context_place, align_to_words)
@@ -177,7 +185,7 @@ def _largest(scores: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
 
 
 def _characters(encoding: Any, first: int, last: int, sequence: int, whole_words: bool) -> tuple[int, int]:
-    """Return start and end characters of a token span, extended to whole words if requested and if the tokenizer has words."""
+    """Return the start and end character of a token span. With `whole_words`, extend the span to whole words if the tokenizer has words."""
     if whole_words:
         begins, ends = (encoding.token_to_word(token) for token in (first, last))
         if begins is not None and ends is not None:
@@ -194,29 +202,36 @@ def _masked_softmax(logits: np.ndarray[Any, Any], keep: np.ndarray[Any, Any]) ->
 
 def _examples(inputs: Any, question: Any, context: Any) -> tuple[list[dict[str, str]], bool]:
     """Convert the arguments of a call to a list of examples; also return whether the caller passed a list."""
-    one = isinstance(question, str) if inputs is None else isinstance(inputs, Mapping)
+    single = isinstance(question, str) if inputs is None else isinstance(inputs, Mapping)
     try:
         if inputs is not None:
-            examples = [dict(item) for item in ([inputs] if one else inputs)]
+            examples = [dict(item) for item in ([inputs] if single else inputs)]
         elif question is None or context is None:
-            raise InputError("A question and a context are needed.", fix="pass question=... and context=...")
+            raise InputError(
+                f"The argument {'question' if question is None else 'context'} is missing.",
+                fix="pass question=... and context=...",
+            )
         else:
-            questions = [question] if one else list(question)
+            questions = [question] if single else list(question)
             contexts = [context] * len(questions) if isinstance(context, str) else list(context)
             if len(questions) != len(contexts):
                 raise InputError(
-                    f"{len(questions)} questions and {len(contexts)} contexts.", fix="pass as many of each."
+                    f"{len(questions)} questions were passed with {len(contexts)} contexts.",
+                    fix="pass one context for each question, or one context (a string) for all questions.",
                 )
             examples = [{"question": q, "context": c} for q, c in zip(questions, contexts, strict=True)]
     except (TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
-            f"The inputs hold no questions and contexts: {error}.",
-            fix='pass {"question": ..., "context": ...}, a list of such, or question=... and context=...',
+            f"The inputs cannot be converted to questions and contexts: {error}.",
+            fix='pass {"question": ..., "context": ...}, a list of these dictionaries, or question=... and context=...',
         ) from error
     for example in examples:
         for name in ("question", "context"):
             if not isinstance(example.get(name), str) or not example[name].strip():
-                raise InputError(f"An example has no {name}: {example}.", fix=f"give it a non-empty {name!r}.")
-    return examples, not one
+                raise InputError(
+                    f"The {name!r} of an example is missing, empty or not a string: {example}.",
+                    fix=f"pass a string that is not empty as {name!r}.",
+                )
+    return examples, not single

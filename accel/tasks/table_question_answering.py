@@ -46,21 +46,22 @@ class ORTModelForTableQuestionAnswering(ORTModel):
             InputError: The table has more columns, rows or ranks than the model supports.
         """
         if token_type_ids is not None:
-            self._check_places(torch.as_tensor(token_type_ids))
+            self._check_type_ids(torch.as_tensor(token_type_ids))
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         return self._run({**named, **inputs})
 
-    def _check_places(self, places: torch.Tensor) -> None:
-        """Raise for ids out of range. PyTorch raises for them, but runtimes read negative ids from the end of the embedding table."""
-        sizes = torch.tensor(self.config.type_vocab_sizes, device=places.device)
-        if places.ndim != 3 or places.shape[-1] != len(sizes):
+    def _check_type_ids(self, type_ids: torch.Tensor) -> None:
+        """Raise for ids without an embedding. Without this check, runtimes would read negative ids from the end of the embedding table."""
+        sizes = torch.tensor(self.config.type_vocab_sizes, device=type_ids.device)
+        if type_ids.ndim != 3 or type_ids.shape[-1] != len(sizes):
             return  # the session raises an error about the shape
-        wrong = (places < 0) | (places >= sizes)
+        wrong = (type_ids < 0) | (type_ids >= sizes)
         if bool(wrong.any()):
             kind = int(wrong.nonzero()[0][-1])
             raise InputError(
-                f"token_type_ids hold {int(places[..., kind].max())} for their kind {kind}, of which the model has {int(sizes[kind])}.",
-                fix="cut the table: tokenizer(..., truncation='drop_rows_to_fit').",
+                f"token_type_ids[..., {kind}] contains values from {int(type_ids[..., kind].min())} to {int(type_ids[..., kind].max())}, "
+                f"but the model has embeddings only for 0 to {int(sizes[kind]) - 1}. The table may have too many rows or columns.",
+                fix="remove rows that do not fit with tokenizer(..., truncation='drop_rows_to_fit'), or pass a smaller table.",
             )
 
 

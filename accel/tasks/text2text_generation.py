@@ -19,10 +19,12 @@ class ORTModelForSeq2SeqLM(EncoderDecoder):
     task = "text2text-generation"
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """Generate text with transformers' `generate`. `tgt_lang` is supported if the generation config lists languages (SeamlessM4T).
+        """Generate text with transformers' `generate`.
+
+        The argument `tgt_lang` is supported for models whose generation config lists languages, such as SeamlessM4T.
 
         Raises:
-            InputError: The model does not have the language, or the prompt is invalid as for other generating models.
+            InputError: The model does not support the language, or the prompt is invalid; see `Generator.generate`.
         """
         language = kwargs.pop("tgt_lang", None)
         if language is not None:
@@ -32,21 +34,22 @@ class ORTModelForSeq2SeqLM(EncoderDecoder):
         return super().generate(inputs, generation_config, **kwargs)
 
     def _token_of(self, language: str) -> int:
-        """Return the decoder's start token for a language, given as its name or as `__name__`.
+        """Return the decoder's start token for a language, named as in the generation config (`eng`) or as a token (`__eng__`).
 
         Raises:
             InputError: The model's generation config does not list the language.
         """
-        known: Mapping[str, int] = getattr(self.generation_config, "text_decoder_lang_to_code_id", None) or {}
+        languages: Mapping[str, int] = getattr(self.generation_config, "text_decoder_lang_to_code_id", None) or {}
         name = language.replace("__", "")
-        if name not in known:
+        if name not in languages:
             raise InputError(
-                f"tgt_lang is {language!r}; the model's generation config names {', '.join(known) or 'no languages'}.",
-                fix="pass one of these."
-                if known
-                else "leave tgt_lang out; the tokenizer may have src_lang and tgt_lang.",
+                f"tgt_lang is {language!r}, but the model's generation config has "
+                f"{'the languages ' + ', '.join(languages) if languages else 'no languages'}.",
+                fix="pass one of these languages as tgt_lang."
+                if languages
+                else "leave tgt_lang out of generate; set the attributes src_lang and tgt_lang of the tokenizer if it has them.",
             )
-        return known[name]
+        return languages[name]
 
 
 class Text2textGeneration(Task):

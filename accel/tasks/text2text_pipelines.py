@@ -26,7 +26,7 @@ class Text2TextGenerationPipeline(GenerationPipeline):
     _load_image_processor = False
     _load_feature_extractor = False
     _load_tokenizer = True
-    # Defaults of transformers 4 if neither the caller nor the model's files set them.
+    # Defaults of transformers 4. A setting is used only if neither the caller nor the model's files set it.
     _default_generation_config = GenerationConfig(max_new_tokens=256, num_beams=4)
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
@@ -61,8 +61,8 @@ class Text2TextGenerationPipeline(GenerationPipeline):
         tokens: list[int] = self.tokenizer.encode(stop, add_special_tokens=False)
         if len(tokens) != 1:
             raise ConfigError(
-                f"stop_sequence={stop!r} is {len(tokens)} tokens; it is one token.",
-                fix="pass stop_strings=[...] and tokenizer=..., which `generate` takes, for longer ones.",
+                f"stop_sequence={stop!r} consists of {len(tokens)} tokens, but a stop sequence must be exactly one token.",
+                fix="pass stop_strings=[...] and tokenizer=... to generate, which stop at longer texts.",
             )
         return tokens[0]
 
@@ -73,7 +73,7 @@ class Text2TextGenerationPipeline(GenerationPipeline):
         max_length_input: int | None = None,
         prefix: str | None = None,
     ) -> Mapping[str, Any]:
-        """Tokenize one text with a prefix; by default, the model's prefix for the task (T5's "summarize: ").
+        """Tokenize one text with a prefix in front. The default is the model's prefix for the task, such as "summarize: " for T5.
 
         Raises:
             InputError: The input is not a text, or is empty.
@@ -114,7 +114,10 @@ def _check_text(text: Any) -> None:
         InputError: The input is not a text, or is empty.
     """
     if not isinstance(text, str) or not text.strip():
-        raise InputError("Every input must be a text that is not empty.", fix="pass a string or a list of strings.")
+        raise InputError(
+            f"An input is {text!r:.100}, but every input must be a string that is not empty.",
+            fix="pass a string or a list of strings, and remove empty strings.",
+        )
 
 
 class SummarizationPipeline(Text2TextGenerationPipeline):
@@ -126,8 +129,8 @@ class SummarizationPipeline(Text2TextGenerationPipeline):
 class TranslationPipeline(Text2TextGenerationPipeline):
     """Pipeline `translation`: returns `[{"translation_text": ...}]` per text.
 
-    Multilingual models take `src_lang` and `tgt_lang` with the language names of their tokenizer. The task name `translation_xx_to_yy`
-    sets both languages as well.
+    For multilingual models, pass `src_lang` and `tgt_lang` with the language names of the model's tokenizer. The task name
+    `translation_xx_to_yy` also sets both languages.
     """
 
     return_name = "translation"
@@ -164,8 +167,9 @@ class TranslationPipeline(Text2TextGenerationPipeline):
             settings = self.task_settings(named)
             if not settings:
                 raise ConfigError(
-                    f"This model's tokenizer does not choose languages, so {src_lang!r} to {tgt_lang!r} cannot be asked for.",
-                    fix="leave src_lang and tgt_lang out.",
+                    f"src_lang={src_lang!r} and tgt_lang={tgt_lang!r} are not supported by this model: its tokenizer has no languages, and "
+                    f"its config has no prefix for {named!r}.",
+                    fix="leave src_lang and tgt_lang out, or use a multilingual model.",
                 )
             prefix = settings.get("prefix", "")
         return super().preprocess(text, truncation, max_length_input, prefix)

@@ -64,7 +64,10 @@ class ORTModelForSequenceClassification(TextModel):
         single = not isinstance(pairs, str) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
         rows: Any = [pairs] if single else pairs
         if isinstance(rows, str) or not all(_is_pair(pair) for pair in rows):
-            raise InputError("predict takes pairs of texts.", fix="pass [(query, document), ...].")
+            raise InputError(
+                f"predict was called with {pairs!r:.100}, but it accepts only a list of text pairs.",
+                fix="pass [(query, document), ...], where each query and document is a string.",
+            )
         scorer = PairScorer(self, tokenizer)
         function = activation_fn or activation_of(self)
         before = prompt if prompt is not None else scorer.settings.prompt(prompt_name)
@@ -105,11 +108,14 @@ class ORTModelForSequenceClassification(TextModel):
         """
         if self.config.num_labels != 1:
             raise TaskError(
-                f"A model that ranks has one output, and this one has {self.config.num_labels}.",
-                fix="use predict, or a cross-encoder with one label.",
+                f"The model has {self.config.num_labels} labels, but ranking needs a cross-encoder with exactly one label, the relevance.",
+                fix="call predict for the scores of all labels, or use a cross-encoder with one label.",
             )
         if isinstance(documents, str):
-            raise InputError("rank takes a list of documents.", fix="pass a list of texts.")
+            raise InputError(
+                "rank was called with a single string as documents, but it needs a list of strings.",
+                fix="pass documents as a list of strings.",
+            )
         scores = self.predict(
             [(query, text) for text in documents], batch_size=batch_size, tokenizer=tokenizer, activation_fn=activation_fn,
             prompt_name=prompt_name, prompt=prompt,
@@ -139,7 +145,7 @@ _MSE = metric_of_sums("mse", _squares, {"mse": ratio}, points=1.0, higher_is_bet
 
 
 class RegressionPredictor(Predictor):
-    """Predicts one number per row (regression)."""
+    """Predictor of one number per row (regression)."""
 
     kind = "numbers"
     offline_metrics = (correlation("spearmanr"), correlation("pearsonr"), _MSE)
@@ -164,13 +170,17 @@ class TextClassification(Task):
     def predictor(self, config: Any) -> type[Predictor]:
         kind = getattr(config, "problem_type", None)
         if kind == "multi_label_classification":
-            raise TaskError("Models with several labels a row cannot be measured yet.", fix="measure them yourself.")
+            raise TaskError(
+                "The model's config has problem_type='multi_label_classification', and accel cannot measure the accuracy of "
+                "multi-label models yet.",
+                fix="compute the predictions with accel.pipeline('text-classification', ...), and measure them with your own metric.",
+            )
         return RegressionPredictor if kind == "regression" or getattr(config, "num_labels", 2) == 1 else ClassPredictor
 
     def can_serve(self, pipeline: str, config: Any) -> bool:
-        # Zero-shot classification needs a label that means entailment: it tests whether the text entails each candidate label.
+        # Zero-shot classification needs a model with the label "entailment", which scores whether the text entails a candidate label.
         labels = getattr(config, "label2id", None) or {}
-        return pipeline != "zero-shot-classification" or any(str(one).lower().startswith("entail") for one in labels)
+        return pipeline != "zero-shot-classification" or any(str(name).lower().startswith("entail") for name in labels)
 
     def operations(self) -> Sequence[Operation]:
         return (RankingOperation(), ClassificationOperation(), ZeroShotOperation())
@@ -206,8 +216,8 @@ class ClassificationOperation(Operation):
         return {"LABEL": ("BYTES", 1), "SCORE": ("FP32", 1), "SCORES": ("FP32", model.config.num_labels)}
 
     def tensor_values(self, answer: Any, model: ORTModel) -> Mapping[str, Any]:
-        scores = {one["label"]: one["score"] for one in answer}
-        best = max(answer, key=lambda one: one["score"])
+        scores = {label["label"]: label["score"] for label in answer}
+        best = max(answer, key=lambda label: label["score"])
         labels = [str(model.config.id2label[i]) for i in range(model.config.num_labels)]
         return {"LABEL": [best["label"]], "SCORE": [best["score"]], "SCORES": [scores[name] for name in labels]}
 
@@ -234,15 +244,15 @@ class ClassificationOperation(Operation):
             function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
             truncate: bool = False
 
-        def plain(one: str | Pair) -> Any:
-            return one.model_dump() if isinstance(one, Pair) else one
+        def plain(text: str | Pair) -> Any:
+            return text.model_dump() if isinstance(text, Pair) else text
 
         async def answer(call: HttpCall, body: ClassifyBody) -> Response:
             many = isinstance(body.inputs, list)
-            inputs = [plain(one) for one in body.inputs] if isinstance(body.inputs, list) else plain(body.inputs)
+            inputs = [plain(text) for text in body.inputs] if isinstance(body.inputs, list) else plain(body.inputs)
             call.check_batch(len(inputs) if many else 1)
             options: dict[str, Any] = {"truncation": True} if body.truncate else {}
-            # As in the pipeline: `null` returns all labels; an omitted `top_k` returns only the best label.
+            # As in transformers' pipeline, `top_k: null` returns all labels, and a request without `top_k` returns the best label.
             if "top_k" in body.model_fields_set:
                 options["top_k"] = body.top_k
             if body.function_to_apply is not None:
@@ -253,7 +263,7 @@ class ClassificationOperation(Operation):
             path="/classify",
             answer=answer,
             body=ClassifyBody,
-            summary="Labels of texts, or of pairs",
+            summary="Return the labels of texts or text pairs",
             tag="tasks",
             operation=self.name,
             example={"inputs": "I lost my card"},
@@ -296,7 +306,9 @@ class ZeroShotOperation(Operation):
             def _plain(cls, template: str) -> str:
                 """Allow exactly one plain `{}`. Other format fields, such as `{:999999999}`, could create a text of any length."""
                 if template.count("{}") != 1 or set("{}") & set(template.replace("{}", "")):
-                    raise ValueError("has {} once, where the label goes, and no other braces")
+                    raise ValueError(
+                        "must contain {} exactly once, as the placeholder for the label, and no other braces"
+                    )
                 return template
 
         ask = pipeline_answer(self.name, "candidate_labels", "hypothesis_template", "multi_label")
@@ -311,7 +323,7 @@ class ZeroShotOperation(Operation):
             path="/zero-shot",
             answer=answer,
             body=ZeroShotBody,
-            summary="Which of your labels fit a text",
+            summary="Return which of the request's labels fit a text",
             tag="tasks",
             operation=self.name,
             example={"inputs": "I lost my card", "candidate_labels": ["bank", "sports"]},
@@ -337,7 +349,10 @@ class RankingOperation(Operation):
 
     def count(self, inputs: Any) -> int:
         if not isinstance(inputs, list | tuple) or len(inputs) != 2 or not isinstance(inputs[1], list | tuple):
-            raise InputError("Expected a (query, documents) pair.", fix="pass (query, documents).")
+            raise InputError(
+                f"The input is {inputs!r:.100}, but ranking needs a pair of a query and a list of documents.",
+                fix="pass (query, [document, ...]).",
+            )
         return len(inputs[1]) or 1
 
     def inputs(self, values: Mapping[str, Any]) -> Any:
@@ -347,18 +362,21 @@ class RankingOperation(Operation):
         import pyarrow as pa
 
         if options.get("top_k") is not None:
-            raise InputError("The scores of all documents are written.", fix="leave top_k out.")
+            raise InputError(
+                f"top_k={options['top_k']} is not supported: for rows of a data set, accel writes the scores of all documents.",
+                fix="leave top_k out.",
+            )
         return {"scores": pa.list_(pa.float64())}
 
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the scores in the order of the documents."""
-        return {"scores": [one["score"] for one in sorted(answer, key=lambda one: one["corpus_id"])]}
+        return {"scores": [entry["score"] for entry in sorted(answer, key=lambda entry: entry["corpus_id"])]}
 
     def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
         return {"SCORES": ("FP32", -1), "RANKING": ("INT64", -1)}
 
     def tensor_values(self, answer: Any, model: ORTModel) -> Mapping[str, Any]:
-        return {"SCORES": self.values(answer, {})["scores"], "RANKING": [one["corpus_id"] for one in answer]}
+        return {"SCORES": self.values(answer, {})["scores"], "RANKING": [entry["corpus_id"] for entry in answer]}
 
     def endpoint(self) -> Endpoint:
         from pydantic import Field, model_validator
@@ -387,10 +405,13 @@ class RankingOperation(Operation):
             def _either(self) -> RerankBody:
                 others = ("return_text", "truncate", "truncation_direction"), ("top_n", "return_documents")
                 if (self.documents is None) == (self.texts is None):
-                    raise ValueError("either documents or texts are ranked")
+                    raise ValueError("must contain either documents or texts, and not both")
                 wrong = [name for name in others[self.documents is None] if name in self.model_fields_set]
                 if wrong:
-                    raise ValueError(f"{', '.join(wrong)} belong to {'texts' if self.texts is None else 'documents'}")
+                    ranked = "texts" if self.texts is None else "documents"
+                    raise ValueError(
+                        f"must not contain {', '.join(wrong)}, because a request without {ranked} has no such field"
+                    )
                 return self
 
         async def answer(call: HttpCall, body: RerankBody) -> Response:
@@ -414,7 +435,7 @@ class RankingOperation(Operation):
             path="/rerank",
             answer=answer,
             body=RerankBody,
-            summary="Documents by how well they answer a query",
+            summary="Rank documents by their relevance to a query",
             tag="tasks",
             error=text_error,
             operation=self.name,
@@ -423,7 +444,7 @@ class RankingOperation(Operation):
 
 
 class Ranking:
-    """Ranks documents by their relevance to a query, like `ORTModelForSequenceClassification.rank`."""
+    """Request handler of the operation `rank`: ranks documents for a query, like `ORTModelForSequenceClassification.rank`."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._scorer = PairScorer(model, tokenizer)
@@ -431,12 +452,14 @@ class Ranking:
         self._activation = activation_of(model)
 
     def prepare(self, inputs: Any, options: Options) -> PreparedRequest:
-        """Tokenize a query with each of its documents into rows; see `Work.prepare`."""
+        """Tokenize a query with each of its documents into rows; see `RequestHandler.prepare`."""
         check_options(options, ("top_k", "return_documents", "raw_scores", "truncation", "truncation_side"))
         query, documents = inputs
         texts = check_texts(documents)
         if not isinstance(query, str):
-            raise InputError("The query is no text.", fix="pass (query, documents).")
+            raise InputError(
+                f"The query is {query!r:.100}, but it must be a string.", fix="pass (query, [document, ...])."
+            )
         if not texts:
             return PreparedRequest([])
         with cutting(self._scorer, options):
@@ -445,19 +468,19 @@ class Ranking:
         return PreparedRequest([[text_row("rank", self._pads, row)] for row in rows])
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """Return the logit of each row; see `Work.run`."""
+        """Return the logit of each row; see `RequestHandler.run`."""
         return list(self._scorer.logits([row.inputs for row in rows])[:, 0])
 
     def finish(self, inputs: Any, options: Options, memo: Any, outputs: list[list[Any]]) -> Any:
-        """Convert the logits to scores and rank the documents; see `Work.finish`."""
+        """Convert the logits to scores and rank the documents; see `RequestHandler.finish`."""
         _, documents = inputs
-        logits = torch.stack([one for (one,) in outputs]) if outputs else torch.empty(0)
+        logits = torch.stack([logit for (logit,) in outputs]) if outputs else torch.empty(0)
         scores = logits if options.get("raw_scores") else self._activation(logits)
         return _ranked(scores, documents, options.get("top_k"), return_documents=bool(options.get("return_documents")))
 
 
 def _function(facts: TextModelFacts) -> str:
-    """Return the name of the function from logits to scores that transformers' pipeline would use."""
+    """Return the name of the function that transformers' pipeline uses to convert this model's logits to scores."""
     kind = facts.config.problem_type
     if kind == "regression":
         return "none"
@@ -468,8 +491,8 @@ def _entailment(facts: TextModelFacts) -> dict[str, Any]:
     number = next((i for i, label in enumerate(facts.labels) if label.lower().startswith("entail")), None)
     if number is None:
         raise TaskError(
-            f"Zero-shot classification needs a model of entailment; the labels of this one are {facts.labels}.",
-            fix="deploy it for text-classification, or name the label 'entailment' in its config.",
+            f"Zero-shot classification needs a model with a label 'entailment', but the model's labels are {facts.labels}.",
+            fix="deploy the model with `--task text-classification`, or rename the label in the id2label and label2id of its config.json.",
         )
     return {"entailment": number}
 

@@ -60,17 +60,18 @@ class ORTModelForCausalLM(Generator):
             input_ids: New tokens `(batch, new)`, which follow the cached tokens.
             attention_mask: Mask `(batch, cached + new)`, 0 for padding; all ones when `None`.
             position_ids: Position ids `(batch, new)`; computed when `None`.
-            past_key_values: Cache returned by an earlier call, changed in place; or a `DynamicCache`, whose keys and values are copied in
-                and out at each call. States of a state-space model are not copied: its `DynamicCache` must be empty at first.
+            past_key_values: Cache returned by an earlier call, which is changed in place, or a `DynamicCache`. The keys and values of a
+                `DynamicCache` are copied to the runtime and back at each call. The states of a state-space model are not copied, so its
+                `DynamicCache` must be empty at the first call.
             use_cache: Whether to return the cache (default).
             logits_to_keep: Number of last tokens whose logits are computed, 0 for all; or a tensor of token indices.
             labels: Token ids `(batch, new)`, -100 for ignored tokens. With labels, the result includes the next-token prediction loss.
-            cache: Same as `past_key_values`, under its name in transformers 5.24.
-            **rest: Other arguments; they raise if they would change the result.
+            cache: The name of `past_key_values` in transformers 5.24.
+            **rest: Other arguments of the transformers model; an error is raised if an argument would change the result.
 
         Raises:
-            InputError: Sizes do not agree, the cache is of another type, there are more tokens than positions, or labels were passed for
-                an architecture with another loss.
+            InputError: The sizes of the inputs do not match, the cache has an unsupported type, there are more tokens than the model has
+                positions, or labels were passed for an architecture whose loss is not the next-token prediction loss.
         """
         if labels is not None and not computes_next_tokens_loss(self.config):
             self._check_rest({"labels": labels})
@@ -88,7 +89,7 @@ def _losses(predictions: Values, _: Values) -> Floats:
 
 
 def _perplexity(sums: Floats) -> Floats:
-    # The perplexity of a very large loss overflows to infinity.
+    # Suppress NumPy's warning: the perplexity of a very large loss is larger than the largest float and becomes infinity.
     with np.errstate(over="ignore"):
         return np.exp(ratio(sums))
 
@@ -103,7 +104,7 @@ _PERPLEXITY = metric_of_sums(
 
 
 class NextTokenPredictor(Predictor):
-    """Predicts the loss of each next token of a row, in windows of `max_length` tokens without overlap."""
+    """Predictor of the next-token prediction loss of each row, computed in windows of `max_length` tokens that do not overlap."""
 
     kind = "tokens"
     offline_metrics = (_PERPLEXITY,)
@@ -112,7 +113,7 @@ class NextTokenPredictor(Predictor):
         return [None] * len(self.rows)
 
     def _longest(self, limit: int | None, asked: int | None) -> int | None:
-        # The logits of all tokens of a window are needed at once: 600 MB for 1,024 tokens and a vocabulary of 150,000.
+        # A short default window saves memory: the float32 logits of 1,024 tokens and a vocabulary of 150,000 need 600 MB.
         return asked or min(super()._longest(limit, asked) or _WINDOW, _WINDOW)
 
     def _encode(self) -> EncodedRows:
@@ -128,15 +129,15 @@ class NextTokenPredictor(Predictor):
         ]
         if not pieces:
             raise InputError(
-                f"No text of {self.rows.sample.source} has two tokens: there is nothing to predict.",
-                fix="give longer texts.",
+                f"All texts of {self.rows.sample.source} have fewer than two tokens, so there is no next token to predict.",
+                fix="use data with longer texts, or choose another text column.",
             )
         self._row_of = [row for row, _ in pieces]
         tokens = [piece for _, piece in pieces]
         pad = self.processor.pad_token_id
         return EncodedRows(
             tokens={"input_ids": tokens, "attention_mask": [[1] * len(piece) for piece in tokens]},
-            # The padding value does not matter: padding follows the last token of a window.
+            # Any token can be the padding, because padding follows the last token of a window and earlier tokens do not attend to it.
             padding={"input_ids": pad if pad is not None else tokens[0][0]},
         )
 
@@ -147,11 +148,12 @@ class NextTokenPredictor(Predictor):
         for part, feeds, output in self.batches(model, what):
             logits, targets = output["logits"][:, :-1].cpu(), feeds["input_ids"][:, 1:]
             counts = feeds["attention_mask"][:, 1:].sum(1).tolist()
-            for place, window in enumerate(part):
-                row, count = self._row_of[window], counts[place]
-                kept = logits[place, :count].float()
-                losses[row] += float(torch.nn.functional.cross_entropy(kept, targets[place, :count], reduction="sum"))
-                likeliest[row] += kept.argmax(-1).tolist()
+            for index, window in enumerate(part):
+                row, count = self._row_of[window], counts[index]
+                window_logits = logits[index, :count].float()
+                true_tokens = targets[index, :count]
+                losses[row] += float(torch.nn.functional.cross_entropy(window_logits, true_tokens, reduction="sum"))
+                likeliest[row] += window_logits.argmax(-1).tolist()
         return [TokenScores(float(loss), len(row), tuple(row)) for loss, row in zip(losses, likeliest, strict=True)]
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
@@ -175,7 +177,7 @@ class TextGeneration(Task):
 
 
 class GenerationOperation(Operation):
-    """Operation that continues a text, batched continuously with other requests."""
+    """Operation that continues a text. The engine adds running requests to one batch (continuous batching)."""
 
     name = "generate"
     reads = READS_TEXT
@@ -184,7 +186,10 @@ class GenerationOperation(Operation):
         return continues_text(model)
 
     def work(self, model: ORTModel, tokenizer: Any) -> RequestHandler:
-        raise TaskError("Text is generated by the engine's generator.", fix="use engine.generator().")
+        raise TaskError(
+            "The operation 'generate' cannot run as a single call; the engine's generator runs it with continuous batching.",
+            fix="use engine.generator().",
+        )
 
     def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         import pyarrow as pa

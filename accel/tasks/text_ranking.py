@@ -33,37 +33,40 @@ _CUT = 10
 
 def _documents(rows: DatasetRows, uses: Sequence[str] = _SIDES) -> list[tuple[list[str], ...]]:
     """Return the documents of each row: one list of texts per use (`positive`, `negative`)."""
-    columns = [[[one] if isinstance(one, str) else list(one or []) for one in rows.column(use)] for use in uses]
+    columns = [[[value] if isinstance(value, str) else list(value or []) for value in rows.column(use)] for use in uses]
     return list(zip(*columns, strict=True))
 
 
 def _encode_queries(rows: DatasetRows, processor: Any, max_length: int | None, prompt: str = "") -> EncodedRows:
     """Tokenize a (query, document) pair for each document of each row, with the prompt before each query.
 
-    Columns that the data lacks are skipped: calibration data may have no irrelevant documents.
+    A missing column is skipped, because calibration data may have no irrelevant documents.
     """
     columns = _documents(rows, [use for use in _SIDES if rows.has(use)])
     pairs = [
         (query, document)
-        for query, several in zip(texts(rows, "query"), columns, strict=True)
-        for one in several
-        for document in one
+        for query, documents_of_row in zip(texts(rows, "query"), columns, strict=True)
+        for documents in documents_of_row
+        for document in documents
     ]
     if not pairs:
-        raise InputError(f"{rows.sample.source} holds no documents.", fix="give at least one document.")
+        raise InputError(
+            f"No row of {rows.sample.source} contains a document.",
+            fix="use data with at least one document, in a column such as positive or negative.",
+        )
     first, second = [prompt + query for query, _ in pairs], [document for _, document in pairs]
     return from_tokenizer(processor(first, second, **cut(max_length)), processor)
 
 
 def _gains(scores: Sequence[float], true: Sequence[float]) -> tuple[float, float, float]:
-    """Return nDCG@10, MRR@10 and average precision of one row; ties count as the worst order."""
+    """Return nDCG@10, MRR@10 and average precision of one row. Of documents with equal scores, irrelevant documents are ranked first."""
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], true[i]))
     relevant = [true[i] > 0 for i in order]
     best = sum(1 / np.log2(i + 2) for i in range(min(sum(relevant), _CUT)))
     gain = sum(hit / np.log2(i + 2) for i, hit in enumerate(relevant[:_CUT]))
     first = next((1 / (i + 1) for i, hit in enumerate(relevant[:_CUT]) if hit), 0.0)
-    places = [i + 1 for i, hit in enumerate(relevant) if hit]
-    precision = sum((n + 1) / place for n, place in enumerate(places)) / max(len(places), 1)
+    ranks = [i + 1 for i, hit in enumerate(relevant) if hit]
+    precision = sum((n + 1) / rank for n, rank in enumerate(ranks)) / max(len(ranks), 1)
     return float(gain / best) if best else 0.0, first, precision
 
 
@@ -75,7 +78,7 @@ _SCORES = {name: lambda sums, i=i: sums[..., i] / sums[..., -1] for i, name in e
 
 
 class RankingPredictor(Predictor):
-    """Predicts a score for each document of a row's query; the reference is 1 for relevant documents and 0 for others."""
+    """Predictor of a score for each document of a query. The reference is 1 for relevant and 0 for irrelevant documents."""
 
     kind = "rankings"
     offline_metrics = tuple(metric_of_sums(name, _gain_sums, _SCORES, key=name) for name in _SCORES)
@@ -85,8 +88,9 @@ class RankingPredictor(Predictor):
         for row, (good, bad) in enumerate(documents):
             if not good or not bad or not all(isinstance(text, str) for text in (*good, *bad)):
                 raise InputError(
-                    f"Row {row} of {self.rows.sample.source} has {len(good)} relevant documents and {len(bad)} others.",
-                    fix="give at least one text of each: without both there is no order to be right.",
+                    f"Row {row} of {self.rows.sample.source} has {len(good)} relevant and {len(bad)} irrelevant documents, but a ranking "
+                    "can be measured only for at least one relevant and one irrelevant document, all of them strings.",
+                    fix="give each row at least one text in the column of relevant documents and one in that of irrelevant documents.",
                 )
         return [[1.0] * len(good) + [0.0] * len(bad) for good, bad in documents]
 
@@ -133,16 +137,16 @@ class TextRanking(Task):
 def _ranking(facts: TextModelFacts) -> dict[str, Any]:
     if facts.config.num_labels != 1:
         raise TaskError(
-            f"A model that ranks has one output, and this one has {facts.config.num_labels}.",
-            fix="deploy it for text-classification.",
+            f"The model has {facts.config.num_labels} labels, but ranking needs a cross-encoder with exactly one label, the relevance.",
+            fix="deploy the model with `--task text-classification`.",
         )
     settings = sentence_settings(facts.artifact.path)
     path = activation_path(facts.config, settings)
     function = _FUNCTIONS.get(path.rpartition(".")[2])
     if function is None:
         raise TaskError(
-            f"The model makes scores by {path}, which the front model does not compute.",
-            fix="deploy it with layout='graph', and apply it outside.",
+            f"The model's activation function is {path}, but the Triton model that ranks texts supports only Sigmoid and Identity.",
+            fix=f"deploy only the graph with layout='graph', and apply {path} to its logits in your client.",
         )
     return {"function": function, "prompt": settings.prompt(), "lower": settings.lower}
 

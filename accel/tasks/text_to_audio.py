@@ -36,10 +36,11 @@ class WaveformOutput(ModelOutput):  # type: ignore[misc]  # transformers is unty
 class ORTModelForTextToWaveform(TwoGraphModel):
     """Model that converts texts to sounds: `waveform: (batch, samples)`.
 
-    The noise is generated with PyTorch: after the same `torch.manual_seed(...)`, the sound equals the sound of the PyTorch model on a CPU.
+    PyTorch generates the noise, so a call after `torch.manual_seed(...)` returns the same sound as the PyTorch model on a CPU with the same
+    seed. The initial values of the attributes are from the model's config.
 
     Attributes:
-        speaking_rate: Speed of the speech; larger is faster. The initial value of this and the next two attributes is from the config.
+        speaking_rate: Speed of the speech; larger is faster.
         noise_scale: Scale of the noise in the sound.
         noise_scale_duration: Scale of the noise in the durations of the tokens.
     """
@@ -85,16 +86,22 @@ class ORTModelForTextToWaveform(TwoGraphModel):
         self._check_fork()
         rate = self.speaking_rate if speaking_rate is None else float(speaking_rate)
         if not (rate > 0 and math.isfinite(rate)):
-            raise InputError(f"The speaking rate is {rate}.", fix="pass a number above 0.")
+            raise InputError(
+                f"speaking_rate is {rate}, but it must be a finite number above 0.",
+                fix="pass a positive number, such as speaking_rate=1.0.",
+            )
         ids = torch.as_tensor(input_ids)
         if ids.ndim != 2:
-            raise InputError(f"input_ids have the shape {tuple(ids.shape)}.", fix="pass (batch, sequence).")
+            raise InputError(
+                f"input_ids has shape {tuple(ids.shape)}; its shape must be (batch, sequence).",
+                fix="tokenize a list of texts: model(**tokenizer([text], return_tensors='pt')).",
+            )
         mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
         speaker = self._speaker(speaker_id, len(ids))
         feeds = {"input_ids": ids, "attention_mask": mask, **speaker, **others}
         if any(spec.name == NOISE for spec in self._session.inputs):
-            drawn = torch.randn(ids.shape[0], 2, ids.shape[1]).to(device=ids.device, dtype=self.dtype)
-            feeds[NOISE] = drawn * self.noise_scale_duration
+            noise = torch.randn(ids.shape[0], 2, ids.shape[1]).to(device=ids.device, dtype=self.dtype)
+            feeds[NOISE] = noise * self.noise_scale_duration
         encoded = self._run(feeds)
         durations = torch.ceil(torch.exp(encoded["log_durations"]) * mask * (1 / rate))
         means, variances = (_laid_out(encoded[name], durations).transpose(1, 2) for name in _PRIORS)
@@ -113,7 +120,7 @@ class ORTModelForTextToWaveform(TwoGraphModel):
     ) -> dict[str, torch.Tensor]:
         """Decode rows of equal length together, and pad the results with zeros.
 
-        Rows of different length cannot be decoded together: the decoder's convolutions have biases, so padding frames would change the end
+        Rows of different length are decoded separately, because the decoder's convolutions have biases: padding frames would change the end
         of shorter rows.
         """
         parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -128,10 +135,10 @@ class ORTModelForTextToWaveform(TwoGraphModel):
         decoded = {}
         for name, of_name in parts.items():
             longest = of_name[-1][1]
-            whole = longest.new_zeros(len(lengths), *longest.shape[1:])
+            batch = longest.new_zeros(len(lengths), *longest.shape[1:])
             for rows, value in of_name:
-                whole[rows.to(whole.device), ..., : value.shape[-1]] = value
-            decoded[name] = whole
+                batch[rows.to(batch.device), ..., : value.shape[-1]] = value
+            decoded[name] = batch
         return decoded
 
     def _speaker(self, speaker_id: Any, rows: int) -> dict[str, torch.Tensor]:
@@ -139,14 +146,17 @@ class ORTModelForTextToWaveform(TwoGraphModel):
         if voices <= 1:
             return {}
         if speaker_id is None:
-            raise InputError(f"The model has {voices} voices, and none was chosen.", fix="pass speaker_id=0, ...")
-        chosen = torch.as_tensor(speaker_id).long().reshape(-1)
-        if len(chosen) not in (1, rows) or not bool(((chosen >= 0) & (chosen < voices)).all()):
             raise InputError(
-                f"speaker_id is {chosen.tolist()}; the model has the voices 0 to {voices - 1}.",
-                fix="pass one of them, or one for each row.",
+                f"The argument speaker_id is missing; the model has {voices} voices.",
+                fix=f"pass speaker_id, an index from 0 to {voices - 1}.",
             )
-        return {SPEAKER: chosen.expand(rows).contiguous()}
+        ids = torch.as_tensor(speaker_id).long().reshape(-1)
+        if len(ids) not in (1, rows) or not bool(((ids >= 0) & (ids < voices)).all()):
+            raise InputError(
+                f"speaker_id is {ids.tolist()} for a batch of {rows} rows; the model has the voices 0 to {voices - 1}.",
+                fix="pass one index for all rows, or one index for each row.",
+            )
+        return {SPEAKER: ids.expand(rows).contiguous()}
 
 
 _PRIORS = ("prior_means", "prior_log_variances")
@@ -163,7 +173,7 @@ def _laid_out(per_token: torch.Tensor, durations: torch.Tensor) -> torch.Tensor:
     # The number of tokens that end before or at a frame is the index of the frame's token.
     token = (ends[:, None, :] <= frames[None, :, None]).sum(-1).clamp(max=per_token.shape[1] - 1)
     frame_values = per_token.gather(1, token[..., None].expand(-1, -1, per_token.shape[-1]))
-    # A row with a total duration of zero still has one frame, which belongs to no token and is set to zero.
+    # A row has at least one frame, even if its total duration is zero. This frame belongs to no token, so its values are set to zero.
     return frame_values * (frames < ends[:, -1:]).unsqueeze(-1)
 
 

@@ -33,9 +33,9 @@ class ORTModelForTokenClassification(TextModel):
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Return spans `(type, first, last)` from tags in the IOB1, IOB2, IOE or IOBES scheme, with the rules of conlleval and seqeval.
+    """Return the entities `(type, first word, last word)` in a row of tags, with the rules of conlleval and seqeval.
 
-    A tag without a prefix counts as an `I-` tag.
+    Tags can be in the scheme IOB1, IOB2, IOE or IOBES. A tag without a prefix counts as an `I-` tag.
     """
     spans: set[tuple[str, int, int]] = set()
     start, kind, before = 0, "", "O"
@@ -76,7 +76,7 @@ _ACCURACY = metric_of_sums("accuracy", _span_sums, {"accuracy": lambda sums: div
 
 
 class TagPredictor(Predictor):
-    """Predicts a tag for each labelled word, from the word's first token."""
+    """Predictor of a tag for each labelled word. The tag of a word is the prediction for the word's first token."""
 
     kind = "tags"
     offline_metrics = (_SEQEVAL, _ACCURACY)
@@ -90,9 +90,9 @@ class TagPredictor(Predictor):
     def _encode(self) -> EncodedRows:
         encoded = super()._encode()
         assert encoded.words is not None
-        self._kept = [self._words(i, words) for i, words in enumerate(encoded.words)]
+        self._labelled = [self._words(i, words) for i, words in enumerate(encoded.words)]
         self.references = [
-            [tags[word] for word, _ in kept] for tags, kept in zip(self.references, self._kept, strict=True)
+            [tags[word] for word, _ in labelled] for tags, labelled in zip(self.references, self._labelled, strict=True)
         ]
         return encoded
 
@@ -105,7 +105,8 @@ class TagPredictor(Predictor):
                 first.setdefault(word, position)
         if first and max(first) >= len(tags):
             raise InputError(
-                f"Row {row} has {max(first) + 1} words and {len(tags)} tags.", fix="give one tag for each word."
+                f"Row {row} of the data has {max(first) + 1} words, but {len(tags)} tags.",
+                fix="give each word exactly one tag.",
             )
         return [(word, position) for word, position in first.items() if tags[word] is not None]
 
@@ -119,8 +120,8 @@ class TagPredictor(Predictor):
         assert words is not None
         offset = [best.shape[1] - len(words[i]) if self.encoded.left else 0 for i in part]
         return [
-            [str(self.config.id2label[int(best[place, offset[place] + position])]) for _, position in self._kept[i]]
-            for place, i in enumerate(part)
+            [str(self.config.id2label[int(best[index, offset[index] + position])]) for _, position in self._labelled[i]]
+            for index, i in enumerate(part)
         ]
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
@@ -136,7 +137,8 @@ class TokenClassification(Task):
     def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         if not getattr(processor, "is_fast", False):
             raise InputError(
-                "Rows of words need a fast tokenizer, which maps tokens to words.", fix="load it with AutoTokenizer."
+                f"The tokenizer {type(processor).__name__} is not a fast tokenizer, and only fast tokenizers can assign tokens to words.",
+                fix="load the tokenizer with AutoTokenizer.from_pretrained, which returns a fast tokenizer if the model has one.",
             )
         encoding = processor(rows.column("words"), is_split_into_words=True, **cut(max_length))
         words = [encoding.word_ids(i) for i in range(len(encoding["input_ids"]))]
@@ -171,7 +173,7 @@ class EntityOperation(Operation):
         return {"entities": pa.list_(pa.struct(entity))}
 
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"entities": [{**one, "entity": one.get("entity_group", one.get("entity"))} for one in answer]}
+        return {"entities": [{**item, "entity": item.get("entity_group", item.get("entity"))} for item in answer]}
 
     def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
         return {"ENTITIES": ("BYTES", 1)}
@@ -194,7 +196,7 @@ class EntityOperation(Operation):
             path="/ner",
             answer=pipeline_answer(self.name, "aggregation_strategy", "ignore_labels"),
             body=NerBody,
-            summary="Named entities and the like",
+            summary="Return the named entities of a text",
             tag="tasks",
             operation=self.name,
             example={"inputs": "My name is Wolfgang and I live in Berlin."},

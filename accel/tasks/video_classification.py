@@ -31,7 +31,10 @@ class ORTModelForVideoClassification(ImageModel):
         return ("video",)
 
 
-_FIX = "decode the file, and give as many frames as the model reads: a list of pictures, or an array (frames, height, width, 3)."
+_FIX = (
+    "decode the video first, and pass its frames as a list of images or an array (frames, height, width, 3), with the number of frames "
+    "that the model needs."
+)
 
 
 def _frames_of(value: Any, row: int, _: int) -> list[Any]:
@@ -41,12 +44,15 @@ def _frames_of(value: Any, row: int, _: int) -> list[Any]:
         InputError: The video has no frames, or invalid frames.
     """
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
-        raise InputError(f"The video of row {row} is no list of frames but {value!r:.100}.", fix=_FIX)
+        raise InputError(f"The video of row {row} is {value!r:.100}, which is not a list of frames.", fix=_FIX)
     frames = [rgb(frame) if hasattr(frame, "convert") else np.asarray(frame, dtype=np.uint8) for frame in value]
     for frame in frames:
         shape = getattr(frame, "shape", None)
         if shape is not None and (len(shape) != 3 or shape[-1] != 3):
-            raise InputError(f"A frame of row {row} has the shape {shape}; (height, width, 3) was expected.", fix=_FIX)
+            raise InputError(
+                f"A frame of the video in row {row} has the shape {shape}; the shape must be (height, width, 3).",
+                fix=_FIX,
+            )
     return frames
 
 

@@ -50,14 +50,14 @@ class ORTModelForZeroShotAudioClassification(ORTModel):
 
 
 class ZeroShotSoundPredictor(ZeroShotPredictor):
-    """Predicts the class of each sound by comparing it with a text for each class name."""
+    """Predictor of the class of each sound. The model compares the sound with one text for each class name."""
 
     template = "This is a sound of {}."
     output = "logits_per_audio"
 
     @staticmethod
     def encode(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
-        """Encode the sounds; every batch contains the same texts."""
+        """Encode the sounds and the texts of the classes. Every batch contains the texts of all classes."""
         return encode_sounds(rows, processor, None).beside(tokenized(processor, candidates, max_length))
 
 

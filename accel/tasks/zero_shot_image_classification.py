@@ -45,14 +45,14 @@ class ORTModelForZeroShotImageClassification(ImageTextModel):
 
 
 class ZeroShotImagePredictor(ZeroShotPredictor):
-    """Predicts the class of each image by comparing it with a text for each class name."""
+    """Predictor of the class of each image. The model compares the image with one text for each class name."""
 
     template = "This is a photo of {}."
     output = "logits_per_image"
 
     @staticmethod
     def encode(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
-        """Encode the images; every batch contains the same texts."""
+        """Encode the images and the texts of the classes. Every batch contains the texts of all classes."""
         images = encode_images(rows, processor.image_processor, None)
         return images.beside(tokenized(processor, candidates, max_length))
 

@@ -23,10 +23,10 @@ from .object_detection import DetectionPredictor, ObjectDetectionOutput, categor
 
 
 class ORTModelForZeroShotObjectDetection(ImageTextModel):
-    """Model that detects objects named by texts.
+    """Model that detects the objects that are named by texts.
 
-    Outputs are `logits: (batch, queries, texts per image)` and `pred_boxes: (batch, queries, 4)`. Grounding DINO takes one text per
-    image and scores each of its tokens: `logits: (batch, queries, max_text_len)`.
+    Outputs are `logits: (batch, queries, texts per image)` and `pred_boxes: (batch, queries, 4)`. Grounding DINO needs one text per image
+    and returns a logit for each token of the text: `logits: (batch, queries, max_text_len)`.
     """
 
     task = "zero-shot-object-detection"
@@ -43,16 +43,16 @@ class ORTModelForZeroShotObjectDetection(ImageTextModel):
         images, texts = (len(one) if getattr(one, "ndim", 0) else 0 for one in (pixel_values, input_ids))
         if images and texts % images:
             raise InputError(
-                f"{texts} texts came for {images} images; each image needs the same number.",
-                fix="repeat the texts for each image, as the processor does: processor(text=[[...], ...], images=[...]).",
+                f"input_ids contains {texts} texts for {images} images, but each image needs the same number of texts.",
+                fix="pass one list of texts for each image to the processor: processor(text=[[...], ...], images=[...]).",
             )
         return super().forward(input_ids, pixel_values, **inputs)
 
 
 def _with_each(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
-    """Encode each image as its own batch, repeated once per text, so that each row is one image with one text.
+    """Encode each image as a separate batch, in which each row is the image with one of the texts.
 
-    This equals transformers' zero-shot detection pipeline, which processes one image and one text at a time.
+    transformers' pipeline for zero-shot detection also processes one image and one text at a time.
     """
     tokens = tokenized(processor, candidates, max_length)
 
@@ -66,15 +66,16 @@ def _with_each(rows: DatasetRows, processor: Any, candidates: Sequence[str], max
 def _names_in(features: Any) -> list[str]:
     """Return the class names of the first feature with class names, including nested features."""
     for feature in features.values():
-        for one in (feature, inner(feature)):
-            names = getattr(one, "names", None) or (_names_in(one) if isinstance(one, Mapping) else None)
+        for candidate in (feature, inner(feature)):
+            nested = _names_in(candidate) if isinstance(candidate, Mapping) else None
+            names = getattr(candidate, "names", None) or nested
             if names:
                 return list(names)
     return []
 
 
 class ZeroShotDetectionPredictor(DetectionPredictor):
-    """Predicts boxes of the data's classes from the class names, with one image and one name at a time."""
+    """Predictor of boxes that searches each image for the class names of the data, one name at a time."""
 
     def _references(self) -> list[Any]:
         self._names = categories(self.rows)
@@ -86,7 +87,7 @@ class ZeroShotDetectionPredictor(DetectionPredictor):
         return self._encoded_for(self._names[0])
 
     def _encoded_for(self, name: str) -> EncodedRows:
-        # One name at a time: padding would change which tokens Grounding DINO combines into a phrase.
+        # Encode only one name per batch: padding of shorter names would change which tokens Grounding DINO combines into a phrase.
         return _with_each(self.rows, self.processor, [name], self.max_length)
 
     def predict(self, model: Model, what: str) -> list[Any]:

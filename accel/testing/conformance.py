@@ -1,8 +1,8 @@
-"""The contract of a backend as a test suite. It is a single file, so that plugin authors can read it as a whole.
+"""The contract of backends as a test suite. The suite is a single file, so that plugin authors can read the complete contract.
 
-The suite is part of the wheel. It tests declared capabilities and contains no vendor names.
+The suite is part of the wheel. It tests the capabilities that a backend declares, and does not depend on a particular backend.
 
-The tests of a plugin are five lines:
+A plugin runs the suite with these five lines:
 
     from accel.testing.conformance import BackendConformance
 
@@ -79,7 +79,9 @@ class BackendConformance:
         """The implementation of the backend; skip the test if the backend is not available."""
         probe = registry.probe(spec)
         if not probe.available:
-            pytest.skip(f"{spec.name} is not available here: {'; '.join(map(str, probe.reasons))}")
+            pytest.skip(
+                f"the backend {spec.name} is not available on this machine: {'; '.join(map(str, probe.reasons))}"
+            )
         return registry.load(spec)
 
     @pytest.fixture(scope="class")
@@ -101,10 +103,10 @@ class BackendConformance:
     @classmethod
     def artifact(cls, spec: BackendSpec, original: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
         """A tiny classifier in the format of the backend."""
-        made = [c.produces for c in spec.capabilities if c.stage == "export" and c.produces]
+        formats = [c.produces for c in spec.capabilities if c.stage == "export" and c.produces]
         folder = tmp_path_factory.mktemp("conformance") / "artifact"
-        backend = cls.backend if made else None
-        return export(original, folder, backend=backend, format=made[0] if made else cls.artifact_format)
+        backend = cls.backend if formats else None
+        return export(original, folder, backend=backend, format=formats[0] if formats else cls.artifact_format)
 
     @pytest.fixture
     def session(self, implementation: Backend, artifact: Artifact, where: DeviceSpec) -> Iterator[Session]:
@@ -144,12 +146,12 @@ class BackendConformance:
 
     def test_option_trials_are_recorded_options(self, spec: BackendSpec) -> None:
         tried = {trial.name for capability in spec.capabilities for trial in capability.trials}
-        assert tried <= set(spec.recorded_options), "an artifact must run with the options that it was measured with"
+        assert tried <= set(spec.recorded_options), "an artifact must record all options with which `tune` measured it"
 
     def test_probe_gives_devices_or_reasons(self, spec: BackendSpec) -> None:
         probe = registry.probe(spec)
         assert isinstance(probe, Probe)
-        assert probe.devices or probe.reasons, "no device and no reason: nobody can tell why"
+        assert probe.devices or probe.reasons, "a probe without devices must contain a reason"
         assert all(reason.remedy for reason in probe.reasons if not probe.devices), "each reason needs a remedy"
 
     # Session.run
@@ -306,7 +308,7 @@ class BackendConformance:
 
     def test_several_threads_run_one_session(self, session: Session, run_capability: Capability) -> None:
         if not run_capability.thread_safe:
-            pytest.skip(f"{self.backend} does not claim thread safety")
+            pytest.skip(f"the backend {self.backend} does not declare that its sessions are thread-safe")
         cases = [self.feeds(session, batch=1 + i % 3, sequence=3 + i, seed=i) for i in range(8)]
         expected = [session.run(case)["logits"] for case in cases]
         with ThreadPoolExecutor(4) as pool:
@@ -331,19 +333,21 @@ class BackendConformance:
         parent, so `accel.interfaces.forks` keeps objects whose release would wait for threads.
         """
         if where.type != "cpu" or "fork" not in multiprocessing.get_all_start_methods():
-            pytest.skip("a device's context does not survive a fork, and not every system forks")
+            pytest.skip(
+                "this test needs a CPU device and a system with fork; a GPU context cannot be used after a fork"
+            )
         feeds = self.feeds(session)
         expected = session.run(feeds)["logits"]
 
         def child() -> None:
             gc.collect()
             session.close()
-            own = self.open(implementation, artifact, where)["model"]
-            assert (own.run(feeds)["logits"] - expected).abs().max() <= self.tolerance
+            reopened = self.open(implementation, artifact, where)["model"]
+            assert (reopened.run(feeds)["logits"] - expected).abs().max() <= self.tolerance
 
         gc.disable()
         try:
-            # A reference cycle, which only the garbage collector of the child process can release.
+            # Create a reference cycle that contains sessions: only the garbage collector of the child process can release it.
             lost: dict[str, Any] = {"sessions": self.open(implementation, artifact, where)}
             lost["itself"] = lost
             del lost
@@ -381,7 +385,7 @@ class BackendConformance:
         """Each declared scheme of `prepare` returns a PyTorch model with the same inputs and outputs."""
         schemes = [scheme for c in spec.capabilities if c.stage == "prepare" for scheme in c.schemes]
         if not schemes:
-            pytest.skip(f"{self.backend} prepares no PyTorch models")
+            pytest.skip(f"the backend {self.backend} declares no scheme of the stage prepare")
         assert isinstance(implementation, PreparingBackend)
         preparer = implementation.preparer()
         assert isinstance(preparer, Preparer)
@@ -415,10 +419,10 @@ class BackendConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def generating(cls, implementation: Backend, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-        """The result of `stateful_artifact`, made once; skip the test if there is none."""
+        """The artifact that `stateful_artifact` returns, created once per class. If it returns `None`, the test is skipped."""
         artifact = cls().stateful_artifact(tmp_path_factory.mktemp("conformance") / "stateful")
         if artifact is None:
-            pytest.skip(f"{cls.backend} offers no stateful artifact")
+            pytest.skip(f"the tests of {cls.backend} do not override stateful_artifact")
         return artifact
 
     @pytest.fixture
@@ -436,7 +440,7 @@ class BackendConformance:
 
     @staticmethod
     def _part(feeds: Mapping[str, torch.Tensor], cut: slice, held: int) -> dict[str, torch.Tensor]:
-        """Return the inputs for the tokens after the `held` tokens of a state. The mask covers old and new tokens."""
+        """Return the inputs of the new tokens, which follow the `held` tokens of a state. The mask covers old and new tokens."""
         new = cut.stop - cut.start
         return {
             name: tensor[:new]
@@ -448,7 +452,7 @@ class BackendConformance:
         }
 
     def _left_padded(self, session: Session) -> dict[str, torch.Tensor]:
-        """Return two rows of eight tokens with left padding, because logits at padding are undefined."""
+        """Return two rows of eight tokens. Padding is on the left, because the logits of padding tokens are undefined."""
         feeds = self.feeds(session, batch=2, sequence=8)
         feeds["attention_mask"] = feeds["attention_mask"].flip(1)
         return feeds
@@ -476,7 +480,7 @@ class BackendConformance:
             stateful.run(last, outputs=("logits",), state=one)
         step = stateful.steps(last, state, calls=20)
         if step is None:
-            pytest.skip(f"{self.backend} offers no steps here")
+            pytest.skip(f"the sessions of {self.backend} have no prepared steps (Session.steps returned None)")
         grown = dict(last)
         for token in range(10):
             for name in grown:
@@ -549,12 +553,12 @@ class BackendConformance:
         return self._continue(session, session.new_state(1), one, slice(0, length))
 
     def _joined(self, session: Session, feeds: Mapping[str, torch.Tensor], lengths: tuple[int, ...]) -> State:
-        """Return a state of several rows, joined from single-row states. Row i contains its first `lengths[i]` tokens."""
+        """Join single-row states to a state of several rows and return it. Row i of the state has `lengths[i]` tokens."""
         states = []
         for row, length in enumerate(lengths):
             state = session.new_state(1)
             if not state.joinable:
-                pytest.skip(f"{self.backend} offers no states that can be joined")
+                pytest.skip(f"the states of {self.backend} cannot be joined")
             one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
             self._continue(session, state, one, slice(0, length))
             states.append(state)
@@ -566,7 +570,7 @@ class BackendConformance:
     def _step(
         session: Session, state: State, feeds: Mapping[str, torch.Tensor], rows: list[int], lengths: list[int]
     ) -> torch.Tensor:
-        """Run one more token for each row, after its first `lengths` tokens."""
+        """Run the next token of each row: row i of the state already contains `lengths[i]` tokens. Return the logits."""
         held = torch.tensor(lengths)
         total = state.length + 1
         step = {}

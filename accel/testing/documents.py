@@ -1,4 +1,4 @@
-"""Tiny document models with fixed seeds, with their tokenizers, made like the models in `accel.testing.models`."""
+"""Tiny document models with fixed seeds and their tokenizers, created from configs like the models in `accel.testing.models`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .models import POSITIONS, SIZES, rescale, small_config, tiny_tokenizer
 
 DOCUMENT_FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "layoutlm": ("LayoutLM", {}),
-    # The hidden size is split among six coordinate embeddings.
+    # LayoutLMv3's hidden size must be the sum of four coordinate sizes and two shape sizes: 4 * 6 + 2 * 4 = 32.
     "layoutlmv3": (
         "LayoutLMv3", {"vocab_size": 270, "pad_token_id": 1, "coordinate_size": 6, "shape_size": 4, "input_size": 32, "patch_size": 8}
     ),
 }  # fmt: skip
-"""By family: prefix of the class names, and further config fields."""
+"""Prefix of transformers' class names, and additional config fields, by family name."""
 
 
 def save_document_model(folder: Path, family: str = "layoutlm", seed: int = 0) -> Path:

@@ -1,7 +1,7 @@
-"""Tiny generating models with fixed seeds, made from configs.
+"""Tiny generating models with fixed seeds, created from configs.
 
-Their weights are large enough that generated tokens differ from step to step. A model that repeats one token would hide
-an incorrect KV cache.
+The weights are large enough that generated tokens differ from step to step. If a model repeated one token, a test would not detect an
+incorrect KV cache.
 """
 
 from __future__ import annotations
@@ -137,13 +137,13 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pix2struct": ("image-to-text", "Pix2StructForConditionalGeneration", {}),
     "llava": ("image-text-to-text", "LlavaForConditionalGeneration", {}),
 }
-"""By family: task, model class, and further config fields."""
+"""Task, model class, and additional config fields, by family name."""
 STATES = (
     "bamba", "falcon-h1", "falcon-mamba", "granite-4", "jamba", "lfm2", "mamba", "mamba-2", "olmo-hybrid", "qwen3-next"
 )  # fmt: skip
-"""Families with states of fixed size, with or without keys and values."""
+"""Families whose layers have states of fixed size, such as Mamba. Some of these families also have a KV cache."""
 RECOMPUTED = ("openai-gpt",)
-"""Families without a KV cache or state."""
+"""Families without a KV cache or another state, which compute all tokens again in each step."""
 PATCH = 4
 """Height and width of Pix2Struct's patches, in pixels."""
 IMAGE_TOKEN = 1

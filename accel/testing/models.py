@@ -1,7 +1,7 @@
-"""Tiny models with fixed seeds and tokenizers for tests, made from configs without downloads.
+"""Tiny models with fixed seeds and tokenizers for tests, created from configs without downloads.
 
-Their weights are scaled so that logits are of order 1 and the mask changes the results. With transformers' default
-initialization, logits are near zero, and errors of a graph would not be detected.
+The weights are scaled so that logits are about 1 in size and the mask changes the results. With transformers' default initialization,
+logits are near zero, so tests would not detect errors of a graph.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViT", {"image_size": 32, "patch_size": 8}),
     "xlm-roberta": ("XLMRoberta", _ROBERTA),
 }  # fmt: skip
-"""By family: prefix of the class names, and further config fields."""
+"""Prefix of transformers' class names, and additional config fields, by family name."""
 
 
 def small_config(cls: Any, sizes: Mapping[str, Any], **settings: Any) -> Any:
@@ -80,7 +80,7 @@ def small_config(cls: Any, sizes: Mapping[str, Any], **settings: Any) -> Any:
 
 
 def rescale(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Draw new weights, so that every layer returns values of order 1 and biases are not zero."""
+    """Replace the weights of a model by random weights, so that every layer returns values of about 1 and biases are not zero."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(shape: torch.Size) -> torch.Tensor:
@@ -114,7 +114,7 @@ def tiny_model(family: str, task: str = "text-classification", seed: int = 0, **
         **overrides: Config fields.
     """
     spec = task_spec(task)
-    # A head for question answering must have two labels, start and end; its forward fails for other numbers.
+    # A question answering head must have two labels (start and end); its `forward` fails for other numbers of labels.
     labels = 2 if "start_logits" in spec.outputs else LABELS
     config = tiny_config(family, **{"num_labels": labels, **overrides})
     torch.manual_seed(seed)
@@ -123,9 +123,9 @@ def tiny_model(family: str, task: str = "text-classification", seed: int = 0, **
 
 
 def tiny_tokenizer(roberta_like: bool = False) -> Any:
-    """Return a word-level tokenizer for the tiny models: lower case, `[CLS] … [SEP]`, unknown words split into
-    characters.
+    """Return a word-level tokenizer for the tiny models.
 
+    The tokenizer lowercases texts and adds `[CLS]` and `[SEP]`. A word that is not in the vocabulary becomes `[UNK]`.
     Each call returns a copy, because a tokenizer stores its truncation and padding settings.
     """
     return copy.deepcopy(_tokenizer(roberta_like))

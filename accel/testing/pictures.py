@@ -1,5 +1,6 @@
-"""Tiny image models with fixed seeds and processors, at least one for each image task, made like the models in
-`accel.testing.models`.
+"""Tiny image models with fixed seeds and processors, at least one for each image task.
+
+The models are created from configs like the models in `accel.testing.models`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DETR = {
 }  # fmt: skip
 _QUERIES = {"num_queries": 8, "num_labels": LABELS}
 _PHRASES = 1030
-"""Size of a vocabulary that includes BERT's ids of punctuation, because Grounding DINO looks for these ids."""
+"""Vocabulary size that includes the ids of BERT's punctuation tokens, because Grounding DINO splits phrases at these ids."""
 
 
 def _texts_and_images(cls: Any, **settings: Any) -> Any:
@@ -227,7 +228,7 @@ PICTURES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "glpn": ("depth-estimation", "GLPNImageProcessorPil", {"size_divisor": 32}),
     "swin2sr": ("image-to-image", "Swin2SRImageProcessorPil", {"size_divisor": 8}),
 }
-"""By family: task, image processor class, and processor settings."""
+"""Task, image processor class, and settings of the processor, by family name."""
 
 _PROCESSORS = {
     "clip": ("CLIPProcessor", ["input_ids", "attention_mask"]),
@@ -265,7 +266,7 @@ def tiny_processor(family: str) -> Any:
 
 
 def _with_punctuation() -> Any:
-    """Return the tiny tokenizer with BERT's ids for the tokens that end phrases."""
+    """Return the tiny tokenizer with BERT's ids for the tokens that separate phrases: `[CLS]`, `[SEP]`, `.` and `?`."""
     from tokenizers import models, processors
 
     backend = copy.deepcopy(tiny_tokenizer().backend_tokenizer)

@@ -1,5 +1,6 @@
-"""Tiny audio models with fixed seeds and feature extractors, and test sounds, made like the models in
-`accel.testing.models`.
+"""Tiny audio models with fixed seeds and feature extractors, and test sounds.
+
+The models are created from configs like the models in `accel.testing.models`.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def save_vits(folder: Path, seed: int = 0, speakers: int = 1) -> Path:
         depth_separable_num_layers=1, sampling_rate=RATE, num_speakers=speakers, speaker_embedding_size=8 if speakers > 1 else 0,
     )  # fmt: skip
     torch.manual_seed(seed)
-    # Weights are not rescaled, because durations are exponentials and would become huge with large weights.
+    # Keep the default weights: token durations are exponentials of layer outputs and would be huge with the larger weights of `rescale`.
     model: Any = transformers.VitsModel(config).eval()
     model.save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))

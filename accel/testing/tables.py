@@ -1,4 +1,4 @@
-"""A tiny model for questions about tables, with a fixed seed and a tokenizer, made without downloads."""
+"""A tiny model for questions about tables, with a fixed seed and a tokenizer, created without downloads."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def tiny_batch(
 ) -> dict[str, torch.Tensor]:
     """Return a random batch for a tiny model of a task.
 
-    The batch comes from `Task.tiny_batch` if the task implements it. If not, it contains inputs of the task's modality,
-    and each row is shorter than the previous row.
+    If the task implements `Task.tiny_batch`, its result is the batch. Otherwise the batch contains texts, sounds or images, depending on
+    the task's modality, and each text or sound is shorter than the previous row.
 
     Args:
         task: The task of the model.
@@ -28,10 +28,10 @@ def tiny_batch(
         size: Height and width of images; the model's default size when `None`.
     """
     draw = torch.Generator().manual_seed(seed)
-    work = load_task(task)
-    spec = work.spec
-    own = type(work).tiny_batch is not Task.tiny_batch
-    if spec.modalities == ("image",) and not spec.generates and not own:
+    implementation = load_task(task)
+    spec = implementation.spec
+    overridden = type(implementation).tiny_batch is not Task.tiny_batch
+    if spec.modalities == ("image",) and not spec.generates and not overridden:
         edge = getattr(config, "image_size", None)
         size = size or ((edge, edge) if isinstance(edge, int) else (64, 96))
         return {"pixel_values": torch.randn((rows, 3, *size), generator=draw)}
@@ -46,8 +46,8 @@ def tiny_batch(
             mask[row, slice(0, row) if left else slice(_TOKENS - 2 * row, _TOKENS)] = 0
         return {"input_ids": ids * mask, "attention_mask": mask}
 
-    if own:
-        batch = work.tiny_batch(config, rows, draw, texts)
+    if overridden:
+        batch = implementation.tiny_batch(config, rows, draw, texts)
     elif spec.modalities == ("audio",):
         batch = _sounds(config, rows, draw, frames=spec.generates)
     elif spec.modalities == ("image",):

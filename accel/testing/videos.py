@@ -1,4 +1,4 @@
-"""Tiny video models with fixed seeds and processors, and test videos, made like the models in `accel.testing.models`."""
+"""Tiny video models with fixed seeds and processors, and test videos, created from configs like the models in `accel.testing.models`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VIDEO_FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "timesformer": ("Timesformer", {"patch_size": 8}),
     "vivit": ("Vivit", {"tubelet_size": [2, 8, 8]}),
 }
-"""By family: prefix of the class names, and further config fields."""
+"""Prefix of transformers' class names, and additional config fields, by family name."""
 
 
 def tiny_video(height: int = 40, width: int = 60, frames: int = FRAMES, seed: int = 0) -> npt.NDArray[np.uint8]:

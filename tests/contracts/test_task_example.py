@@ -93,7 +93,7 @@ SPEC = TaskSpec(name="bare", own_pipelines=("bare",), suffixes=("Bare",), column
 """
     (tmp_path / "bare_task.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(accel.AccelError, match=r"no class for it.*\n?.*Task\.pipeline"):
+    with pytest.raises(accel.AccelError, match=r"returned None instead of a pipeline class.*\n?.*Task\.pipeline"):
         pipeline_class("bare")
     with pytest.raises(accel.AccelError, match=r"Task\.predictor"):
         predictor_for("bare", None)

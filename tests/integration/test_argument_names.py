@@ -91,13 +91,13 @@ def test_methods_of_torch_modules(artifact: Artifact, caplog: pytest.LogCaptureF
     assert model.eval() is model
     assert not caplog.text
     assert model.half() is model
-    assert "a graph's dtype is fixed" in caplog.text
+    assert "A graph's dtype is fixed" in caplog.text
     assert model.dtype == torch.float32
     with pytest.raises(InputError, match="cannot be trained"):
         model.train()
     if not torch.cuda.is_available():
         assert model.cuda() is model
-        assert "Load it with from_pretrained" in caplog.text
+        assert "Load the model again with from_pretrained" in caplog.text
 
 
 def test_pipeline_with_an_open_model(artifact: Artifact) -> None:
@@ -105,7 +105,7 @@ def test_pipeline_with_an_open_model(artifact: Artifact) -> None:
     wanted = accel.pipeline(model=model)("where is my card")
     assert accel.pipeline(model=model, device="cpu")("where is my card") == wanted
     assert accel.pipeline(model=model, device=-1)("where is my card") == wanted
-    with pytest.raises(ConfigError, match="for a model given by id"):
+    with pytest.raises(ConfigError, match="The model is already loaded"):
         accel.pipeline(model=model, backend="cpu")
 
 

@@ -89,7 +89,7 @@ def test_generation_is_timed_to_first_and_last_token(generator: Callable[..., Ar
 
 
 def test_variant_with_wrong_outputs_is_not_timed(found) -> None:
-    assert "outputs differ from the baseline's" in found["wrong"].error
+    assert "outputs differ from the outputs of the baseline" in found["wrong"].error
     assert found["wrong"].cells == ()
 
 
@@ -145,7 +145,7 @@ def test_terminated_process_is_reported(tiny_artifact) -> None:
     worker = VariantProcess(Variant(name="doomed", path=tiny_artifact().path, task="text-classification"), 1)
     try:
         worker.load()
-        with pytest.raises(SessionError, match=r"The process of doomed died \(exit code 7\)"):
+        with pytest.raises(SessionError, match=r"The process of doomed ended unexpectedly \(exit code 7\)"):
             worker.call(_die)
     finally:
         worker.close()
@@ -158,7 +158,7 @@ def test_terminated_process_is_reported(tiny_artifact) -> None:
         ({"rounds": 0}, "rounds is 0"),
         ({"rate": -1.0}, "rate is"),
         ({"pytorch": ["int3"]}, "dtype"),
-        ({"tokenize": True}, "needs texts"),
+        ({"tokenize": True}, "no texts were passed"),
     ],
 )
 def test_invalid_settings_raise(tiny_folder, settings, message) -> None:

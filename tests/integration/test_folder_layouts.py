@@ -152,6 +152,6 @@ def test_output_with_wrong_shape_is_named(tiny_artifact: Get, tiny_folder: Calla
 
 
 def test_benchmark_of_generating_model_requires_new_tokens(generator: Get) -> None:
-    with pytest.raises(ConfigError, match="answer by generating") as error:
+    with pytest.raises(ConfigError, match="needs new_tokens") as error:
         accel.benchmark(generator("t5"))
     assert "new_tokens" in str(error.value.fix)

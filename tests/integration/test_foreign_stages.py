@@ -93,18 +93,18 @@ def refusal(folder: str, stage: str) -> str | None:
         ],
         "evaluate": [
             # The IR folders contain their tokenizers, but the Optimum folders do not.
-            (kind in ENCODER_DECODERS, r"accel cannot measure|has no [a-z ]+ that can be (loaded|opened)"),
+            (kind in ENCODER_DECODERS, r"accel cannot measure the accuracy|has no [a-z ]+ that can be (loaded|opened)"),
         ],
         "deploy text": [
-            (kind in ENCODER_DECODERS, "is not served as text by Triton"),
-            (is_ir(folder) and kind in DECODERS, "The loop runs decoders that are one ONNX graph"),
-            ("nocache" in name, "keeps no keys and values by token"),
+            (kind in ENCODER_DECODERS, "cannot deploy the task"),
+            (is_ir(folder) and kind in DECODERS, "needs an artifact with exactly one ONNX graph"),
+            ("nocache" in name, "has no KV cache with an attention mask"),
         ],
         "deploy graph": [
-            (kind in ENCODER_DECODERS, "with a state, which Triton's backends do not keep"),
-            (kind in DECODERS and "nocache" not in name, "with a state, which Triton's backends do not keep"),
+            (kind in ENCODER_DECODERS, "Triton's backends cannot run the artifact"),
+            (kind in DECODERS and "nocache" not in name, "Triton's backends cannot run the artifact"),
         ],
-        "benchmark a call": [(kind in ENCODER_DECODERS, "answer by generating")],
+        "benchmark a call": [(kind in ENCODER_DECODERS, "needs new_tokens")],
     }  # fmt: skip
     return next((reason for applies, reason in table.get(stage, ()) if applies), None)
 

@@ -203,7 +203,7 @@ def test_audio_padding_reaches_the_decoder(family: str, generator: Artifacts) ->
     assert (step.logits[:, -1] - expected[:, -1]).abs().max() < 1e-3
     whole = model(encoder_outputs=(encoded[0],), decoder_input_ids=tokens).logits
     assert (whole - expected)[0].abs().max() > 1e-2, "the padding changes nothing, which proves nothing"
-    with pytest.raises(InputError, match="positions and no mask"):
+    with pytest.raises(InputError, match="positions and no attention mask"):
         model(encoder_outputs=(encoded[0],), attention_mask=rows["attention_mask"], decoder_input_ids=tokens)
 
 
@@ -334,7 +334,7 @@ def test_image_pipeline_with_encoder_decoder(backend: str, made: Callable[[str, 
     ):
         assert other.task == "image-to-text"
         assert other(pictures[0], max_new_tokens=6) == [{"generated_text": texts[0]}]
-    with pytest.raises(ConfigError, match="reads no prompt"):
+    with pytest.raises(ConfigError, match="accepts no prompt"):
         read(pictures[0], prompt="a photo of")
     with pytest.raises(ConfigError, match="twice"):
         read(pictures[0], max_new_tokens=6, generate_kwargs={"max_new_tokens": 7})
@@ -414,7 +414,7 @@ def test_question_is_drawn_above_the_image(
         expected = tiny_tokenizer().decode(original.generate(**given, max_new_tokens=6)[0], skip_special_tokens=True)
         found[question] = read(pictures()[0], prompt=question, max_new_tokens=6)
         assert found[question] == [{"generated_text": expected}]
-    with pytest.raises(ConfigError, match="was given none"):
+    with pytest.raises(ConfigError, match="no image was passed"):
         read(pictures()[0])
 
 
@@ -428,7 +428,7 @@ def test_zero_token_types_are_ignored(generator: Artifacts) -> None:
     found = model.generate(input_ids=ids, token_type_ids=types, max_new_tokens=4)
     assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=4))
     types[0, 2:] = 1
-    with pytest.raises(InputError, match="for one of type 0"):
+    with pytest.raises(InputError, match="values other than 0"):
         model.generate(input_ids=ids, token_type_ids=types, max_new_tokens=4)
 
 
@@ -534,7 +534,7 @@ def test_invalid_audio_and_images_are_refused(family: str, name: str, generator:
         with pytest.raises(InputError):
             model(nothing, decoder_input_ids=start)
     if family == "whisper":
-        with pytest.raises(InputError, match="times of words"):
+        with pytest.raises(InputError, match="computes word timestamps"):
             model.generate(right, return_timestamps=True, return_token_timestamps=True)
 
 
@@ -603,7 +603,7 @@ def test_perplexity_equals_transformers(generator: Artifacts, tmp_path: Path) ->
     assert found.comparison is not None
     assert abs(found.comparison.difference) < 1e-3 * found.value
     assert found.comparison.agreement == 1.0
-    with pytest.raises(ConfigError, match="cannot measure text2text-generation"):
+    with pytest.raises(ConfigError, match="cannot measure the accuracy of the task .text2text-generation"):
         accel.evaluate(generator("bart"), tmp_path / "lines.txt", metric="perplexity", processor=tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     with pytest.raises(InputError, match="two tokens"):
@@ -719,6 +719,6 @@ def test_invalid_prompts_are_refused(prompt: Any, generator: Callable[..., Artif
     for family in ("llama", "t5"):
         model: Any = accel.ORTModel.from_pretrained(generator(family))
         for call in (lambda model=model: model.generate(prompt), lambda model=model: model.generate(input_ids=prompt)):
-            with pytest.raises(InputError, match="prompts are|not a tensor|tokens are integers") as error:
+            with pytest.raises(InputError, match="its shape must be|not a tensor|token ids must be integers") as error:
                 call()
             assert error.value.fix

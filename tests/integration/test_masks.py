@@ -116,15 +116,18 @@ def test_invalid_inputs_are_refused(tiny_folder: Callable[..., Path], tiny_artif
     model, inputs = opened("sam", "pytorch", folder, tiny_artifact), prompts(folder)
     pixels, points = inputs["pixel_values"], inputs["input_points"]
     for given, message in (
-        ({"pixel_values": pixels, "input_boxes": torch.zeros(2, 3, 4)}, "nothing of input_boxes"),
-        ({"pixel_values": pixels, "input_points": points, "multimask_output": False}, "multimask_output=False"),
-        ({"pixel_values": pixels}, "No input_points"),
-        ({"input_points": points}, "only one"),
-        ({"pixel_values": pixels[:1], "input_points": points}, "2 images came, and 1"),
+        ({"pixel_values": pixels, "input_boxes": torch.zeros(2, 3, 4)}, "input_boxes is not supported"),
+        (
+            {"pixel_values": pixels, "input_points": points, "multimask_output": False},
+            "multimask_output=False is not supported",
+        ),
+        ({"pixel_values": pixels}, "input_points is missing"),
+        ({"input_points": points}, "both missing"),
+        ({"pixel_values": pixels[:1], "input_points": points}, "points for 2 images, but 1"),
     ):
         with pytest.raises(InputError, match=message):
             model(**given)
-    with pytest.raises(ConfigError, match="cannot measure mask-generation"):
+    with pytest.raises(ConfigError, match="cannot measure the accuracy of the task .mask-generation"):
         accel.evaluate(model, [{"image": picture(60, 80), "mask": picture(60, 80)}])
 
 

@@ -80,9 +80,9 @@ class TestDetection:
     @pytest.mark.parametrize(
         ("boxes", "message"),
         [
-            ([[50.0, 40.0, 78.0, 58.0]] * 3, "end outside their images"),
-            ([[0.1, 0.1, 0.3, 0.2]], "shorter than a pixel"),
-            ([[10.0, 10.0, -5.0, 5.0]], "A box of row 0"),
+            ([[50.0, 40.0, 78.0, 58.0]] * 3, "extend beyond their images"),
+            ([[0.1, 0.1, 0.3, 0.2]], "smaller than a pixel"),
+            ([[10.0, 10.0, -5.0, 5.0]], "Row 0 of the data contains the invalid box"),
         ],
         ids=["corners", "shares", "negative"],
     )
@@ -200,7 +200,7 @@ class TestSegmentation:
 
     def test_unknown_classes_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "annotation": Image.new("L", (80, 60), 7)}]
-        with pytest.raises(InputError, match="holds the classes"):
+        with pytest.raises(InputError, match="contains the class ids"):
             measured("segformer", tiny_folder("segformer", self.TASK), rows)
 
     def test_masks_of_wrong_size_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
@@ -240,7 +240,7 @@ class TestDepth:
 
     def test_depths_without_unit_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "depth": Image.new("L", (80, 60), 9)}]
-        with pytest.raises(InputError, match="whole numbers, whose unit is not known"):
+        with pytest.raises(InputError, match="integers, whose unit is unknown"):
             measured("glpn", tiny_folder("glpn", self.TASK), rows)
 
 

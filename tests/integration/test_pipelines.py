@@ -307,11 +307,11 @@ def test_several_questions_and_top_k(answer: Any) -> None:
 
 
 def test_invalid_questions_are_refused(answer: Any) -> None:
-    with pytest.raises(InputError, match="question and a context"):
+    with pytest.raises(InputError, match="argument context is missing"):
         answer(question="what")
-    with pytest.raises(InputError, match="no context"):
+    with pytest.raises(InputError, match="'context' of an example is missing"):
         answer(question="what", context=" ")
-    with pytest.raises(InputError, match="2 questions and 1 contexts"):
+    with pytest.raises(InputError, match="2 questions were passed with 1 contexts"):
         answer(question=["a", "b"], context=["c"])
     with pytest.raises(ConfigError, match="no option"):
         answer(question="what", context=CONTEXT, topk=2)
@@ -319,7 +319,7 @@ def test_invalid_questions_are_refused(answer: Any) -> None:
 
 @pytest.mark.parametrize("words", [13, 30], ids=["no more than the stride", "nothing"])
 def test_question_longer_than_a_window_is_refused(answer: Any, words: int) -> None:
-    with pytest.raises(InputError, match="no room"):
+    with pytest.raises(InputError, match="cannot be split into windows"):
         answer(question="card " * words, context=CONTEXT * 4, max_seq_len=24, doc_stride=8)
 
 
@@ -344,7 +344,7 @@ def test_unsupported_model_log_of_transformers_is_filtered(task: str, logged: bo
 def test_invalid_arguments_raise(tiny_artifact: Callable[..., Artifact]) -> None:
     with pytest.raises(ConfigError, match="transformers has none for 'feature-extractionn'"):
         accel.pipeline("feature-extractionn")
-    with pytest.raises(TaskError, match="does not exist|no pipeline"):
+    with pytest.raises(TaskError, match="not a task|does not exist"):
         accel.pipeline("text-clasification", model=tiny_artifact().path)
     with pytest.raises(TaskError, match="does not serve"):
         accel.pipeline("fill-mask", model=accel.ORTModelForSequenceClassification(tiny_artifact()))

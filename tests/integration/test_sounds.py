@@ -244,7 +244,7 @@ def test_invalid_audio_inputs_are_refused(artifact: Callable[..., Artifact]) -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_too_short_audio_is_refused(backend: str, artifact: Callable[..., Artifact]) -> None:
     model: Any = accel.ORTModelForCTC.from_pretrained(path_of(artifact("wav2vec2", "ctc", backend)), backend=backend)
-    with pytest.raises(InputError, match="the model reads at least") as error:
+    with pytest.raises(InputError, match="the model needs at least") as error:
         model(torch.zeros(1, model._least - 1))
     assert error.value.fix
     assert model(torch.zeros(1, model._least)).logits.shape[:2] == (1, 1)

@@ -91,11 +91,11 @@ def test_incomplete_tiles_are_refused(opened: Any) -> None:
     feeds = _processed()
     padded = feeds["pixel_attention_mask"].clone()
     padded[0, 0, :, _TILE // 2 :] = 0
-    with pytest.raises(InputError, match="tiles are padded"):
+    with pytest.raises(InputError, match="partly padded"):
         opened(**{**feeds, "pixel_attention_mask": padded})
-    with pytest.raises(InputError, match="pixel_attention_mask is .* and pixel_values are"):
+    with pytest.raises(InputError, match="pixel_attention_mask has the shape .* pixel_values of shape"):
         opened(**{**feeds, "pixel_attention_mask": padded[:, :1]})
-    with pytest.raises(InputError, match="a smolvlm takes 5"):
+    with pytest.raises(InputError, match="a smolvlm model needs 5"):
         opened(**{**feeds, "pixel_values": feeds["pixel_values"][0]})
     with pytest.raises(InputError, match="image tokens"):
         opened(**{**feeds, "pixel_values": torch.zeros_like(feeds["pixel_values"])})

@@ -118,7 +118,7 @@ def test_tuning_result_is_pickled_and_copied(found: Tuning) -> None:
 
 def test_crash_rejects_one_candidate(found: Tuning) -> None:
     (crashed,) = [trial for trial in found.trials if trial.name == "crash: torch_program float32"]
-    assert "died (exit code 3)" in crashed.reason
+    assert "ended unexpectedly (exit code 3)" in crashed.reason
 
 
 def test_every_rejected_candidate_is_explained(found: Tuning) -> None:

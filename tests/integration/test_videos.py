@@ -139,7 +139,7 @@ def test_videos_with_too_few_frames_are_refused(
     few = [{"video": [Image.fromarray(frame) for frame in tiny_video(frames=2)], "label": 0}]
     with pytest.raises(InputError, match="pixel_values"):
         accel.evaluate(artifact.path, few)
-    with pytest.raises(InputError, match="no list of frames"):
+    with pytest.raises(InputError, match="not a list of frames"):
         accel.evaluate(artifact.path, [{"video": [], "label": 0}, *few])
 
 

@@ -451,7 +451,7 @@ def test_model_with_unsupported_settings_returns_hidden_states_only(root: Path, 
 
 
 def test_triton_front_model_without_dense_module_is_refused(graph_alone: Folder, tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="The modules Dense .* are not in its graph"):
+    with pytest.raises(TaskError, match="modules Dense.* which are not part of its graph"):
         triton_front(graph_alone("6", "dense"), tmp_path, "sentence-similarity")
 
 

@@ -182,7 +182,7 @@ def test_texts_end_before_longrope_changes_its_angles(
     decoder = decoder_of(artifact, tmp_path)
     assert "LongRoPE" in caplog.text
     texts = [start(decoder, prompt, max_new_tokens=100) for prompt in BYTE_PROMPTS]
-    with pytest.raises(InvalidRequestError, match=f"model {SHORT} positions"):
+    with pytest.raises(InvalidRequestError, match=f"at most {SHORT} tokens"):
         start(decoder, "dog " * SHORT)
     finish(decoder)
     for prompt, text in zip(BYTE_PROMPTS, texts, strict=True):

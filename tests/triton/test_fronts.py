@@ -140,7 +140,7 @@ def test_only_the_text_without_a_required_token_is_refused(tmp_path: Path) -> No
     right, refused = front.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": [TEXTS[1]]}])
     assert right["LABEL"].shape == (1, 1)
     assert isinstance(refused, InvalidRequestError)
-    assert "has no token" in str(refused)
+    assert "does not contain the token id" in str(refused)
 
 
 @pytest.mark.parametrize("function", ["none", "sigmoid", "softmax"])

@@ -184,7 +184,7 @@ def test_ranking(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None:
 
 
 def test_too_long_text_is_refused(ask: Callable[..., Any]) -> None:
-    with pytest.raises(Exception, match="202 tokens and the model reads 94"):
+    with pytest.raises(Exception, match="202 tokens, but the model supports at most 94"):
         ask("text_classification", {"TEXT": ["pay " * 200]})
 
 

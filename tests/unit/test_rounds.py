@@ -57,7 +57,10 @@ def test_too_slow_variant_is_stopped_after_a_few_calls() -> None:
     warm_up(found, WORK, 6, hopeless=3.0)
     assert found[1].error is None
     assert fast.calls == 8, "one that may compile, one that decides, six to warm up"
-    assert found[2].error == "too slow to be timed: a call takes 40 ms or more, the baseline's 10 ms (1x8)"
+    assert (
+        found[2].error
+        == "too slow to be timed: one call takes 40 ms or more, and a call of the baseline takes 10 ms (workload 1x8)"
+    )
     assert slow.calls == 4
     assert not found[2].lost, "it would be as slow the next time"
 
@@ -71,7 +74,10 @@ def test_short_calls_are_timed_even_if_much_slower() -> None:
 def test_call_that_does_not_end_is_stopped() -> None:
     found = group(FakeWorker(10_000.0, never=1000.0))
     warm_up(found, WORK, 6, hopeless=3.0)
-    assert found[1].error == "too slow to be timed: a call takes 1030 ms or more, the baseline's 10 ms (1x8)"
+    assert (
+        found[1].error
+        == "too slow to be timed: one call takes 1030 ms or more, and a call of the baseline takes 10 ms (workload 1x8)"
+    )
     assert not found[1].lost
 
 
@@ -88,7 +94,7 @@ def test_running_variants_get_new_processes(monkeypatch: pytest.MonkeyPatch) -> 
         made.append(variant.name)
         return FakeWorker(5.0)
 
-    monkeypatch.setattr(rounds, "Worker", start)
+    monkeypatch.setattr(rounds, "VariantProcess", start)
     monkeypatch.setattr(FakeWorker, "load", lambda self: None, raising=False)
     found = group(FakeWorker(5.0), FakeWorker(5.0))
     found[1].fail("it was too far off")
@@ -119,7 +125,7 @@ def test_saturated_variants_are_reported(rate: float | None, told: bool) -> None
     }
     settings = {"threads": 2, "callers": 1, "rate": rate}
     values = {"task": "text-classification", "baseline": "slow one", "settings": settings, "variants": [variant]}
-    assert ("slow one answered 100 of 200 calls a second" in text_table(values)) is told
+    assert ("slow one finished only 100 of 200 calls per second" in text_table(values)) is told
 
 
 def test_variant_names_with_brackets_are_shown() -> None:

@@ -42,34 +42,44 @@ def generator_settings(facts: TextModelFacts, config: TritonConfig) -> dict[str,
     artifact = facts.artifact
     if artifact.format != "onnx" or len(artifact.components) != 1:
         raise TaskError(
-            f"The loop runs decoders that are one ONNX graph; {artifact.path} is {artifact.format} of "
-            f"{len(artifact.components)} graph(s).",
-            fix="export the model to ONNX: accel export MODEL OUT.",
+            f"Text generation in Triton needs an artifact with exactly one ONNX graph; {artifact.path} has the format {artifact.format} "
+            f"and {len(artifact.components)} graph(s).",
+            fix="export a decoder-only model to ONNX with `accel export MODEL OUT`, and deploy the folder OUT.",
         )
     if config.backend not in ("auto", "python") or config.device != "cpu":
-        raise ConfigError("Decoders run in Triton's Python backend, on the CPU.", fix="leave backend and device out.")
+        raise ConfigError(
+            f"backend={config.backend!r} and device={config.device!r} are not supported for text generation, which runs in Triton's Python "
+            "backend on the CPU.",
+            fix="leave backend and device out.",
+        )
     unsupported = [n for n in ("max_length", "buckets", "accelerator", "parameters") if getattr(config, n)]
     if unsupported:
-        raise ConfigError(f"The loop has no {', '.join(unsupported)}.", fix=f"leave {unsupported[0]} out.")
+        raise ConfigError(
+            f"The settings {', '.join(unsupported)} are not supported for text generation in Triton.",
+            fix=f"leave {', '.join(unsupported)} out.",
+        )
     component = artifact.components[0]
     pasts = [spec for spec in component.inputs if spec.pair is not None]
     others = [spec.name for spec in component.inputs if spec.pair is None and spec.name not in _TAKES]
     grow = all(len(s.shape) == 4 and s.shape[0] == "batch" and isinstance(s.shape[2], str) for s in pasts)
     fixed = all(isinstance(s.shape[1], int) and isinstance(s.shape[3], int) for s in pasts if len(s.shape) == 4)
     if others or not pasts or not (grow and fixed) or "attention_mask" not in {s.name for s in component.inputs}:
-        what = f"takes {', '.join(others)}" if others else "keeps no keys and values by token, behind a mask"
+        what = f"has the inputs {', '.join(others)}" if others else "has no KV cache with an attention mask"
         raise TaskError(
-            f"The decoder of {artifact.path} {what}, which the loop inside Triton does not follow.",
-            fix="use a decoder with plain attention, or run it with accel.pipeline.",
+            f"The decoder in {artifact.path} {what}, which text generation in Triton does not support.",
+            fix="deploy a decoder with standard attention, or run the model with accel.pipeline or `accel serve`.",
         )
     if facts.tokenizer.clean_up_tokenization_spaces and type(facts.tokenizer.backend_tokenizer.model).__name__ != "BPE":
         raise ConfigError(
-            "The tokenizer removes spaces from decoded text (clean_up_tokenization_spaces), but the loop has sent them already.",
-            fix="set it to false in tokenizer_config.json, and record that with: accel validate ARTIFACT --accept-files.",
+            "The tokenizer has clean_up_tokenization_spaces=true, which removes spaces from text that was already sent to the client, so "
+            "streaming in Triton does not support it.",
+            fix="set clean_up_tokenization_spaces to false in tokenizer_config.json, then run `accel validate ARTIFACT --accept-files` to "
+            "record the changed file.",
         )
     if any(spec.dtype == "bfloat16" for spec in pasts):
         raise TaskError(
-            "The caches are bfloat16, which NumPy does not have.", fix="deploy a float32 or float16 artifact."
+            "The KV cache of the graph is bfloat16, but Triton's Python backend uses NumPy, which has no bfloat16.",
+            fix="export the model with --dtype float32 or --dtype float16, and deploy that artifact.",
         )
     return {
         "caches": {
@@ -88,10 +98,10 @@ def generator_settings(facts: TextModelFacts, config: TritonConfig) -> dict[str,
 
 
 def _limit(facts: TextModelFacts) -> int | None:
-    """Return the greatest number of tokens in the prompt and the generated text together, or `None`.
+    """Return the maximum number of tokens in the prompt and the generated text together, or `None` if there is no limit.
 
-    With LongRoPE, the limit is the original training length: if one row becomes longer, the rotary angles change for all rows of the batch.
-    Below this length, no row depends on the other rows.
+    With LongRoPE, the limit is the original training length. If one row were longer, the rotary angles would change for all rows of the
+    batch, and the text of a row would depend on the other rows.
     """
     sizes = facts.artifact.components[0].max_sizes
     limit = sizes.get("total", sizes.get("sequence"))
@@ -99,8 +109,8 @@ def _limit(facts: TextModelFacts) -> int | None:
     if short is None or (limit is not None and limit <= short):
         return limit
     logger.warning(
-        "Texts end at %d tokens, not at %s: beyond them the angles of LongRoPE change for every row of a batch. For longer texts "
-        "use accel.pipeline.",
+        "The deployed model stops at %d tokens (prompt and generated text together), although the model supports %s. In longer texts, "
+        "LongRoPE changes its angles for all rows of a batch. Use accel.pipeline for longer texts.",
         short,
         limit,
     )
@@ -116,8 +126,9 @@ def _generation(facts: TextModelFacts) -> dict[str, Any]:
     unsupported = sorted(set(fields) - set(_FOLLOWED) - _HARMLESS - off)
     if unsupported:
         raise ConfigError(
-            f"The model's generation_config.json asks for {', '.join(unsupported)}, which the loop inside Triton does not follow.",
-            fix="take them out of the file, and record that with: accel validate ARTIFACT --accept-files.",
+            f"The model's generation_config.json sets {', '.join(unsupported)}, which text generation in Triton does not support.",
+            fix=f"remove {', '.join(unsupported)} from generation_config.json, then run `accel validate ARTIFACT --accept-files`, which "
+            "records the changed file.",
         )
     end = config.eos_token_id
     defaults = {name: fields[name] for name in _FOLLOWED if fields.get(name) is not None}

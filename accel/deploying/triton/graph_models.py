@@ -94,11 +94,15 @@ def _tensorrt_accelerator(graph: Graph) -> dict[str, str]:
     foreign = [domain for domain in graph.artifact.domains or () if domain not in ("", "trt.plugins")]
     if foreign:
         raise ConfigError(
-            f"The graph has operators of {', '.join(foreign)}, which TensorRT does not support.",
-            fix="deploy the artifact from before it was optimized, or optimize it with --backend tensorrt.",
+            f"The graph has operators of the domains {', '.join(foreign)}, which TensorRT does not support.",
+            fix="deploy the artifact that `accel export` wrote, before it was optimized, or optimize it with `accel optimize --backend "
+            "tensorrt`.",
         )
     if graph.device.type != "cuda":
-        raise ConfigError("The accelerator tensorrt runs on a GPU.", fix="deploy it with --device cuda.")
+        raise ConfigError(
+            f"The accelerator 'tensorrt' needs a GPU, but the device is {graph.config.device!r}.",
+            fix="deploy with --device cuda, or leave the accelerator out.",
+        )
     profile = _profile(graph)
     cache = f"{graph.config.cache}/{graph.name}/{graph.config.version}"
     precision = {"float16": "FP16"}.get(graph.artifact.dtype, "FP32")
@@ -118,24 +122,33 @@ def _tensorrt_accelerator(graph: Graph) -> dict[str, str]:
 
 def _openvino_accelerator(graph: Graph) -> dict[str, str]:
     if graph.device.type != "cpu":
-        raise ConfigError("The accelerator openvino runs on CPUs.", fix="deploy it with --device cpu.")
+        raise ConfigError(
+            f"The accelerator 'openvino' runs on the CPU, but the device is {graph.config.device!r}.",
+            fix="deploy with --device cpu, or leave the accelerator out.",
+        )
     return {}
 
 
 def _openvino(graph: Graph) -> Fields:
-    """Return the fields of the OpenVINO backend. Batching is disabled, because the backend would always run the maximum batch size."""
+    """Return the fields of the OpenVINO backend.
+
+    Batching is disabled for this backend, because it would pad every call to the maximum batch size.
+    """
     return {"parameters": _texts({"INFERENCE_NUM_THREADS": graph.config.threads, "NUM_STREAMS": "1"})}
 
 
 def _tensorrt(graph: Graph) -> Fields:
     if graph.config.threads is not None:
-        raise ConfigError("An engine has no threads to set.", fix="leave threads out.")
+        raise ConfigError(
+            f"threads={graph.config.threads} is not supported: a TensorRT engine runs on a GPU and has no CPU threads.",
+            fix="leave threads out.",
+        )
     profile = _profile(graph)
     most = profile.get("batch")
     if most is not None and most.most < graph.config.max_batch_size:
         raise ConfigError(
-            f"The engine was built for up to {most.most} rows; max_batch_size is {graph.config.max_batch_size}.",
-            fix=f"deploy it with --max-batch-size {most.most}, or build it with a larger profile.",
+            f"max_batch_size is {graph.config.max_batch_size}, but the TensorRT engine was built for at most {most.most} rows.",
+            fix=f"deploy with --max-batch-size {most.most}, or build the engine again with a profile for more rows.",
         )
     return {"parameters": _texts({"accel_profile": ",".join(f"{axis}={sizes}" for axis, sizes in profile.items())})}
 
@@ -168,9 +181,9 @@ def backend_for(artifact: Artifact, config: TritonConfig) -> str:
     """
     if len(artifact.components) > 1 or artifact.components[0].stateful:
         raise TaskError(
-            f"{artifact.path} is a model for {artifact.task}, of {len(artifact.components)} graph(s) with a state, which "
-            "Triton's backends do not keep.",
-            fix="deploy it with layout='text'."
+            f"Triton's backends cannot run the artifact {artifact.path} (task {artifact.task!r}): it has {len(artifact.components)} "
+            "graph(s), and they can run only a single graph without a state such as a KV cache.",
+            fix="deploy it with layout='text' (--layout text)."
             if any(front.generates for front in load_task(artifact.task).fronts().values())
             and artifact.format == "onnx"
             and len(artifact.components) == 1
@@ -180,21 +193,24 @@ def backend_for(artifact: Artifact, config: TritonConfig) -> str:
     name = config.backend if config.backend != "auto" else next(iter(fitting), "")
     if name not in fitting:
         raise ConfigError(
-            f"Triton's backend {name!r} does not run artifacts of the format {artifact.format}."
+            f"Triton's backend {name!r} cannot run artifacts of the format {artifact.format!r}."
             if name
-            else f"No backend of Triton's runs artifacts of the format {artifact.format}.",
-            fix=f"use {', '.join(fitting)}." if fitting else "export the model to ONNX: accel export MODEL OUT.",
+            else f"Triton has no backend that can run artifacts of the format {artifact.format!r}.",
+            fix=f"use the backend {' or '.join(fitting)}, or leave backend out."
+            if fitting
+            else "export the model to ONNX with `accel export MODEL OUT`, and deploy the folder OUT.",
         )
     backend = BACKENDS[name]
     device = DeviceSpec.parse(config.device)
     if device.type not in backend.devices:
         raise ConfigError(
-            f"Triton's backend {name!r} runs on {' and '.join(backend.devices)}, not on {device.type}.",
-            fix=f"deploy it with --device {backend.devices[0]}.",
+            f"Triton's backend {name!r} runs on {' and '.join(backend.devices)}, but the device is {config.device!r}.",
+            fix=f"deploy with --device {backend.devices[0]}.",
         )
     if config.accelerator is not None and config.accelerator not in backend.accelerators:
         raise ConfigError(
-            f"Triton's backend {name!r} has no accelerator {config.accelerator!r}.", fix="use backend='onnxruntime'."
+            f"The accelerator {config.accelerator!r} is not available for Triton's backend {name!r}, only for 'onnxruntime'.",
+            fix="leave the accelerator out, or deploy an ONNX artifact with backend='onnxruntime'.",
         )
     return name
 
@@ -219,9 +235,9 @@ def graph_config(graph: Graph, backend: str) -> Any:
         fields["dynamic_batching"] = batching(config)
     if config.warmup:
         fields["model_warmup"] = _warmup(graph, most)
-    own = chosen.fields(graph)
-    parameters = {**own.pop("parameters", {}), **_texts(config.parameters)}
-    return model_config(**fields, **own, parameters=parameters)
+    backend_fields = chosen.fields(graph)
+    parameters = {**backend_fields.pop("parameters", {}), **_texts(config.parameters)}
+    return model_config(**fields, **backend_fields, parameters=parameters)
 
 
 def tensors(specs: Sequence[TensorSpec], start: int = 0) -> list[Fields]:

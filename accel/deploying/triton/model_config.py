@@ -43,14 +43,15 @@ def _library() -> tuple[Any, Any]:
     """
     try:
         with warnings.catch_warnings():
-            # protobuf warns if it is one major version newer than the generated code.
+            # protobuf warns if its version is one major version newer than the version that generated the client's code; both work
+            # together.
             warnings.simplefilter("ignore", UserWarning)
             from google.protobuf import text_format
             from tritonclient.grpc import model_config_pb2
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"Triton's configurations are written with its client library, which cannot be imported: {error}.",
-            fix='pip install "accel-transformers[triton]", or "tritonclient[grpc]".',
+            f"Triton's client library, with which accel reads and writes Triton's model configurations, cannot be imported: {error}.",
+            fix='install it with `pip install "accel-transformers[triton]"`.',
         ) from error
     return model_config_pb2, text_format
 
@@ -66,7 +67,8 @@ def model_config(**fields: Any) -> Any:
         return messages.ModelConfig(**fields)
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"Triton has no such configuration: {error}.", fix="check the values of the settings."
+            f"The settings give an invalid Triton model configuration: {error}.",
+            fix="correct the setting that this message names, for example in parameters or accelerator_options.",
         ) from error
 
 
@@ -106,7 +108,8 @@ def read(path: Path) -> Any:
         return text_format.Parse(path.read_text(encoding="utf-8"), messages.ModelConfig())
     except (text_format.ParseError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}.", fix="write it as in Triton's model_config.proto."
+            f"{path} is not a valid Triton model configuration: {error}.",
+            fix="correct the file (its fields are documented in Triton's model_config.proto), or run `accel deploy triton` again.",
         ) from error
 
 
@@ -118,6 +121,6 @@ def check_name(name: str) -> None:
     """
     if not _NAME.match(name):
         raise ConfigError(
-            f"{name!r} cannot be the name of a model.",
-            fix="use letters, digits, '_', '-' and '.', beginning with a letter or a digit.",
+            f"The model name {name!r} is invalid, because Triton uses the name as a folder name and in URLs.",
+            fix="use letters, digits, '_', '-' and '.', and begin the name with a letter or a digit.",
         )

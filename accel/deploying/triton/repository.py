@@ -97,8 +97,8 @@ def deploy(
     name = config.name or task.replace("-", "_")
     if config.queue_timeout_us is not None or config.queue_size is not None:
         logger.warning(
-            "A queue policy makes Triton lose throughput over time, down to a stall (server issue 8870): leave "
-            "queue_timeout_us and queue_size out where clients can have timeouts of their own."
+            "queue_timeout_us and queue_size write a queue policy. With a queue policy, Triton becomes slower over time and can stop "
+            "answering (Triton server issue 8870). Leave both out if clients can set timeouts themselves."
         )
     progress.report("writing the repository", 0, None)
     with staging(target, needs=source.bytes) as folder:
@@ -106,7 +106,9 @@ def deploy(
             models = _Writer(folder, config, source).graph(name, config.max_length)
         elif front is None:
             raise TaskError(
-                f"A model for {task} is not served as text by Triton.", fix="deploy it with --layout graph."
+                f"accel cannot deploy the task {task!r} with --layout {layout}: Triton models with texts as inputs exist only for some "
+                "tasks.",
+                fix="deploy with --layout graph, and send tensors to Triton.",
             )
         else:
             writer = _TextWriter(folder, config, source, front, name, layout)
@@ -121,14 +123,15 @@ def _task(artifact: Artifact, config: TritonConfig) -> str:
     Raises:
         TaskError: The model does not support the configured task.
     """
-    own = task_spec(artifact.task)
+    spec = task_spec(artifact.task)
     if config.task is None:
-        return own.name
-    task = config.task if config.task in own.serves else task_spec(config.task).name
-    if task not in own.serves:
+        return spec.name
+    task = config.task if config.task in spec.serves else task_spec(config.task).name
+    if task not in spec.serves:
         raise TaskError(
-            f"The artifact was made for {own.name}, which serves {', '.join(own.serves)}; not {config.task}.",
-            fix="leave the task out, or deploy another artifact.",
+            f"The artifact {artifact.path} was exported for the task {spec.name!r}, which can be deployed for {', '.join(spec.serves)}, "
+            f"but not for {config.task!r}.",
+            fix="leave the task out, or deploy an artifact that was exported for the task.",
         )
     return task
 
@@ -139,7 +142,7 @@ def _front(artifact: Artifact, task: str) -> TextFront | None:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Write the models of a repository into a folder."""
+    """Writer of the Triton models of a repository."""
 
     folder: Path
     config: TritonConfig
@@ -180,7 +183,7 @@ class _Writer:
 
 
 class _TextWriter(_Writer):
-    """Write the models that take texts and return results."""
+    """Writer of the Triton models that accept texts and return the results of a task."""
 
     def __init__(
         self, folder: Path, config: TritonConfig, artifact: Artifact, front: TextFront, name: str, layout: str
@@ -207,29 +210,32 @@ class _TextWriter(_Writer):
         from .generator_settings import generator_settings
 
         if self.layout == "ensemble":
-            raise TaskError("An ensemble cannot generate text.", fix="deploy it with --layout text.")
+            raise TaskError(
+                f"--layout ensemble is not supported for the task {self.artifact.task!r}, because a Triton ensemble cannot generate text.",
+                fix="deploy with --layout text.",
+            )
         settings = generator_settings(self.facts, self.config)
         fields = self._interface(self.name, self.front.inputs, self.front.outputs(self.facts))
-        # No batching by Triton: each request has one prompt, and its text is sent in pieces (decoupled responses).
+        # `max_batch_size` 0 turns off Triton's batching: each request has one prompt, and its text is sent in pieces (decoupled responses).
         fields |= {"max_batch_size": 0, "model_transaction_policy": {"decoupled": True}}
         version = self.version(self.name)
         write(self._python(fields), version.parent)
         self.code(version, "generator", "text_decoder.py", "tokens.py")
         self._tokenizer(version)
-        known = write_graph(Graph(self.artifact, self.config, self.name), version)
-        self.settings(version, {**settings, **known})
+        graph_settings = write_graph(Graph(self.artifact, self.config, self.name), version)
+        self.settings(version, {**settings, **graph_settings})
         return {self.name: "python"}
 
     def _length(self) -> int | None:
         """Return the greatest number of tokens in a text, or `None` if unknown."""
-        own = self.front.limit(self.facts)
+        task_limit = self.front.limit(self.facts)
         limit = self.artifact.components[0].max_sizes.get("sequence")
         length = longest(limit, self.facts.tokenizer, self.config.max_length)
-        length = min((n for n in (length, own) if n is not None), default=None)
+        length = min((n for n in (length, task_limit) if n is not None), default=None)
         if length is not None and self.config.buckets and self.config.buckets[-1] > length:
             raise ConfigError(
-                f"The bucket {self.config.buckets[-1]} is longer than the {length} tokens of a text.",
-                fix=f"use buckets up to {length}.",
+                f"buckets contains {self.config.buckets[-1]}, but texts of this model have at most {length} tokens.",
+                fix=f"use buckets of at most {length} tokens.",
             )
         return length
 
@@ -244,37 +250,40 @@ class _TextWriter(_Writer):
         others = [spec.name for spec in component.inputs if spec.name not in known]
         if others:
             raise TaskError(
-                f"The graph takes {', '.join(others)}, which no tokenizer makes.", fix="deploy it with --layout graph."
+                f"The graph has the inputs {', '.join(others)}, which the tokenizer does not return, so it cannot run on texts alone.",
+                fix="deploy with --layout graph, and send all inputs as tensors.",
             )
         if any(spec.equal_counts for spec in with_row_tokens(self.artifact).components[0].inputs):
             raise TaskError(
-                "This graph answers a row from another row's tokens where they hold unequal numbers of end tokens, and Triton batches "
-                "rows of several callers.",
-                fix="export the model again with this version of accel: accel export MODEL OUT.",
+                "The graph computes wrong results for a batch in which rows have different numbers of end-of-sequence tokens. Triton puts "
+                "rows of several clients into one batch, so this graph cannot be deployed.",
+                fix="export the original model again with this version of accel: `accel export MODEL OUT`.",
             )
         for name in self.front.reads(self.facts):
             self.facts.sizes(name)
             if next(spec.dtype for spec in component.outputs if spec.name == name) == "bfloat16":
                 raise TaskError(
-                    f"The graph's {name} is bfloat16, which Triton's Python backend cannot read.",
-                    fix="deploy a float32 or float16 artifact.",
+                    f"The graph's output {name!r} is bfloat16, but Triton's Python backend uses NumPy, which has no bfloat16.",
+                    fix="export the model with --dtype float32 or --dtype float16, and deploy that artifact.",
                 )
         if self.layout == "ensemble" and not self.front.one_row:
             raise TaskError(
-                "An ensemble needs one row of the graph for each text; this task makes several.",
-                fix="deploy it with --layout text.",
+                f"--layout ensemble is not supported for the task {self.artifact.task!r}: a Triton ensemble needs exactly one row of the "
+                "graph for each text, and this task can have several rows for one text.",
+                fix="deploy with --layout text.",
             )
 
     def _settings(self, graph: str) -> dict[str, Any]:
         """Return the settings of the code that runs inside Triton."""
         tokenizer, component = self.facts.tokenizer, self.artifact.components[0]
-        named = set(tokenizer.model_input_names)
-        own = set(component.own_defaults)
-        zeros = [spec.name for spec in component.inputs if spec.name not in named]
-        if any(name in own for name in zeros):
+        tokenizer_inputs = set(tokenizer.model_input_names)
+        own_defaults = set(component.own_defaults)
+        zeros = [spec.name for spec in component.inputs if spec.name not in tokenizer_inputs]
+        if any(name in own_defaults for name in zeros):
             raise TaskError(
-                f"The tokenizer does not make {', '.join(zeros)}, and zeros are not their default values in this model.",
-                fix="add them to model_input_names of its tokenizer_config.json.",
+                f"The graph has the inputs {', '.join(zeros)}, which the tokenizer does not return, and zeros are not the model's default "
+                "values for them.",
+                fix=f"add {', '.join(zeros)} to model_input_names in the artifact's tokenizer_config.json.",
             )
         fill = {"input_ids": _padding(tokenizer), "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
         return {
@@ -296,30 +305,31 @@ class _TextWriter(_Writer):
         }
 
     def _ensemble(self, graph: str, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Write an ensemble of three steps: tokenizer, graph, results."""
+        """Write a Triton ensemble with three steps: the tokenizer, the graph, and the computation of results."""
         if not BACKENDS[backend_for(self.artifact, self.config)].batches:
             raise ConfigError(
-                "Triton's backend for this graph fixes its batch, and an ensemble needs it free.",
-                fix="deploy it with --layout text.",
+                f"--layout ensemble is not supported for Triton's backend {backend_for(self.artifact, self.config)!r}, which cannot batch "
+                "requests of different sizes.",
+                fix="deploy with --layout text.",
             )
         text = (TritonTensor(name="TEXT", dtype="string"),)
         component, reads = self.artifact.components[0], self.front.reads(self.facts)
         ids = tensors(component.inputs, 1)
         returned = tensors([spec for spec in component.outputs if spec.name in reads], 1)
         tokenizer, last = f"{self.name}_tokenizer", f"{self.name}_answers"
-        whole = self._interface(self.name, text, self.front.outputs(self.facts))
+        ensemble = self._interface(self.name, text, self.front.outputs(self.facts))
         answers = self._interface(last, text, self.front.outputs(self.facts))
         answers["input"] += returned
         self._step({**self._interface(tokenizer, text, ()), "output": ids}, "ensemble_step", settings, "text_model.py")
         self._step(answers, "ensemble_step", settings, "text_model.py")
         steps = [
-            _link(tokenizer, ["TEXT"], [one["name"] for one in ids]),
-            _link(graph, [one["name"] for one in ids], reads),
-            _link(last, ["TEXT", *reads], [one["name"] for one in answers["output"]]),
+            _link(tokenizer, ["TEXT"], [field["name"] for field in ids]),
+            _link(graph, [field["name"] for field in ids], reads),
+            _link(last, ["TEXT", *reads], [field["name"] for field in answers["output"]]),
         ]
         folder = self.version(self.name).parent
-        write(model_config(**whole, platform="ensemble", ensemble_scheduling={"step": steps}), folder)
-        # Triton needs a version folder, and git and some archive formats omit empty folders: add a file.
+        write(model_config(**ensemble, platform="ensemble", ensemble_scheduling={"step": steps}), folder)
+        # Triton needs a version folder for an ensemble. Add a file to it, because git and some archive formats omit empty folders.
         (folder / str(self.config.version) / ".keep").touch()
         self._labels(folder)
         return {self.name: "ensemble", tokenizer: "python", last: "python"}
@@ -330,12 +340,14 @@ class _TextWriter(_Writer):
             "name": name,
             "max_batch_size": self.config.max_batch_size,
             "input": [
-                tensor(one.name, one.dtype, one.dims, optional=one.optional, allow_ragged_batch=one.ragged)
-                for one in inputs
+                tensor(spec.name, spec.dtype, spec.dims, optional=spec.optional, allow_ragged_batch=spec.ragged)
+                for spec in inputs
             ],
             "output": [
-                tensor(one.name, one.dtype, one.dims, label_filename=LABELS if one.name == self.front.labels else "")
-                for one in outputs
+                tensor(
+                    spec.name, spec.dtype, spec.dims, label_filename=LABELS if spec.name == self.front.labels else ""
+                )
+                for spec in outputs
             ],
             "version_policy": version_policy(self.config),
         }
@@ -351,7 +363,7 @@ class _TextWriter(_Writer):
         self.code(version, main, *_SHARED, Path(f"{self.front.service.rpartition(':')[0]}.py"), *others)
         self._tokenizer(version)
         self.settings(version, settings)
-        if any(one.get("label_filename") for one in fields["output"]):
+        if any(output.get("label_filename") for output in fields["output"]):
             self._labels(version.parent)
 
     def _tokenizer(self, version: Path) -> None:
@@ -362,8 +374,9 @@ class _TextWriter(_Writer):
             broken = [label for label in self.facts.labels if label.splitlines() != [label]]
             if broken:
                 raise ConfigError(
-                    f"The label {broken[0]!r} is not one line, and Triton reads labels line by line.",
-                    fix="rename it in id2label of config.json, or deploy with --layout graph.",
+                    f"The label {broken[0]!r} in the model's config.json is empty or contains a line break, but Triton's labels.txt needs "
+                    "one line for each label.",
+                    fix="rename the label in id2label and label2id of config.json, or deploy with --layout graph.",
                 )
             (folder / LABELS).write_text("".join(f"{label}\n" for label in self.facts.labels), encoding="utf-8")
 
@@ -372,32 +385,33 @@ def _facts(artifact: Artifact) -> TextModelFacts:
     """Read the config and the tokenizer from the artifact's folder.
 
     Raises:
-        TaskError: There is no tokenizer that works without transformers.
+        TaskError: The folder has no tokenizer, or the tokenizer does not work without transformers.
     """
     config = open_companion("AutoConfig", artifact.path)
     try:
         tokenizer = open_companion("AutoTokenizer", artifact.path)
     except ArtifactNotFoundError as error:
         raise TaskError(
-            f"{artifact.path} has no tokenizer that can be loaded.",
-            fix="save it there: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER).",
+            f"{artifact.path} contains no tokenizer that transformers can load, and a Triton model for texts needs a tokenizer.",
+            fix=f"save the original model's tokenizer: AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(artifact.path)!r}).",
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise TaskError(
-            "The model has no fast tokenizer, which Triton needs.",
-            fix="deploy it with --layout graph, and tokenize where the client is.",
+            f"The tokenizer in {artifact.path} is not a fast tokenizer, but inside Triton accel can use only fast tokenizers "
+            "(tokenizer.json).",
+            fix="deploy with --layout graph, and tokenize the texts in the client.",
         )
     if tokenizer.split_special_tokens:
         raise TaskError(
-            "The tokenizer reads special tokens in texts as letters (split_special_tokens), which its tokenizer.json, all that runs "
-            "inside Triton, does not say.",
-            fix="deploy it with --layout graph, and tokenize where the client is.",
+            f"The tokenizer in {artifact.path} has split_special_tokens=true, so it reads special tokens in texts as normal characters. "
+            "Triton loads only tokenizer.json, which does not contain this setting.",
+            fix="deploy with --layout graph, and tokenize the texts in the client.",
         )
     return TextModelFacts(artifact, config, tokenizer)
 
 
 def _padding(tokenizer: Any) -> int:
-    """Return the id of the padding token. If there is none, return another id, because the attention mask excludes the padding."""
+    """Return the id of the padding token. A tokenizer without padding token can pad with any id, because the attention mask excludes it."""
     token = tokenizer.pad_token_id
     return int(token if token is not None else tokenizer.eos_token_id or 0)
 

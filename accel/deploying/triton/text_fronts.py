@@ -1,6 +1,7 @@
-"""The front model of a task in Triton: tensors of requests and responses, and settings of the class that runs inside Triton.
+"""Descriptions of front models: the Triton models that accept texts, tokenize them and call the graph's model.
 
-`Task.fronts` returns the front models of a task.
+A description has the tensors of requests and responses, and the settings of the class that runs inside Triton. `Task.fronts` returns the
+descriptions of a task.
 """
 
 from __future__ import annotations
@@ -55,13 +56,15 @@ class TextModelFacts:
             if spec.name == name:
                 return spec.shape
         raise TaskError(
-            f"The graph of {self.artifact.path} has no output {name!r}.", fix="deploy it with layout='graph'."
+            f"The graph in {self.artifact.path} has no output {name!r}, which the Triton model for texts needs; its outputs are "
+            f"{', '.join(spec.name for spec in self.artifact.component().outputs)}.",
+            fix="deploy only the graph with layout='graph' (--layout graph).",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFront:
-    """One way to serve a model as text.
+    """Description of a front model: the Triton model that accepts texts and returns the results of a task.
 
     Attributes:
         inputs: Tensors of a request.
@@ -69,10 +72,10 @@ class TextFront:
         service: `module:Class` of the class that converts requests to rows and outputs of the graph to results. The module is in `served`,
             or is the path of a task's own file without `.py`. Empty if `generates` is true.
         reads: Function that returns the names of the graph's outputs that the service needs.
-        makes: Names of graph inputs that the service makes, with one number for each token; the tokenizer makes the other inputs.
+        makes: Names of graph inputs that the service computes, with one number for each token; the tokenizer returns the other inputs.
         options: Function that returns the settings of the service.
-        limit: Function that returns the greatest number of tokens in a text, if the task has a limit in addition to those of the model and
-            the tokenizer.
+        limit: Function that returns the maximum number of tokens in a text if the task has an additional limit, or `None`. The limits of
+            the model and of the tokenizer always apply.
         sample: A sample request to test the server.
         one_row: Whether each text is one row of the graph, so that the task can be deployed as an ensemble.
         labels: Name of the output with a score for each label, for Triton's classification extension; empty for none.

@@ -19,9 +19,9 @@ class TritonConfig(JsonConfig):
     Attributes:
         name: Name of the model that clients call; `None` means the task's name with underscores.
         task: A pipeline task that the model supports, such as `zero-shot-classification`; `None` means the model's own task.
-        layout: `text`: a front model takes texts, tokenizes all requests of a batch and calls the graph once. `ensemble`: a Triton ensemble
-            of tokenizer, graph and results, with each request padded separately. `graph`: tensors in, tensors out. `auto`: `text` if the
-            task has texts, or `graph`.
+        layout: `text` writes a front model, which accepts texts, tokenizes all requests of a batch and calls the graph. `ensemble` writes a
+            Triton ensemble of tokenizer, graph and computation of results, and pads each request separately. `graph` writes only the graph,
+            whose inputs and outputs are tensors. `auto` is `text` for tasks with texts, and `graph` for other tasks.
         backend: Triton's backend for the graph; `auto` selects the default backend of the artifact's format.
         accelerator: Execution accelerator for the backend `onnxruntime`: `tensorrt` or `openvino`.
         accelerator_options: Options of the accelerator, with Triton's names.
@@ -81,16 +81,22 @@ class TritonConfig(JsonConfig):
             values = getattr(self, name)
             if any(value < 1 for value in values) or list(values) != sorted(set(values)):
                 raise ConfigError(
-                    f"TritonConfig.{name} is {list(values)}.", fix="use rising positive numbers, such as (16, 32, 64)."
+                    f"TritonConfig.{name} is {list(values)}, but it must contain positive numbers in increasing order.",
+                    fix="pass increasing numbers, such as (16, 32, 64).",
                 )
         if any(size > self.max_batch_size for size in self.preferred_batch_sizes):
             raise ConfigError(
-                f"A preferred batch size of {self.preferred_batch_sizes[-1]} is above max_batch_size {self.max_batch_size}.",
-                fix="raise max_batch_size.",
+                f"preferred_batch_sizes contains {self.preferred_batch_sizes[-1]}, which is larger than max_batch_size = "
+                f"{self.max_batch_size}.",
+                fix="use a larger max_batch_size or smaller preferred_batch_sizes.",
             )
         if self.accelerator_options and self.accelerator is None:
-            raise ConfigError("accelerator_options without an accelerator.", fix="name one: accelerator='tensorrt'.")
+            raise ConfigError(
+                f"accelerator_options is {dict(self.accelerator_options)}, but no accelerator is set.",
+                fix="set accelerator='tensorrt' or accelerator='openvino', or leave accelerator_options out.",
+            )
         if self.buckets and self.max_length is not None and self.buckets[-1] > self.max_length:
             raise ConfigError(
-                f"The bucket {self.buckets[-1]} is above max_length {self.max_length}.", fix="use shorter buckets."
+                f"buckets contains {self.buckets[-1]}, which is larger than max_length = {self.max_length}.",
+                fix="use a larger max_length or smaller buckets.",
             )

@@ -39,7 +39,7 @@ class ScoredRows:
     seconds: float
 
     def __post_init__(self) -> None:
-        # Searches store predictions as JSON; convert them back.
+        # A search reads stored predictions from JSON, where tuples and `TokenScores` are lists and dictionaries: convert them back.
         object.__setattr__(self, "predictions", tuple(map(_prediction, self.predictions)))
 
 
@@ -188,7 +188,7 @@ def bootstrap(
         finish = metric.finish
 
         def difference(picks: np.ndarray) -> np.ndarray:
-            # How often each row was drawn, `(samples, rows)`.
+            # `weights` is the number of times that each row was drawn, `(samples, rows)`.
             numbered = picks + rows * np.arange(len(picks))[:, None]
             weights = np.bincount(numbered.ravel(), minlength=picks.size).reshape(picks.shape).astype(np.float64)
             differences: np.ndarray = finish(weights @ b) - finish(weights @ a)
@@ -198,7 +198,7 @@ def bootstrap(
 
         def difference(picks: np.ndarray) -> np.ndarray:
             weights = np.stack([np.bincount(pick, minlength=rows) for pick in picks]).astype(np.float64)
-            # Resampled rows without any object give NaN: count their difference as 0.
+            # If no resampled row contains an object, both values are NaN: count their difference as 0.
             return np.nan_to_num(value(weights) - other(weights))
     else:
 

@@ -146,11 +146,14 @@ class EvaluationSet:
         check_number("batch_size", settings.batch_size, 1)
         self.task = task_spec(task).name
         if processor is None and folder is None:
-            raise ConfigError("A PyTorch model comes without its tokenizer or processor.", fix="pass processor=...")
+            raise ConfigError(
+                f"The PyTorch model {type(model).__name__} was not loaded from a folder, so accel cannot find its tokenizer or processor.",
+                fix="pass the tokenizer or processor as processor=..., or pass the model as a Hub id or folder.",
+            )
         if processor is None and folder is not None:
             processor = load_processor(folder, self.task, trust_remote_code=settings.trust_remote_code)
         kind = predictor_for(self.task, config)
-        # Check the metric before the rows are loaded, so that a mistyped name does not cost a download.
+        # Check the metric before the rows are loaded, so that a wrong metric name raises before a data set is downloaded.
         self.metric: Metric = metric_for(
             settings.metric,
             kind,
@@ -173,7 +176,7 @@ class EvaluationSet:
 
     @property
     def at(self) -> str:
-        """Text for messages: the number of rows in each call."""
+        """The number of rows in each call, as text for messages, such as `32 rows a call`."""
         return rows_a_call([self.predictor.batch_size])
 
     def measure(self, model: Model, what: str = "evaluating") -> ScoredRows:
@@ -189,19 +192,21 @@ class EvaluationSet:
         scores = dict(self.metric.compute(predictions, self.predictor.references))
         if self.metric.key not in scores:
             raise PluginError(
-                f"The metric {self.metric.name!r} computes {sorted(scores)}, and its key is {self.metric.key!r}.",
-                fix="set Metric.key to one of the scores that Metric.compute returns.",
+                f"The metric {self.metric.name!r} returned the scores {sorted(scores)}, but Metric.key is {self.metric.key!r}, which is "
+                "not one of them.",
+                fix="in the plugin that defines the metric, set Metric.key to one of the scores that Metric.compute returns.",
             )
         value = scores[self.metric.key]
         if not math.isfinite(value):
             raise InputError(
-                f"{self.metric.name} is {value}: the predictions or the references are all alike, or not finite.",
-                fix="measure more rows, or with another metric.",
+                f"The metric {self.metric.name!r} is {value} on {len(self.rows)} rows. Either all predictions or all references are equal, "
+                "or some predictions are not finite numbers.",
+                fix="measure more rows, or use another metric.",
             )
         return ScoredRows(value=value, scores=scores, predictions=tuple(predictions), seconds=seconds)
 
     def compare(self, scored: ScoredRows, other: ScoredRows, name: str, confidence: float = 0.95) -> Comparison:
-        """Compare a model with the model called `name`, both measured on these rows."""
+        """Compare the scores of a model with the scores `other` of the model called `name`; both were measured on the same rows."""
         return compare(
             self.metric,
             other,
@@ -267,11 +272,13 @@ def evaluate(
 
     Raises:
         InputError: The data has no rows or no labels, its columns do not map, or a label is not in the model's config.
-        ConfigError: An unknown metric, split or column.
+        ConfigError: The metric, the split or a column does not exist, or an argument is invalid.
         ArtifactNotFoundError: The model, its original or the data cannot be found.
     """
     if not 0 < confidence < 1:
-        raise ConfigError(f"confidence is {confidence}.", fix="use a number between 0 and 1, such as 0.95.")
+        raise ConfigError(
+            f"confidence is {confidence}, but it must be between 0 and 1.", fix="pass confidence=0.95, for example."
+        )
     hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
     run = RunPreferences(backend=backend, device=device, options=session_options)
     resolved = resolve(model, task=task, hub=hub)
@@ -342,8 +349,9 @@ def _at_hand(model: Model, run: RunPreferences) -> Model:
     """
     if run != RunPreferences():
         raise ConfigError(
-            "backend, device and session_options are for a model given by id or folder.",
-            fix="load the model with them.",
+            "The model is already loaded, so the arguments backend, device and session_options of accel.evaluate have no effect.",
+            fix="pass backend, device and session_options to from_pretrained when you load the model, or pass the model as a Hub id or "
+            "folder.",
         )
     return model.eval()
 
@@ -379,7 +387,7 @@ def _open_original(resolved: ResolvedModel) -> tuple[ORTModel, str]:
     """Load the float32 PyTorch model from which a model was made; return the PyTorch model and its name.
 
     Raises:
-        ArtifactNotFoundError: The artifact's manifest names no source model, or the source model no longer exists.
+        ArtifactNotFoundError: The artifact's manifest does not contain the source model, or the source model no longer exists.
     """
     source = original(resolved)
     config = recorded_export(resolved.artifact) if resolved.artifact is not None else None

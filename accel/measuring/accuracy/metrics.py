@@ -1,8 +1,8 @@
 """Metrics, named as in the `evaluate` library.
 
-Metrics that several tasks share are in this module. They use NumPy and SciPy, so that they work offline and fast. Any other name,
-or the path of a metric script, is loaded by `evaluate` if it is installed and the script can be reached. Values are on the scale
-of `evaluate`: fractions, except for `squad`, which returns percentages.
+This module contains the metrics that several tasks share. They use NumPy and SciPy, so that they work offline and fast. The `evaluate`
+library, if it is installed, loads metrics with other names and metric scripts. Values are on the scale of `evaluate`: fractions, except
+for `squad`, which returns percentages.
 
 To get confidence intervals fast, write a metric as a function of sums over rows: `sums` returns one vector for each row, and
 `finish` turns the sum of these vectors into the value. A resampled value then costs one matrix product (`comparison.bootstrap`).
@@ -106,12 +106,12 @@ def _class_sums(predictions: Values, references: Values) -> Any:
     from scipy.sparse import coo_array
 
     predicted, true = np.asarray(predictions), np.asarray(references)
-    classes = np.union1d(np.union1d(predicted, true), [0, 1])  # binary averages need class 1
+    classes = np.union1d(np.union1d(predicted, true), [0, 1])  # binary averages read class 1, even if it is in no row
     a, b = np.searchsorted(classes, predicted), np.searchsorted(classes, true)
     hits, rows, count = np.flatnonzero(a == b), np.arange(len(predicted)), len(classes)
-    places = np.concatenate([hits, rows, rows]), np.concatenate([a[hits], count + a, 2 * count + b])
+    indices = np.concatenate([hits, rows, rows]), np.concatenate([a[hits], count + a, 2 * count + b])
     shape = (len(rows), 3 * count)
-    return coo_array((np.ones(len(places[0])), places), shape=shape).tocsr()
+    return coo_array((np.ones(len(indices[0])), indices), shape=shape).tocsr()
 
 
 def _averaged(which: str, average: str) -> Callable[[Floats], Floats]:
@@ -133,7 +133,7 @@ def _averaged(which: str, average: str) -> Callable[[Floats], Floats]:
 
 
 def _matthews(sums: Floats) -> Floats:
-    # Gorodkin (2004): correlation of the one-hot predictions and labels.
+    # Matthews correlation for several classes: the correlation of the one-hot predictions and labels (Gorodkin, 2004).
     hits, predicted, true = np.split(sums, 3, axis=-1)
     rows, correct = true.sum(-1), hits.sum(-1)
     covariance = correct * rows - (predicted * true).sum(-1)
@@ -174,7 +174,7 @@ def correlation(which: str) -> Metric:
     return Metric(name=which, key=which, compute=compute)
 
 
-# Metrics of texts. Predictions of language models are `TokenScores`; the references are the rows themselves.
+# Metrics of texts. The predictions of a language model are `TokenScores`; references are not needed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +223,15 @@ def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -
     script = Path(name).expanduser().exists()
     if "/" in name and not script and not trust_remote_code:
         raise ConfigError(
-            f"{name!r} is a script of a Hub user, which would run here.", fix=f"{hint}, or pass trust_remote_code=True."
+            f"The metric {name!r} is a script of a Hub user, which would run on this machine.",
+            fix=f"{hint}, or pass trust_remote_code=True (--trust-remote-code) if you trust the script.",
         )
     try:
         import evaluate
     except ImportError as error:
         raise ConfigError(
-            f"{name!r} is not a metric that accel has.{did_you_mean(name, [*known, *SYNONYMS])}",
+            f"accel has no metric {name!r} for this task, and the evaluate library is not installed."
+            f"{did_you_mean(name, [*known, *SYNONYMS])}",
             fix=f'{hint}, or install the evaluate library: pip install "accel-transformers[evaluate]".',
         ) from error
     try:
@@ -237,16 +239,19 @@ def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -
     # Catch all exceptions: the script is third-party code, and an unreachable Hub raises several types of errors.
     except Exception as error:
         raise ConfigError(
-            f"The metric {name!r} cannot be loaded: {str(error).splitlines()[0] if str(error) else type(error).__name__}."
-            f"{did_you_mean(name, [*known, *SYNONYMS])}",
-            fix=f"{hint}, which work offline; or give the path of a metric script.",
+            f"The evaluate library cannot load the metric {name!r}: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}.{did_you_mean(name, [*known, *SYNONYMS])}",
+            fix=f"{hint}, which work offline, or pass the path of a metric script.",
         ) from error
 
     def compute(predictions: Values, references: Values) -> dict[str, float]:
         scores = loaded.compute(predictions=list(predictions), references=list(references)) or {}
         numbers = {key: float(value) for key, value in scores.items() if np.ndim(value) == 0}
         if not numbers:
-            raise ConfigError(f"The metric {name!r} returned no number: {sorted(scores)}.", fix=f"{hint}.")
+            raise ConfigError(
+                f"The metric {name!r} returned no score that is a single number; it returned {sorted(scores)}.",
+                fix=f"{hint}.",
+            )
         return {"value": next(iter(numbers.values())), **numbers}
 
     return Metric(name=Path(name).stem if script else name, key="value", compute=compute)

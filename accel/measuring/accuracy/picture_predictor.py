@@ -1,4 +1,4 @@
-"""Base class of predictors that compare model outputs with the pixels of images, post-processed by the image processor."""
+"""Base class of predictors for images. The image processor post-processes the model's outputs before the comparison."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .predictors import Model, Predictor
 
 
 class PicturePredictor(Predictor):
-    """Base class of image predictors. Outputs are reduced to numbers row by row, because pixel maps are too large to keep."""
+    """Base class of image predictors, which convert each row's output to a few numbers, because pixel maps are too large to keep."""
 
     use: ClassVar[str] = ""
 
     def _references(self) -> list[Any]:
-        # `predict` reads the reference images when it needs them: pixel maps are too large to keep in memory.
+        # `predict` reads each reference image when it is needed, because all reference images together need too much memory.
         return [None] * len(self.rows)
 
     def predict(self, model: Model, what: str) -> list[Any]:
@@ -30,7 +30,7 @@ class PicturePredictor(Predictor):
         truths = images_of(self.rows, self.use) if self.use else [None] * len(self.rows)
         predictions: list[Any] = [None] * len(self.rows)
         for part, feeds, output in self.batches(model, what):
-            # Image processors read outputs as attributes, and need tensors on the host.
+            # The post-processing functions of image processors read the outputs as attributes, and need CPU tensors.
             outputs = SimpleNamespace(
                 **{k: v.float().cpu() for k, v in output.items() if isinstance(v, torch.Tensor)},
                 scale=_scale(output, feeds),
@@ -49,7 +49,7 @@ class PicturePredictor(Predictor):
         """Return the numbers that a metric needs from a row's post-processed output."""
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Return `None`: numbers of a row cannot be compared as equal or different predictions."""
+        """Return `None`, because the numbers of a row are never equal for two models, so the fraction of equal rows means nothing."""
         return None
 
 
@@ -60,8 +60,8 @@ def _scale(output: Any, feeds: Any) -> int:
 
 
 def sizes_differ(what: str, row: int, have: Sequence[int], want: Sequence[int]) -> InputError:
-    """Return the error for a reference picture whose size differs from the size of its image."""
+    """Return the error for a reference image (`what`) whose height and width `have` differ from the expected size `want`."""
     return InputError(
-        f"The {what} of row {row} has {have[0]} x {have[1]} pixels; {want[0]} x {want[1]} were expected.",
-        fix="give pictures of the same size.",
+        f"The {what} of row {row} has {have[0]} x {have[1]} pixels (height x width), but it must have {want[0]} x {want[1]} pixels.",
+        fix=f"resize the {what} of each row to the size of the model's output for the row's image.",
     )

@@ -101,20 +101,20 @@ class Predictor(abc.ABC):
         """Return one prediction for each row."""
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
-        """Return the fraction of equal predictions (by row, tag or token) of two models; `None` if predictions are numbers.
+        """Return the fraction of equal predictions (by row, tag or token) of two models; `None` if predictions are floats or arrays.
 
-        Class numbers are `int` and are compared. Floats and arrays of two models are never equal, so they are not compared.
+        Class numbers are `int` and are compared. Floats and arrays of two models are never equal, so comparing them would mean nothing.
         """
-        if any(isinstance(one, float | np.floating | np.ndarray | torch.Tensor) for one in first):
+        if any(isinstance(prediction, float | np.floating | np.ndarray | torch.Tensor) for prediction in first):
             return None
         return sum(bool(a == b) for a, b in zip(first, second, strict=True)) / len(first)
 
     def batches(self, model: Model, what: str, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Run a model on all rows or on the given rows; yield row numbers, inputs and outputs of each batch."""
+        """Run a model on all rows, or on `rows`; yield the row numbers, the inputs and the outputs of each batch."""
         plan = self.encoded.plan(self.batch_size, by_length=self.by_length)
         if rows is not None:
             chosen = set(rows)
-            plan = [kept for part in plan if (kept := [i for i in part if i in chosen])]
+            plan = [chosen_part for part in plan if (chosen_part := [i for i in part if i in chosen])]
         takes = _takes(model)
         with torch.inference_mode():
             for part in progress.track(plan, what):
@@ -177,12 +177,16 @@ class ZeroShotPredictor(ClassPredictor):
         if names:
             self.names = list(names)
             if any(value is None or not 0 <= value < len(names) for value in values):
-                raise InputError(f"Rows of {self.rows.sample.source} have no label.", fix="use a labelled split.")
+                raise InputError(
+                    f"Some rows of {self.rows.sample.source} have no label, or a label that is not the index of a class name.",
+                    fix="use a split of the data with labels, such as train or validation.",
+                )
             return list(values)
         if not all(isinstance(value, str) for value in values):
             raise InputError(
-                f"The labels in the column {self.rows.name_of('label')!r} are numbers without names; rows are compared with the names.",
-                fix="give the names of the classes.",
+                f"The labels in the column {self.rows.name_of('label')!r} are numbers without names, but a zero-shot model compares each "
+                "row with the class names.",
+                fix="use class names in the column, or a `datasets` feature ClassLabel(names=[...]).",
             )
         self.names = sorted(set(texts(self.rows, "label")))
         return [self.names.index(value) for value in values]
@@ -250,8 +254,8 @@ def predictor_for(task: str, config: Any) -> type[Predictor]:
     chosen: type[Predictor] | None = loaded.predictor(config)
     if chosen is None:
         raise ConfigError(
-            f"accel cannot measure {loaded.spec.name} yet.",
-            fix=f"measure one of {', '.join(measured_tasks())}; a task of your own needs Task.predictor.",
+            f"accel cannot measure the accuracy of the task {loaded.spec.name!r} yet.",
+            fix=f"measure a model for one of {', '.join(measured_tasks())}. For a task of your own plugin, implement Task.predictor.",
         )
     return chosen
 
@@ -279,7 +283,10 @@ def metric_for(
         return offered[plain]
     others = (load_task(task).predictor(None) for task in measured_tasks())
     if any(other is not None and plain in other.metrics(classes) for other in others):
-        raise ConfigError(f"{name} does not measure {predictor.kind}.", fix=f"use one of {', '.join(offered)}.")
+        raise ConfigError(
+            f"The metric {name!r} does not fit the model's task, whose predictions are {predictor.kind}.",
+            fix=f"use one of {', '.join(offered)}.",
+        )
     return through_evaluate(name, tuple(offered), trust_remote_code)
 
 

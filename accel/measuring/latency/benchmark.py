@@ -205,14 +205,17 @@ def measure_variants(
     watch = watch or MachineWatch()
     if load.new_tokens and not (load.new_tokens > 1 and task_spec(variants[0].task).generates and load.texts is None):
         raise ConfigError(
-            f"new_tokens is {load.new_tokens}, and the task is {variants[0].task}.",
-            fix="give at least 2, with a model that generates and sequence=... for its prompts.",
+            f"new_tokens is {load.new_tokens} for the task {variants[0].task!r}"
+            f"{' with texts' if load.texts is not None else ''}. accel can time generation only for new_tokens of at least 2, a task that "
+            "generates, and prompts of a fixed length (sequence=...) instead of texts.",
+            fix="pass a model for a task such as text-generation, new_tokens=2 or more, and sequence=... instead of texts=..., or leave "
+            "new_tokens out.",
         )
     spec = task_spec(variants[0].task)
     if not load.new_tokens and spec.generates and spec.encoder_decoder:
         raise ConfigError(
-            f"Models for {spec.name} answer by generating, and new_tokens is 0.",
-            fix="pass new_tokens=... (--new-tokens), at least 2.",
+            f"A benchmark of the task {spec.name!r} needs new_tokens, because accel times these encoder-decoders only while they generate.",
+            fix="pass the number of tokens to generate, at least 2: new_tokens=32 (--new-tokens 32).",
         )
     group = start(variants, load.threads)
     try:
@@ -223,7 +226,10 @@ def measure_variants(
             warm_up(group, workload, effort.warmup)
             check(group, workload, atol)
         if base.error is not None:
-            raise SessionError(f"The baseline {base.variant.name} failed: {base.error}", fix="run it alone to see why.")
+            raise SessionError(
+                f"The benchmark stopped, because its baseline {base.variant.name!r} failed: {base.error}",
+                fix="load the model with ORTModel.from_pretrained and call it once to see the complete error.",
+            )
         _take_all_turns(group, workloads, effort, traffic, load.threads)
     finally:
         for measured in group:
@@ -311,7 +317,12 @@ def variants_of(
         variants = [*baselines.variants(source, device), *variants]
     tasks = {variant.task for variant in variants}
     if len(tasks) != 1:
-        raise ConfigError(f"The models do different tasks: {sorted(tasks)}.", fix="benchmark one task at a time.")
+        raise ConfigError(
+            f"All models of a benchmark must have the same task, but these models have the tasks {sorted(tasks)}."
+            if tasks
+            else "The benchmark has no model to measure.",
+            fix="run one benchmark for each task." if tasks else "pass at least one model.",
+        )
     return variants
 
 
@@ -327,7 +338,7 @@ def pytorch_variant(
         way: `compile`: with `torch.compile`; `cuda_graph`: replayed from a CUDA graph; `None`: eager.
     """
     compiles = way == "compile"
-    # Keep the compiled model even if it is slower than eager: the caller asked for this number.
+    # `keep_slower` runs the compiled model even if it is slower than eager, because the caller wants to know its speed.
     options: dict[str, object] | None = {"keep_slower": True} if compiles else {way: True} if way is not None else None
     name = f"PyTorch {'compiled' if compiles else 'eager'} {dtype}"
     return Variant(
@@ -346,9 +357,10 @@ def pytorch_variant(
 
 
 def _runner(resolved: ResolvedModel) -> str | None:
-    """Return the backend of a model if the caller named none.
+    """Return the backend for a model if the caller passed none.
 
-    `None` selects the automatic choice. If no automatic backend runs the format, return the first backend that does.
+    The result `None` means that accel chooses a backend automatically. If no backend of the automatic choice supports the format, return
+    the first backend that supports it.
     """
     artifact = resolved.artifact
     if artifact is None or artifact.manifest.run is not None:

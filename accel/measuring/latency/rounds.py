@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 
 _WARMUP_CASES = 64
 _LEAST_ROUNDS = 3
-# Milliseconds. Variants with shorter calls are always timed: skipping them saves only seconds, and one disturbance may be as long.
+# Variants whose calls are shorter (in milliseconds) are always timed: skipping them would save only seconds, and a short disturbance of the
+# machine could make them seem slow.
 _SHORT_MS = 30.0
 
 
 @dataclass(slots=True)
 class MeasuredVariant:
-    """A variant with its process and its measurements so far."""
+    """A variant with its process and the measurements that were made until now."""
 
     variant: Variant
     worker: VariantProcess | None = None
@@ -98,8 +99,8 @@ def restart(
 ) -> None:
     """Load the variants again in new processes, except for variants with `lasting`.
 
-    The memory layout changes the speed of a process by some percent for its whole life (measured: two copies of a variant differ
-    by 1 to 5 %). More rounds in one process would not reveal this difference.
+    The memory layout of a process changes its speed by some percent until the process ends: in measurements, two processes of the same
+    variant differed by 1 to 5 %. More rounds in one process would not reveal this difference.
 
     Args:
         group: The variants; only variants with a running process are restarted.
@@ -121,7 +122,7 @@ def restart(
 
 
 def warm_up(group: Sequence[MeasuredVariant], workload: Workload, calls: int, *, hopeless: float | None = None) -> None:
-    """Make calls that are not counted: every case of the workload at least once, up to 64 cases.
+    """Make calls that are not part of the results: every case of the workload at least once, but at most 64 cases.
 
     Args:
         group: The baseline, followed by the other variants.
@@ -132,14 +133,14 @@ def warm_up(group: Sequence[MeasuredVariant], workload: Workload, calls: int, *,
     """
     calls = max(calls, min(len(workload.cases), _WARMUP_CASES))
     base_ms = 0.0
-    for place, measured in enumerate(group):
+    for index, measured in enumerate(group):
         measured.attempt(lambda worker: worker.prepare(workload))
-        if hopeless is not None and place > 0:
+        if hopeless is not None and index > 0:
             measured.warmup_s += _seconds(measured.attempt(lambda worker: worker.time(workload.name, 1)))
             _give_up_if_slow(measured, workload, base_ms, hopeless)
         block: CallBlock | None = measured.attempt(lambda worker: worker.time(workload.name, calls))
         measured.warmup_s += _seconds(block)
-        if place == 0 and block is not None:
+        if index == 0 and block is not None:
             base_ms = max(block.milliseconds[-3:])
 
 
@@ -150,8 +151,8 @@ def _seconds(block: CallBlock | None) -> float:
 def _give_up_if_slow(measured: MeasuredVariant, workload: Workload, base_ms: float, factor: float) -> None:
     """Skip a variant after three calls that are all above the limit, or one call that takes a second longer than the limit.
 
-    Measured: OpenVINO 2026.4 computes the float part of an int8 graph in float16 with its reference kernels on a Xeon with AMX,
-    in 10 s per call, whereas PyTorch takes 15 ms.
+    Very slow variants exist: on a Xeon with AMX, OpenVINO 2026.4 computes the float part of an int8 graph in float16 with its reference
+    kernels, in 10 s per call. PyTorch needs 15 ms for the same call.
     """
     limit_ms = max(factor * base_ms, _SHORT_MS)
     best_ms = math.inf
@@ -170,7 +171,10 @@ def _give_up_if_slow(measured: MeasuredVariant, workload: Workload, base_ms: flo
 
 
 def _too_slow(took_ms: float, base_ms: float, workload: Workload) -> str:
-    return f"too slow to be timed: a call takes {took_ms:.0f} ms or more, the baseline's {base_ms:.0f} ms ({workload.name})"
+    return (
+        f"too slow to be timed: one call takes {took_ms:.0f} ms or more, and a call of the baseline takes {base_ms:.0f} ms "
+        f"(workload {workload.name})"
+    )
 
 
 def take_turns(
@@ -235,7 +239,7 @@ def check(group: Sequence[MeasuredVariant], workload: Workload, atol: float | No
         difference, scale = capture.max_difference(outputs, shared)
         exact = loaded.compute_dtype in ("float32", "float16", "bfloat16") and not loaded.quantized
         limit = capture.tolerance(atol, loaded.compute_dtype, scale) if exact and judge else atol
-        # Float32 kernels of two libraries add in different orders: accept ten times the tolerance of an export.
+        # Accept a larger difference than after an export, because the kernels of two libraries add numbers in different orders.
         if atol is None and limit is not None:
             limit *= 10 if loaded.compute_dtype == "float32" else 2
         measured.difference = max(difference, measured.difference or 0.0)
@@ -247,5 +251,6 @@ def check(group: Sequence[MeasuredVariant], workload: Workload, atol: float | No
         if not math.isfinite(difference) or (limit is not None and difference > limit):
             accepted = f"{limit:.3g}" if limit is not None else "any finite number"
             measured.fail(
-                f"its outputs differ from the baseline's by {difference:.3g} at {workload.name}; accepted: {accepted}."
+                f"its outputs differ from the outputs of the baseline by {difference:.3g} for the workload {workload.name}; the largest "
+                f"accepted difference is {accepted}."
             )

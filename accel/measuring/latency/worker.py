@@ -152,7 +152,7 @@ class _VariantServer:
             specs = tuple(spec for spec in specs if spec.name in _PROMPT)
             sizes = {"total": sizes.get("sequence", 2), **sizes}
         feeds = capture.feeds_for(specs, {"choices": 2, **sizes}, seed=seed, folder=artifact.path)
-        # Inputs have no padding: a variant that skips padding would seem faster on this shape than it is.
+        # Sample inputs have no padding, because a variant that skips padding would otherwise seem faster for this shape than it is.
         return {name: (t.fill_(1) if name == "attention_mask" else t).numpy() for name, t in feeds.items()}
 
     def prepare(self, workload: Workload) -> None:

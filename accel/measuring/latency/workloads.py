@@ -40,10 +40,14 @@ class WorkloadSettings:
         for name in ("batch", "sequence"):
             values = getattr(self, name)
             if not values or min(values) < 1:
-                raise ConfigError(f"{name} is {list(values)}.", fix="use numbers from 1 on.")
+                raise ConfigError(
+                    f"{name} is {list(values)}, but it must contain at least one number, and all numbers must be at least 1.",
+                    fix=f"pass positive numbers, such as {name}=({'1, 8' if name == 'batch' else '32, 128'}).",
+                )
         if self.tokenize and self.texts is None:
             raise ConfigError(
-                "The tokenizer needs texts.", fix="pass texts=... (--texts FILE), or leave the tokenizer out."
+                "tokenize=True (--tokenize) times the tokenizer, but no texts were passed.",
+                fix="pass texts=... (--texts FILE), or leave tokenize out.",
             )
 
 
@@ -56,8 +60,8 @@ def check_sequences(sequences: Sequence[int], limits: Mapping[str, int]) -> None
     limit = limits.get("sequence")
     if limit is not None and max(sequences) > limit:
         raise ConfigError(
-            f"The model has {limit} positions, not {max(sequences)}.",
-            fix=f"name sequences up to {limit}: sequence=({limit},), or --sequence {limit}.",
+            f"The sequence length {max(sequences)} is too long: the model has position embeddings for only {limit} tokens.",
+            fix=f"use sequence lengths up to {limit}: sequence=({limit},), or --sequence {limit}.",
         )
 
 
@@ -104,13 +108,17 @@ def read_texts(file: str | os.PathLike[str], task: str) -> list[str]:
     path = Path(file)
     if path.suffix == ".txt":
         if not path.is_file():
-            raise ConfigError(f"There is no file {path}.", fix="check the path of the texts.")
+            raise ConfigError(
+                f"The file of texts {path} does not exist.", fix="correct the path in texts=... (--texts)."
+            )
         stripped = map(str.strip, path.read_text(encoding="utf-8").splitlines())
         lines = [line for line in stripped if line]
     else:
         lines = texts(map_columns(load_rows(path), task, None, answers=False), "text")
     if not lines:
-        raise InputError(f"{path} holds no texts.", fix="give one text a line.")
+        raise InputError(
+            f"The file {path} contains no texts.", fix="write one text per line, or pass a table with a text column."
+        )
     return lines
 
 

@@ -12,7 +12,7 @@ import torch
 from ...config import check_number, check_type
 
 WINDOW_BATCHES = 64
-"""Number of batches in a window that is sorted: large enough for little padding, small enough for early first results."""
+"""Number of batches whose inputs are sorted together: large enough for little padding, and small enough for early first results."""
 
 
 _NONE: Any = object()
@@ -21,8 +21,8 @@ _NONE: Any = object()
 class LengthSorted:
     """Mixin for transformers' pipelines that sorts inputs by length before batching and restores their order afterwards.
 
-    A batch is padded to its longest row, so mixed lengths waste most of the computation: on the BANKING77 queries, sorting
-    alone doubled the throughput.
+    A batch is padded to its longest row, so a batch of short and long rows wastes computation on padding. For the BANKING77 queries,
+    sorting by length doubled the throughput.
     """
 
     _batch_size: int | None

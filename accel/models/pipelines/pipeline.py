@@ -52,8 +52,8 @@ def pipeline(
 ) -> Pipeline:
     """Create a pipeline with an accelerated model.
 
-    Batched calls sort inputs by length within a window and return results in the original order. Pipelines that transformers 5
-    removed, such as `question-answering`, work as in transformers 4.
+    Calls with a batch size sort the inputs by length, 64 batches at a time, and return the results in the original order. Pipelines that
+    transformers 5 removed, such as `question-answering`, work as in transformers 4.
 
     Args:
         task: Pipeline task; the model's own task when `None`.
@@ -83,19 +83,23 @@ def pipeline(
     if task is not None:
         check_known_arguments(task, pipeline_class(task), kwargs)
     if isinstance(model, str | os.PathLike):
-        given = {"backend": backend, "device": device, **(model_kwargs or {})}
+        running = {"backend": backend, "device": device, **(model_kwargs or {})}
         hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
-        model = _load(task, model, read_arguments(**{**hub, **loading, **given}))
+        model = _load(task, model, read_arguments(**{**hub, **loading, **running}))
     elif loads := _set(backend=backend, revision=revision, token=token, model_kwargs=model_kwargs, **loading):
         raise ConfigError(
-            f"{', '.join(f'{name}=...' for name in loads)}: for a model given by id or folder.",
-            fix="load the model with it (from_pretrained), and pass the model.",
+            f"The model is already loaded, so the arguments {', '.join(loads)} of accel.pipeline have no effect.",
+            fix="pass these arguments to from_pretrained when you load the model, or pass the model as a Hub id or folder.",
         )
     elif device is not None:
         model.to(device_name(device) or "cpu")
     if task is None:
         if not isinstance(model, ORTModel):
-            raise TaskError("The task of a model from transformers must be named.", fix="pass task=...")
+            raise TaskError(
+                f"accel.pipeline was called without a task, and the model is a {type(model).__name__}, which is not a model of accel and "
+                "does not record its task.",
+                fix="pass the task, such as accel.pipeline('text-classification', model=model).",
+            )
         task = _pipeline_of(task_spec(model.artifact.task))
     if isinstance(model, ORTModel):
         _check_model(task, model)
@@ -106,7 +110,7 @@ def pipeline(
     ours = _ours(task)
     impl: Any = pipeline_class(task)
     check_known_arguments(task, impl, kwargs)
-    given = opened_processors(
+    arguments = opened_processors(
         {
             "tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,
             "processor": kwargs.pop("processor", None),
@@ -114,21 +118,25 @@ def pipeline(
         token=token, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if isinstance(model, ORTModel):
-        given |= _processors(model, impl, given)
+        arguments |= _processors(model, impl, arguments)
     if batch_size is not None:
-        given["batch_size"] = batch_size
+        arguments["batch_size"] = batch_size
     if ours is not None:
         needed = "image_processor" if "image" in task_spec(task).modalities else "tokenizer"
-        if needed not in given:
-            raise ConfigError(f"The pipeline {task!r} needs a {needed.replace('_', ' ')}.", fix=f"pass {needed}=...")
-        return ours(model=model, task=task, **given, **kwargs)
-    made: Pipeline = transformers.pipeline(task, model=model, pipeline_class=sorted_class(impl), **given, **kwargs)
-    return made
+        if needed not in arguments:
+            raise ConfigError(
+                f"The pipeline {task!r} requires the argument {needed}: the model is not a model of accel, so it has no folder from "
+                f"which accel could load the {needed.replace('_', ' ')}.",
+                fix=f"pass {needed}=<loaded object, Hub id or folder>.",
+            )
+        return ours(model=model, task=task, **arguments, **kwargs)
+    pipe: Pipeline = transformers.pipeline(task, model=model, pipeline_class=sorted_class(impl), **arguments, **kwargs)
+    return pipe
 
 
 @functools.cache
 def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
-    """Return a subclass of a transformers pipeline class with length-sorted batches and the same name."""
+    """Return a subclass of a transformers pipeline class that has the same name and sorts its inputs by length before batching."""
     how = ClassifiesWindows if classifies_windows(impl) else LengthSorted
     # `loads` returns transformers' three values: True, None ("maybe") and False.
     senses = any(loads(impl, part) is not False for part in ("feature_extractor", "image_processor"))
@@ -143,7 +151,7 @@ def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
 
 
 def _reduced(pipe: Any, _protocol: int) -> tuple[Any, ...]:
-    """Return how to pickle or copy a pipeline: the importable transformers class it is based on, and its attributes."""
+    """Return the values from which pickle and copy restore a pipeline: the transformers class on which it is based, and its attributes."""
     return _empty_pipeline, (pipe._stock_class,), vars(pipe)  # noqa: SLF001  # set in `sorted_class`
 
 
@@ -170,20 +178,25 @@ def usual_model(task: str | None, revision: str | None) -> tuple[str, str]:
             name, usual = get_default_model_and_revision(targeted, options)
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"No model was given{f', and transformers has none for {task!r}' if task else ''}.",
+            "accel.pipeline was called without a model"
+            f"{f', and transformers has no default model for the task {task!r}' if task else ' and without a task'}.",
             fix="pass model=<Hub id or folder>.",
         ) from error
-    logger.warning("No model was given: taking %s at %s, transformers' usual one.", name, revision or usual)
+    logger.warning(
+        "accel.pipeline was called without a model and uses transformers' default model for the task, %s (revision %s). Pass model=... "
+        "to choose a model.",
+        name, revision or usual,
+    )  # fmt: skip
     return name, revision or usual
 
 
-def _processors(model: ORTModel, impl: type[Pipeline], given: Container[str]) -> dict[str, Any]:
-    """Load the tokenizer and processors from the model's folder that the model's inputs or this pipeline's outputs need and that the
-    caller did not pass.
+def _processors(model: ORTModel, impl: type[Pipeline], passed: Container[str]) -> dict[str, Any]:
+    """Load the tokenizer and processors that the pipeline needs from the model's folder, except the `passed` ones, which the caller
+    passed as arguments.
     """
     if loads(impl, "processor"):
         # The pipeline uses one processor for images and texts.
-        return {} if "processor" in given else {"processor": companion_of(model, "AutoProcessor")}
+        return {} if "processor" in passed else {"processor": companion_of(model, "AutoProcessor")}
     needed = {}
     main, reads = model.main_input_name, model.input_names
     sounds = {"input_values", "input_features"} & {main, *reads}
@@ -193,7 +206,7 @@ def _processors(model: ORTModel, impl: type[Pipeline], given: Container[str]) ->
         needed["image_processor"] = "AutoImageProcessor"
     if sounds:
         needed["feature_extractor"] = "AutoFeatureExtractor"
-    return {name: companion_of(model, auto) for name, auto in needed.items() if name not in given}
+    return {name: companion_of(model, auto) for name, auto in needed.items() if name not in passed}
 
 
 def pipeline_tasks(model: ORTModel) -> tuple[str, ...]:
@@ -207,7 +220,7 @@ def _pipelines_of(spec: TaskSpec) -> tuple[str, ...]:
 
 
 def _has_what_it_needs(task: str, model: ORTModel) -> bool:
-    """Return whether a model can be used in the pipeline: it takes the inputs and has the config fields that the pipeline needs."""
+    """Return whether a model can be used in the pipeline of a task, judged from the graph's inputs and the model's config."""
     impl: Any = pipeline_class(task)
     if loads(impl, "image_processor") and not _IMAGES & set(model.input_names):
         return False
@@ -228,8 +241,9 @@ def _ours(task: str) -> type[Pipeline] | None:
     impl = load_task(spec.name).pipeline(word)
     if impl is None:
         raise PluginError(
-            f"The task {spec.name!r} has {word!r} among its own_pipelines, and no class for it.",
-            fix="return the class from Task.pipeline, or leave the name out of TaskSpec.own_pipelines.",
+            f"The task plugin {spec.name!r} lists the pipeline {word!r} in TaskSpec.own_pipelines, but its Task.pipeline({word!r}) "
+            "returned None instead of a pipeline class.",
+            fix=f"return the class from Task.pipeline, or remove {word!r} from TaskSpec.own_pipelines.",
         )
     return impl
 
@@ -244,7 +258,9 @@ def _set(**values: Any) -> list[str]:
 
 
 def _load(task: str | None, model: str | os.PathLike[str], arguments: LoadingArguments) -> ORTModel:
-    """Open a model for a pipeline with the task's class, or with the class of the model's own task if several classes are possible."""
+    """Open a model for a pipeline with the model class of the pipeline's task. If several classes support the task, the class follows
+    from the task that the model was exported for.
+    """
     if task is None or has_several_classes(task):
         cls, arguments = ORTModel, replace(arguments, task=arguments.task or task)
     else:
@@ -269,21 +285,22 @@ def _stock(task: str) -> type[Pipeline]:
         serves = {word for spec in all_tasks() for word in (*spec.serves, *spec.synonyms)}
         known = sorted(serves & set(PIPELINE_REGISTRY.get_supported_tasks()))
         raise TaskError(
-            f"There is no pipeline {task!r}.{did_you_mean(task, known)}", fix=f"use one of {', '.join(known)}."
+            f"The pipeline task {task!r} does not exist.{did_you_mean(task, known)}",
+            fix=f"use one of {', '.join(known)}.",
         ) from error
     impl = targeted["impl"]
     # transformers 5.2x stores classes as dotted paths; a registered pipeline is the class itself.
-    found: type[Pipeline] = pkgutil.resolve_name(impl) if isinstance(impl, str) else impl
-    return found
+    stock_class: type[Pipeline] = pkgutil.resolve_name(impl) if isinstance(impl, str) else impl
+    return stock_class
 
 
 def _check_model(task: str, model: ORTModel) -> None:
     spec_of_task = task_spec(task)
     if model.opens_any_graph() and spec_of_task.embeds:
-        # A class for any graph does not define its first output, so the caller decides whether it is an embedding.
+        # `ORTModelForCustomTasks` runs graphs with any outputs, so the caller must know that the first output is an embedding.
         return
     if not any(isinstance(model, model_class(spec.name)) for spec in specs_for(task)):
         raise TaskError(
-            f"{type(model).__name__} does not serve the pipeline {task!r}.",
-            fix=f"use {model_class(spec_of_task.name).__name__}, or another task.",
+            f"The model is a {type(model).__name__}, which the pipeline {task!r} cannot use.",
+            fix=f"load the model with {model_class(spec_of_task.name).__name__}.from_pretrained, or pass another task.",
         )

@@ -18,35 +18,39 @@ from ...upstream.pipeline_internals import reader_of_options
 from ..arguments import ARGUMENTS, EXPORT_SETTINGS, OTHER_ARGUMENTS
 
 _OF_BOTH = frozenset(("use_cache", "batch_size"))
-"""Arguments that both `from_pretrained` and pipeline calls have; a pipeline passes them to its calls."""
+"""Arguments that both `from_pretrained` and pipeline calls have; `accel.pipeline` uses them for calls and not for loading."""
 _ALWAYS = frozenset(("batch_size", "num_workers"))
 """Options that every pipeline accepts in addition to the parameters of its signature."""
 
 
 @functools.cache
 def loading_arguments() -> frozenset[str]:
-    """Return the pipeline arguments that go to `from_pretrained`, including arguments that it rejects with a reason."""
+    """Return the arguments that `accel.pipeline` passes to `from_pretrained`, including arguments that `from_pretrained` rejects."""
     return frozenset((*ARGUMENTS, *EXPORT_SETTINGS, *OTHER_ARGUMENTS)) - _OF_BOTH
 
 
 def check_model(model: Any) -> None:
-    """Raise if an object is neither a model name nor a model.
+    """Raise if an object is not a model name, a folder, or a model.
 
     Raises:
-        ConfigError: The message contains the object.
+        ConfigError: The object is of another type; the message shows the object.
     """
     if model is not None and not isinstance(model, str | os.PathLike) and not hasattr(model, "forward"):
-        raise ConfigError(f"{model!r:.100} is not a model.", fix="pass a Hub id, a folder, or a model that is loaded.")
+        raise ConfigError(
+            f"The argument model is {model!r:.100}, which is not a model.",
+            fix="pass a Hub id, a folder, or a loaded model.",
+        )
 
 
 def known_options(impl: type[Pipeline]) -> frozenset[str] | None:
-    """Return the options of a pipeline's calls; `None` if the pipeline, `generate` or a processor checks options later.
+    """Return the names of the options that calls of a pipeline accept.
 
-    Without this check, unknown options are silently ignored by tokenizers and by pipelines that read only a few names from `kwargs`.
+    The result is `None` if the pipeline, `generate` or a processor raises for unknown options. Tokenizers, and pipelines that read only a
+    few names from `kwargs`, ignore unknown options silently; for these pipelines, callers check options with this function.
     """
     sanitize: Any = reader_of_options(impl)
     parameters = inspect.signature(sanitize).parameters
-    rest = next((one for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
+    rest = next((p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
     read: Iterable[str] = ()
     if rest is not None and rest.name == "tokenizer_kwargs":
         read = _named(PreTrainedTokenizerBase.__call__).keys() - {"self", "text"}
@@ -83,4 +87,4 @@ def _of_making(impl: type[Pipeline]) -> set[str]:
 
 def _named(function: Any) -> Mapping[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters
-    return {name: one for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    return {name: p for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}

@@ -1,4 +1,4 @@
-"""Text classification by windows of texts: tokenized together, batched by similar length, scored without a loop over rows."""
+"""Text classification of many texts: a window of texts is tokenized together, batched by length, and scored with array operations."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Window(NamedTuple):
 class ClassifiesWindows(LengthSorted):
     """Mixin for transformers' text classification pipeline that processes windows of texts.
 
-    The stock pipeline's work per text (tokenization, tensor creation, label lookup) takes as long as the computation of a small
-    model.
+    transformers' own pipeline tokenizes each text, creates its tensors and looks up its label one by one. For a small model, this work
+    takes as long as the model's computation.
     """
 
     tokenizer: Any
@@ -49,7 +49,7 @@ class ClassifiesWindows(LengthSorted):
         self, items: Iterator[Any], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Any]:
         # `get_iterator` sorts the inputs, because it has their numbers of tokens.
-        return iter(super(LengthSorted, self).__call__((one for one in items), *args, **kwargs))  # type: ignore[misc]
+        return iter(super(LengthSorted, self).__call__((item for item in items), *args, **kwargs))  # type: ignore[misc]
 
     def get_iterator(
         self,
@@ -90,7 +90,7 @@ class ClassifiesWindows(LengthSorted):
         order = np.argsort(lengths, kind="stable")
         values = {}
         for name, tokens in encoding.items():
-            if len(tokens) != len(rows) or any(len(one) != length for one, length in zip(tokens, lengths, strict=True)):
+            if len(tokens) != len(rows) or any(len(row) != length for row, length in zip(tokens, lengths, strict=True)):
                 return None
             values[name] = np.fromiter(itertools.chain.from_iterable(tokens[i] for i in order), np.int64)
         return Window(order, lengths[order], values)
@@ -110,13 +110,13 @@ class ClassifiesWindows(LengthSorted):
         return results
 
     def _batch(self, window: Window, ends: np.ndarray, rows: slice) -> dict[str, torch.Tensor]:
-        """Return rows padded to the longest row, like transformers' pipeline."""
+        """Return rows of a window as tensors, padded to the longest row as in transformers' pipeline."""
         lengths = window.lengths[rows]
-        # At least one column, because a batch of only empty texts would have none.
+        # The tensors have at least one column, because the model cannot run on the zero columns of a batch of empty texts.
         longest = max(lengths[-1], 1)
-        place = np.arange(longest)
+        column = np.arange(longest)
         left = self.tokenizer.padding_side == "left"
-        is_token = place >= longest - lengths[:, None] if left else place < lengths[:, None]
+        is_token = column >= longest - lengths[:, None] if left else column < lengths[:, None]
         tokens = slice(ends[rows.start] - lengths[0], ends[rows.stop - 1])
         batch = {}
         for name, values in window.values.items():
@@ -136,10 +136,10 @@ class ClassifiesWindows(LengthSorted):
             best = zip(scores.argmax(1).tolist(), scores.max(1).tolist(), strict=True)
             return [{"label": labels[i], "score": score} for i, score in best]
         order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-        taken = zip(order.tolist(), np.take_along_axis(scores, order, 1).tolist(), strict=True)
+        best_rows = zip(order.tolist(), np.take_along_axis(scores, order, 1).tolist(), strict=True)
         return [
             [{"label": labels[i], "score": score} for i, score in zip(row, of_row, strict=True)]
-            for row, of_row in taken
+            for row, of_row in best_rows
         ]
 
 
@@ -176,6 +176,7 @@ def _scores(logits: np.ndarray, function: Any) -> np.ndarray:
         ClassificationFunction.NONE: lambda outputs: outputs,
     }
     if function not in how:
+        # The same error as in transformers' pipeline, which this class replaces.
         raise ValueError(f"Unrecognized `function_to_apply` argument: {function}")
     scores: np.ndarray = how[function](logits)
     return scores

@@ -21,14 +21,14 @@ class _Windows:
 
 
 class QuestionAnswerer:
-    """Answer questions from a context.
+    """Service that answers questions from a context.
 
     The inputs are `QUESTION` and `CONTEXT`. The outputs are `ANSWER`, `SCORE`, `START` and `END`, each with `top_k` values. `START` and
     `END` are character positions in the context.
 
     Args:
-        settings: `longest`: greatest number of tokens in a window, unless the request has `max_seq_len`; `no_answer`: id of the token
-            that means "no answer".
+        settings: `longest` is the maximum number of tokens in a window if the request has no `max_seq_len`; `no_answer` is the id of the
+            token that means "no answer".
         tokens: The tokenizer.
     """
 
@@ -44,7 +44,7 @@ class QuestionAnswerer:
         question, context = texts["QUESTION"][0], texts["CONTEXT"][0]
         for name, text in (("question", question), ("context", context)):
             if not text.strip():
-                raise InvalidRequestError(f"the {name} is empty")
+                raise InvalidRequestError(f"the {name} of a request is empty")
         longest = option(options, "max_seq_len", self._longest, int)
         if self._tokens.max_length is not None:
             longest = min(longest, self._tokens.max_length)
@@ -61,39 +61,39 @@ class QuestionAnswerer:
         longest = option(options, "max_answer_len", 15, int)
         whole_words = option(options, "align_to_words", True, bool)
         if count < 1 or longest < 1:
-            raise InvalidRequestError(f"top_k is {count} and max_answer_len {longest}; both are at least 1")
+            raise InvalidRequestError(f"top_k is {count} and max_answer_len is {longest}, but both must be at least 1")
         spans = count * 2 + 10 if whole_words else count
         side = 0 if self._tokens.left else 1
         answers: dict[str, tuple[Any, ...]] = {}
         impossible = 1.0
         for encoding, output in zip(memory.encodings, outputs, strict=True):
-            inside = np.array([place == side for place in encoding.sequence_ids])
+            inside = np.array([sequence == side for sequence in encoding.sequence_ids])
             no_answer = np.array(encoding.ids) == self._no_answer
             start = self._probabilities(output["start_logits"], inside | no_answer)
             end = self._probabilities(output["end_logits"], inside | no_answer)
             impossible = min(impossible, float((start * end)[no_answer].max(initial=0.0)))
             scores = np.tril(np.triu(np.outer(start * inside, end * inside)), longest - 1)
             for flat in _largest(scores, spans):
-                first, last = (int(place) for place in np.unravel_index(flat, scores.shape))
+                first, last = (int(position) for position in np.unravel_index(flat, scores.shape))
                 if scores[first, last] <= 0:
                     continue
                 begins, ends = _characters(encoding, first, last, side, whole_words)
                 text = memory.context[begins:ends]
-                summed, *place = answers.get(text.lower(), (0.0, begins, ends, text))
-                answers[text.lower()] = (summed + float(scores[first, last]), *place)
+                summed, *span = answers.get(text.lower(), (0.0, begins, ends, text))
+                answers[text.lower()] = (summed + float(scores[first, last]), *span)
         ranked = list(answers.values())
         if option(options, "handle_impossible_answer", False, bool):
             ranked.append((impossible, 0, 0, ""))
-        ranked = sorted(ranked, key=lambda one: -one[0])[:count]
+        ranked = sorted(ranked, key=lambda answer: -answer[0])[:count]
         if not ranked:
-            raise InvalidRequestError("the context holds no tokens")
+            raise InvalidRequestError("the context of a request has no tokens, so there is no answer")
         score, start_of, end_of, answer = zip(*ranked, strict=True)
         return {"ANSWER": list(answer), "SCORE": list(score), "START": list(start_of), "END": list(end_of)}
 
     def _probabilities(self, logits: Array, keep: Array) -> Array:
         """Return the probabilities of the tokens in `keep` (context tokens and the "no answer" token); other tokens get 0."""
-        own = self._tokens.unpadded(logits.astype("float32"), len(keep))
-        weights = np.exp(np.where(keep, own - own[keep].max(initial=-np.inf), -np.inf))
+        unpadded = self._tokens.unpadded(logits.astype("float32"), len(keep))
+        weights = np.exp(np.where(keep, unpadded - unpadded[keep].max(initial=-np.inf), -np.inf))
         result: Array = weights / max(float(weights.sum()), np.finfo(np.float32).tiny)
         return result
 

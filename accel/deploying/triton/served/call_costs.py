@@ -12,10 +12,11 @@ _FORGET = 0.98
 
 
 class CallCosts:
-    """Measured cost of calls: the fixed cost of a call, and the cost of each token including padding.
+    """Measured duration of calls of the graph: a fixed time per call, and a time per token, including padding.
 
-    If a call costs much more than a token (a GPU or a small model), all rows run together. If tokens are expensive (a CPU), rows of similar
-    length run together, if this saves more padding than the additional calls cost. Until enough calls are measured, all rows run together.
+    `divide` uses both times. On a GPU or for a small model, a call takes much longer than a token, so all rows run in one call. On a CPU,
+    tokens are expensive, so rows of similar length run in separate calls if the saved padding takes longer than the additional calls. Until
+    enough calls are measured, all rows run in one call.
     """
 
     def __init__(self) -> None:
@@ -25,14 +26,17 @@ class CallCosts:
 
     @property
     def tokens(self) -> float:
-        """Fixed cost of a call, as the number of tokens that take the same time; infinite if it is unknown or if tokens cost nothing."""
+        """The fixed time of a call, as the number of tokens that take the same time.
+
+        The value is infinite if the fixed time is not known yet, or if additional tokens take no measurable time.
+        """
         count, x, xx, y, xy = self._sums
         spread = count * xx - x * x
         if self._seen < _ENOUGH or spread <= 1e-9 * count * xx:
             return float("inf")
         token = (count * xy - x * y) / spread
         call = (y - token * x) / count
-        # A negative fixed cost is measurement noise, so use 0.
+        # A negative fixed time can only be measurement noise, so use 0.
         return max(call, 0.0) / token if token > 0 else float("inf")
 
     def note(self, tokens: int, seconds: float) -> None:

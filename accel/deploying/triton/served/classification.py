@@ -16,7 +16,7 @@ _FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 
 class TextClassifier:
-    """Classify texts: `TEXT` and `TEXT_PAIR` are the inputs, `LABEL`, `SCORE` and `SCORES` the outputs.
+    """Service that classifies texts. Its inputs are `TEXT` and `TEXT_PAIR`; its outputs are `LABEL`, `SCORE` and `SCORES`.
 
     Args:
         settings: `labels` in the order of the logits, and `function`: `softmax`, `sigmoid` or `none`.

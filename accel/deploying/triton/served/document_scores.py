@@ -12,12 +12,12 @@ from .tokens import Array, GraphRow, InvalidRequestError, Tokens
 
 
 class DocumentRanker:
-    """Rank documents: `QUERY` and `DOCUMENTS` are the inputs, `SCORES` and `RANKING` the outputs.
+    """Service that ranks documents. Its inputs are `QUERY` and `DOCUMENTS`; its outputs are `SCORES` and `RANKING`.
 
-    `RANKING` contains the indices of the documents, the best first.
+    `RANKING` contains the indices of the documents, the best document first.
 
     Args:
-        settings: `function`: `sigmoid` or `none`; `prompt`: text that is put before each query; `lower`: whether texts are lowercased.
+        settings: `function` is `sigmoid` or `none`; `prompt` is put before each query; `lower` is true if texts are lowercased.
         tokens: The tokenizer.
     """
 
@@ -33,7 +33,7 @@ class DocumentRanker:
         """Return one row for each document."""
         documents = texts["DOCUMENTS"]
         if not documents:
-            raise InvalidRequestError("there are no documents")
+            raise InvalidRequestError("a request has no documents: DOCUMENTS is empty")
         pairs = [(self._prompt + texts["QUERY"][0], text) for text in documents]
         if self._lower:
             pairs = [(query.lower(), text.lower()) for query, text in pairs]
@@ -42,6 +42,6 @@ class DocumentRanker:
 
     def write(self, memory: None, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores in the order of the documents, and their ranking. Documents with equal scores keep their order."""
-        scores = np.asarray([one["logits"][0] for one in outputs], dtype="float32")
+        scores = np.asarray([output["logits"][0] for output in outputs], dtype="float32")
         scores = sigmoid(scores) if self._function == "sigmoid" else scores
         return {"SCORES": scores, "RANKING": np.argsort(-scores, kind="stable")}

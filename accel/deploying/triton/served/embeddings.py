@@ -12,12 +12,13 @@ from .tokens import Array, GraphRow, Tokens
 
 
 class TextEmbedder:
-    """Compute embeddings: `TEXT` is the input, `EMBEDDING` the output.
+    """Service that computes embeddings of texts. Its input is `TEXT`; its output is `EMBEDDING`.
 
     Args:
-        settings: `output`: name of the graph's output; `pooled`: whether this output is a pooled vector already, if not it is pooled with
-            `modes`, without the first `excluded` tokens; `normalize`: whether vectors that are pooled here are scaled to length 1;
-            `prompt`: text that is put before each text; `lower`: whether texts are lowercased; `size`: size of an embedding.
+        settings: `output` is the name of the graph's output, and `pooled` is true if this output is already one vector per text. Otherwise
+            the service pools the hidden states with `modes`, without the first `excluded` tokens, and scales the vectors to length 1 if
+            `normalize` is true. `prompt` is put before each text, texts are lowercased if `lower` is true, and `size` is the size of an
+            embedding.
         tokens: The tokenizer.
     """
 
@@ -50,7 +51,7 @@ class TextEmbedder:
 
 def pool(hidden: Array, modes: Sequence[str], excluded: int) -> Array:
     """Pool the hidden states of a text, `(tokens, hidden)` float32, without the first `excluded` tokens."""
-    # If there are no other tokens (the prompt used the whole length), pool zeros.
+    # If the prompt fills the whole row, no tokens remain after it: pool zeros.
     kept = hidden[excluded:] if excluded < len(hidden) else np.zeros_like(hidden[:1])
     weights = np.arange(excluded + 1, excluded + 1 + len(kept), dtype="float32")[:, None]
     pooled = {

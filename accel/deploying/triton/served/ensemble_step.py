@@ -16,12 +16,12 @@ from .tokens import InvalidRequestError
 
 
 class TritonPythonModel:
-    """A model for Triton's Python backend. As the last step, it takes the graph's outputs in addition to the text."""
+    """A model for Triton's Python backend. If it is the last step, its inputs are the text and the graph's outputs."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer and the settings from the folder of this file."""
         self._batches = TextRequestHandler(Path(__file__).parent)
-        inputs = [one["name"] for one in json.loads(args["model_config"])["input"]]
+        inputs = [field["name"] for field in json.loads(args["model_config"])["input"]]
         self._outputs = [name for name in inputs if name != "TEXT"]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

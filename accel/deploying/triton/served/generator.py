@@ -1,4 +1,4 @@
-"""Generate text in Triton: prompts in, pieces of text out. Requests join a running batch between two decoding steps."""
+"""Text generation in Triton: the model receives prompts and sends pieces of text. New requests join the running batch between two steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TritonPythonModel:
         self._session = onnxruntime.InferenceSession(
             str(folder / settings["graph"]), options, providers=["CPUExecutionProvider"]
         )
-        self._outputs = [one.name for one in self._session.get_outputs()]
+        self._outputs = [output.name for output in self._session.get_outputs()]
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -70,7 +70,7 @@ class TritonPythonModel:
     def _loop(self) -> None:
         decoder = self._decoder
         while True:
-            # If there are no rows, wait for one. If there are rows, add waiting rows up to the limit.
+            # If no row is running, wait for a new row. If rows are running, add the rows that are waiting, up to the maximum batch size.
             while not decoder.rows or (len(decoder.rows) < self._most and not self._waiting.empty()):
                 row = self._waiting.get()
                 if row is None:

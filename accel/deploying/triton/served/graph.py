@@ -18,12 +18,12 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the graph in the folder of this file."""
         config = json.loads(args["model_config"])
-        self._inputs = [one["name"] for one in config["input"]]
-        self._outputs = [one["name"] for one in config["output"]]
+        self._inputs = [field["name"] for field in config["input"]]
+        self._outputs = [field["name"] for field in config["output"]]
         settings = json.loads((Path(__file__).parent / "settings.json").read_text(encoding="utf-8"))
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = settings["threads"]
-        # Disable spinning: idle threads that spin occupy processors that other models need.
+        # Disable spinning, because idle threads that spin (wait actively) would occupy processors that other models need.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         graph = Path(__file__).parent / settings["graph"]
         self._session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
@@ -37,9 +37,9 @@ class TritonPythonModel:
             {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._inputs}
             for request in requests
         ]
-        feeds = {name: np.concatenate([one[name] for one in inputs]) for name in self._inputs}
+        feeds = {name: np.concatenate([arrays[name] for arrays in inputs]) for name in self._inputs}
         returned = self._session.run(self._outputs, feeds)
-        ends = np.cumsum([len(one[self._inputs[0]]) for one in inputs])[:-1]
+        ends = np.cumsum([len(arrays[self._inputs[0]]) for arrays in inputs])[:-1]
         parts = zip(*(np.split(values, ends) for values in returned), strict=True)
         return [
             pb_utils.InferenceResponse(

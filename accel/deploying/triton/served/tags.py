@@ -17,7 +17,7 @@ STRATEGIES = ("none", "simple", "first", "average", "max")
 
 @dataclass(frozen=True)
 class _Text:
-    """A text and the encodings of its windows, kept from reading the request until its result is computed."""
+    """A text and the encodings of its windows. They are stored until the result of the request is computed."""
 
     text: str
     windows: Sequence[Any]
@@ -44,7 +44,7 @@ class _Token:
 
 
 class TokenClassifier:
-    """Label tokens: `TEXT` is the input, and the output `ENTITIES` is the result of transformers' pipeline as a JSON list.
+    """Service that labels tokens. Its input is `TEXT`; its output `ENTITIES` is the result of transformers' pipeline as a JSON list.
 
     Args:
         settings: `labels` in the order of the logits, and `unknown`: id of the unknown token, or null.
@@ -65,10 +65,12 @@ class TokenClassifier:
         strategy = option(options, "aggregation_strategy", "none", STRATEGIES)
         stride = option(options, "stride", None, int)
         if stride is not None and strategy == "none":
-            raise InvalidRequestError("a stride joins entities of several windows: it needs an aggregation_strategy")
+            raise InvalidRequestError(
+                "the parameter stride needs an aggregation_strategy other than 'none', which joins the entities of several windows"
+            )
         windows = self._tokens.encode(texts["TEXT"][0], cut="longest_first", stride=stride or 0)
         windows = windows if stride is not None else windows[:1]
-        return _Text(texts["TEXT"][0], windows), [self._tokens.row(one) for one in windows]
+        return _Text(texts["TEXT"][0], windows), [self._tokens.row(window) for window in windows]
 
     def write(
         self, memory: _Text, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
@@ -81,13 +83,17 @@ class TokenClassifier:
         for encoding, output in zip(memory.windows, outputs, strict=True):
             logits = self._tokens.unpadded(output["logits"].astype("float32"), len(encoding.ids))
             entities = self._entities(self._read_tokens(memory.text, encoding, softmax(logits)), strategy)
-            entities_kept += [one for one in entities if one.get("entity", one.get("entity_group")) not in ignored]
+            entities_kept += [
+                entity for entity in entities if entity.get("entity", entity.get("entity_group")) not in ignored
+            ]
         if len(memory.windows) > 1:
             entities_kept = _without_overlaps(entities_kept)
         try:
             return {"ENTITIES": [json.dumps(entities_kept, ensure_ascii=False, allow_nan=False)]}
         except ValueError as error:
-            raise NonFiniteOutputError("a score is not finite: run the model in float32") from error
+            raise NonFiniteOutputError(
+                "the model computed a score that is NaN or infinite; deploy the model in float32"
+            ) from error
 
     def _read_tokens(self, text: str, encoding: Any, scores: Array) -> list[_Token]:
         tokens = []
@@ -106,7 +112,7 @@ class TokenClassifier:
         if strategy in ("none", "simple"):
             each = [self._entity(token.scores, [token]) for token in tokens]
             if strategy == "none":
-                return [{**one, "index": token.index} for one, token in zip(each, tokens, strict=True)]
+                return [{**entity, "index": token.index} for entity, token in zip(each, tokens, strict=True)]
         else:
             each = [self._word(word, strategy) for word in _words(tokens)]
         return self._groups(each)
@@ -135,17 +141,17 @@ class TokenClassifier:
     def _groups(self, entities: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Join adjacent entities of the same type. A label with `B-` starts a new entity."""
         groups: list[list[Mapping[str, Any]]] = []
-        for one in entities:
-            begins, kind = _kind(one["entity"])
+        for entity in entities:
+            begins, kind = _kind(entity["entity"])
             if groups and kind == _kind(groups[-1][-1]["entity"])[1] and not begins:
-                groups[-1].append(one)
+                groups[-1].append(entity)
             else:
-                groups.append([one])
+                groups.append([entity])
         return [
             {
                 "entity_group": group[0]["entity"].split("-", 1)[-1],
-                "score": float(np.mean([one["score"] for one in group])),
-                "word": self._joined([one["word"] for one in group]),
+                "score": float(np.mean([entity["score"] for entity in group])),
+                "word": self._joined([entity["word"] for entity in group]),
                 "start": group[0]["start"],
                 "end": group[-1]["end"],
             }
@@ -173,11 +179,13 @@ def _kind(label: str) -> tuple[bool, str]:
 
 
 def _without_overlaps(entities: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Remove overlapping entities of different windows: keep the longer one or, if they are equally long, the one with the higher score."""
+    """Return entities without overlaps. Of two overlapping entities, keep the longer entity, or the one with the higher score."""
     kept: list[dict[str, Any]] = []
-    for one in sorted(entities, key=lambda entity: entity["start"]):
-        if not kept or not kept[-1]["start"] <= one["start"] < kept[-1]["end"]:
-            kept.append(one)
-        elif (one["end"] - one["start"], one["score"]) > (kept[-1]["end"] - kept[-1]["start"], kept[-1]["score"]):
-            kept[-1] = one
+    for entity in sorted(entities, key=lambda entity: entity["start"]):
+        if not kept or not kept[-1]["start"] <= entity["start"] < kept[-1]["end"]:
+            kept.append(entity)
+            continue
+        last = kept[-1]
+        if (entity["end"] - entity["start"], entity["score"]) > (last["end"] - last["start"], last["score"]):
+            kept[-1] = entity
     return kept

@@ -40,7 +40,7 @@ class _RequestRow:
 
 
 class TextRequestHandler:
-    """Convert the texts of requests to batches, and the outputs of the graph to results.
+    """Converter from the texts of requests to batches of the graph, and from the outputs of the graph to results.
 
     Args:
         folder: Folder that contains `settings.json` and `tokenizer.json`.
@@ -55,7 +55,7 @@ class TextRequestHandler:
         self._calls = CallCosts()
 
     def answer(self, requests: Sequence[Request], call: Call) -> list[dict[str, Array] | InvalidRequestError]:
-        """Return output arrays by name for each request, or the reason why the request is refused.
+        """Return, for each request, the output arrays by name, or the reason why the request is invalid.
 
         Args:
             requests: Requests that arrived together.
@@ -76,9 +76,9 @@ class TextRequestHandler:
             if isinstance(items, InvalidRequestError):
                 answers.append(items)
                 continue
-            taken = [(item, [next(returned) for _ in item.rows]) for item in items]
+            with_outputs = [(item, [next(returned) for _ in item.rows]) for item in items]
             try:
-                answers.append(self._write(taken, request.options))
+                answers.append(self._write(with_outputs, request.options))
             except InvalidRequestError as reason:
                 answers.append(reason)
         return answers
@@ -91,7 +91,9 @@ class TextRequestHandler:
         """
         items = self._read(request)
         if any(len(item.rows) != 1 for item in items):
-            raise InvalidRequestError("an ensemble reads one row a text: no stride")
+            raise InvalidRequestError(
+                "the parameter stride is not supported, because the model is deployed as an ensemble"
+            )
         return self.tokens.pad([row for item in items for row in item.rows])
 
     def finish(self, request: Request, outputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -102,12 +104,14 @@ class TextRequestHandler:
         """
         items = self._read(request)
         each = [{name: values[i] for name, values in outputs.items()} for i in range(len(items))]
-        return self._write([(item, [one]) for item, one in zip(items, each, strict=True)], request.options)
+        return self._write([(item, [row]) for item, row in zip(items, each, strict=True)], request.options)
 
     def _read(self, request: Request) -> list[_RequestRow]:
         unknown = set(request.options) - set(self.service.options)
         if unknown:
-            raise InvalidRequestError(f"there are no parameters {sorted(unknown)}, only {sorted(self.service.options)}")
+            raise InvalidRequestError(
+                f"the request has the unknown parameters {sorted(unknown)}; the model has {sorted(self.service.options)}"
+            )
         count = len(next(iter(request.inputs.values())))
         items = []
         for i in range(count):
@@ -123,27 +127,29 @@ class TextRequestHandler:
                 name = self._nan(row, output)
                 if name is not None:
                     raise NonFiniteOutputError(
-                        f"the model computed NaN for text {number} (output {name}): run it in float32"
+                        f"the model computed NaN in its output {name} for text {number}; deploy the model in float32"
                     )
         each = [self.service.write(item.memory, outputs, options) for item, outputs in items]
-        shapes = {name: {np.shape(one[name]) for one in each} for name in each[0]}
+        shapes = {name: {np.shape(result[name]) for result in each} for name in each[0]}
         if any(len(sizes) > 1 for sizes in shapes.values()):
             raise InvalidRequestError(
-                "the rows of one request have answers of several sizes: send them as several requests"
+                "the rows of one request have results of different sizes; send each row as a separate request"
             )
-        answer = {name: _array([one[name] for one in each]) for name in each[0]}
+        answer = {name: _array([result[name] for result in each]) for name in each[0]}
         for name, values in answer.items():
             if values.dtype.kind == "f" and not np.isfinite(values).all():
-                place = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
-                raise NonFiniteOutputError(f"{name} is not finite at {place}: run the model in float32")
+                index = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
+                raise NonFiniteOutputError(
+                    f"the output {name} is NaN or infinite at index {index}; deploy the model in float32"
+                )
         return answer
 
     def _nan(self, row: GraphRow, output: Mapping[str, Array]) -> str | None:
         """Return the name of the first output of a row that contains NaN at a position that is not padding, or `None`."""
         for name, values in output.items():
             if values.dtype.kind == "f" and np.isnan(values).any():
-                own = self.tokens.unpadded(values, row.length) if values.ndim and len(values) > row.length else values
-                if np.isnan(own).any():
+                padded = values.ndim > 0 and len(values) > row.length
+                if np.isnan(self.tokens.unpadded(values, row.length) if padded else values).any():
                     return name
         return None
 
@@ -157,10 +163,11 @@ class TextRequestHandler:
             began = time.perf_counter()
             outputs = call(batch)
             self._calls.note(batch["input_ids"].size, time.perf_counter() - began)
-            for place, i in enumerate(order[start:end]):
-                returned[i] = {name: values[place] for name, values in outputs.items()}
+            for index, i in enumerate(order[start:end]):
+                returned[i] = {name: values[index] for name, values in outputs.items()}
             if end - start > 1 and any(self._nan(rows[i], returned[i]) is not None for i in order[start:end]):
-                # Dynamic quantization computes its scales from all rows, so NaN in one row affects the others: run each row alone.
+                # Run each row alone: dynamic quantization computes its scales from all rows of a call, so NaN in one row changes other
+                # rows.
                 for i in order[start:end]:
                     alone = call(self.tokens.pad([rows[i]]))
                     returned[i] = {name: values[0] for name, values in alone.items()}
@@ -179,9 +186,11 @@ def option(options: Mapping[str, Any], name: str, default: Any, allowed: Sequenc
     if isinstance(allowed, type):
         # In Python, `bool` is a subclass of `int`, so check it separately.
         if not isinstance(value, allowed) or isinstance(value, bool) is not (allowed is bool):
-            raise InvalidRequestError(f"the parameter {name} is {value!r}, not of type {allowed.__name__}")
+            raise InvalidRequestError(f"the parameter {name} is {value!r}, but it must be of type {allowed.__name__}")
     elif value not in allowed:
-        raise InvalidRequestError(f"the parameter {name} is {value!r}, not one of {', '.join(map(repr, allowed))}")
+        raise InvalidRequestError(
+            f"the parameter {name} is {value!r}, but it must be one of {', '.join(map(repr, allowed))}"
+        )
     return value
 
 
@@ -191,7 +200,7 @@ def _text(value: Any) -> str:
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"a text is not UTF-8: {error}") from error
+        raise InvalidRequestError(f"a text of the request is not valid UTF-8: {error}") from error
 
 
 def _array(values: Sequence[Any]) -> Array:

@@ -1,7 +1,7 @@
-"""Generate text for many requests at once: rows join and leave a running batch between two decoding steps.
+"""Text generation for many requests in one batch: between two decoding steps, new rows are added and complete rows are removed.
 
 Rows are padded on the left and the attention mask excludes the padding. Each row has its own options and random numbers. Token selection
-and stop strings work as in `accel.decoding`, but without torch; tests/unit/test_next_token.py has test cases for both.
+and stop strings give the same results as `accel.decoding`, but this module does not use torch; tests/unit/test_next_token.py tests both.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _OPTIONS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
 
 
 class AnswerText:
-    """The text of one generation, returned in final pieces.
+    """The text that is generated for one request, returned in pieces that do not change later.
 
     Args:
         tokenizer: Tokenizer of the model.
-        byte_tokens: Ids of the tokens that represent one byte each. The text of several such tokens is known only after the last one.
+        byte_tokens: Ids of the tokens that represent one byte each. A character of several bytes is complete only after its last byte.
         stop: Stop string; the text ends before it.
     """
 
@@ -52,7 +52,7 @@ class AnswerText:
                 # The last character may be incomplete, because some of its bytes may be missing.
                 return "", False
             if stop:
-                # Hold back the end of the text, which may be the beginning of the stop string.
+                # Do not send the last characters yet, because they may be the beginning of the stop string.
                 text = text[: max(len(self._sent), len(text) - len(stop) + 1)]
         sent, self._sent = self._sent, text if len(text) > len(self._sent) else self._sent
         return self._sent[len(sent) :], stopped
@@ -89,9 +89,9 @@ class TextDecoder:
     Args:
         run: Function that runs the graph: takes and returns tensors by name.
         tokenizer: Tokenizer of the model.
-        settings: `caches` (for each past input of the KV cache: its output `present`, its `dtype`, and its `shape` without the batch,
-            where -1 is the number of tokens), `takes` (other input names), `end` (ids of end tokens), `limit` (number of positions, or
-            null), and `defaults` of the options.
+        settings: `caches` describes each KV cache input: its output `present`, its `dtype`, and its `shape` without the batch axis, where
+            -1 is the number of tokens. `takes` contains the names of the other inputs, `end` the ids of the end tokens, `limit` the number
+            of positions (or null), and `defaults` the default options.
     """
 
     def __init__(self, run: Run, tokenizer: Any, settings: Mapping[str, Any]) -> None:
@@ -116,17 +116,19 @@ class TextDecoder:
         chosen = {**self._defaults, **_checked(options)}
         ids = self._tokenizer.encode(prompt).ids
         if not ids:
-            raise InvalidRequestError("the prompt is empty")
+            raise InvalidRequestError("the prompt of the request is empty")
         if self._limit is not None:
-            room = self._limit - len(ids)
-            if room < 1:
-                raise InvalidRequestError(f"the prompt has {len(ids)} tokens and the model {self._limit} positions")
-            chosen["max_new_tokens"] = min(chosen["max_new_tokens"], room)
+            most_new_tokens = self._limit - len(ids)
+            if most_new_tokens < 1:
+                raise InvalidRequestError(
+                    f"the prompt has {len(ids)} tokens, but the model supports at most {self._limit} tokens, including new ones"
+                )
+            chosen["max_new_tokens"] = min(chosen["max_new_tokens"], most_new_tokens)
         text = AnswerText(self._tokenizer, self._bytes, chosen.get("stop"))
         return TextRow(list(ids), chosen, text, **calls)
 
     def add(self, row: TextRow) -> None:
-        """Read the prompt of a row, generate its first token and add the row to the batch."""
+        """Run the prompt of a row, generate the row's first token, and add the row to the batch."""
         length = len(row.prompt)
         past = {name: self._empty(cache) for name, cache in self._caches.items()}
         mask = np.ones((1, length), dtype="int64")
@@ -161,9 +163,9 @@ class TextDecoder:
 
     @staticmethod
     def _left(row: TextRow) -> bool:
-        """End a row whose request was cancelled, and return whether it was cancelled.
+        """Return whether the client cancelled the request of a row; end the row if the request was cancelled.
 
-        Do not call this for a complete row: Triton would crash with a segmentation fault.
+        Do not call this method for a complete row, because Triton would crash with a segmentation fault.
         """
         gone = row.cancelled()
         if gone:
@@ -187,7 +189,7 @@ class TextDecoder:
         feeds = {
             "input_ids": np.array(ids, dtype="int64"),
             "attention_mask": mask,
-            "position_ids": np.array([list(one) for one in positions], dtype="int64"),
+            "position_ids": np.array([list(row) for row in positions], dtype="int64"),
             "logits_to_keep": np.array([kept], dtype="int64"),
         }
         outputs = self._run({**{name: values for name, values in feeds.items() if name in self._takes}, **past})
@@ -200,8 +202,12 @@ class TextDecoder:
     def _take(self, row: TextRow, logits: Array) -> bool:
         """Select the next token of a row and send final text; return whether the row is complete."""
         if not np.isfinite(logits.max()):
-            # The maximum is NaN if any value is NaN.
-            row.done(NonFiniteOutputError("the model computed NaN or infinity for the next token: run it in float32"))
+            # Checking the maximum is enough, because the maximum is NaN if any logit is NaN.
+            row.done(
+                NonFiniteOutputError(
+                    "the model computed NaN or infinity for the next token; deploy the model in float32"
+                )
+            )
             return True
         chosen = choose(logits, row.prompt + row.made, row.options, row.random)
         ended = chosen in self._end
@@ -220,12 +226,14 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     checked = {}
     for name, value in options.items():
         if name not in _OPTIONS:
-            raise InvalidRequestError(f"there is no parameter {name!r}, only {', '.join(_OPTIONS)}")
+            raise InvalidRequestError(
+                f"the request has the unknown parameter {name!r}; the parameters are {', '.join(_OPTIONS)}"
+            )
         kind, fits, words = _OPTIONS[name]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool) or not fits(value):
-            raise InvalidRequestError(f"the parameter {name} is {value!r}, not {words}")
+            raise InvalidRequestError(f"the parameter {name} is {value!r}, but it must be {words}")
         checked[name] = value
     return checked
 

@@ -1,6 +1,6 @@
-"""The front model in Triton: texts in, results out.
+"""The front model in Triton, which receives texts and returns results.
 
-It tokenizes all requests of a dynamic batch and runs the graph on them together.
+The front model tokenizes all requests of a dynamic batch together and calls the graph's model with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .tokens import Array, InvalidRequestError, NonFiniteOutputError
 
 
 class TritonPythonModel:
-    """A model for Triton's Python backend that takes texts and calls the graph's model."""
+    """A model for Triton's Python backend that accepts texts and calls the graph's model."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer and the settings from the folder of this file."""
@@ -25,11 +25,11 @@ class TritonPythonModel:
         self._graph: str = self._batches.settings["graph"]
         self._returned: Sequence[str] = self._batches.settings["outputs"]
         config = json.loads(args["model_config"])
-        self._inputs = [one["name"] for one in config["input"]]
+        self._inputs = [field["name"] for field in config["input"]]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return the responses to requests that arrived together."""
-        answers = self._batches.answer([read_request(one, self._inputs) for one in requests], self._call)
+        answers = self._batches.answer([read_request(request, self._inputs) for request in requests], self._call)
         return [respond(answer) for answer in answers]
 
     def _call(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -40,7 +40,7 @@ class TritonPythonModel:
             preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
         ).exec()
         if response.has_error():
-            raise RuntimeError(f"{self._graph}: {response.error().message()}")
+            raise RuntimeError(f"the model {self._graph!r}, which runs the graph, failed: {response.error().message()}")
         return {name: pb_utils.get_output_tensor_by_name(response, name).as_numpy() for name in self._returned}
 
 

@@ -1,4 +1,4 @@
-"""Convert texts to rows of token ids, and rows to padded batches."""
+"""Conversion of texts to rows of token ids, and of rows to padded batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 Array = np.ndarray[Any, Any]
 
 
-class InvalidRequestError(Exception):  # the name has no suffix "Error": the request is invalid, the server works
-    """Raised if a request is invalid, with the reason. The other requests of its batch are still processed."""
+class InvalidRequestError(Exception):
+    """Exception for an invalid request, with the reason. The other requests of the same batch are still processed."""
 
 
 class NonFiniteOutputError(InvalidRequestError):
-    """Raised if the graph computed NaN or infinity: an error of the model, not of the request."""
+    """Exception for NaN or infinity in the graph's outputs, which is an error of the model and not of the request."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Tokens:
         Args:
             text: The first text.
             pair: The second text.
-            cut: Truncation strategy for texts that are too long: `longest_first`, `only_first` or `only_second`; `None` raises.
+            cut: Truncation strategy for texts that are too long: `longest_first`, `only_first` or `only_second`. With `None`, a text that
+                is too long raises.
             max_length: Greatest number of tokens in a row; `None` means the model's limit.
             stride: Number of tokens that consecutive windows have in common.
 
@@ -94,20 +95,22 @@ class Tokens:
                     )
                 except (KeyboardInterrupt, SystemExit):
                     raise
-                except BaseException as error:  # a too long stride causes a Rust panic, which is not an `Exception`
+                # A stride that is too long causes a Rust panic, which does not inherit from `Exception`.
+                except BaseException as error:
                     self.tokenizer.no_truncation()
                     raise InvalidRequestError(
-                        f"texts cannot be cut to {limit} tokens with a stride of {stride}: {error}"
+                        f"texts cannot be truncated to {limit} tokens with a stride of {stride} tokens: {error}"
                     ) from error
             self._cut = truncation
         try:
             encoding = self.tokenizer.encode(text, pair)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a Rust panic if the first text leaves less room than the stride
-            raise InvalidRequestError(f"the text cannot be cut to {limit} tokens: {error}") from error
+        # If the first text leaves fewer tokens for the second text than the stride, the tokenizers library panics.
+        except BaseException as error:
+            raise InvalidRequestError(f"a text cannot be truncated to {limit} tokens: {error}") from error
         if limit is not None and len(encoding.ids) > limit:
-            raise InvalidRequestError(f"the text has {len(encoding.ids)} tokens and the model reads {limit}")
+            raise InvalidRequestError(f"a text has {len(encoding.ids)} tokens, but the model supports at most {limit}")
         return [encoding, *encoding.overflowing]
 
     def row(self, encoding: Any) -> GraphRow:
@@ -124,7 +127,9 @@ class Tokens:
         length = len(encoding.ids)
         for name, token in self._required.items():
             if token not in known[name]:
-                raise InvalidRequestError(f"the text has no token {token}, which the model looks for in each text")
+                raise InvalidRequestError(
+                    f"a text does not contain the token id {token}, which this model needs in each text (such as an end token)"
+                )
         return GraphRow({name: [0] * length if name in self._zeros else known[name] for name in self._inputs})
 
     def pad(self, rows: Sequence[GraphRow]) -> dict[str, Array]:

@@ -12,10 +12,12 @@ from .tokens import Array, GraphRow, InvalidRequestError, Tokens
 
 
 class ZeroShotClassifier:
-    """Classify texts: `TEXT` and `CANDIDATE_LABELS` are the inputs, `LABELS` and `SCORES` the outputs, the best label first.
+    """Service that classifies texts with the labels of the request.
+
+    Its inputs are `TEXT` and `CANDIDATE_LABELS`; its outputs are `LABELS` and `SCORES`, the best label first.
 
     Args:
-        settings: `entailment`: index of the label "entailment".
+        settings: `entailment` is the index of the label "entailment".
         tokens: The tokenizer.
     """
 
@@ -29,19 +31,21 @@ class ZeroShotClassifier:
         """Return one row for each label: the text together with the hypothesis that contains the label."""
         labels = list(texts["CANDIDATE_LABELS"])
         if not texts["TEXT"][0]:
-            raise InvalidRequestError("the text is empty")
+            raise InvalidRequestError("TEXT of a request is empty")
         template = option(options, "hypothesis_template", "This example is {}.", str)
         option(options, "multi_label", False, bool)
         try:
             hypotheses = [template.format(label) for label in labels]
         except (IndexError, KeyError, ValueError) as error:
             raise InvalidRequestError(
-                f"the hypothesis_template {template!r} has no single place for a label: {error}"
+                f"the hypothesis_template {template!r} must contain {{}} exactly once, for the label: {error}"
             ) from error
         if not labels:
-            raise InvalidRequestError("there are no candidate labels")
+            raise InvalidRequestError("CANDIDATE_LABELS of a request is empty")
         if hypotheses[0] == template:
-            raise InvalidRequestError(f"the hypothesis_template {template!r} has no place for a label: it needs {{}}")
+            raise InvalidRequestError(
+                f"the hypothesis_template {template!r} must contain {{}}, which is replaced by a label"
+            )
         encodings = [self._tokens.encode(texts["TEXT"][0], text, cut="only_first")[0] for text in hypotheses]
         return labels, [self._tokens.row(encoding) for encoding in encodings]
 
@@ -49,7 +53,7 @@ class ZeroShotClassifier:
         self, memory: list[str], outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the labels and their scores. The scores sum to 1 or, with `multi_label`, are independent."""
-        logits = np.stack([one["logits"] for one in outputs]).astype("float32")
+        logits = np.stack([output["logits"] for output in outputs]).astype("float32")
         if len(memory) == 1 or options.get("multi_label"):
             contradiction = -1 if self._entailment == 0 else 0
             scores = softmax(logits[:, [contradiction, self._entailment]])[:, 1]
