@@ -1,9 +1,9 @@
-"""Accuracy of a model's float export against PyTorch, and the search for the fastest quantization inside a budget.
+"""Measure the accuracy of a float export against PyTorch, and search for the fastest quantization within an accuracy budget.
 
     python benchmarks/accuracy.py MODEL_FOLDER DATA.csv [--calibration DATA.csv] [--max-drop 0.3] [--max-length 64]
 
-Without arguments, it uses the model and the data that ship with accel. It prints one JSON object: the evaluation with its
-comparison, the seconds of both models for all rows, and the search table.
+Without arguments, the script uses the model and the data that ship with `accel`. It prints one JSON object with the evaluation and its
+comparison with PyTorch, the seconds of both models for all rows, and the table of the search.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def main() -> None:
         print(json.dumps(report, indent=2))
 
 
-if __name__ == "__main__":  # measuring starts processes that import this file
+if __name__ == "__main__":  # The measurement starts processes that import this file.
     main()

@@ -1,11 +1,11 @@
-"""Compare packages of compiled code with eager PyTorch and with compiling in the process: time to the first answer, and of a call.
+"""Compare AOTInductor packages with eager PyTorch and `torch.compile`: the time to the first answer and the time of a call.
 
     python benchmarks/aotinductor.py [OUT.json] [--shape 1x128] [--rounds 10]
 
-The model is a classifier of DistilBERT's shape with seeded random weights. Each variant runs in its own process;
-processes take turns. The time to the first answer starts with the import of `accel`; the compiler's own
-cache is empty. A time is the median over rounds of the fastest call in a turn. The error is the largest difference from eager
-float32, divided by its largest value.
+The model is a classifier in the shape of DistilBERT with random weights from a fixed seed. Each variant runs in its own process, and the
+processes take turns. The time to the first answer starts with the import of `accel`, and the cache of the compiler is empty. The time of a
+call is the median over all rounds of the fastest call in a round. The error is the largest difference from the outputs of eager PyTorch in
+float32, divided by the largest value of these outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALLS = 10
 
 
 def make_model() -> Any:
-    """Return a seeded classifier with non-zero biases."""
+    """Return a classifier with random weights from a fixed seed and with non-zero biases."""
     import torch
     import transformers
 
@@ -44,7 +44,7 @@ def make_model() -> Any:
 
 
 def work(backend: str, folder: Path, shape: tuple[int, int], dtype: str) -> None:
-    """Run one variant: print a line of JSON after the first answer, and one for each input line."""
+    """Run one variant. Print a line of JSON after the first answer, and another line for each line of the standard input."""
     say = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         import torch

@@ -2,8 +2,9 @@
 
     python benchmarks/batch.py OUT.json [--rows 1024] [--rounds 2]
 
-It uses the demo's model and test queries (repeated up to the number of rows). Each run is a separate process, and all of its child
-processes are counted. Variants take turns, and their answers are compared. It needs the extra `ray`.
+The script uses the model and the test queries that ship with `accel`, and repeats the queries up to `--rows` rows. Each run is a separate
+process, and the numbers include all of its child processes. The variants take turns, and their answers are compared. The script needs the
+extra `ray`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ VARIANTS = {
 
 
 def measured(command: list[str]) -> dict[str, float]:
-    """A command with all of its child processes."""
+    """Run a command, and return the measurements of its process and of all child processes."""
     start = time.perf_counter()
     process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     used: dict[int, float] = {}

@@ -1,9 +1,10 @@
-"""Measure speed and error of ONNX Runtime's `MatMulNBits` with float activations (`accuracy_level` 1) and 8-bit activations (4).
+"""Measure the speed and the error of ONNX Runtime's `MatMulNBits` with float activations and with 8-bit activations.
 
     python benchmarks/block_products.py [--threads 2] [--block-size 32]
 
-The product is `(rows, inner) x (inner, outer)` with random 4-bit weights; both graphs take turns in one process. The error is the
-largest difference from the float64 product with the dequantized weights, divided by its largest value.
+Activations stay float with `accuracy_level` 1 and are rounded to 8 bits with `accuracy_level` 4. The matrix product is
+`(rows, inner) x (inner, outer)` with random 4-bit weights. Both graphs take turns in one process. The error is the largest difference from
+the float64 product of the same weights, divided by the largest value of that product.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEVELS = (1, 4)
 
 
 def graph(inner: int, outer: int, block: int, level: int, weights: dict[str, np.ndarray]) -> bytes:
-    """A model with one product."""
+    """Return an ONNX model with one matrix product."""
     sizes: dict[str, Any] = {"K": inner, "N": outer, "bits": 4, "block_size": block, "accuracy_level": level}
     node = helper.make_node("MatMulNBits", ["x", *weights], ["y"], domain="com.microsoft", **sizes)
     made = helper.make_graph(

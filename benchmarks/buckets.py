@@ -1,9 +1,10 @@
-"""Measure the gain of static shapes: each artifact with and without `buckets`, at the length of a bucket, so without padding.
+"""Measure how much faster a model is with static shapes: each artifact with and without `buckets`, at the length of a bucket.
 
     python benchmarks/buckets.py --work FOLDER [--model MODEL_FOLDER --sequence 16] [--backend cpu]
 
-Without `--model`, it uses DistilBERT's shape, 1x128, from `openvino_backend.py`. Each variant has one process; processes take turns.
-It prints one JSON object; `gain` is the median without buckets divided by the median with buckets.
+Without `--model`, the script uses the model in the shape of DistilBERT from `openvino_backend.py`, with one row of 128 tokens. Each variant
+runs in its own process, and the processes take turns. The inputs have the length of the bucket, so no variant pads. The script prints one
+JSON object, in which `gain` is the median time without buckets divided by the median time with buckets.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from accel import SessionOptions, export, quantize
 from accel.measuring.latency.variants import Variant
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--work", type=Path, required=True, help="folder for what is exported and quantized")
+parser.add_argument("--work", type=Path, required=True, help="folder for exported and quantized models")
 parser.add_argument("--model", type=Path, help="a transformers folder for text classification")
 parser.add_argument("--sequence", type=int, default=128)
 parser.add_argument("--backend", choices=("cpu", "openvino"), default="cpu")

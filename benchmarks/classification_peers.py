@@ -1,11 +1,12 @@
-"""Compare libraries on DistilBERT 1x128: ours in 8 bits, optimum-onnx, optimum-intel and PyTorch, each in a separate environment.
+"""Compare the latency of accel, optimum-onnx, optimum-intel and PyTorch for DistilBERT with one row of 128 tokens.
 
     make bench-peers
     python benchmarks/classification_peers.py OUT.json --work FOLDER [--optimum-onnx PYTHON] [--optimum-intel PYTHON]
 
-The model has DistilBERT's shape and random weights. Every row is a process that loads its own artifact once and is called like by its
-users: `model(**inputs)` with torch tensors as inputs and outputs. The processes take turns. Each side has its own graph and defaults,
-unlike in `optimum_intel.py`, where both sides have the same. Results are medians and the best twentieth, in milliseconds.
+The model has the shape of DistilBERT and random weights. Each library is installed in a separate environment, and each row of the result is
+measured in a process that loads its own artifact once. The model is called as users call it: `model(**inputs)` with torch tensors as inputs
+and outputs. The processes take turns. Each library uses its own graph and its own default settings. (In `optimum_intel.py`, both libraries
+use the same settings.) Results are the median and the 5th percentile, in milliseconds.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-# In the processes
+# Functions that run in the measured processes
 
 
 def load(spec: dict[str, Any]) -> Any:
-    """Return the model of a row; make it if it does not exist."""
+    """Return the model for a row of the result. If its artifact does not exist, create it."""
     work, source, threads = Path(spec["work"]), Path(spec["work"]) / "distilbert", spec["threads"]
     if spec["side"] == "pytorch":
         from transformers import AutoModelForSequenceClassification
@@ -73,7 +74,7 @@ def load(spec: dict[str, Any]) -> Any:
 
 
 def optimum_onnx(source: Path, folder: Path, threads: int) -> Any:
-    """Quantize dynamically to 8 bits for this processor's instructions."""
+    """Quantize a model with optimum-onnx: dynamic int8 for the instructions of this processor."""
     import onnxruntime
     from optimum.onnxruntime import ORTModelForSequenceClassification, ORTQuantizer
     from optimum.onnxruntime.configuration import AutoQuantizationConfig
@@ -93,11 +94,11 @@ def optimum_onnx(source: Path, folder: Path, threads: int) -> Any:
     )
 
 
-# In the parent
+# Functions that run in the main process
 
 
 def prepare(work: Path) -> None:
-    """Make the model and our artifacts."""
+    """Create the model and the artifacts of accel."""
     from openvino_backend import distilbert, int8_of, made, token_rows
 
     from accel import export, quantize
@@ -120,9 +121,9 @@ def prepare(work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--work", type=Path, help="folder for what is exported and quantized")
-    parser.add_argument("--optimum-onnx", help="the interpreter of the environment with optimum-onnx")
-    parser.add_argument("--optimum-intel", help="the interpreter of the environment with optimum-intel")
+    parser.add_argument("--work", type=Path, help="folder for exported and quantized models")
+    parser.add_argument("--optimum-onnx", help="Python interpreter of the environment with optimum-onnx")
+    parser.add_argument("--optimum-intel", help="Python interpreter of the environment with optimum-intel")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--calls", type=int, default=15)

@@ -1,10 +1,10 @@
-"""Measure the cost of a decode step in addition to the runtime's own run, in `forward` and in `generate`.
+"""Measure the time of a decode step in addition to the run of the runtime, in `forward` and in `generate`.
 
     python benchmarks/decoding_step.py [--json OUT] [--rounds 15]
 
-The decoder has two layers and a fast graph; it runs with one thread and one row. The time of the runtime's runs is subtracted.
-Prompt and set-up cancel out, because the time of 100 tokens is subtracted from that of 400. Results are microseconds a token: the
-second best round and the median. ADR 31 has the figures.
+The decoder has two layers, so that the runs of the graph are short. It runs with one thread and one row. The time of the runtime's runs is
+subtracted. The time of 100 tokens is subtracted from the time of 400 tokens, so that the prompt and the set-up do not count. Results are
+microseconds per token: the second best round and the median. ADR 31 and ADR 38 contain measured values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEW, MANY, PROMPT = 100, 400, 16
 
 
 def decoder(folder: Path) -> Path:
-    """A folder with the decoder, which never generates an end token."""
+    """Return the folder of the decoder, which never generates an end token."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=2000,
@@ -52,7 +52,7 @@ def decoder(folder: Path) -> Path:
 
 @contextmanager
 def runtime_timed(backend: str) -> Iterator[list[float]]:
-    """Record the microseconds of each run of the runtime."""
+    """Record the duration of each run of the runtime inside the context, in microseconds."""
     owner, name = RUNS[backend]
     real: Callable[..., Any] = getattr(owner, name)
     taken: list[float] = []
@@ -71,7 +71,7 @@ def runtime_timed(backend: str) -> Iterator[list[float]]:
 
 
 def ways(model: ORTModelForCausalLM) -> dict[str, Callable[[int], object]]:
-    """The functions to compare; each takes a number of tokens."""
+    """Return the functions to compare by name. Each function has one argument, the number of tokens."""
     ids = torch.randint(3, 2000, (1, PROMPT))
 
     def forward(tokens: int) -> None:
@@ -94,7 +94,7 @@ def ways(model: ORTModelForCausalLM) -> dict[str, Callable[[int], object]]:
 
 
 def main() -> None:
-    """Measure both runtimes and print the table as JSON."""
+    """Measure ONNX Runtime and OpenVINO, and print the table as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=15)

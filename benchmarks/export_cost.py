@@ -1,10 +1,11 @@
-"""Compare an export's time and memory with those of transformers' exporter alone: roberta-base's shape to ONNX.
+"""Compare the time and memory of `accel.export` with the exporter of transformers, for an ONNX export in the shape of roberta-base.
 
     python benchmarks/export_cost.py [OUT.json] [--rounds 3] [--layers 12]
 
-Every run is a new process that loads the model from a folder; loading is not timed. `transformers.exporters` traces and writes; `accel`
-also compares the graph with PyTorch on several shapes, records every file, and writes the tokenizer and the config. `processor`
-is the processor time of all threads; the peak is that of the whole process.
+Every run is a new process that loads the model from a folder. The time of loading does not count. `transformers.exporters` traces the
+model and writes the graph. `accel` also compares the graph with PyTorch on several shapes, writes a manifest with checksums of all files,
+and writes the tokenizer and the config. In the result, `processor` is the processor time of all threads, and the peak memory is the peak of
+the whole process.
 """
 
 from __future__ import annotations

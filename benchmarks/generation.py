@@ -1,15 +1,15 @@
-"""Measure generation with a 0.5-billion-parameter Qwen shape with random weights, or with your own model.
+"""Measure text generation with your own model, or with random weights in the shape of Qwen with 0.5 billion parameters.
 
     python benchmarks/generation.py --work FOLDER [--model FOLDER] [--rows "PyTorch float32" "cpu float32" ...]
 
-Each row is a separate process: it loads the model and generates `--new` tokens from a prompt of `--prompt` tokens a few times. The rows
-take turns `--rounds` times. It prints a table and writes FOLDER/generation.json:
+Each row of the table is a separate process that loads the model and several times generates `--new` tokens from a prompt of `--prompt`
+tokens. The processes take turns `--rounds` times. The script prints a table and writes FOLDER/generation.json:
 
-- first token: time from the call of `generate` to its first token;
-- tokens/s: tokens after the first divided by their time, the median over runs, with the slowest and the fastest run;
-- step: our `forward` without the runtime's own `run`, median microseconds of a decode step;
-- long: time of a token at 2,048 tokens of context divided by that at the prompt's length;
-- memory: resident memory after generating, and its ratio to the weights.
+- first token: time from the call of `generate` to the first token;
+- tokens/s: number of tokens after the first token divided by their time; the median over all runs, with the slowest and the fastest run;
+- step: median time of a decode step in `forward` of accel without the run of the runtime, in microseconds;
+- long: time of a token with 2,048 cached tokens divided by the time of a token after the prompt;
+- memory: resident memory after the generation, and its ratio to the size of the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def qwen(folder: Path) -> Path:
-    """The shape of Qwen2-0.5B with random weights."""
+    """Return the folder of a model with random weights in the shape of Qwen2-0.5B."""
     import transformers
 
     if not (folder / "config.json").is_file():
@@ -57,7 +57,7 @@ def qwen(folder: Path) -> Path:
 
 
 def made(work: Path, model: Path, row: dict[str, Any]) -> Path:
-    """Return the row's artifact; make it if it does not exist, and print the time to standard error."""
+    """Return the artifact of a row. If it does not exist, create it and print the duration to standard error."""
     import accel
 
     def step(name: str, make: Any) -> Path:
@@ -81,7 +81,7 @@ def made(work: Path, model: Path, row: dict[str, Any]) -> Path:
 
 
 class Clock:
-    """A streamer that records the times of tokens; the first entry is the prompt's."""
+    """Streamer that records the time of each token. The first recorded time is the time of the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -93,7 +93,7 @@ class Clock:
 
 
 def measure(folder: Path, row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one row, in its own process."""
+    """Measure one row of the table. This function runs in the process of the row."""
     torch.manual_seed(0)
     ids = torch.randint(10, 30_000, (args.batch, max(args.prompt, args.long)))
     if "pytorch" in row:
@@ -130,7 +130,7 @@ def measure(folder: Path, row: dict[str, Any], args: argparse.Namespace) -> dict
 
 
 def _resident() -> int:
-    """Private resident bytes of this process, including weights that are mapped from a file."""
+    """Return the private resident bytes of this process, including weights that are mapped from a file."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS"):
             return int(line.split()[1]) * 1024
@@ -138,7 +138,7 @@ def _resident() -> int:
 
 
 def step_cost(model: Any, prompt: torch.Tensor) -> float:
-    """Microseconds of a decode step's `forward` without the runtime's `run`."""
+    """Return the time of `forward` in a decode step without the run of the runtime, in microseconds."""
     session = model._decoder_session  # noqa: SLF001
     inside: list[float] = []
     run = session.run
@@ -166,7 +166,7 @@ def step_cost(model: Any, prompt: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for what is exported and quantized")
+    parser.add_argument("--work", type=Path, required=True, help="folder for exported and quantized models")
     parser.add_argument("--model", type=Path, help="a transformers folder of a causal language model")
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--batch", type=int, default=1)

@@ -1,18 +1,19 @@
-"""Compare generation with onnxruntime-genai and optimum-intel, each in a separate environment: prompts and single steps.
+"""Compare text generation in accel, onnxruntime-genai and optimum-intel: the time of prompts and of decode steps.
 
     make bench-peers
     python benchmarks/generation_peers.py OUT.json --work FOLDER [--genai PYTHON] [--optimum-intel PYTHON] [--layers 8]
 
-The shape is Qwen2-0.5B's with `--layers` layers and a vocabulary of 32,000, random weights, one row, greedy. Every row is a process
-that loads its own artifact once. The processes take turns for `--rounds` rounds; each generates `--new` tokens from a prompt of each
-length in `--prompts`. There are two numbers for each row and length, as medians and the best twentieth:
+The model has the shape of Qwen2-0.5B with `--layers` layers, a vocabulary of 32,000 and random weights. It generates one row with greedy
+search. Each library is installed in a separate environment, and each row of the result is measured in a process that loads its own artifact
+once. The processes take turns for `--rounds` rounds. In each round, they generate `--new` tokens from a prompt of each length in
+`--prompts`. The result contains two numbers for each row and length, each as the median and the value of the best twentieth:
 
-- first: milliseconds from the prompt to its first token;
-- tokens/s: tokens a second after the first token.
+- first: milliseconds from the prompt to the first token;
+- tokens/s: tokens per second after the first token.
 
-Rows called inexact compute like optimum-intel by default: bfloat16 if the processor supports it, activations in 8 bits, keys and
-values in 8 bits. A streamer of transformers' `generate` times ours and optimum-intel; genai is timed in its own loop, as in its
-examples.
+Rows with "inexact" in their names use the defaults of optimum-intel: bfloat16 if the processor supports it, activations in 8 bits, and
+keys and values in 8 bits. accel and optimum-intel are timed with a streamer in `generate` of transformers. onnxruntime-genai is timed in
+its own decoding loop, as in its examples.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 Timed = tuple[float, list[float]]
-"""Seconds until the first token, and those between tokens."""
+"""Seconds until the first token, and the seconds between the following tokens."""
 
-# Weights of genai and ours are symmetric, except in the row with zero points.
+# The 4-bit weights of accel and onnxruntime-genai are symmetric, except in the row with zero points.
 ROWS: dict[str, dict[str, Any]] = {
     "PyTorch float32": {"side": "pytorch"},
     "accel cpu int4": {"side": "ours", "backend": "cpu", "scheme": "weight-int4"},
@@ -58,7 +59,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def configuration(layers: int, *, tied: bool = True) -> Any:
-    """Qwen2-0.5B's layers, a vocabulary of 32,000."""
+    """Return a config with the layer sizes of Qwen2-0.5B and a vocabulary of 32,000."""
     import transformers
 
     return transformers.Qwen2Config(
@@ -68,7 +69,7 @@ def configuration(layers: int, *, tied: bool = True) -> Any:
 
 
 def shape(folder: Path, layers: int) -> Path:
-    """Save a model with random weights, and a tokenizer, which genai's builder copies."""
+    """Save a model with random weights and a tokenizer. The model builder of onnxruntime-genai copies the tokenizer."""
     import torch
     import transformers
 
@@ -83,11 +84,11 @@ def shape(folder: Path, layers: int) -> Path:
     return folder
 
 
-# In the processes
+# Functions that run in the measured processes
 
 
 class Clock:
-    """A streamer that records the times of tokens; the first entry is the prompt's."""
+    """Streamer that records the time of each token. The first recorded time is the time of the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -201,8 +202,8 @@ SIDES = {"pytorch": pytorch, "ours": ours, "optimum-intel": optimum_intel, "gena
 
 
 def answer(spec: dict[str, Any]) -> None:
-    """Print a line of times for each input line with a prompt length and a number of tokens."""
-    # Output of the libraries must not mix with the answers.
+    """Read lines with a prompt length and a number of tokens from the standard input, and print the times for each line."""
+    # The libraries may print text, which must not mix with the printed times, so their output goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
     run = SIDES[spec["side"]](spec)
     run(list(range(10, 26)), 4)
@@ -212,11 +213,11 @@ def answer(spec: dict[str, Any]) -> None:
         print(json.dumps(run([10 + (37 * i) % 31_000 for i in range(length)], new)), file=answers, flush=True)
 
 
-# In the parent
+# Functions that run in the main process
 
 
 class Side:
-    """Start a process that answers requests."""
+    """Process of one library that measures on request."""
 
     def __init__(self, python: str, spec: dict[str, Any]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
@@ -258,8 +259,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--work", type=Path, help="folder for the models")
-    parser.add_argument("--genai", help="the interpreter of the environment with onnxruntime-genai")
-    parser.add_argument("--optimum-intel", help="the interpreter of the environment with optimum-intel")
+    parser.add_argument("--genai", help="Python interpreter of the environment with onnxruntime-genai")
+    parser.add_argument("--optimum-intel", help="Python interpreter of the environment with optimum-intel")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 1024, 2048])

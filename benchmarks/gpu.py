@@ -1,13 +1,13 @@
-"""Compare encoders on an NVIDIA GPU: PyTorch, PyTorch in a CUDA graph, torch.compile and accel, side by side in one process.
+"""Compare encoders on an NVIDIA GPU in one process: PyTorch, PyTorch with a CUDA graph, torch.compile and accel.
 
     python benchmarks/gpu.py [OUT.json] [--quick] [--modes reduce-overhead,max-autotune] [--models MiniLM-L6] [--bars]
     python benchmarks/gpu.py [OUT.json] --benchmark      # only `accel benchmark`'s own variants, one process each
 
-Models have the shapes of MiniLM-L6 and roberta-base with seeded random weights and non-zero biases. Inputs are
-on the GPU, and the same for every variant. The variants take turns in rounds. A time is the median over rounds of one call,
-from its start until the GPU is done. Rows with partly filled batches are compared with PyTorch in a CUDA graph, and without
-packed execution; rows with a target also with `torch.compile`, in the modes of `--modes`. An error is the Euclidean norm of the
-difference from PyTorch float32, divided by its norm.
+The models have the shapes of MiniLM-L6 and roberta-base, random weights from a fixed seed, and non-zero biases. The inputs are in GPU
+memory and equal for all variants. The variants take turns in rounds. A time is the median over all rounds of the time of one call, from its
+start until the GPU has finished. Batches with padding are also compared with PyTorch in a CUDA graph and with accel without packed
+execution. Shapes with a target are also compared with `torch.compile` in the modes of `--modes`. An error is the Euclidean norm of the
+difference from PyTorch in float32, divided by the norm of the outputs of PyTorch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES = [
     ("roberta-base", 32, 256, 1.0),
     ("roberta-base", 32, 256, 0.65),
 ]
-# The fills at which packed execution starts and stops to gain.
+# Shares of tokens in a batch near which packed execution becomes faster or slower than padded execution.
 FILLS = [
     ("roberta-base", 16, 384, 0.8),
     ("roberta-base", 16, 384, 0.5),
@@ -59,7 +59,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def make_model(name: str) -> Any:
-    """Return a seeded classifier of this shape."""
+    """Return a classifier of this shape with random weights from a fixed seed."""
     torch.manual_seed(0)
     if name == "MiniLM-L6":
         config: Any = transformers.BertConfig(
@@ -77,7 +77,7 @@ def make_model(name: str) -> Any:
 
 
 def make_inputs(name: str, batch: int, sequence: int, fill: float) -> dict[str, torch.Tensor]:
-    """Token ids with right padding such that about `fill` of all positions are tokens."""
+    """Return token ids and a mask with padding on the right. About the share `fill` of all positions are tokens."""
     generator = torch.Generator().manual_seed(1)
     pad = 0 if name == "MiniLM-L6" else 1
     ids = torch.randint(5, 30000, (batch, sequence), generator=generator)
@@ -93,7 +93,7 @@ def make_inputs(name: str, batch: int, sequence: int, fill: float) -> dict[str, 
 
 
 def in_cuda_graph(model: Any, inputs: dict[str, torch.Tensor]) -> Call:
-    """Capture the model in a CUDA graph; each call copies its inputs into the graph's buffers."""
+    """Return a function that runs the model as a CUDA graph. Each call copies its inputs into the buffers of the graph."""
     fixed = {key: value.clone() for key, value in inputs.items()}
     graph, result = captured(lambda: model(**fixed).logits, torch.device("cuda"))
 
@@ -106,7 +106,7 @@ def in_cuda_graph(model: Any, inputs: dict[str, torch.Tensor]) -> Call:
 
 
 def compiled(model: Any, mode: str, inputs: dict[str, torch.Tensor]) -> Call:
-    """Compile the model with torch.compile, for this shape only."""
+    """Return a function that runs the model, compiled with torch.compile for this shape only."""
     torch.compiler.reset()
     fast = torch.compile(copy.deepcopy(model), mode=mode, dynamic=False, fullgraph=False)
 
@@ -120,13 +120,13 @@ def compiled(model: Any, mode: str, inputs: dict[str, torch.Tensor]) -> Call:
 
 
 def accelerated(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> Call:
-    """Accelerate a copy of the model with `accel.accelerate`, for this shape only."""
+    """Return a function that runs a copy of the model, which `accel.accelerate` compiled for this shape only."""
     fast = accel.accelerate(copy.deepcopy(model), shapes=[inputs], keep_slower=True, **settings)
     return lambda: fast(**inputs).logits
 
 
 def milliseconds(call: Call, calls: int) -> list[float]:
-    """Times of single calls, each waited for."""
+    """Return the times of single calls in milliseconds. Each time ends when the GPU has finished."""
     for _ in range(WARM_UP):
         call()
     torch.cuda.synchronize()
@@ -140,13 +140,13 @@ def milliseconds(call: Call, calls: int) -> list[float]:
 
 
 def raw_replay(model: Any) -> Callable[[], None]:
-    """Replay the CUDA graph of the model's last call without the wrapper."""
+    """Return a function that replays the CUDA graph of the model's last call without any other code of accel."""
     replay: Callable[[], None] = model.sessions["model"].last_graph.replay
     return replay
 
 
 def copies(call: Call) -> list[str]:
-    """List the copies between host and device during one call."""
+    """Return the copies between CPU and GPU memory during one call."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -229,7 +229,7 @@ def measure(
 
 
 def by_benchmark(name: str, folder: Path, quick: bool) -> dict[str, Any]:
-    """Measure the same shapes without padding with `accel.benchmark`: eager, eager in a CUDA graph and accel, one process each."""
+    """Measure the shapes without padding with `accel.benchmark`: eager PyTorch, PyTorch with a CUDA graph, and accel."""
     model = make_model(name)
     model.save_pretrained(folder / f"{name}-model")
     artifact = export(folder / f"{name}-model", folder / f"{name}-onnx", task="text-classification")
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--modes", default=",".join(COMPILE_MODES))
     parser.add_argument("--models", default=",".join(dict.fromkeys(case[0] for case in CASES)))
-    parser.add_argument("--bars", action="store_true", help="only the shapes that have bars")
+    parser.add_argument("--bars", action="store_true", help="measure only the shapes with a target speed")
     parser.add_argument("--benchmark", action="store_true")
     arguments = parser.parse_args()
     out: Path = arguments.out

@@ -1,9 +1,10 @@
-"""Measure the memory of each form of a graph on an NVIDIA GPU, and attention kernels for short rows.
+"""Measure the GPU memory of each variant of a graph in a CUDA session, and the speed of attention kernels for short rows.
 
     python benchmarks/gpu_forms.py [OUT.json]
 
-The models are those of `gpu.py`. Memory is the device memory that each form's first calls take, with weights shared by the forms
-and with separate weights. Times are medians of the bare CUDA graph; the two kernels take turns.
+The models are the models of `gpu.py`. A CUDA session opens several variants (called forms) of one graph, for example with and without a
+mask. The script measures the GPU memory that the first calls of each form need, with weights that all forms share and with separate
+weights. Times are medians of the CUDA graph alone, and the two kernels take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CALLS, ROUNDS = 60, 3
 
 
 def microseconds(call: Callable[[], object]) -> list[float]:
-    """Times of single calls, each waited for."""
+    """Return the times of single calls in microseconds. Each time ends when the GPU has finished."""
     times = []
     for _ in range(CALLS):
         start = time.perf_counter()
@@ -42,7 +43,7 @@ def microseconds(call: Callable[[], object]) -> list[float]:
 
 
 def used_mb() -> float:
-    """Device memory in use, 10^6 bytes."""
+    """Return the GPU memory in use, in units of 10^6 bytes."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -50,7 +51,7 @@ def used_mb() -> float:
 
 
 def memory(folder: Path, name: str) -> list[float]:
-    """Memory in use after loading, and after calls that need the forms `short`, `lengths` and `general`."""
+    """Return the GPU memory in use after loading, and after calls that need the forms `short`, `lengths` and `general`."""
     before = used_mb()
     model = ORTModelForSequenceClassification.from_pretrained(
         folder, backend="cuda", provider_options={"packing": False}
@@ -66,7 +67,7 @@ def memory(folder: Path, name: str) -> list[float]:
 
 
 def no_weights(_: SharedWeights) -> Mapping[str, Any]:
-    """Replace `SharedWeights.values`, so that every form loads its own weights."""
+    """Return no shared weights. This function replaces `SharedWeights.values`, so that every form loads its own weights."""
     return {}
 
 

@@ -3,11 +3,12 @@ accel's backends `inductor` (PyTorch) and `cuda` (ONNX Runtime; called accel bel
 
     python benchmarks/gpu_generation.py [OUT.json] [--no-compile] [--layers N] [--work FOLDER] [--batches 1,8]
 
-The model has Qwen2-0.5B's shape and seeded random weights: batch 1 (and 8 without torch.compile), greedy, 64 tokens after a
-prompt of 128, all in float16 in one process. Variants take turns; a round is one `generate` of 1 token and one of 65 tokens.
-Prefill is the time of the first; decoding is the time difference of the two, in tokens a second. A step is also measured alone:
-accel's step called in a loop, and its CUDA graph replayed alone. An error is the Euclidean norm of the difference of the
-prompt's last logits from PyTorch float32, divided by their norm.
+The model has the shape of Qwen2-0.5B and random weights from a fixed seed. It generates 64 tokens after a prompt of 128 tokens with greedy
+search in float16, with batch size 1 (and 8, except for torch.compile). All variants run in one process and take turns. In each round, a
+variant calls `generate` once for 1 token and once for 65 tokens. The prefill time is the time of the first call. The decoding speed is 64
+tokens divided by the difference of the two times. A decode step of accel is also measured alone: as a step in a loop, and as its CUDA graph
+alone. An error is the Euclidean norm of the difference from PyTorch in float32, for the logits after the prompt, divided by the norm of
+PyTorch's logits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Generate = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def make_model(layers: int) -> Any:
-    """Return a seeded decoder of Qwen2-0.5B's shape."""
+    """Return a decoder in the shape of Qwen2-0.5B with random weights from a fixed seed."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=151936,
@@ -54,7 +55,7 @@ def make_model(layers: int) -> Any:
         tie_word_embeddings=True,
     )
     model = transformers.Qwen2ForCausalLM(config).eval()
-    # Non-zero biases, as in trained models: zero biases would be left out of the graph.
+    # Biases of trained models are not zero. The exporter would remove biases that are zero from the graph.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -83,7 +84,7 @@ def seconds(generate: Generate, ids: torch.Tensor, new: int) -> float:
 
 
 def measure(variants: dict[str, Generate], ids: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Prefill milliseconds and decoded tokens a second of each row, variants taking turns."""
+    """Return the prefill time in milliseconds and the decoded tokens per second of each variant. The variants take turns."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for turn in range(WARM_UP + ROUNDS):
         for name, generate in variants.items():
@@ -105,7 +106,7 @@ def measure(variants: dict[str, Generate], ids: torch.Tensor) -> dict[str, dict[
 
 
 def steps_alone(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of accel's step in a loop, and of its graph replayed alone."""
+    """Return the time of accel's decode step in a loop and the time of its CUDA graph alone, in milliseconds."""
     cache = model.new_cache()
     batch = len(ids)
     ones = torch.ones((batch, PROMPT + 200), dtype=torch.int64, device=ids.device)

@@ -1,8 +1,8 @@
-"""Measure the accuracy of Q/DQ graphs for GPUs on the CPU: the pairs have the same meaning on every runtime.
+"""Measure the accuracy of quantized graphs for GPUs, on the CPU. Q/DQ pairs have the same meaning in every runtime.
 
     python benchmarks/gpu_quantization.py MODEL_FOLDER TEST.csv CALIBRATION.csv
 
-It prints one JSON object with the accuracy of the float16 artifact and of each variant of each scheme.
+The script prints one JSON object with the accuracy of the float16 artifact and of each variant of each quantization scheme.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Compare encoders accelerated in place with eager PyTorch: one process for each variant, taking turns, answers checked.
+"""Compare encoders that `accel.accelerate` compiled with eager PyTorch, and check their outputs.
 
     python benchmarks/inductor.py [OUT.json] [--shape 1x128] [--layers 6] [--rounds 12] [--variants eager,float32,...]
 
-The model has DistilBERT's shape and seeded random weights. Each variant is a separate process that compiles and warms up, and
-then calls the model in its turn, so that two thread pools never work at the same time. Times are medians over the rounds of the
-fastest call of each round; the error is the largest difference from eager float32, divided by its largest value.
+The model has the shape of DistilBERT and random weights from a fixed seed. Each variant runs in a separate process that first compiles
+and warms up. Then the processes take turns, so that two thread pools never work at the same time. A time is the median over all rounds of
+the fastest call in a round. The error is the largest difference from the outputs of eager PyTorch in float32, divided by the largest value
+of these outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 
 def work(name: str, shape: tuple[int, int], layers: int) -> None:
-    """Run one variant: print a line of JSON when it is ready, and one for each input line."""
+    """Run one variant. Print a line of JSON when it is ready, and another line for each line of the standard input."""
     say = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         import torch
@@ -81,7 +82,7 @@ def main() -> None:
     workers: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in given.variants.split(","):
-        # Variants compile one at a time; a variant that fails does not stop the others.
+        # The variants compile one after another. If a variant fails, the script continues with the next variant.
         worker = subprocess.Popen(
             [sys.executable, __file__, "--worker", name, "--shape", given.shape, "--layers", str(given.layers)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

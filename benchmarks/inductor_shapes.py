@@ -1,10 +1,11 @@
-"""Run fifty shapes through a model accelerated in place: count compilations, and measure the cost of padding.
+"""Call a model that `accel.accelerate` compiled with fifty input lengths. Count the compilations and measure the time of padding.
 
     python benchmarks/inductor_shapes.py [OUT.json] [--shapes 50] [--layers 6] [--rounds 5]
 
-The model has DistilBERT's shape and seeded random weights; one row, lengths from 3 to 128 in random order. The first pass compiles. In
-later passes, calls alternate with calls of the original model; the fastest round counts. A padded call is compared with a call that
-fills its size: the difference is the cost of padding and trimming itself.
+The model has the shape of DistilBERT and random weights from a fixed seed. The inputs have one row and lengths from 3 to 128 in random
+order. The model compiles during the first pass over all lengths. In later passes, calls of the compiled model and of the original model
+take turns, and the fastest round counts. A padded call is also compared with a call whose input needs no padding for the same compiled
+size. The difference is the time of padding the inputs and trimming the outputs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Compare the throughput of `accel.pipeline`, which sorts batches by length, with the stock pipeline on the same model.
+"""Compare the throughput of `accel.pipeline`, which sorts inputs by length, with `transformers.pipeline` for the same model.
 
     python benchmarks/length_sorting.py [MODEL_FOLDER] [--rows 3080] [--rounds 3]
 
-It uses BANKING77's test queries and batch 32; both pipelines take turns in one process and share the session. It prints medians of
-texts per second, and checks that the results agree in order. Without a folder, it uses the model that ships with accel.
+The script uses the test queries of BANKING77 and batch size 32. Both pipelines take turns in one process and use the same session. The
+script prints the median number of texts per second, and checks that both pipelines return the same results in the same order. Without a
+folder, it uses the model that ships with `accel`.
 """
 
 from __future__ import annotations

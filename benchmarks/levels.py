@@ -1,9 +1,9 @@
-"""Measure the accuracy of every optimization level, in float32 and quantized, and the memory of calibration.
+"""Measure the accuracy of every optimization level in float32 and after quantization, and the memory of the calibration.
 
     python benchmarks/levels.py MODEL_FOLDER TEST.csv TRAIN.csv > levels.json
 
-It prints one JSON object: accuracy by level and scheme (256 calibration rows), and the peak memory that calibration with 64 and
-with 640 rows adds to a separate process.
+The script prints one JSON object. It contains the accuracy for each optimization level and quantization scheme (256 calibration rows),
+and the additional peak memory of a separate process that calibrates with 64 and with 640 rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHILD = "--calibrate"
 
 
 def calibrate(artifact: str, data: str, samples: int) -> None:
-    """Quantize in a separate process, and print the peak memory in kilobytes."""
+    """Quantize a model and print the peak memory in kilobytes. This function runs in a separate process."""
     config = QuantizeConfig(scheme="static-int8", calibration="percentile", samples=samples)
     opened = accel.Artifact.load(artifact)
     batches = calibration_batches(opened, data, config=config)

@@ -1,4 +1,4 @@
-"""Measure the OpenVINO backend: latency of a DistilBERT shape, wrapper cost, threads, memory of buckets, accuracy.
+"""Measure the OpenVINO backend: the latency of DistilBERT, the time of accel's code in a call, threads, memory of buckets, and accuracy.
 
     python benchmarks/openvino_backend.py latency  --work FOLDER
     python benchmarks/openvino_backend.py wrapper  --work FOLDER --model MODEL_FOLDER
@@ -6,8 +6,8 @@
     python benchmarks/openvino_backend.py memory   --work FOLDER --model MODEL_FOLDER
     python benchmarks/openvino_backend.py accuracy --work FOLDER --model MODEL_FOLDER --data FOLDER_WITH_TRAIN_AND_TEST_CSV
 
-Each prints one JSON object. `latency` makes its own model: random weights and non-zero biases, as in a trained model.
-Each variant has its own process; processes take turns. `accuracy` calibrates on 256 training rows and reads all test rows.
+Each command prints one JSON object. `latency` creates a model in the shape of DistilBERT with random weights and non-zero biases. Each
+variant runs in its own process, and the processes take turns. `accuracy` calibrates with 256 training rows and measures on all test rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LENGTH = 64
 
 
 def made(folder: Path, make) -> Artifact:  # type: ignore[no-untyped-def]
-    """Return the artifact in a folder; make it if it does not exist."""
+    """Return the artifact in a folder. If it does not exist, create it."""
     return Artifact.load(folder) if folder.exists() else make(folder)
 
 
@@ -64,7 +64,7 @@ def token_rows(count: int, batch: int, sequence: int, types: bool = False) -> li
 
 
 def int8_of(ir: Artifact, folder: Path, sequence: int, types: bool = False) -> Artifact:
-    """Quantize to 8 bits, calibrated on random token ids: the ranges do not affect the speed."""
+    """Quantize to 8 bits with random token ids for calibration. The calibrated ranges do not affect the speed."""
     return made(
         folder, lambda out: quantize(ir, out, scheme="static-int8", calibration=token_rows(16, 2, sequence, types))
     )
@@ -103,7 +103,7 @@ def latency(args: argparse.Namespace) -> dict[str, object]:
 
 
 def time_variants(variants: list[Variant], batch: int, sequence: int, rounds: int, calls: int) -> dict[str, Cell]:
-    """Time variants on one shape, one process for each, taking turns; outputs may differ, because ranges are random."""
+    """Measure variants for one input shape. Their outputs may differ, because the calibrated ranges are random."""
     timed = benchmark(variants, batch=batch, sequence=sequence, rounds=rounds, calls=calls, processes=1, atol=math.inf)
     return {variant.name: variant.cells[0] for variant in timed.variants}
 
@@ -113,7 +113,7 @@ def model_ir(args: argparse.Namespace) -> Artifact:
 
 
 def wrapper(args: argparse.Namespace) -> dict[str, object]:
-    """Time alternating calls of `model(**inputs)` and of another infer request of the same OpenVINO model."""
+    """Measure calls of `model(**inputs)` and calls of an infer request of the same OpenVINO model, in turns."""
     torch.set_num_threads(1)
     model = ORTModelForSequenceClassification.from_pretrained(
         model_ir(args).path, session_options=SessionOptions(threads=1)
@@ -150,7 +150,7 @@ def _call(model: ORTModelForSequenceClassification, case: dict[str, torch.Tensor
 
 
 def threads(args: argparse.Namespace) -> dict[str, object]:
-    """Count calls a second of one model from one and from ten threads, taking turns."""
+    """Measure the calls per second of one model from one thread and from ten threads, in turns."""
     rates: dict[str, float] = {}
     for name, options in (("latency", {}), ("throughput", {"performance_hint": "throughput"})):
         model = ORTModelForSequenceClassification.from_pretrained(model_ir(args).path, provider_options=options)
@@ -167,7 +167,7 @@ def threads(args: argparse.Namespace) -> dict[str, object]:
 
 
 def memory(args: argparse.Namespace) -> dict[str, object]:
-    """Private memory of the process as buckets are opened, MB."""
+    """Measure the private memory of the process, in MB, after each bucket is opened."""
 
     def private() -> int:
         text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
@@ -242,7 +242,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = {f.__name__: f for f in (latency, wrapper, threads, memory, accuracy)}
     parser.add_argument("what", choices=modes)
-    parser.add_argument("--work", type=Path, required=True, help="folder for what is exported and quantized")
+    parser.add_argument("--work", type=Path, required=True, help="folder for exported and quantized models")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--rounds", type=int, default=8)

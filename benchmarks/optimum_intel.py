@@ -1,12 +1,14 @@
-"""Compare the time of a call of our OpenVINO backend with optimum-intel in a separate environment.
+"""Compare the time of a call with the OpenVINO backend of accel and with optimum-intel.
 
     python benchmarks/optimum_intel.py --work FOLDER --peer-python PYTHON_OF_OPTIMUM_INTEL [--model MODEL_FOLDER --sequence 16]
 
-Without `--model`, it uses DistilBERT's shape, 1x128, from `openvino_backend.py`. Both sides run the same model on the same inputs
-with the same precision, threads, performance hint and pinning, in one process each, and take turns. They call the model like their
-users: `model(**inputs)` with torch tensors as inputs and outputs. In float32 and bfloat16, each side runs its own export. Both sides
-load our int8 graph, and our graph in the rows that say so. The processes are started several times, because the memory layout
-changes times by some percent. It prints one JSON object; `speed` is their time divided by ours, so above 1 ours is faster.
+Without `--model`, the script uses the model in the shape of DistilBERT from `openvino_backend.py`, with one row of 128 tokens. Both
+libraries run the same model on the same inputs with the same precision, number of threads, performance hint and thread pinning. Each
+library has its own process and environment, and the processes take turns. The model is called as users call it: `model(**inputs)` with
+torch tensors as inputs and outputs. In float32 and bfloat16, each library runs its own export. In int8, and in rows named "our graph in
+both", both libraries run the graph of accel. The processes are started several times, because their memory layout changes times by some
+percent. The script prints one JSON object, in which `speed` is the time of optimum-intel divided by the time of accel: above 1, accel is
+faster.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def feeds(types: bool, sequence: int) -> dict[str, torch.Tensor]:
     return row | ({"token_type_ids": torch.zeros_like(ids)} if types else {})
 
 
-# In the processes
+# Functions that run in the measured processes
 
 
 def load_ours(spec: dict[str, Any]) -> Any:
@@ -68,8 +70,8 @@ def load_theirs(spec: dict[str, Any]) -> Any:
 
 
 def serve(load: Callable[[], Any], inputs: dict[str, torch.Tensor], threads: int) -> None:
-    """Read numbers of calls until the input ends, and print the times of the calls."""
-    # Output of the libraries must not mix with the answers.
+    """Read lines with a number of calls from the standard input, make these calls, and print their times."""
+    # The libraries may print text, which must not mix with the printed times, so their output goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(threads)
     model = load()
@@ -88,7 +90,7 @@ def serve(load: Callable[[], Any], inputs: dict[str, torch.Tensor], threads: int
 
 
 class Side:
-    """Start a process of a script that answers with `serve`."""
+    """Process of one library that runs `serve` and measures on request."""
 
     def __init__(self, python: str, spec: dict[str, Any], script: str = __file__) -> None:
         self._process = subprocess.Popen(
@@ -111,15 +113,15 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("a side failed; its error is above")
+            raise SystemExit("A measured process failed. Its error message is printed above.")
         return json.loads(line)
 
 
-# In the parent
+# Functions that run in the main process
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    """Milliseconds: the median, the best twentieth and the worst."""
+    """Return the median, the value of the best twentieth and the slowest time, in milliseconds."""
     ordered = sorted(times)
     return {
         "median_ms": round(statistics.median(ordered), 3),
@@ -131,7 +133,7 @@ def summary(times: list[float]) -> dict[str, float]:
 def compare(
     args: argparse.Namespace, types: bool, ours: dict[str, Any], theirs: dict[str, Any], precision: str
 ) -> dict[str, Any]:
-    """Measure both sides alternately, several times with new processes."""
+    """Measure both libraries in turns, several times with new processes."""
     same = {"precision": precision, "threads": args.threads, "types": types, "sequence": args.sequence}
     specs = {
         "ours": (sys.executable, {"side": "ours", "buckets": [], **ours, **same}),
@@ -163,15 +165,15 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="folder for what is exported and quantized")
-    parser.add_argument("--peer-python", help="the interpreter of the environment with optimum-intel")
+    parser.add_argument("--work", type=Path, help="folder for exported and quantized models")
+    parser.add_argument("--peer-python", help="Python interpreter of the environment with optimum-intel")
     parser.add_argument("--model", type=Path, help="a transformers folder for text classification")
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--processes", type=int, default=3, help="how often the processes are started")
+    parser.add_argument("--processes", type=int, default=3, help="number of times that the processes are started")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--calls", type=int, default=25)
-    parser.add_argument("--rows", nargs="*", help="names of the rows to measure; all when left out")
+    parser.add_argument("--rows", nargs="*", help="names of the rows to measure (default: all rows)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -180,7 +182,7 @@ def main() -> None:
         serve(lambda: load(spec), feeds(spec["types"], spec["sequence"]), spec["threads"])
         return
     if args.work is None or args.peer_python is None:
-        parser.error("--work and --peer-python are needed")
+        parser.error("The options --work and --peer-python are required.")
     from openvino_backend import distilbert, int8_of, made
 
     from accel import export

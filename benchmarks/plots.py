@@ -15,18 +15,18 @@ from typing import Any
 import matplotlib as mpl
 
 mpl.use("svg")
-mpl.rcParams["svg.hashsalt"] = "accel"  # the same numbers give the same file
+mpl.rcParams["svg.hashsalt"] = "accel"  # With a fixed salt, the same numbers always give the same SVG file.
 mpl.rcParams["svg.fonttype"] = "none"
 from matplotlib import pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "docs" / "assets" / "plots"
 OURS, OTHERS = "#4f46e5", "#94a3b8"
-TEXT = "#64748b"  # readable on white and on dark pages
+TEXT = "#64748b"  # This gray is readable on white and on dark pages.
 
 
 def read(name: str) -> Any:
-    """A benchmark's JSON; `None` if it was not run."""
+    """Return the JSON result of a benchmark, or None if the file does not exist."""
     path = HERE / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -40,7 +40,7 @@ def save(figure: Any, name: str) -> None:
 
 
 def axes(width: float, height: float) -> tuple[Any, Any]:
-    """A figure with gray lines and labels."""
+    """Return a figure and axes with gray lines and labels."""
     figure, plot = plt.subplots(figsize=(width, height))
     plot.tick_params(colors=TEXT)
     plot.xaxis.label.set_color(TEXT)
@@ -70,7 +70,7 @@ def scatter() -> None:
 
 
 def bars(rows: dict[str, float], label: str, name: str) -> None:
-    """Plot one bar for each row, ours in color."""
+    """Plot one bar for each row. The bars of accel are colored."""
     figure, plot = axes(7, 0.5 + 0.36 * len(rows))
     names = list(rows)[::-1]
     values = [rows[key] for key in names]
@@ -84,7 +84,7 @@ def bars(rows: dict[str, float], label: str, name: str) -> None:
 
 
 def main() -> None:
-    """Write every plot whose JSON exists."""
+    """Write every plot whose JSON file exists."""
     scatter()
     if peers := read("classification_peers.json"):
         bars(

@@ -1,9 +1,10 @@
-"""Measure the start of a process: load an artifact and answer one text, compared with ONNX Runtime and transformers' tokenizer.
+"""Measure how long a new process takes to load an artifact and to classify one text, with accel and with ONNX Runtime alone.
 
     python benchmarks/process_start.py [OUT.json] [--rounds 15]
 
-Every run is a new process, and the variants take turns. `processor` is the processor time of the process, which other processes
-hardly change; `wall` is the time that a caller waits. The model is the exported model of `accel demo`.
+ONNX Runtime is measured with the tokenizer of transformers and with the package tokenizers. Every run is a new process, and the variants
+take turns. In the result, `processor` is the processor time of the process, which other programs hardly change, and `wall` is the time that
+a caller waits. The model is the exported model of `accel demo`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def main() -> None:
                 )
                 wall, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
                 answers.add(done.stdout.strip())
-                if turn:  # the first one reads files that are not in memory yet
+                if turn:  # The first round does not count, because it reads files that are not in memory yet.
                     times[name]["wall_s"].append(wall)
                     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
                     times[name]["processor_s"].append(spent)

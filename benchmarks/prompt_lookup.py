@@ -1,12 +1,16 @@
-"""Compare prompt-lookup decoding with plain greedy decoding on a copying task: a text that repeats itself.
+"""Compare prompt lookup decoding with greedy search for a text that repeats itself.
 
     python benchmarks/prompt_lookup.py [OUT.json] [--work FOLDER] [--layers 8] [--rounds 5]
 
-The decoder has Qwen2-0.5B's layers and a vocabulary of 32,000. Its head maps each token to the next of a cycle of 40; its layers have
-random weights, take the usual time and change the result little. So its predictions are as certain as those of trained models. If
-rounding decides between two tokens, several tokens at once may be rounded differently than one (`weight-int4` of `cpu`, with 8-bit
-activations). It measures float32 and 4 bits, on ONNX Runtime and OpenVINO. The methods take turns in one process, and their tokens
-must equal those of plain decoding. Results are median tokens a second of `--new` tokens after the first; the prompt has three cycles.
+The decoder has layers in the shape of Qwen2-0.5B and a vocabulary of 32,000. Its output layer maps each token to the next token of a
+cycle of 40 tokens. The other layers have random weights; they take the usual time, but change the outputs little. Because of this, the
+model is as certain about the next token as a trained model. This matters because rounding can change the selected token if two tokens are
+almost equally likely: a call with several tokens may round differently than a call with one token (`weight-int4` on `cpu`, which rounds
+activations to 8 bits).
+
+The script measures float32 and 4-bit weights on ONNX Runtime and OpenVINO. The methods take turns in one process, and their tokens must
+equal the tokens of greedy search. Results are the median tokens per second of `--new` tokens after the first token. The prompt contains the
+cycle three times.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ WAYS: dict[str, dict[str, int]] = {
 
 
 def copying(folder: Path, layers: int) -> Path:
-    """A folder with the decoder."""
+    """Return the folder of the decoder, and create the decoder if the folder does not exist."""
     if not (folder / "config.json").is_file():
         torch.manual_seed(0)
         config = configuration(layers, tied=False)
@@ -82,7 +86,7 @@ def main() -> None:
     """Measure each backend and precision, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--work", type=Path, help="folder for the models, kept")
+    parser.add_argument("--work", type=Path, help="folder for the models, which the script does not delete")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,10 +1,11 @@
-"""Measure the speed of optimization levels and quantization schemes on this machine, next to PyTorch and ONNX Runtime's defaults.
+"""Compare the speed of optimization levels and quantization schemes with PyTorch and with ONNX Runtime's own quantization.
 
     python benchmarks/quantization.py [MODEL] [--batch 1] [--sequence 128] [--keep FOLDER] [--prepare]
 
-MODEL is a transformers folder of a text classifier; by default, it is a random model of DistilBERT's shape with non-zero biases
-(with zero biases, some kernels are faster than with trained models). Calibration uses random tokens, which is enough to measure
-speed, but not accuracy. `--keep` keeps the artifacts, `--prepare` only makes them.
+MODEL is a transformers folder of a text classifier. By default, the script creates a model with random weights in the shape of DistilBERT.
+Its biases are not zero, because some kernels are faster with zero biases than with the biases of trained models. Calibration uses random
+tokens, which is enough to measure speed, but not accuracy. `--keep` stores the artifacts in a folder. `--prepare` creates the artifacts
+without measuring them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Feeds = dict[str, torch.Tensor]
 
 
 def random_model(folder: Path) -> Path:
-    """Return a seeded model of DistilBERT's shape with non-zero biases, as in trained models."""
+    """Return the folder of a model in the shape of DistilBERT, with random weights from a fixed seed and non-zero biases."""
     import transformers
 
     torch.manual_seed(0)
@@ -44,7 +45,7 @@ def random_model(folder: Path) -> Path:
 
 
 def feeds_for(artifact: Artifact, batch: int, sequence: int, seed: int = 0) -> Feeds:
-    """Random tokens without padding."""
+    """Return inputs with random tokens and without padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 20_000, (batch, sequence), generator=generator)
     values = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
@@ -54,7 +55,7 @@ def feeds_for(artifact: Artifact, batch: int, sequence: int, seed: int = 0) -> F
 def runtime_defaults(parent: Artifact, folder: Path) -> Artifact:
     """Run `onnxruntime.quantization.quantize_dynamic` with its defaults, on a graph with ONNX Runtime's own fusions.
 
-    The fused graph is saved, because our sessions disable the slow fusions (SkipLayerNormalization).
+    The function saves the fused graph, because sessions of accel turn off slow fusions such as SkipLayerNormalization.
     """
     import onnx
     import onnxruntime
@@ -62,7 +63,7 @@ def runtime_defaults(parent: Artifact, folder: Path) -> Artifact:
 
     folder.mkdir()
     model = onnx.load(parent.file())
-    # Its shape inference contradicts the exporter's shapes.
+    # ONNX Runtime's shape inference computes other shapes than the exporter stored, so the stored shapes are removed.
     del model.graph.value_info[:]
     onnx.save(model, folder / "plain.onnx")
     quantize_dynamic(folder / "plain.onnx", folder / "quantized.onnx")
@@ -78,7 +79,7 @@ def runtime_defaults(parent: Artifact, folder: Path) -> Artifact:
 
 
 def prepare(model: Path, root: Path, sequence: int) -> dict[str, Path]:
-    """Return every variant's folder by name; existing folders are kept."""
+    """Return the folder of each variant by name. Existing folders are not created again."""
     plain = root / "plain"
     parent = Artifact.load(plain) if plain.exists() else export(model, plain)
     paths = {"ONNX": plain}

@@ -1,19 +1,20 @@
-"""Compare `accel serve` with the in-process pipeline (one caller) and with FastAPI and PyTorch without batching (many callers).
+"""Compare `accel serve` with a model in the caller's process, and with a server of FastAPI and PyTorch without batching.
 
     python benchmarks/serving.py OUT.json [MODEL_FOLDER] [--callers 16] [--rounds 3] [--seconds 6]
     python benchmarks/serving.py OUT.json --infinity ENVIRONMENT/bin/infinity_emb
     python benchmarks/serving.py OUT.json --classify [MODEL_FOLDER] --callers 1
     python benchmarks/serving.py OUT.json --int8 FOLDER [--backend openvino] --callers 1
 
-It uses BANKING77's test queries. Every server is a separate process, clients run in another process on the same machine, and variants
-take turns; answers are compared first. It needs the extra `serve` and, for the other side, FastAPI. Without a folder, it uses the
-model that ships with accel, as a model for embeddings; with `--classify`, as a classifier.
+The script uses the test queries of BANKING77. Every server runs in a separate process, and the clients run in another process on the same
+machine. The servers take turns, and their answers are compared before the measurement. With one caller, the script also measures the
+model in the caller's process. The script needs the extra `serve` and FastAPI. Without a folder, it uses the model that ships with
+`accel`: as an embedding model, or with `--classify` as a classifier.
 
-With `--infinity`, infinity is a third variant, in a separate environment (`pip install torch "transformers<5"
-"infinity_emb[torch,server]"`), with its torch engine in float32.
+With `--infinity`, the script also measures infinity with its torch engine in float32. infinity needs a separate environment
+(`pip install torch "transformers<5" "infinity_emb[torch,server]"`).
 
-With `--int8`, both sides classify texts of 128 tokens with a model of DistilBERT's shape, made in that folder: accel in static int8, the
-other side in float32. Its weights are random, so answers have the same format, but there is no accuracy to compare.
+With `--int8`, both servers classify texts of 128 tokens with a model in the shape of DistilBERT: accel in static int8, and FastAPI with
+PyTorch in float32. The script creates the model in the given folder. The weights are random, so only the format of the answers is compared.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ FIELD = {EMBED: "input", CLASSIFY: "inputs"}
 
 
 def fastapi(folder: str, path: str, port: int) -> None:
-    """The usual server: a function that tokenizes and runs one request."""
+    """Run a server of FastAPI and PyTorch, which tokenizes and computes each request separately."""
     import torch
     import transformers
     import uvicorn
@@ -75,7 +76,7 @@ def fastapi(folder: str, path: str, port: int) -> None:
 
 
 class Connection:
-    """One caller's connection, with http.client, which takes little processor time."""
+    """HTTP connection of one caller. It uses `http.client`, which needs little processor time."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -87,7 +88,7 @@ class Connection:
 
 
 def processor_s(process: int) -> float:
-    """Processor time of a process, all threads; it stays comparable on a shared machine."""
+    """Return the processor time of all threads of a process, which other programs change less than the elapsed time."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -113,7 +114,7 @@ def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
 
 
 def load(port: int, process: int, path: str, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
-    """Run a closed loop of `callers` callers."""
+    """Send requests from `callers` callers. Each caller waits for its answer before the next request (a closed loop)."""
     taken: list[float] = []
     statuses: dict[int, int] = {}
     lock = threading.Lock()
@@ -150,7 +151,7 @@ def load(port: int, process: int, path: str, texts: list[str], callers: int, sec
 
 
 def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
-    """Return the command of infinity's server; copy the model with the class names of its transformers, as an embedding model."""
+    """Return the command that starts infinity, and write a copy of the model that infinity's version of transformers can load."""
     shutil.copytree(folder, copy)
     for name, ours, theirs in (
         ("tokenizer_config.json", "TokenizersBackend", "PreTrainedTokenizerFast"),
@@ -163,7 +164,7 @@ def infinity(program: str, folder: str, copy: Path) -> tuple[str, ...]:
 
 
 def in_process(folder: str, path: str) -> None:
-    """Call the model in this process: for each input line of texts, print a line of seconds."""
+    """Call the model in this process. For each line of texts on the standard input, print a line with the seconds of each call."""
     import accel
 
     if path == CLASSIFY:
@@ -172,7 +173,7 @@ def in_process(folder: str, path: str) -> None:
         model: Any = accel.ORTModelForFeatureExtraction.from_pretrained(folder, task="sentence-similarity")
 
         def call(text: str) -> Any:
-            # Like the endpoint: length 1, Python numbers.
+            # As in the HTTP endpoint, the vectors have length 1 and consist of Python numbers.
             return model.encode(text, normalize_embeddings=True).tolist()
 
     for line in sys.stdin:
@@ -190,9 +191,10 @@ def seconds_of(call: Any, texts: list[str]) -> list[float]:
 
 
 def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
-    """Time one caller over HTTP and the same model in a separate process, alternately, 40 calls each.
+    """Compare one caller over HTTP with calls of the same model without HTTP, in turns of 40 calls.
 
-    In the client's own process, the model's threads spin between calls and would take a processor from the server.
+    The model without HTTP runs in a separate process. In the process of the HTTP client, the threads of the model would wait actively
+    between calls and take processor time from the server.
     """
     connection = Connection(port)
     words = [sys.executable, __file__, "-", folder, "--path", path, "--in-process"]
@@ -214,7 +216,7 @@ def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -
 
 
 def classifiers(folder: Path, backend: str) -> tuple[str, str]:
-    """Make a classifier of DistilBERT's shape with the demo's tokenizer, and its artifact in static int8."""
+    """Create a classifier in the shape of DistilBERT with the tokenizer of the demo model, and its artifact in static int8."""
     import transformers
     from quantization import feeds_for, random_model
 
@@ -232,7 +234,7 @@ def classifiers(folder: Path, backend: str) -> tuple[str, str]:
 
 
 def long_texts(folder: str, texts: list[str]) -> list[str]:
-    """Make texts of 128 tokens from the queries."""
+    """Return texts of 128 tokens, made from the queries."""
     import transformers
 
     tokenizer, made = transformers.AutoTokenizer.from_pretrained(folder), []

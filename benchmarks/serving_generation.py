@@ -1,15 +1,16 @@
-"""Measure chats of many callers with `accel serve` and the `openai` client: a 0.5-billion-parameter Qwen shape in 4 bits.
+"""Measure text generation for many callers of `accel serve` with the `openai` client.
 
     python benchmarks/serving_generation.py --work FOLDER [--callers 8] [--prompt 32] [--new 128] [--rounds 5]
 
-The server (`accel serve`) and the client are separate processes. One caller and `--callers` callers take turns; each round uses
-the same prompts, greedy and streamed. It prints one line for each round and writes FOLDER/serving_generation.json:
+The model has the shape of Qwen with 0.5 billion parameters and 4-bit weights. The server (`accel serve`) and the client are separate
+processes. In each round, first one caller and then `--callers` callers send the same prompts, with greedy search and streaming. The script
+prints one line for each round and writes FOLDER/serving_generation.json:
 
-- tokens/s: all tokens of a round divided by its wall time;
-- cpu s: the server's processor time for each token, which other processes on the machine change less;
-- same: share of answers that equal those of `model.generate`, one call each, in a process before the server starts.
+- tokens/s: all tokens of a round divided by the elapsed time;
+- cpu s: processor time of the server for each token, which other programs on the machine change less than the elapsed time;
+- same: share of answers that equal the answers of `model.generate`, which runs once for each prompt before the server starts.
 
-It needs `pip install openai psutil`.
+The script needs `pip install openai psutil`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def tokenizer(folder: Path) -> None:
-    """A tokenizer with one token for each letter: this benchmark does not measure tokenizers."""
+    """Return a tokenizer with one token for each letter, because this benchmark does not measure tokenizers."""
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -89,7 +90,7 @@ async def measure(url: str, server: int, prompts: list[str], expected: list[str]
         return tokens, text == expected[number]
 
     async def timed(groups: list[list[int]]) -> dict[str, float]:
-        """Run the callers of a group at once, and groups one after another."""
+        """Measure the groups of callers one after another. The callers of a group send their requests at the same time."""
         cpu, start = sum(process.cpu_times()[:2]), time.perf_counter()
         found = [one for group in groups for one in await asyncio.gather(*map(ask, group))]
         seconds, cpu = time.perf_counter() - start, sum(process.cpu_times()[:2]) - cpu
@@ -121,7 +122,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="your own artifact with a tokenizer and a chat template")
     parser.add_argument("--callers", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt, give or take a quarter")
+    parser.add_argument(
+        "--prompt", type=int, default=32, help="average number of tokens in a prompt; prompts differ by up to a quarter"
+    )
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--references", help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""Compare static int8 of Neural Compressor with our own, both in ONNX Runtime: accuracy, and alternating speed.
+"""Compare static int8 models that Neural Compressor and accel quantized: accuracy and speed in ONNX Runtime.
 
     python benchmarks/static_int8.py MODEL TRAIN.csv TEST.csv OUT.json --keep FOLDER [--parts prepare,accuracy,speed]
 
-The CSV files have the columns `text` and `category`; both quantizers use the same 256 rows of TRAIN.csv. The speed needs a
-quiet machine; each part adds its figures to OUT.json.
+The CSV files have the columns `text` and `category`. Both quantizers calibrate with the same 256 rows of TRAIN.csv. Run the part `speed`
+on a quiet machine. Each part adds its results to OUT.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHAPES = ((1, 16), (1, 128), (8, 64))
 
 
 def prepare(model: Path, train: Path, root: Path) -> dict[str, Path]:
-    """Return the artifacts by name; existing artifacts are kept."""
+    """Return the artifacts by name. Existing artifacts are not created again."""
     paths = {name: root / name for name in ("float32", "own", "own-O2", "neural-compressor", "neural-compressor-O2")}
     held = root / "integers"
     if not paths["float32"].exists():
@@ -47,12 +47,15 @@ def prepare(model: Path, train: Path, root: Path) -> dict[str, Path]:
 
 
 def accuracy(paths: dict[str, Path], test: Path) -> dict[str, float]:
-    """Accuracy in per cent on the rows of TEST.csv."""
+    """Return the accuracy of each artifact on the rows of TEST.csv, in per cent."""
     return {name: 100 * accel.evaluate(path, str(test), columns=COLUMNS).value for name, path in paths.items()}
 
 
 def speed(paths: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Milliseconds a call by shape: median, 5 % and 95 %; one process for each variant, in alternating rounds."""
+    """Return the median, the 5th and the 95th percentile of the time of a call for each shape, in milliseconds.
+
+    Each variant runs in its own process, and the processes take turns.
+    """
     found: dict[str, Any] = {}
     for batch, length in SHAPES:
         variants = [Variant(name=name, path=path, task=TASK) for name, path in paths.items()]
@@ -76,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--parts", default="prepare,accuracy,speed")
     parser.add_argument(
-        "--only", help="names of artifacts whose accuracy is measured, separated by commas; all when left out"
+        "--only", help="names of the artifacts whose accuracy is measured, separated by commas (default: all artifacts)"
     )
     arguments = parser.parse_args()
     arguments.keep.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,13 @@
-"""Measure the throughput of a repository's layouts on a real Triton, with many callers and texts of every length.
+"""Compare the throughput of the layouts of `accel deploy triton` on a real Triton server, with many callers and texts of different lengths.
 
 python benchmarks/triton_layouts.py ARTIFACT TEXTS [OUT.json] [--callers 16] [--seconds 8] [--rounds 3] [--call-ms 8]
 
-TEXTS is a CSV file with a column `text`, or a file with one text on each line. One server loads every layout; rounds of the same texts
-alternate between them, and every answer of a round is compared with that of the first layout. A server with only the Python backend,
-for example from the package nvidia-pytriton (`ACCEL_TRITONSERVER`), runs the repository's shadow: ONNX Runtime on the CPU, in Python.
-In this case, `--call-ms 8` makes each call of the graph take 8 ms for any number of rows, like a GPU's calls for small batches.
+TEXTS is a CSV file with a column `text`, or a file with one text on each line. One server loads all layouts. The layouts take turns with
+the same texts, and every answer is compared with the answer of the first layout.
+
+`ACCEL_TRITONSERVER` selects the server, for example from the package nvidia-pytriton. If the server has only the Python backend, it runs a
+modified copy of the repository (the shadow), in which ONNX Runtime for Python runs the graphs on the CPU. In this case, `--call-ms 8` makes
+each call of a graph take 8 ms for any number of rows, like calls with small batches on a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def scores(content: bytes) -> Any:
 
 
 def slow_down(shadowed: Path, milliseconds: float) -> None:
-    """Make each call of a graph take at least this long, for any number of rows, like an accelerator with small batches."""
+    """Change the repository so that each call of a graph takes at least this time, like small batches on an accelerator."""
     for path in shadowed.glob("*_graph/1/model.py"):
         code = path.read_text(encoding="utf-8")
         plain = "        returned = self._session.run(self._outputs, feeds)\n"
@@ -66,7 +68,7 @@ def slow_down(shadowed: Path, milliseconds: float) -> None:
 
 
 def load(server: TritonServer, name: str, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
-    """Run callers that each send the next text when they have an answer."""
+    """Send texts from several callers. Each caller waits for its answer before it sends the next text."""
     bodies = [
         json.dumps(
             {
@@ -83,7 +85,7 @@ def load(server: TritonServer, name: str, texts: list[str], callers: int, second
     end = time.perf_counter() + seconds
 
     def work() -> None:
-        # The standard library's client: on few processors, a heavier client would dominate the measurement.
+        # The HTTP client of the standard library needs little processor time. A slower client would limit the measured throughput.
         client = http.client.HTTPConnection("127.0.0.1", server.http)
         while (started := time.perf_counter()) < end:
             i = next(numbers) % len(bodies)
@@ -126,13 +128,15 @@ def main() -> int:
     parser.add_argument(
         "--call-ms",
         type=float,
-        help="a call of the graph in the shadow takes at least this long, as on an accelerator",
+        help="smallest time of a graph call in milliseconds, to simulate an accelerator; only for a server with only the Python backend",
     )
     parser.add_argument("--threads", type=int, default=available_processors())
     args = parser.parse_args()
     installation = find_server()
     if installation is None:
-        print("There is no tritonserver here. Fix: set ACCEL_TRITONSERVER; see docs/guides/triton.md.")
+        print(
+            "No Triton server was found. Fix: set ACCEL_TRITONSERVER to the path of tritonserver; see docs/guides/triton.md."
+        )
         return 1
     texts = read_texts(args.texts)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}

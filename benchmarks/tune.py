@@ -1,9 +1,17 @@
-"""Check the targets of `accel benchmark` and `accel tune`: A/A test, harness cost, the search, its resumption, its winner.
+"""Check the targets of `accel benchmark` and `accel tune` for speed and precision.
 
     python benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json [--parts cost,tune,resume,winner,aa] [--tuned FOLDER]
     python benchmarks/tune.py MODEL TEST.csv TRAIN.csv OUT.json --parts page       # writes OUT.md from OUT.json
 
-Run it on a quiet machine, with an `ACCEL_HOME` that does not exist yet; each part adds its numbers to OUT.json.
+The parts are:
+
+- cost: time that the benchmark loop adds to a call;
+- tune: duration and result of a search;
+- resume: duration of the same search with saved measurements;
+- winner: new measurement of the selected variant;
+- aa: comparison of two copies of one variant.
+
+Run the script on a quiet machine. Set `ACCEL_HOME` to a folder that does not exist yet. Each part adds its numbers to OUT.json.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ from accel.tuning.trials import render
 
 
 def cost() -> dict[str, float]:
-    """Microseconds that the timed region adds to a call, measured with an empty call."""
+    """Return the time that the benchmark loop adds to a call, in microseconds. It is measured with an empty call."""
     runs = [statistics.median(timed(lambda **_: None, [{"a": 1}] * 20_000)) * 1000 for _ in range(5)]
     started = time.perf_counter()
     timed(lambda **_: None, [{"a": 1}] * 200_000)
@@ -52,7 +60,7 @@ def a_a(folder: Path, runs: int) -> dict[str, object]:
 
 
 def winner(folder: Path, data: str) -> dict[str, object]:
-    """Measure the winner in new processes: latency next to PyTorch, and accuracy."""
+    """Measure the selected variant of a search again in new processes: its latency in turns with PyTorch, and its accuracy."""
     artifact = Artifact.load(folder)
     run = artifact.manifest.run
     assert run is not None
@@ -76,7 +84,7 @@ def winner(folder: Path, data: str) -> dict[str, object]:
 
 
 def page(values: dict[str, Any]) -> str:
-    """Write the page about OUT.json: each result next to its target."""
+    """Return the page about OUT.json, a table with each result and its target."""
     rows: list[tuple[str, str, str]] = []
     if "cost" in values:
         cost = values["cost"]

@@ -1,9 +1,9 @@
-"""Measure the cost of `model(**inputs)` in addition to ONNX Runtime's own `run` on the same session and the same arrays.
+"""Measure the time that `model(**inputs)` needs in addition to `run` of the same ONNX Runtime session with the same arrays.
 
     python benchmarks/wrapper_cost.py [MODEL_FOLDER] [--sequence 16] [--calls 1000]
 
-It uses one thread, batch 1 and alternating calls, and prints the medians in microseconds. Without a folder, it uses the model that
-ships with accel.
+The script uses one thread and batch size 1. Both kinds of calls take turns. The script prints the medians in microseconds. Without a
+folder, it uses the model that ships with `accel`.
 """
 
 from __future__ import annotations

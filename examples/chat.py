@@ -1,8 +1,9 @@
-"""Chat with a decoder-only model. Each turn processes only the new tokens, because the KV cache keeps the earlier ones.
+"""Chat with a decoder-only model. Each turn computes only the new tokens, because the KV cache stores the earlier tokens.
 
     python examples/chat.py [MODEL]
 
-MODEL is a Hub id, a transformers folder or an artifact; it needs a chat template. Without MODEL, the example uses a tiny random model.
+MODEL is a Hub id, a transformers folder or an artifact of `accel`. It should have a chat template. Without MODEL, the example uses a tiny
+random model.
 Type a line and press Enter; an empty line ends the conversation.
 """
 
@@ -21,7 +22,7 @@ from accel.testing.generators import save_generator
 
 
 def template(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> torch.Tensor:
-    """Return the conversation as tokens."""
+    """Return the token ids of the conversation."""
     if tokenizer.chat_template:
         encoding = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -40,7 +41,8 @@ def chat(folder: str | Path, lines: list[str] | None = None, max_new_tokens: int
     for line in user_lines:
         messages.append({"role": "user", "content": line})
         tokens = template(tokenizer, messages)
-        # A chat template may rewrite earlier turns (some remove the model's reasoning), so the cache keeps only the common prefix.
+        # Some chat templates change earlier turns, for example by removing the model's reasoning. The cache keeps only the tokens
+        # that the old and the new conversation have in common.
         same = sum(
             1
             for _ in itertools.takewhile(

@@ -2,8 +2,8 @@
 
     python examples/custom_module.py [OUT]
 
-The module is a two-tower scorer: it compares a query vector with several candidates. The sample input has one row; accel extends it, so
-that the batch size and the number of candidates stay dynamic. The example runs offline.
+The module computes a score for each pair of a query vector and a candidate vector. The sample inputs have one row; `accel` extends them, so
+that the batch size and the number of candidates stay dynamic. The example runs without a network.
 """
 
 from __future__ import annotations

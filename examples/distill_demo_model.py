@@ -1,10 +1,10 @@
 """Distill the demo model that ships with accel from a larger fine-tuned classifier.
 
-The student has the teacher's hidden size, so its embeddings and two of its layers are initialized with the teacher's weights. It is
-smaller in three ways: the vocabulary has only the word pieces of the training queries (plus all single characters, so that no word
-becomes unknown), only two layers are kept, and each feed-forward block keeps only its strongest neurons. The teacher computes logits
-for the training queries and for augmented copies of them, and the student learns these logits (Hinton et al., 2015,
-"Distilling the Knowledge in a Neural Network", https://arxiv.org/abs/1503.02531).
+The smaller model (the student) has the hidden size of the larger model (the teacher), so its embeddings and its two layers start with
+weights of the teacher. The student is smaller in three ways. Its vocabulary contains only the word pieces of the training queries and
+all single characters, so that no word becomes unknown. It has only two layers. Each feed-forward block contains only the neurons with
+the largest weights. The teacher computes logits for the training queries and for augmented copies of the queries, and the student
+learns these logits (Hinton et al., 2015, "Distilling the Knowledge in a Neural Network", https://arxiv.org/abs/1503.02531).
 
     python examples/distill_demo_model.py TEACHER_FOLDER TRAIN.csv TEST.csv OUT_FOLDER
 
@@ -42,7 +42,7 @@ def read_rows(path: Path) -> list[tuple[str, str]]:
 
 
 def trim_tokenizer(teacher_folder: Path, texts: list[str], out: Path) -> list[int]:
-    """Write a tokenizer with only the word pieces of `texts` and all characters; return the kept token ids of the teacher."""
+    """Write a tokenizer with only the word pieces of `texts` and single characters. Return the teacher's ids of these tokens."""
     spec = json.loads((teacher_folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocab: dict[str, int] = spec["model"]["vocab"]
     teacher_tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
@@ -104,7 +104,7 @@ def build_student(teacher, kept: list[int], layers: list[int], intermediate: int
 
 
 def augment(texts: list[str], copies: int, rng: random.Random) -> list[str]:
-    """Return augmented queries: words are dropped, swapped or replaced, and halves of two queries are joined. They have no labels."""
+    """Return changed copies of the queries. Words are removed, swapped or replaced, and halves of two queries are joined."""
     words = [text.split() for text in texts]
     pool = [word for query in words for word in query]
     augmented_queries = []
@@ -129,7 +129,7 @@ def augment(texts: list[str], copies: int, rng: random.Random) -> list[str]:
 
 @torch.no_grad()
 def predict(model, tokenizer, texts: list[str], batch_size: int = 128) -> torch.Tensor:
-    """Return logits `(len(texts), num_labels)`; texts of similar length are batched together."""
+    """Return logits with the shape `(len(texts), num_labels)`. Texts of similar length share a batch."""
     model.eval()
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     logits = torch.empty(len(texts), model.config.num_labels)
@@ -177,7 +177,7 @@ def main() -> None:
     everything = texts + augment(texts, args.copies, rng)
     targets = predict(teacher, teacher_tokenizer, everything)
     train_labels = torch.tensor([teacher.config.label2id[label] for _, label in train])
-    # The true labels of real queries are also used in the loss. Augmented queries have none and get -100.
+    # The loss also uses the true labels of the original queries. Augmented queries have no label: `cross_entropy` ignores -100.
     labels = torch.cat([train_labels, torch.full((len(everything) - len(texts),), -100)])
     print(f"teacher on {len(everything)} queries done", flush=True)
 
@@ -193,7 +193,7 @@ def main() -> None:
         student.train()
         order = list(range(len(everything)))
         rng.shuffle(order)
-        # Sort by length within windows of 50 batches: this keeps padding small and the order of batches random.
+        # Sorting by length within windows of 50 batches reduces padding. The order of the batches stays random.
         window = 50 * batch_size
         order = [
             i

@@ -2,9 +2,9 @@
 
     python examples/embeddings.py [MODEL] [--pooling mean]
 
-MODEL is a Hub id or a folder of an encoder or of a sentence-transformers model. Without it, the example uses the encoder of the
-intent classifier that ships with accel, so it runs offline. The classifier was trained on bank queries, so similar queries have
-similar embeddings.
+MODEL is the Hub id or the folder of an encoder or of a sentence-transformers model. Without MODEL, the example runs without a network:
+it uses the encoder of the intent classifier that ships with `accel`. This classifier was trained on bank queries, so similar bank
+queries have similar embeddings.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Train a classifier of bank queries with simulated 4-bit weights or 8-bit arithmetic (quantization-aware training), and export it.
 
-Rounding a small model's weights to 4 bits, or with one scale per layer, reduces its accuracy. This example trains the demo model with
-rounded weights. The float model is the teacher, and the labels are a small part of the loss. An interrupted run resumes from its last
-checkpoint when it is started again with the same arguments.
+A small model loses accuracy if its weights are quantized to 4 bits, or with one scale for a whole layer. This example trains the demo
+model with quantized weights, so that the loss becomes smaller. The loss function compares its outputs mainly with the float model
+(distillation), and also with the labels. To resume an interrupted run from its last checkpoint, start the script again with the same
+arguments.
 
     python examples/quantization_aware_training.py OUT_FOLDER [--train TRAIN.csv] [--test TEST.csv] [--preset int4-per-tensor]
 
-The CSV files have the columns `text` and `category`; by default, the demo's own rows are used. Training takes minutes on two CPU cores.
+The CSV files have the columns `text` and `category`. By default, the script uses the data that ship with `accel`. Training takes
+minutes on two CPU cores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Classify texts with transformers' own pipeline and an accelerated model.
+"""Classify texts with the pipeline of transformers and a model of `accel`.
 
     python examples/text_classification.py [MODEL] [TEXT ...]
 
-MODEL is a Hub id or a folder. Without it, the example uses the intent classifier that ships with accel and runs offline.
+MODEL is a Hub id or a folder. Without MODEL, the example uses the intent classifier that ships with `accel` and needs no network.
 """
 
 from __future__ import annotations

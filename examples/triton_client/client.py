@@ -1,4 +1,4 @@
-"""Send texts over HTTP to a classifier that `accel deploy triton` wrote.
+"""Send texts over HTTP to a Triton server that runs a classifier from `accel deploy triton`.
 
 python examples/triton_client/client.py localhost:8000 text_classification "Where is my card?" "I was charged twice."
 """

@@ -1,4 +1,7 @@
-"""Spec of a Core ML backend: ONNX Runtime's provider for Apple's Neural Engine, GPUs and CPUs. Imports only interface modules."""
+"""Spec of a backend for Core ML, ONNX Runtime's execution provider for Apple's Neural Engine, GPUs and CPUs.
+
+This module imports only interface modules of `accel`.
+"""
 
 from accel.interfaces.specs import BackendSpec, Capability
 
@@ -12,7 +15,7 @@ SPEC = BackendSpec(
     distributions=("onnxruntime",),
     native_options="onnxruntime.SessionOptions",
     capabilities=(
-        # Level O1 adds none of ONNX Runtime's own operators, which Core ML does not support.
+        # Higher levels than O1 add operators that only ONNX Runtime defines, and Core ML does not support these operators.
         Capability(stage="optimize", consumes="onnx", produces="onnx", schemes=("O1",)),
         Capability(
             stage="run",

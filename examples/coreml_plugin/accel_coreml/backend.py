@@ -1,4 +1,4 @@
-"""Core ML backend: the implementation named by the spec."""
+"""Implementation of the Core ML backend. The field `impl` of the spec names its class."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ UNITS = {"npu": "CPUAndNeuralEngine", "gpu": "CPUAndGPU", "cpu": "CPUOnly"}
 
 
 class CoreMlBackend(ProviderBackend):
-    """Runs ONNX graphs on Apple hardware."""
+    """Backend that runs ONNX graphs on Apple hardware."""
 
     spec = SPEC
     provider = "CoreMLExecutionProvider"
     install = "on macOS: pip install onnxruntime"
 
     def devices(self) -> tuple[DeviceSpec, ...]:
-        """Return one device for each set of units that Core ML may use; Core ML does not list its devices."""
+        """Return one device for each value of `MLComputeUnits`, because Core ML cannot list the devices of the machine."""
         return tuple(DeviceSpec(kind, name=f"Core ML, {units}") for kind, units in UNITS.items())
 
     def provider_options(
         self, artifact: Artifact, component: Component, device: DeviceSpec, options: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """Set the units of the device, and ML Program: it keeps the graph's types; the older format may compute in half precision."""
+        """Return the options with the compute units of the device and the model format `MLProgram`.
+
+        `MLProgram` computes in the types of the graph. Core ML's older format may compute in half precision.
+        """
         return {**options, "ModelFormat": "MLProgram", "MLComputeUnits": UNITS[device.type]}

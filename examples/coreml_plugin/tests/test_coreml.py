@@ -1,4 +1,4 @@
-"""Conformance suite for the Core ML backend; skipped with a reason if ONNX Runtime does not have the Core ML provider."""
+"""Run the conformance tests on the Core ML backend. They are skipped if ONNX Runtime does not have the Core ML provider."""
 
 from accel.testing.conformance import BackendConformance
 

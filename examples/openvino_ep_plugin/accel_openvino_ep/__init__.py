@@ -1,4 +1,7 @@
-"""Spec of a backend for OpenVINO as an ONNX Runtime plugin (`onnxruntime-ep-openvino`, Intel). Imports interface modules only."""
+"""Spec of a backend for OpenVINO as an execution provider of ONNX Runtime (Intel's package `onnxruntime-ep-openvino`).
+
+This module imports only interface modules of `accel`.
+"""
 
 from accel.interfaces.specs import BackendSpec, Capability
 

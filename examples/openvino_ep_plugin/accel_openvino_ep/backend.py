@@ -1,4 +1,4 @@
-"""OpenVINO plugin backend: the path of Intel's library, and an option to compute in the graph's data type."""
+"""Implementation of the backend for the OpenVINO execution provider of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from . import SPEC
 
 
 class OpenVinoEpBackend(ProviderBackend):
-    """Runs ONNX graphs with Intel's execution provider library."""
+    """Backend that runs ONNX graphs with Intel's library of the OpenVINO execution provider."""
 
     spec = SPEC
     provider = "OpenVINOExecutionProvider"
     install = "pip install onnxruntime onnxruntime-ep-openvino"
 
     def library(self) -> Path:
-        """Return the path of the library in Intel's package."""
+        """Return the path of the library in the package `onnxruntime-ep-openvino`."""
         import onnxruntime_ep_openvino
 
         return Path(onnxruntime_ep_openvino.get_library_path())
@@ -29,6 +29,9 @@ class OpenVinoEpBackend(ProviderBackend):
     def provider_options(
         self, artifact: Artifact, component: Component, device: DeviceSpec, options: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """Compute in the graph's data type: by default, OpenVINO computes float32 graphs in bfloat16 on processors with AMX."""
+        """Return the options with a setting that makes OpenVINO compute in the data type of the graph.
+
+        Without this setting, OpenVINO computes float32 graphs in bfloat16 on processors with AMX.
+        """
         exact = {device.type.upper(): {"INFERENCE_PRECISION_HINT": "f16" if artifact.dtype == "float16" else "f32"}}
         return {"load_config": json.dumps(exact), **options}

@@ -1,4 +1,4 @@
-"""Conformance suite for the OpenVINO plugin backend; skipped with a reason if Intel's package is not installed."""
+"""Run the conformance tests on the OpenVINO execution provider. They are skipped if `onnxruntime-ep-openvino` is not installed."""
 
 from accel.testing.conformance import BackendConformance
 

@@ -1,4 +1,4 @@
-"""Toy backend, the implementation named by the spec: an exporter, a session and a state."""
+"""Implementation of the toy backend: a backend class, an exporter, a session and a state."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ GRAPH = "model.pt2"
 
 
 class ToyBackend:
-    """Runs `torch.export` programs on the CPU, on every machine with PyTorch."""
+    """Backend that runs `torch.export` programs on the CPU. It works on every machine with PyTorch."""
 
     def probe(self) -> Probe:
-        """Import the vendor's library here, look for devices, and report what is missing. Never raise."""
+        """Import the runtime, and return its devices and versions. This method reports errors in its result and never raises."""
         return Probe(devices=(DeviceSpec("cpu", name="the host"),), versions={"torch": torch.__version__})
 
     def exporter(self) -> Exporter:
-        """Return an exporter: a backend with its own format needs one."""
+        """Return the exporter. A backend with a new format needs an exporter."""
         return ToyExporter()
 
     def optimizer(self) -> Optimizer | None:
-        """Return no optimizer."""
+        """Return None, because the toy backend cannot optimize graphs."""
         return None
 
     def quantizer(self) -> Quantizer | None:
-        """Return no quantizer."""
+        """Return None, because the toy backend cannot quantize graphs."""
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, ToySession]:
-        """Open every component. PyTorch does not gain from fixed shapes: they are only checked."""
+        """Return a session for each component of the artifact.
+
+        The session only checks the fixed shapes of the request, because PyTorch is not faster with fixed shapes.
+        """
         if request.options:
             raise ConfigError(f"The toy backend has no options, not {sorted(request.options)}.", fix="leave them out.")
         if request.session.compute_dtype not in (None, artifact.dtype):
@@ -53,10 +56,10 @@ class ToyBackend:
 
 
 class ToyExporter:
-    """Exports a model as a `torch.export` program."""
+    """Exporter that writes a model as a `torch.export` program."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Capture with the core's sample, write the file, then the manifest."""
+        """Trace the model with the sample inputs of `accel`, write the program, and then write the manifest."""
         program = capture_program(source)
         torch.export.save(program, out / GRAPH)
         outputs = reference(source.model, source.sample({"batch": 2, "sequence": 5}))
@@ -88,22 +91,22 @@ def _spec(name: str, tensor: torch.Tensor, axes: Mapping[int, str]) -> TensorSpe
 
 
 class History(State):
-    """The session's state: all tokens so far. A real backend keeps keys and values instead."""
+    """State that stores all tokens of the previous calls. A real backend stores keys and values instead of tokens."""
 
-    # Position ids count columns, so a row that joins other rows would get wrong position ids.
+    # Position ids count the columns of the batch, so a row that joins a batch later would get wrong position ids.
     joinable = False
     readable = False
 
     def growing_axis(self, name: str) -> int | None:
-        """Return the second axis of each input, which counts tokens."""
+        """Return 1, because the second axis of each tensor counts tokens."""
         return 1
 
     def extended(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return all tokens, with the new tokens at the end. The state does not change until the step has run."""
+        """Return all tokens, with the new tokens at the end. This method does not change the state."""
         if any(tensor.shape[0] != self.batch for tensor in feeds.values()):
             raise InputError(f"The state is for {self.batch} rows.")
         earlier = self.tensors()
-        # The mask already covers the whole sequence.
+        # The mask of a call already covers the old and the new tokens, so it is not concatenated.
         return {
             name: torch.cat([earlier[name], tensor], dim=1) if name in earlier and name != "attention_mask" else tensor
             for name, tensor in feeds.items()
@@ -111,9 +114,12 @@ class History(State):
 
 
 class ToySession(BaseSession[torch.nn.Module]):
-    """An opened program. The base class checks the inputs of a call; the contract is in `accel.interfaces.protocols.Session`."""
+    """Session that runs a loaded program.
 
-    # A sequence can be passed to every model in several calls.
+    The base class checks the inputs of a call. `accel.interfaces.protocols.Session` describes the methods of a session.
+    """
+
+    # With these two attributes, a caller may pass a sequence in several calls with a state, or in one call without a state.
     stateful = True
     state_is_optional = True
 
@@ -127,14 +133,14 @@ class ToySession(BaseSession[torch.nn.Module]):
         super().__init__(module, component, device, dtype, shapes=shapes)
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
-        """Prepend the tokens of the state to the inputs."""
+        """Return the inputs of a call, with the tokens of the state before the new tokens."""
         return super()._read(state.extended(feeds) if isinstance(state, History) else feeds)
 
     @torch.inference_mode()
     def _compute(
         self, tensors: dict[str, torch.Tensor], names: Names, out: Feeds, state: State | None
     ) -> dict[str, torch.Tensor]:
-        """Run the program; the base class copies results into buffers."""
+        """Run the program and return its outputs. The base class copies them into the caller's buffers."""
         outputs = self.runtime(**tensors)
         if state is not None:
             state.store(tensors)
@@ -142,5 +148,5 @@ class ToySession(BaseSession[torch.nn.Module]):
         return {name: outputs[name] for name in names}
 
     def new_state(self, batch: int) -> History:
-        """Return an empty history."""
+        """Return a state without tokens."""
         return History(self, self._component, batch)

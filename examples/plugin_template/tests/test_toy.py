@@ -1,4 +1,4 @@
-"""Run the conformance suite on the toy backend: a plugin needs no other tests."""
+"""Run the conformance tests on the toy backend. A backend needs no tests in addition to the conformance tests."""
 
 from pathlib import Path
 
@@ -11,6 +11,6 @@ from accel.testing.models import tiny_model
 class TestToy(BackendConformance):
     backend = "toy"
 
-    # Only for backends that keep a state.
+    # Only backends whose sessions store a state between calls define this method.
     def stateful_artifact(self, folder: Path) -> Artifact:
         return export(tiny_model("bert", num_hidden_layers=1), folder, backend="toy")

@@ -1,4 +1,4 @@
-"""Spec of the task span extraction: find spans of a text for labels that are passed with each call."""
+"""Spec of the task span extraction: find the spans of a text that match the labels of the call."""
 
 from __future__ import annotations
 

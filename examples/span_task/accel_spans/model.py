@@ -9,10 +9,10 @@ import transformers
 
 
 class SpanExtractor(transformers.PreTrainedModel):
-    """Score every token as the first and as the last token of a span, for every label.
+    """Model that computes, for every label and token, scores for the first and for the last token of a span.
 
-    Labels and text are one sequence, `[CLS] city, person [SEP] Wolfgang lives in Berlin [SEP]`. The hidden state of a label's first
-    token is compared with the hidden states of the text's tokens.
+    Labels and text are one sequence, `[CLS] city, person [SEP] Wolfgang lives in Berlin [SEP]`. The model compares the hidden state of
+    a label's first token with the hidden states of the text's tokens.
 
     The config is the encoder's config with one additional field, `span_size`, the size of the compared vectors.
     """
@@ -35,9 +35,9 @@ class SpanExtractor(transformers.PreTrainedModel):
         """Compute `start_logits` and `end_logits: (batch, labels, sequence)`.
 
         Args:
-            input_ids: `(batch, sequence)`
-            attention_mask: `(batch, sequence)`
-            label_positions: `(batch, labels)`: the index of each label's first token in the sequence.
+            input_ids: Token ids, `(batch, sequence)`.
+            attention_mask: 1 for tokens and 0 for padding, `(batch, sequence)`.
+            label_positions: Index of each label's first token in the sequence, `(batch, labels)`.
         """
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         places = label_positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])

@@ -29,23 +29,29 @@ _LONGEST = 12
 
 
 class ORTModelForSpanExtraction(ORTModel):
-    """Compute `start_logits` and `end_logits: (batch, labels, sequence)` of spans for labels."""
+    """Model that computes, for each label, the logits that a token is the first and the last token of a span.
+
+    The outputs `start_logits` and `end_logits` have the shape `(batch, labels, sequence)`.
+    """
 
     task = "span-extraction"
 
 
 class SpanExtraction(Task):
-    """Extract spans for labels that are passed at call time."""
+    """Task that extracts the spans of a text that match the labels of the call."""
 
     model = ORTModelForSpanExtraction
 
     def load(self, folder: Path, **options: Any) -> torch.nn.Module:
-        """Load the model, because transformers has no class for it."""
+        """Return the PyTorch model. A task defines this method if transformers has no class for its models."""
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         return SpanExtractor.from_pretrained(folder, config=config, **options)
 
     def sample(self, module: torch.nn.Module, folder: Path | None) -> Sample:
-        """Make two rows of different lengths with four labels, whose positions exist even in the shortest text."""
+        """Return sample inputs: two rows of different lengths with four label positions each.
+
+        The label positions are at most 2, so that they are valid in the shortest text of the export's checks.
+        """
         ids = torch.randint(5, module.config.vocab_size, (2, 8))
         mask = torch.ones_like(ids)
         mask[1, 5:] = 0
@@ -55,7 +61,7 @@ class SpanExtraction(Task):
         return example, axes, ("token_type_ids",)
 
     def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
-        """Encode labels and text of each row as one sequence."""
+        """Encode the labels and the text of each row as one sequence."""
         asked = [
             ask(processor, labels, text, max_length)
             for labels, text in zip(rows.column("labels"), texts(rows, "text"), strict=True)
@@ -66,19 +72,19 @@ class SpanExtraction(Task):
         return AskedTexts(tokens=tokens, padding=padding, positions=positions)
 
     def predictor(self, config: Any) -> type[Predictor]:
-        """Return the predictor of spans, which measures their F1."""
+        """Return the predictor class, which computes spans and measures their F1 score."""
         return Spans
 
     def pipeline(self, name: str) -> type[transformers.Pipeline]:
-        """Return the pipeline `span-extraction`."""
+        """Return the class of the pipeline `span-extraction`."""
         return SpanExtractionPipeline
 
     def operations(self) -> Sequence[Operation]:
-        """Return the operations of a server and of `accel batch`."""
+        """Return the operations that a server and `accel batch` offer for this task."""
         return (ExtractSpans(),)
 
     def fronts(self) -> Mapping[str, TextFront]:
-        """Return the front models in Triton."""
+        """Return the front models for Triton: models that receive texts and call the graph."""
         return {"span-extraction": FRONT}
 
 
@@ -86,7 +92,7 @@ class SpanExtraction(Task):
 
 
 def ask(tokenizer: Any, labels: Sequence[str], text: str, max_length: int | None = None) -> tuple[Any, list[int]]:
-    """Encode labels and a text as one sequence; also return the index of each label's first token."""
+    """Encode labels and a text as one sequence. Return the encoding and the index of each label's first token."""
     found = tokenizer(
         ", ".join(labels),
         text,
@@ -103,13 +109,13 @@ class AskedTexts(EncodedRows):
     """Encoded rows of labels and texts.
 
     Attributes:
-        positions: Token index of each label, per row.
+        positions: For each row, the index of the first token of each label.
     """
 
     positions: Sequence[Sequence[int]]
 
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the inputs of some rows; missing labels of a row have the index of its first token."""
+        """Return the model inputs for some rows. If a row has fewer labels than others, index 0 fills its label positions."""
         labels = max(len(self.positions[i]) for i in rows)
         filled = [[*self.positions[i], *[0] * (labels - len(self.positions[i]))] for i in rows]
         return {**EncodedRows.batch(self, rows), "label_positions": torch.tensor(filled)}
@@ -126,10 +132,11 @@ def found_spans(
     Args:
         encoding: The encoding that `ask` returned.
         labels: The labels of the row.
-        starts: `start_logits: (labels, sequence)`
-        ends: `end_logits: (labels, sequence)`
+        starts: Logits of the first token of a span, `(labels, sequence)`.
+        ends: Logits of the last token of a span, `(labels, sequence)`.
         text: The text of the row.
-        threshold: From 0 to 1: the probability of the first token times the probability of the last token.
+        threshold: Smallest score of a returned span, from 0 to 1. The score is the product of the probabilities of the span's first
+            and last token.
     """
     first, last = starts.float().sigmoid(), ends.float().sigmoid()
     tokens = [i for i, sequence in enumerate(encoding.sequence_ids(0)) if sequence == 1]
@@ -147,7 +154,10 @@ def found_spans(
 
 
 class SpanExtractionPipeline(transformers.Pipeline):
-    """`pipe("Wolfgang lives in Berlin", labels=["city", "person"])`: `[{"label", "score", "start", "end", "text"}, ...]`."""
+    """Pipeline for span extraction.
+
+    `pipe("Wolfgang lives in Berlin", labels=["city", "person"])` returns a list of `{"label", "score", "start", "end", "text"}`.
+    """
 
     _load_tokenizer = True
 
@@ -157,7 +167,7 @@ class SpanExtractionPipeline(transformers.Pipeline):
         return {"labels": list(labels)} if labels else {}, {}, {} if threshold is None else {"threshold": threshold}
 
     def preprocess(self, text: str, labels: Sequence[str]) -> dict[str, Any]:
-        """Encode labels and a text as inputs of the model."""
+        """Return the model inputs for labels and a text."""
         encoding, positions = ask(self.tokenizer, labels, text, self.tokenizer.model_max_length)
         inputs = {name: torch.tensor([encoding[name]]) for name in ("input_ids", "attention_mask")}
         return {**inputs, "label_positions": torch.tensor([positions]), "labels": labels, "text": text}
@@ -189,7 +199,10 @@ def _f1(sums: Floats) -> Floats:
 
 
 class Spans(Predictor):
-    """The spans of a row, each as `[label, start, end]`. Predictions are JSON values, because searches save them in files."""
+    """Predictor that returns the spans of each row as `[label, start, end]`.
+
+    The predictions contain only JSON values, because `accel tune` saves them in files.
+    """
 
     kind = "spans"
     offline_metrics = (metric_of_sums("span_f1", _span_sums, {"span_f1": _f1}),)
@@ -213,14 +226,14 @@ class Spans(Predictor):
 
 
 class ExtractSpans(Operation):
-    """Extract spans of texts: `POST /spans`, and a column `spans` in `accel batch`."""
+    """Operation that extracts spans, with the HTTP path `/spans` and the column `spans` in `accel batch`."""
 
     name = "span-extraction"
     reads = READS_TEXT
     needs = ("labels",)
 
     def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the Arrow types of the answers."""
+        """Return the Arrow types of the output columns."""
         import pyarrow as pa
 
         names = {
@@ -237,7 +250,10 @@ class ExtractSpans(Operation):
         return {"spans": answer}
 
     def endpoint(self) -> Any:
-        """Return the path, its body and an example. The HTTP libraries are an extra, so they are imported here."""
+        """Return the HTTP endpoint: its path, the class of its request body, and an example.
+
+        The HTTP libraries are imported in this method, because they are installed only with the extra `serve`.
+        """
         from pydantic import Field
 
         from accel.serving.http.endpoints import Endpoint

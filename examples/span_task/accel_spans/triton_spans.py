@@ -1,6 +1,7 @@
-"""Span extraction inside Triton.
+"""Code of the front model for span extraction, which runs inside Triton.
 
-This file is copied into the model repository. It imports only the other files there, NumPy and tokenizers.
+`accel deploy triton` copies this file into the Triton model repository. It imports only NumPy, tokenizers and other files of the
+repository.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class _Asked:
 
 
 class SpanFinder:
-    """Convert `TEXT` and `LABELS` to `SPANS`, the pipeline's result as a JSON list.
+    """Front model that computes `SPANS` from `TEXT` and `LABELS`. `SPANS` is the result of the pipeline as a JSON list.
 
     Args:
-        settings: `longest`: the largest number of tokens in a span.
+        settings: Settings of the model. `longest` is the largest number of tokens in a span.
         tokens: The tokenizer of the texts.
     """
 
@@ -47,7 +48,8 @@ class SpanFinder:
         (encoding, *_) = self._tokens.encode(", ".join(labels), text, cut="only_second")
         starts = itertools.accumulate((len(label) + len(", ") for label in labels[:-1]), initial=0)
         places = [encoding.char_to_token(start, 0) for start in starts]
-        # Every input has one number per token here. Indices after the last label are also scored, but their scores are ignored.
+        # In Triton, every input must have one number for each token. The positions after the last label are filled with 0, and `write`
+        # ignores their scores.
         row = self._tokens.row(encoding)
         padded = [*places, *[0] * (row.length - len(places))]
         return _Asked(text, labels, encoding), [GraphRow({**row.values, "label_positions": padded})]

@@ -1,4 +1,4 @@
-"""Tests of the task from export to server; results are compared with PyTorch."""
+"""Test the example task in all steps from the export to the server, and compare the results with PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = ["i lost my card in london", "the bank in paris is open", "my new phone 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model with random weights."""
+    """Return the folder of a model with random weights."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=96, span_size=8,
@@ -46,13 +46,13 @@ def original(folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def artifact(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> accel.Artifact:
-    # The task is inferred from the architecture's name; the export compares the graph with PyTorch.
+    # The exporter infers the task from the name of the model class, and compares the graph with PyTorch.
     return accel.export(folder, tmp_path_factory.mktemp("exported") / "artifact")
 
 
 @pytest.fixture(scope="session")
 def rows(expected: Any) -> list[dict[str, Any]]:
-    """Rows whose reference spans are the PyTorch model's predictions."""
+    """Return rows with the predictions of the PyTorch model as reference spans."""
     answers = [expected(text, labels=LABELS) for text in TEXTS]
     assert any(answers)
     return [
@@ -63,7 +63,7 @@ def rows(expected: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def expected(original: Any, folder: Path) -> Any:
-    """The pipeline with the PyTorch model."""
+    """Return the pipeline with the PyTorch model."""
     return SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
 
 
@@ -114,7 +114,7 @@ def test_tune(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_engine(artifact: accel.Artifact, expected: Any) -> None:
     async def answers() -> list[Any]:
         async with accel.Engine({"spans": artifact}) as engine:
-            # Rows of several callers share calls of the model.
+            # The engine computes the requests of several callers in one call of the model.
             asked = (engine(text, operation=TASK, labels=LABELS) for text in TEXTS)
             return list(await asyncio.gather(*asked))
 
@@ -150,7 +150,7 @@ def test_triton(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None
     from accel.deploying.triton import deploy
 
     made = deploy(artifact, tmp_path / "out", name="spans")
-    # Run the code that runs inside Triton with a session of accel.
+    # Run the front model in this process instead of inside Triton, with a session of `accel` instead of Triton's graph.
     folder = made.path / "spans" / "1"
     package = types.ModuleType("front")
     package.__path__ = [str(folder)]
