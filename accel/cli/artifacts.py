@@ -193,7 +193,7 @@ def quantize(
         bool | None,
         typer.Option(
             "--per-channel/--per-tensor",
-            help="One scale per output channel or per weight; set by the preset if omitted.",
+            help="One scale per output channel or per weight tensor; set by the preset if omitted.",
         ),
     ] = None,
     symmetric: Annotated[

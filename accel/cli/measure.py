@@ -120,7 +120,9 @@ def benchmark(
     calls: Annotated[
         int | None, typer.Option(help="Calls of each variant per round. Default: 20, or 1 with --new-tokens.")
     ] = None,
-    processes: Annotated[int, typer.Option(help="Number of processes that load and time each variant again.")] = 4,
+    processes: Annotated[
+        int, typer.Option(help="Number of processes that time each variant, one after the other.")
+    ] = 4,
     new_tokens: Annotated[
         int, typer.Option(help="Measure text generation: time to the first token and to this number of tokens.")
     ] = 0,
