@@ -509,7 +509,7 @@ def _tell_unrecorded(folder: Path) -> None:
 
 
 def lost_manifest(graph: Path) -> IntegrityError:
-    """Return the error for a graph with the metadata key of accel in a folder without a manifest."""
+    """Return the error for a graph that accel exported (it has the metadata key of accel) in a folder without a manifest."""
     return IntegrityError(
         f"{graph} is a graph of accel, but its manifest {graph.parent / MANIFEST} is missing. Without the manifest, the "
         "inputs, outputs and files of the graph are unknown.",

@@ -53,12 +53,12 @@ def plan_stage(
     domains: Sequence[str] | None = None,
     inventory: registry.Inventory | None = None,
 ) -> StagePlan:
-    """Choose the backend for a stage: the named backend, or the backend that owns the format.
+    """Choose the backend for a stage: the named backend, or the default backend for the format.
 
     Args:
         stage: The stage.
-        format: The format that the stage reads. For `export`, the format that the stage writes; a named backend that
-            does not write it writes its own format.
+        format: The format that the stage reads. For `export`, the format that the stage writes. If the named backend cannot
+            write this format, it writes its own format.
         backend: Name of a backend.
         scheme: The optimization level, quantization scheme or preparation scheme.
         domains: Domains of the graph's operators; `None` if they are unknown.
@@ -66,7 +66,8 @@ def plan_stage(
 
     Raises:
         UnknownBackendError: There is no plugin with the name `backend`.
-        BackendUnavailableError: No backend supports the stage on this machine, or not for a graph with these operators.
+        BackendUnavailableError: No backend supports the stage on this machine, or the backend does not support the operators
+            of the graph.
     """
     if inventory is None and backend is None:
         registry.tell_broken()

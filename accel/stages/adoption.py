@@ -80,8 +80,8 @@ def adopt(
 
 
 def weights_of(resolved: ResolvedModel, config: ExportConfig | None = None) -> Artifact:
-    """Return an artifact for the PyTorch weights of a transformers or adapter folder. PyTorch runs it; nothing is
-    written.
+    """Return an artifact for the PyTorch weights of a transformers or adapter folder. The artifact runs with PyTorch, and no
+    file is written.
 
     Raises:
         BackendUnavailableError: No installed backend runs PyTorch models.

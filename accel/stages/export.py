@@ -78,7 +78,7 @@ def export(
         model: Hub id, transformers folder, PEFT adapter folder, or a module in memory.
         out: The output folder; must be missing or empty.
         task: The name of a task or a synonym; inferred from the config when `None`.
-        backend: The backend that exports. When `None`, the backend that owns `format`. A named backend may have its own
+        backend: The backend that exports. When `None`, the default backend for `format`. A named backend may have its own
             format.
         format: `onnx` (default) or another backend's format.
         config: Settings; its fields may also be passed as keyword arguments (`dtype="float16"`).

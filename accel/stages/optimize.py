@@ -49,7 +49,7 @@ def optimize(
             batches (dictionaries of tensors, text of shape `(batch, sequence)`). Random inputs when `None`.
         calibration_split: The split of the calibration data set.
         columns: The column name for each use, if it cannot be inferred.
-        backend: The backend that optimizes. When `None`, the backend that owns the artifact's format.
+        backend: The backend that optimizes. When `None`, the default backend for the artifact's format.
         config: Settings; its fields may also be passed as keyword arguments (`level="O3"`).
         **settings: Fields of `OptimizeConfig`.
 

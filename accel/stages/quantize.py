@@ -43,7 +43,7 @@ def quantize(
         out: The output folder.
         calibration: Batches of inputs by name, in the shapes of the graph (text: `(batch, sequence)`), for schemes that
             need ranges of activations. If the object has an attribute `record`, it is written to the manifest.
-        backend: The backend that quantizes. When `None`, the backend that owns the artifact's format.
+        backend: The backend that quantizes. When `None`, the default backend for the artifact's format.
         config: Settings; its fields may also be passed as keyword arguments (`scheme="static-int8"`).
         **settings: Fields of `QuantizeConfig`.
 

@@ -94,7 +94,7 @@ def data_digest(data: Any) -> str:
     It is computed from the contents of a file or folder, or from the rows of a list. For a `datasets.Dataset` it is the fingerprint,
     and for a data set on the Hub it is the name.
 
-    Files to which rows refer (images, sounds) are not read.
+    Files whose paths are in the rows, such as images and sounds, are not read.
     """
     if data is None:
         return ""

@@ -47,7 +47,7 @@ def with_conversions(conversions: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def weights_read_by_other_code() -> Iterator[None]:
-    """Restore 16-bit weights that code outside of their layer reads, during an OpenVINO export.
+    """During an OpenVINO export, restore 16-bit weights that are read by code outside of their layer.
 
     transformers' exporter replaces 16-bit weights of linear layers and embeddings by zeros, because the layers read a separate
     copy. Code that reads such a weight directly (positions in Whisper's decoder) gets it in float32 instead of zeros.
