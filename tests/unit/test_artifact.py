@@ -440,7 +440,7 @@ def test_full_disk_gives_one_error(tmp_path: Path) -> None:
     not Path("/proc/self").exists(), reason="a folder in which nobody can make a file, whatever his rights"
 )
 def test_unwritable_folder_raises() -> None:
-    with pytest.raises(OutputFolderError, match="cannot be made"), staging("/proc/accel-test"):
+    with pytest.raises(OutputFolderError, match="cannot be created"), staging("/proc/accel-test"):
         pass
 
 

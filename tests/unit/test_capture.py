@@ -308,7 +308,7 @@ def test_graph_error_up_to_pytorchs_own_error_is_accepted() -> None:
             compare_with_model({"model": far}, {"model": [case]}, atol, dtype, model)
     coarse = _MuchOfLittle(1e6)
     case = Case({"batch": 1}, {"x": x}, coarse(x))
-    with pytest.raises(ValidationError, match="accepted is 0.01"):
+    with pytest.raises(ValidationError, match="At most 0.01 is accepted"):
         compare_with_model(
             {"model": _answers(logits=case.expected["logits"] + 0.02)}, {"model": [case]}, None, "float32", coarse
         )
