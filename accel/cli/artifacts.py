@@ -109,7 +109,9 @@ def validate(
         f"{len(result.shapes)} shapes, run by the backend {result.backend}"
     ]
     for form in result.forms:
-        details = form.error or f"differs from the plain form by {form.difference:.2g}, accepted {form.tolerance:.2g}"
+        details = (
+            form.error or f"largest difference from the plain call {form.difference:.2g}, accepted {form.tolerance:.2g}"
+        )
         lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {details}")
     return CommandResult(result, "\n".join(lines), failed=not result.passed)
 

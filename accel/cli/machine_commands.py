@@ -60,7 +60,9 @@ def doctor(
     width = max((len(status.name) for status in backends), default=0)
     for status in backends:
         mark = "ok " if status.available else "no "
-        lines.append(f"{mark} {status.name:<{width}}  {status.summary}{'' if status.auto else ' (by name only)'}")
+        lines.append(
+            f"{mark} {status.name:<{width}}  {status.summary}{'' if status.auto else ' (used only if you name it)'}"
+        )
         lines += [f"    {found}: {found.name} {found.arch}".rstrip() for found in status.devices]
         if status.prepares:
             lines.append(f"    prepares PyTorch models: {', '.join(status.prepares)}")

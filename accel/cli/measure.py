@@ -76,7 +76,7 @@ def _evaluated(result: Any) -> str:
             f"({100 * interval.confidence:g} % interval {interval.low:+.4f} to {interval.high:+.4f}, {interval.method})"
         )
         if other.agreement is not None:
-            lines.append(f"agree on {100 * other.agreement:.2f} %")
+            lines.append(f"same predictions as {other.against}: {100 * other.agreement:.2f} % of the rows")
     return "\n".join(lines)
 
 

@@ -263,7 +263,7 @@ def test_unwritable_report_page_is_refused_before_measuring(
 ) -> None:
     result = run("benchmark", tiny_artifact().path, "--report", tmp_path / "nowhere" / "page.html")
     assert result.exit_code == 2
-    assert "There is no folder" in result.stderr
+    assert "does not exist" in result.stderr
 
 
 @pytest.mark.thorough
