@@ -30,11 +30,11 @@ _EXACT_SUMS = "session.x64quantprecision"
 
 
 def with_exact_sums(session: SessionOptions, artifact: Artifact) -> SessionOptions:
-    """Return session options with which 8-bit weights of full range are multiplied exactly on every processor.
+    """Return session options with which products of 8-bit weights are exact on every processor.
 
     Some processors add pairs of products in 16 bits, which can saturate. On such a processor, an artifact that was
-    quantized for a newer processor has errors of up to 14 % without the option (256 x 64, random weights). Weights of
-    presets that keep 7 bits cannot saturate, so they keep the faster kernel.
+    quantized for a newer processor has errors of up to 14 % without the option (256 x 64, random weights). Presets that
+    reduce weights to 7 bits cannot saturate, so they keep the faster kernel.
     """
     quantization = artifact.manifest.quantization
     preset = PRESETS.get(quantization.preset) if quantization is not None else None
@@ -71,7 +71,9 @@ class CpuBackend(ProviderBackend):
         return (*SLOW_FUSIONS, *(CRASHING if component.stateful or _no_convolutions(artifact, component) else ()))
 
     def session_options(self, artifact: Artifact, session: SessionOptions) -> SessionOptions:
-        """Return session options with exact products of 8-bit weights on processors that would saturate."""
+        """Return session options with which products of 8-bit weights are exact, on processors on which they would
+        saturate.
+        """
         return with_exact_sums(super().session_options(artifact, session), artifact)
 
     def cpu_flags(self) -> Sequence[str]:

@@ -1,4 +1,7 @@
-"""CUDA graphs: a capture of all kernels of a run for one input shape, which is replayed with one launch."""
+"""Capture and replay of CUDA graphs.
+
+A CUDA graph contains all kernels of a model run for one input shape. One launch replays all of them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ def captured(
     current: torch.cuda.Stream,
     varied: Sequence[torch.Tensor] = (),
 ) -> torch.cuda.CUDAGraph:
-    """Capture a run as a CUDA graph. Takes the time of a few runs.
+    """Capture a model run as a CUDA graph, and check that its replay gives the same outputs as the run. Takes the time
+    of a few runs.
 
     Args:
         runtime: The runtime of the ONNX graph.
@@ -92,7 +96,9 @@ def _compare_on_others(
     outputs: Mapping[str, torch.Tensor],
     varied: Sequence[torch.Tensor],
 ) -> None:
-    """Compare the replay of a CUDA graph with a run on changed inputs, which shows values that were baked into the capture.
+    """Compare the replay of a CUDA graph with a run on changed inputs.
+
+    This finds values of the captured run that the CUDA graph wrongly uses as constants.
 
     Raises:
         CaptureError: The replay and the run give different results.
@@ -122,9 +128,9 @@ def _compare(replayed: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 class DeferredIdCheck:
-    """Reports token ids on the GPU that are out of bounds, without waiting for the GPU.
+    """Check of token ids in GPU memory that does not wait for the GPU.
 
-    If the call does not wait for an attention mask either, an invalid id is reported by a later call.
+    An invalid id is reported when the GPU has finished the call, which may be during a later call.
 
     Args:
         bounds: The smallest and largest valid value for each input.
@@ -141,12 +147,12 @@ class DeferredIdCheck:
         self._view = self._host.numpy()
 
     def note(self, wrong: torch.Tensor) -> None:
-        """Enqueue kernels on the current stream that record whether any element of the boolean tensor `wrong` is true."""
+        """Enqueue kernels on the current stream that record if any element of the boolean tensor `wrong` is true."""
         self._wrong.logical_or_(wrong.any())
         self._host.copy_(self._wrong, non_blocking=True)
 
     def report(self) -> None:
-        """Raise if a finished call had invalid ids.
+        """Raise if a finished call had token ids that the model does not have.
 
         Raises:
             InputError: A call had ids that the model does not have. Each error is reported once.
@@ -165,7 +171,7 @@ class DeferredIdCheck:
 
 
 class ClampedInputs:
-    """Inputs with bounds, clamped to valid values before the graph reads them.
+    """Inputs of a graph whose values are clamped to the valid range before the graph reads them.
 
     Without clamping, a fused kernel for embeddings and normalization would read beyond its tables.
 
@@ -196,21 +202,21 @@ class ClampedInputs:
                 views.update({name: part.view(inputs[name].shape) for name, part in parts})
 
     def clamp(self) -> None:
-        """Enqueue kernels on the current stream that write the clamped values of `given` to `within`."""
+        """Enqueue kernels on the current stream that write the clamped inputs to the buffers `within`."""
         for given, within, least, most in self._blocks:
             torch.clamp(given, least, most, out=within)
 
     def check(self) -> None:
-        """Enqueue kernels on the current stream that record whether values of `given` are out of bounds."""
+        """Enqueue kernels on the current stream that record if an input value is outside of the valid range."""
         for given, _, least, most in self._blocks:
             if self._late is not None:
                 self._late.note(given.clamp(least, most) != given)
 
 
 class GpuMaskCheck:
-    """Determines the kind of padding in a mask on the GPU, and whether ids are within bounds.
+    """Check on the GPU that finds out where an attention mask has padding, and if token ids are valid.
 
-    The check runs while the GPU computes the call under an assumption about the mask.
+    The GPU runs this check in parallel with the model, which is started with the kernels for the expected padding.
 
     Args:
         mask: The fixed buffer `(batch, sequence)` for each call's mask.
@@ -238,13 +244,13 @@ class GpuMaskCheck:
             self._graph.capture_end()
 
     def mark(self, current: torch.cuda.Stream) -> None:
-        """Record an event on the stream `current`, after the mask was written to its buffer."""
+        """Record an event on the stream `current` after the attention mask was written to its buffer."""
         self._ready.record(current)
 
     def held(self) -> MaskContent:
-        """Return the kind of padding in the mask of the last `mark` call.
+        """Return where the attention mask of the last `mark` call has padding.
 
-        Wait only for that mask, not for work that was enqueued later.
+        The method waits only for this mask, not for work that was enqueued later.
         """
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
@@ -255,7 +261,8 @@ class GpuMaskCheck:
 
 
 class ShapeGraphs:
-    """The CUDA graphs of one input shape, one for each plan, with shared fixed buffers.
+    """The CUDA graphs for one input shape, with shared buffers at fixed addresses. There is one CUDA graph for each way
+    to compute a call (`MaskPlan`).
 
     Args:
         runtime: The runtime of the ONNX graph.
@@ -298,9 +305,8 @@ class ShapeGraphs:
             buffer.copy_(value, non_blocking=not value.is_pinned())
 
     def capture(self, plan: MaskPlan) -> torch.cuda.CUDAGraph:
-        """Return the CUDA graph of a plan; at the first request, capture it with the current values of the input buffers.
-
-        A capture takes the time of a few runs.
+        """Return the CUDA graph for a `MaskPlan`. The first call for a plan captures the graph, which takes the time of
+        a few runs.
 
         Raises:
             CaptureError: The run cannot be captured, or its replay gives different results.
@@ -319,7 +325,7 @@ class ShapeGraphs:
         return graph
 
     def _prepared(self, plan: MaskPlan) -> Callable[[], None]:
-        """Return a function that enqueues a run with the fixed buffers; buffers for packing are created first."""
+        """Return a function that enqueues one run of the model with the fixed buffers."""
         runtime, mask, bounded = self._runtime, self._mask, self._bounded
         inputs = {**self.inputs, **bounded.within}
         packing = None
@@ -345,7 +351,9 @@ class ShapeGraphs:
 
 
 def _agree(replayed: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether results are equal up to differences that atomics and the choice of algorithms cause between two runs."""
+    """Return whether two results are equal, except for the small differences that floating-point additions in another
+    order cause.
+    """
     if not replayed.is_floating_point():
         return torch.equal(replayed, expected)
     scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0

@@ -23,9 +23,9 @@ from .state import CudaState
 class CudaDecoderSession(CudaSession[DecoderRuntime]):
     """Session that runs a decoder with KV caches in GPU memory.
 
-    The first call of a state, and any call with several tokens, copies the attention mask to CPU memory and waits for the
-    copy. A call with one token for each row does not wait. The second call with one token for each row captures a CUDA
-    graph, and later calls replay the graph.
+    The first call with a state, and each call with several tokens, copies the attention mask to CPU memory and waits
+    for the copy. A call with one token for each row does not wait. The second call with one token for each row captures
+    a CUDA graph, and later calls replay the graph.
 
     Args:
         runtime: The runtime of the decoder on its GPU.
@@ -68,7 +68,7 @@ class CudaDecoderSession(CudaSession[DecoderRuntime]):
         return torch.cuda.device(self._where)
 
     def new_state(self, batch: int) -> State:
-        """Return an empty state for this many rows; its memory is allocated at the first call."""
+        """Return an empty KV cache for this number of rows. Its memory is allocated at the first call."""
         return CudaState(self, self._component, batch)
 
     def close(self) -> None:

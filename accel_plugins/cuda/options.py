@@ -41,7 +41,7 @@ _TRUE, _FALSE = ("1", "true"), ("0", "false")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
-    """Checked options of the CUDA backend.
+    """Options of the CUDA backend after validation.
 
     Attributes:
         cuda_graphs: The maximum number of input shapes with a CUDA graph; 0 disables CUDA graphs. A CUDA graph replays
@@ -70,13 +70,13 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> CudaOptio
     Raises:
         ConfigError: An option does not exist, a value is invalid, or `device_id` differs from the device.
     """
-    known = (*PROVIDER_OPTIONS, *OWN_OPTIONS)
-    check_option_names(options, known, _TAKEN, CUDA)
+    option_names = (*PROVIDER_OPTIONS, *OWN_OPTIONS)
+    check_option_names(options, option_names, _TAKEN, CUDA)
     index = device_index(options, device)
     padding = str(options.get("padding", "check"))
     if padding not in get_args(Padding):
         raise ConfigError(
-            f"padding is {padding!r}, which is not a known mode.{did_you_mean(padding, get_args(Padding))}",
+            f"padding is {padding!r}, which is not a option_names mode.{did_you_mean(padding, get_args(Padding))}",
             fix=f"use one of {', '.join(get_args(Padding))}.",
         )
     tf32 = _truth("use_tf32", options.get("use_tf32", False))

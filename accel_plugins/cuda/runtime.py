@@ -1,4 +1,6 @@
-"""ONNX Runtime's sessions of one graph on one GPU. Each form of the graph gets a session when a call first needs it."""
+"""ONNX Runtime's sessions of one graph on one GPU. Each form of the graph (see `forms.masks`) gets its own session when
+a call needs the form for the first time.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def _capability(device: DeviceSpec) -> int:
 
 
 def _graph_obstacle(path: Path) -> str | None:
-    """Return why runs of a graph cannot be captured, or `None`.
+    """Return the reason why runs of a graph cannot be captured as CUDA graphs, or `None`.
 
     Some kernels read a number from the GPU to decide how much memory to allocate. Such kernels cannot be replayed, and
     a failed capture may crash the process.
@@ -133,11 +135,11 @@ class GraphRequest:
 
 
 class Runtime:
-    """A graph on one GPU, shared by the sessions that run it.
+    """An ONNX graph on one GPU, shared by all sessions that run it.
 
     ONNX Runtime enqueues all work on `stream`, which is synchronized with torch's current stream. Checks run in
-    parallel on the stream `aside`. `lock` is held while a call is enqueued. Runs reuse the same memory, so a call on
-    another stream than the previous call's waits for the previous call on the GPU (`follow`).
+    parallel on the stream `aside`. Callers hold `lock` while they enqueue a call. All runs use the same memory. If a
+    call uses another stream than the previous call, it therefore waits for the previous call on the GPU (`follow`).
 
     Args:
         request: The graph and its options.
@@ -206,12 +208,17 @@ class Runtime:
 
     @property
     def assignment(self) -> Assignment | None:
-        """The assignment of nodes to providers in the form that was opened first; `None` if ONNX Runtime does not record it."""
+        """Which execution provider runs each node of the graph; `None` if ONNX Runtime does not record this.
+
+        Nodes may differ between forms of the graph; this is the form that was opened first.
+        """
         opened = next(iter(self._sessions.values()), None)
         return assignment_of(opened, CUDA) if opened is not None else None
 
     def plan(self, content: MaskContent, mask: torch.Tensor) -> MaskPlan:
-        """Return the fastest plan for a call with this mask `(batch, sequence)`, using only forms that gave correct results."""
+        """Return the fastest way to compute a call with this attention mask `(batch, sequence)`. Forms of the graph
+        that gave wrong results are not used.
+        """
         plan = plan_for(content, mask.shape, packs=self.packs, short=self._short)
         while plan.form not in self._right:
             if self._verdict(plan.form).passed:
@@ -221,7 +228,7 @@ class Runtime:
         return plan
 
     def check_forms(self) -> list[FormVerdict]:
-        """Compare every form that calls may use with the general form, and return the verdicts."""
+        """Compare the results of all forms of the graph with the results of the general form, and return the verdicts."""
         if self.mask is None:
             return []
         forms: list[FormName] = ["lengths"]
@@ -234,7 +241,10 @@ class Runtime:
         return [self._verdict(form) for form in forms]
 
     def _verdict(self, form: FormName) -> FormVerdict:
-        """Return the verdict on a form's results; compare the form with the general form if there is no stored verdict."""
+        """Return whether a form of the graph gives correct results.
+
+        The form is compared with the general form, unless the result of an earlier comparison is stored.
+        """
         limit = self.component.max_sizes.get("sequence", _CHECKED_LENGTH[form])
         sequence = min(_CHECKED_LENGTH[form], limit)
         batch = max(_CHECKED_ROWS, 2 * PACKED_FROM // sequence) if form == "packed" else _CHECKED_ROWS
@@ -296,28 +306,32 @@ class Runtime:
         return binding
 
     def without_packing(self, content: MaskContent, error: Exception) -> MaskPlan:
-        """Return the plan for a call after its packed form failed; the packed form is not tried again."""
+        """Return the way to compute a call after the packed form of the graph failed. The packed form is not tried
+        again.
+        """
         self.packs = False
         self.checks.refuse("packed", error)
         return MaskPlan(content.form)
 
     def session(self, form: FormName) -> ort.InferenceSession:
-        """Return ONNX Runtime's session of a form of the graph; it is opened at the first request."""
+        """Return ONNX Runtime's session for a form of the graph. It is opened at the first request."""
         session = self._sessions.get(form)
         if session is None:
             session = self._sessions[form] = self._open(self._model(form), form)
         return session
 
     def _model(self, form: FormName) -> bytes | None:
-        """Return the graph in a form, serialized; `None` for the unchanged file."""
+        """Return the graph rewritten to a form, serialized; `None` for the unchanged file."""
         return in_form(self._path, form) if form != "general" else None
 
     def _kernels(self, form: FormName) -> dict[str, str]:
-        """Return the provider option that selects attention kernels, if a form needs particular kernels."""
+        """Return the provider option that selects attention kernels, if this form of the graph needs particular
+        kernels.
+        """
         return {_KERNELS: _MEMORY_EFFICIENT} if form == "short" else {}
 
     def _open(self, model: bytes | None, form: FormName) -> ort.InferenceSession:
-        """Open a form of the graph, with support for CUDA graphs if the whole graph runs on the GPU."""
+        """Open a form of the graph. CUDA graphs are supported if the whole graph runs on the GPU."""
         extra = self._kernels(form)
         if self._whole:
             weights = self._weights.values() if self._weights is not None else {}
@@ -352,7 +366,7 @@ class Runtime:
     ) -> Any:
         """Return an IO binding of tensors by address; `None` lets ONNX Runtime allocate an output on the GPU.
 
-        The tensors have the shapes of the call. Entries of `inputs` that this form of the graph does not have are
+        The tensors have the shapes of the call. Entries of `inputs` that are not inputs of this form of the graph are
         ignored.
         """
         session = self.session(form)
@@ -379,7 +393,7 @@ class Runtime:
         session.run_with_iobinding(binding, self._run_options if self._whole else self._waiting_options)
 
     def refuse_graphs(self, error: SessionError) -> None:
-        """Disable CUDA graphs from now on and log the reason."""
+        """Disable CUDA graphs for all later calls, and log the reason."""
         self.graph_obstacle = error.message
         logger.warning(
             "CUDA graphs are disabled, so each kernel is launched separately, which is slower: %s", error.message
@@ -407,7 +421,9 @@ def _is_of_tokens(spec: TensorSpec) -> bool:
 
 
 def _decoder_obstacle(component: Component) -> tuple[str, str] | None:
-    """Return (reason, fix) if a decoder cannot be rewritten to take row lengths instead of a mask, else `None`."""
+    """Return (reason, fix) if a decoder graph cannot be rewritten to read the lengths of rows instead of an attention
+    mask, or `None`.
+    """
     pasts = [spec for spec in component.inputs if spec.pair is not None]
     presents = {spec.name: spec.shape for spec in component.outputs}
     on_cpu = "open it on the CPU: backend='cpu'."
@@ -431,7 +447,7 @@ def _decoder_obstacle(component: Component) -> tuple[str, str] | None:
 
 
 class DecoderRuntime(Runtime):
-    """A decoder graph on one GPU, rewritten to take the lengths of rows instead of a mask.
+    """A decoder graph on one GPU, rewritten to read the lengths of rows instead of an attention mask.
 
     Raises:
         NoCausalFormError: The graph cannot be rewritten to this form, or has no kernels for the data type of its cache.

@@ -100,7 +100,7 @@ class CudaSession(BaseSession[R]):
 
     @property
     def last_graph(self) -> torch.cuda.CUDAGraph:
-        """The CUDA graph that the next call with the last captured input shape replays first; for measurements.
+        """The CUDA graph of the input shape that was captured last. It is used for measurements.
 
         Raises:
             SessionError: No CUDA graph was captured yet.
@@ -174,7 +174,9 @@ class CudaSession(BaseSession[R]):
             raise self.failed(error, dict(zip(self._names, values, strict=True))) from error
 
     def check_forms(self) -> list[FormVerdict]:
-        """Compare every form of this graph with the general form on this GPU, and return the verdicts."""
+        """Compare the results of all forms of this graph with the results of the general form on this GPU, and return
+        the verdicts.
+        """
         runtime = self.runtime
         with runtime.lock, torch.cuda.device(self._where):
             return runtime.check_forms()
@@ -182,7 +184,9 @@ class CudaSession(BaseSession[R]):
     # Replay of CUDA graphs
 
     def _new_graphs(self, runtime: Runtime, key: Key, tensors: Feeds) -> ShapeGraphs | None:
-        """Return CUDA graphs and buffers for a shape that is used for the second time; `None` to run without CUDA graphs."""
+        """Return the CUDA graphs and buffers for an input shape that is used for the second time. Return `None` if the
+        call runs without a CUDA graph.
+        """
         self._check_shapes(tuple([tuple(tensor.shape) for tensor in tensors.values()]))
         if runtime.graph_obstacle is not None:
             return None
@@ -265,7 +269,7 @@ class CudaSession(BaseSession[R]):
         return results
 
     def _found(self, check: GpuMaskCheck) -> MaskContent:
-        """Return the kind of padding in the mask of this call.
+        """Return where the attention mask of this call has padding.
 
         Raises:
             InputError: The call has ids that the model does not have.
@@ -276,7 +280,9 @@ class CudaSession(BaseSession[R]):
         return content
 
     def _captured(self, runtime: Runtime, graphs: ShapeGraphs, content: MaskContent) -> torch.cuda.CUDAGraph:
-        """Return the fastest CUDA graph for a mask; the next call of this shape is expected to use the same plan."""
+        """Return the fastest CUDA graph for an attention mask. The next call with this input shape starts with the same
+        CUDA graph.
+        """
         mask = graphs.input_list[self._mask_position]
         plan = runtime.plan(content, mask) if runtime.mask is not None else MaskPlan(content.form)
         try:
@@ -297,7 +303,9 @@ class CudaSession(BaseSession[R]):
         return buffer.copy_(value)
 
     def _held(self, runtime: Runtime, tensors: Feeds) -> MaskContent:
-        """Return the kind of padding in the mask, or the kind that the options assume; waits for a mask on the GPU."""
+        """Return where the attention mask has padding, or the padding that the option `padding` assumes. This waits for
+        a mask in GPU memory.
+        """
         if runtime.mask is None or runtime.options.padding != "check":
             return MaskContent(runtime.safe_form, 0)
         return held_by(tensors[runtime.mask])

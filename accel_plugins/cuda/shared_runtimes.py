@@ -116,10 +116,10 @@ class SharedRuntimes:
 
 
 def _growing_session(request: GraphRequest, compute_dtype: str) -> DeviceSession:
-    """Open a decoder without CUDA graphs, with a cache that is a new tensor on the GPU after each step.
+    """Open a decoder session without CUDA graphs. Its KV cache is a new tensor on the GPU after each step.
 
-    This is used for attention with biases, for masks that are read outside of attention, for float32, and for recurrent
-    states of fixed size.
+    The session is used for decoders that CUDA graphs do not support: attention with biases, masks that are read outside
+    of attention, float32, and recurrent states of fixed size.
 
     Raises:
         SessionError: The graph has an attention that cannot be computed on the GPU.

@@ -1,4 +1,4 @@
-"""Buffers of KV caches on the GPU, each with the CUDA graph of a single-token step."""
+"""Buffers for the KV cache of a decoder on the GPU ("slots"), each with a CUDA graph for steps with one token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def capacity_for(tokens: int, limit: int) -> int:
 
 
 class Slot:
-    """The buffers of one KV cache and the inputs and outputs of a step, at fixed addresses.
+    """Buffers at fixed addresses for one KV cache, and for the inputs and outputs of a decoding step.
 
     Args:
         runtime: The runtime of the decoder on its GPU.
@@ -115,7 +115,7 @@ class Slot:
         return {name: buffer[row : row + 1] for name, buffer in self.buffers.items()}
 
     def take(self, other: Slot, tokens: int, rows: torch.Tensor | None = None) -> None:
-        """Copy the first tokens of another slot's rows, on the current stream.
+        """Copy the first tokens of another slot's KV cache into this slot, on the current stream.
 
         Args:
             other: The other slot; may be this slot.
@@ -132,7 +132,7 @@ class Slot:
         self.mask.zero_()
 
     def reset_check(self) -> None:
-        """Reset the check of masks. Waits for the GPU."""
+        """Reset the check for attention masks that do not match the KV cache. Waits for the GPU."""
         torch.cuda.synchronize(self._odd.device)
         self._odd.zero_()
         self._odd_host.zero_()
@@ -148,7 +148,7 @@ class Slot:
     def step(self, feeds: Mapping[str, torch.Tensor], mask: torch.Tensor, current: torch.cuda.Stream) -> torch.Tensor:
         """Run one more token of each row, and return the logits `(batch, 1, vocabulary)`.
 
-        The next step overwrites the logits.
+        The next step overwrites the returned logits.
 
         Args:
             feeds: The id or embedding, and the position, of each token: `(batch, 1, ...)`.
@@ -183,9 +183,9 @@ class Slot:
         self._bounded.check()
 
     def _capture(self, current: torch.cuda.Stream) -> None:
-        """Capture a step as a CUDA graph.
+        """Capture a decoding step as a CUDA graph.
 
-        Takes the time of a few steps, which all write the same token to the same position.
+        This runs the step a few times; each time, the same token is written to the same position of the KV cache.
         """
         try:
             self._graph = captured(self._runtime, self._enqueue, {"logits": self.logits}, current)
@@ -194,7 +194,7 @@ class Slot:
 
 
 class Slots:
-    """The slots of one decoder. Each slot is used by one state at a time.
+    """The KV cache buffers (slots) of one decoder. Each slot is used by one decoder state at a time.
 
     Args:
         late: Checks the values of steps.
@@ -205,7 +205,9 @@ class Slots:
         self._slots: list[Slot] = []
 
     def acquire(self, user: object, runtime: Runtime, component: Component, batch: int, capacity: int) -> Slot:
-        """Return a slot for a state, until the state is deleted or the slot is released. Waits for the GPU."""
+        """Return KV cache buffers for a state. The state uses them until it is deleted or releases them. Waits for the
+        GPU.
+        """
         free = [slot for slot in self._slots if slot.user is None or slot.user() is None]
         chosen = next((s for s in free if (s.batch, s.capacity) == (batch, capacity)), None)
         if chosen is None:
@@ -225,9 +227,9 @@ class Slots:
 
     @staticmethod
     def release(slot: Slot) -> None:
-        """Make a slot available to other states."""
+        """Allow other states to use the buffers of a slot."""
         slot.user = None
 
     def clear(self) -> None:
-        """Release all buffers."""
+        """Release the buffers of all KV caches."""
         self._slots.clear()

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class CudaState(State):
-    """The KV cache of one batch of sequences.
+    """The KV cache of one batch of sequences on the GPU.
 
-    Each row's tokens are stored from the start of its buffers, without the padding of the caller's mask (`MaskColumns`). If
-    several tokens follow a past, the rows are computed one after another, because the attention operator requires it.
+    The tokens of each row are stored from the start of its buffers, without the padding of the caller's mask
+    (`MaskColumns`). If a call has several new tokens after earlier tokens, the rows are computed one after another,
+    because the attention operator requires it.
 
     Args:
         session: The decoder's session.
@@ -77,7 +78,7 @@ class CudaState(State):
                 self._set_lengths()
 
     def clear(self) -> None:
-        """Remove all tokens."""
+        """Remove all tokens from the KV cache."""
         self.keep_columns(0, 0)
 
     def copy_from(self, other: Self) -> None:
@@ -120,7 +121,7 @@ class CudaState(State):
         return logits if kept is None or kept.numel() == 1 else logits.expand(-1, kept.numel(), -1).clone()
 
     def _continues(self, mask: torch.Tensor) -> bool:
-        """Return whether a mask keeps all stored tokens and one new token of each row.
+        """Return whether an attention mask keeps all tokens in the KV cache and one new token of each row.
 
         A mask on the GPU is assumed to keep these tokens, and is checked on the GPU during the step.
         """
@@ -155,7 +156,7 @@ class CudaState(State):
         return logits
 
     def _columns(self, feeds: Feeds, new: int) -> torch.Tensor:
-        """Return the new columns whose logits are requested, in CPU memory."""
+        """Return the indices of the new mask columns whose logits are requested, in CPU memory."""
         return torch.arange(new) if self._kept is None else feeds[self._kept].to("cpu")
 
     def _prompt(self, slot: Slot, feeds: Feeds, added: NewTokenColumns, columns: torch.Tensor) -> torch.Tensor:
@@ -243,11 +244,11 @@ class CudaState(State):
         return session.slots.acquire(self, session.runtime, self.component, self._batch, capacity)
 
     def _grown(self, tokens: int) -> Slot:
-        """Move the cache to buffers with capacity for this many tokens."""
+        """Move the KV cache to larger buffers, with room for this number of tokens."""
         return self._move(capacity_for(tokens, self._limit), int(self._rows_held.lengths.max()))
 
     def _move(self, capacity: int, tokens: int, rows: torch.Tensor | None = None) -> Slot:
-        """Move the first tokens of the cache to another slot, and return it."""
+        """Move the first tokens of the KV cache to the buffers of another slot, and return the slot."""
         before = self._slot
         slot = self._slot = self._new_slot(capacity)
         if before is not None:

@@ -1,5 +1,5 @@
-"""The backend `neural-compressor`: Intel Neural Compressor quantizes PyTorch models; ONNX Runtime and OpenVINO run
-their exports.
+"""The backend `neural-compressor`. Intel Neural Compressor quantizes PyTorch models. ONNX Runtime and OpenVINO run the
+exported models.
 """
 
 from accel.interfaces.specs import WEIGHTS, BackendSpec, Capability, SchemeSettings

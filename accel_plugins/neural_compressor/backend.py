@@ -1,4 +1,4 @@
-"""The backend `neural-compressor`: it quantizes models and runs none."""
+"""The backend `neural-compressor`, which quantizes models but cannot run them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NeuralCompressorBackend:
     """Quantizes PyTorch models with Intel Neural Compressor."""
 
     def probe(self) -> Probe:
-        """Return the CPU, with the algorithms that are not available as reasons."""
+        """Return the CPU as the only device, and the reasons why some algorithms are not available."""
         reasons = list(_NEVER)
         if util.find_spec("auto_round") is None:
             reasons.insert(0, Reason("autoround", "the algorithm 'autoround' needs the package auto-round", AUTO_ROUND))

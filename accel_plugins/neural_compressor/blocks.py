@@ -144,24 +144,24 @@ def called_plainly(model: Any, *, masks: bool) -> Iterator[None]:
             masks of all rows in one list, so it would then use the mask of another row.
     """
     configs = [model.config, model.config.get_text_config()] if hasattr(model, "config") else []
-    caching = [one for one in configs if getattr(one, "use_cache", False)]
+    caching = [settings for settings in configs if getattr(settings, "use_cache", False)]
     attention = getattr(configs[0], "_attn_implementation", None) if configs else None
     changes = masks and attention not in (None, "eager") and hasattr(model, "set_attn_implementation")
-    for one in caching:
-        one.use_cache = False
+    for settings in caching:
+        settings.use_cache = False
     if changes:
         model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        for one in caching:
-            one.use_cache = True
+        for settings in caching:
+            settings.use_cache = True
         if changes:
             model.set_attn_implementation(attention)
 
 
 class _InFloat(torch.nn.Module):
-    """Linear layer of another class, so that Neural Compressor does not find it."""
+    """Linear layer with another class than `torch.nn.Linear`, so that Neural Compressor does not find and quantize it."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -173,8 +173,9 @@ class _InFloat(torch.nn.Module):
 
 @contextmanager
 def hidden(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context manager that hides layers which stay in floating point. GPTQ would quantize a layer without settings with
-    the settings of another layer.
+    """Context manager that hides linear layers from Neural Compressor, so that they stay in floating point.
+
+    GPTQ would quantize a layer without settings with the settings of another layer.
     """
     layers = {name: model.get_submodule(name) for name in names}
 

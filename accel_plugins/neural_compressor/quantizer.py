@@ -51,7 +51,7 @@ _VERSIONS = ("neural-compressor-pt", "torchao", "auto-round", "torch", "transfor
 
 
 class CompressorQuantizer:
-    """Writes models whose layers hold the integers, scales and zero points that Neural Compressor computed."""
+    """Quantizer that writes models with the integers, scales and zero points that Neural Compressor computed."""
 
     def quantize(
         self, artifact: Artifact, *, config: QuantizeConfig, calibration: Batches | None, out: Path
@@ -168,7 +168,7 @@ def _source(artifact: Artifact) -> Source:
 
 
 def _check(artifact: Artifact, config: QuantizeConfig, calibration: Batches | None) -> None:
-    """Raise if settings or calibration data are unsuitable.
+    """Raise if the settings or the calibration data cannot be used.
 
     Raises:
         ConfigError: Neural Compressor does not support a setting.
@@ -238,8 +238,9 @@ def _rows_alone(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.T
 
 
 def _excluded(source: Source, patterns: Sequence[str]) -> list[str]:
-    """Return the names of linear layers that stay in floating point: layers that match a pattern, and layers whose
-    weights other code reads.
+    """Return the names of linear layers that stay in floating point.
+
+    These are layers that match a pattern, and layers whose weights are also read by other code of the model.
 
     Raises:
         ConfigError: A pattern matches no layer.

@@ -1,5 +1,5 @@
-"""Static int8: Neural Compressor observes a traced model, and integer layers of `accel` store the scales and zero
-points.
+"""Static int8 quantization. Neural Compressor measures the activations of a traced model, and integer layers of `accel`
+store the scales and zero points.
 """
 
 from __future__ import annotations
@@ -147,5 +147,7 @@ def _integer_layer(converted: Any, layer: torch.nn.Linear, x: Any, weight: Any) 
 
 
 def _value(converted: Any, argument: Any) -> Any:
-    """Return the value of a node's argument: the argument itself if it is a number, else the tensor that it refers to."""
+    """Return the value of a node's argument. An argument is a number, or a node that refers to a tensor of the graph
+    module.
+    """
     return attrgetter(str(argument.target))(converted) if hasattr(argument, "op") else argument

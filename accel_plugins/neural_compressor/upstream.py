@@ -116,14 +116,16 @@ def blocks_of(model: torch.nn.Module, algorithm: str) -> Sequence[torch.nn.Modul
 
 
 def has_norms_to_scale(model: torch.nn.Module, example: Any) -> bool:
-    """Return whether TEQ finds a norm before linear layers that can absorb their input scales."""
+    """Return whether the algorithm TEQ finds a normalization layer before linear layers that can absorb the scales of
+    their inputs.
+    """
     from neural_compressor.torch.algorithms.weight_only.utility import GraphTrace
 
     return bool(GraphTrace().get_absorb_to_layer(model, example, ["Linear"])[0])
 
 
 def packed_layers(model: torch.nn.Module) -> dict[str, tuple[Any, torch.Tensor | None]]:
-    """Return Neural Compressor's packed layers by name, each with the scales of its inputs or `None`.
+    """Return the quantized layers of Neural Compressor by name, each with the scales of its inputs or `None`.
 
     Raises:
         QuantizeError: A layer has input scales but no packed weights.
@@ -131,12 +133,12 @@ def packed_layers(model: torch.nn.Module) -> dict[str, tuple[Any, torch.Tensor |
     from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear, MulLinear
 
     modules = dict(model.named_modules())
-    scaled = {name: one.input_scale for name, one in modules.items() if isinstance(one, MulLinear)}
+    scaled = {name: module.input_scale for name, module in modules.items() if isinstance(module, MulLinear)}
     packed: dict[str, tuple[Any, torch.Tensor | None]] = {}
-    for name, one in modules.items():
-        if isinstance(one, INCWeightOnlyLinear):
+    for name, module in modules.items():
+        if isinstance(module, INCWeightOnlyLinear):
             outer = name.removesuffix(".linear") if name.removesuffix(".linear") in scaled else name
-            packed[outer] = one, scaled.get(outer)
+            packed[outer] = module, scaled.get(outer)
     if missing := scaled.keys() - packed.keys():
         raise QuantizeError(
             f"Neural Compressor scaled the inputs of the layer {min(missing)}, but did not quantize its weights.",

@@ -1,5 +1,5 @@
-"""Weight-only quantization to 4 or 8 bits: layers of `accel` store Neural Compressor's integers, scales and zero points
-unchanged.
+"""Weight-only quantization to 4 or 8 bits. Layers of `accel` store the integers, scales and zero points that Neural
+Compressor computed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def check_algorithm(config: QuantizeConfig, *, calibrated: bool) -> None:
 
 
 def check_blocks(model: torch.nn.Module, config: QuantizeConfig, exclude: Sequence[str]) -> None:
-    """Raise if the inputs of a layer are not a multiple of the block size. AWQ needs this; other algorithms pad the
-    last block.
+    """Raise if the number of inputs of a layer is not a multiple of the block size.
+
+    AWQ does not support this. Other algorithms pad the last block.
 
     Raises:
         ConfigError: The block size does not divide the inputs of a layer.
@@ -140,7 +141,7 @@ def _extremes(rows: Sequence[Mapping[str, torch.Tensor]]) -> list[Mapping[str, t
 
 
 def with_block_layers(model: torch.nn.Module, before: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Replace Neural Compressor's packed layers by layers of `accel`. Return the names of the layers.
+    """Replace the quantized layers of Neural Compressor by layers of `accel`. Return the names of the layers.
 
     Args:
         model: The model from `quantize_weights`; it is changed in place.
@@ -189,8 +190,10 @@ def _block_layer(name: str, module: Any, factor: torch.Tensor | None, before: to
 
 
 def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the floating-point bias if the packed bias is its rounded value, else the packed bias, which the algorithm
-    changed.
+    """Return the bias of a quantized layer in floating point.
+
+    Packed layers store the bias in 16 bits. The original bias is returned if the packed bias is its rounded value. If
+    the algorithm changed the bias, the packed bias is returned.
     """
     if packed is None:
         return None
@@ -206,8 +209,8 @@ def with_weights_of_their_own(model: torch.nn.Module) -> torch.nn.Module:
     Weights are usually shared with the token embeddings, and Neural Compressor overwrites the weights that it reads.
     """
     owners: dict[int, int] = {}
-    for _, one in model.named_parameters(remove_duplicate=False):
-        owners[id(one)] = owners.get(id(one), 0) + 1
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear) and owners[id(layer.weight)] > 1:
             layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
@@ -215,13 +218,13 @@ def with_weights_of_their_own(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def share_again(model: torch.nn.Module, before: torch.nn.Module) -> None:
-    """Share parameters again that the floating-point model shares, if their values are still equal.
+    """Share parameters again that are shared in the floating-point model, if their values are still equal.
 
     If the algorithm changed one of the shared parameters, `tie_word_embeddings` is turned off.
     """
     groups: dict[int, list[str]] = {}
-    for name, one in before.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(one), []).append(name)
+    for name, parameter in before.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for names in groups.values():
         shared = [name for name in names if name in parameters]

@@ -1,8 +1,9 @@
 """Cache of compiled models on disk, with checksums.
 
-OpenVINO's own model cache has no checksums: if bytes of the weights are damaged, the model loads and computes wrong
-results; a truncated file is silently compiled again. This cache therefore stores a compiled model (`.blob`) and its
-checksum for each combination of model, device, OpenVINO version and properties.
+OpenVINO's own model cache has no checksums. If bytes of the weights are damaged, the model loads and computes wrong
+results. If a file is truncated, OpenVINO compiles the model again without a message. The cache of this module therefore
+stores a compiled model (`.blob`) and its checksum for each combination of model, device, OpenVINO version and
+properties.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def cached(
     shapes: Mapping[str, int],
     compile_: Callable[[], ov.CompiledModel],
 ) -> ov.CompiledModel:
-    """Return the compiled model from the cache folder. If it is missing, compile it and store it there. A damaged entry
-    is replaced and a warning is logged.
+    """Return the compiled model from the cache folder. If it is missing, compile it and store it in the folder. A
+    damaged entry is replaced, and a warning is logged.
 
     Raises:
         ConfigError: The folder cannot be written.

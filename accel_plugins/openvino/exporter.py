@@ -55,7 +55,7 @@ class OpenVinoExporter:
         return Artifact.create(out, manifest)
 
     def _component(self, source: Source, out: Path, *, alone: bool) -> Component:
-        """Write one graph. The KV cache of a decoder becomes part of the graph."""
+        """Convert and write one graph. The KV cache of a decoder becomes part of the graph."""
         exported = capture_openvino(source, (*recurrence.CONVERSIONS, *quantized.CONVERSIONS))
         model: ov.Model = exported.program
         taken = {port.any_name for port in model.inputs}
@@ -149,8 +149,9 @@ def output_specs(
 ) -> tuple[TensorSpec, ...]:
     """Return the output specs of a graph, with axis names.
 
-    OpenVINO does not name axes. Each axis is identified by its size for two sets of input sizes. These sizes stay
-    within `limits`, the model's maximum number of positions.
+    OpenVINO does not name axes. Output shapes are computed for two sets of input sizes, and an output axis gets the
+    name of the input axis that has the same size both times. The sizes stay within `limits`, the model's maximum number
+    of positions.
     """
     axes = list(dict.fromkeys(axis for spec in inputs for axis in spec.shape if isinstance(axis, str)))
     probes = [
@@ -177,7 +178,7 @@ def output_specs(
 
 
 def _probe(model: ov.Model, inputs: tuple[TensorSpec, ...], sizes: Mapping[str, int]) -> list[list[int]]:
-    """Return the output shapes for these input sizes. A size is -1 if it depends on values."""
+    """Return the output shapes of a graph for the given input sizes. A size is -1 if it depends on values."""
     if "capacity" in sizes:
         # The mask covers the tokens in the cache and the new tokens.
         sizes = {**sizes, "total": sizes["capacity"] + sizes["sequence"]}

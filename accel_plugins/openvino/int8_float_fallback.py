@@ -1,7 +1,8 @@
-"""Int8 graphs that were quantized for other processors, on processors that add int8 products in 16 bits.
+"""Correct results for int8 graphs on processors that add int8 products in 16 bits.
 
-On such processors the sums saturate silently if weights use all 8 bits. The error can be as large as the largest value.
-These matrix products are therefore computed in floating point, with the same quantized values.
+On these processors, the sums of products saturate without a message if weights use all 8 bits, as in graphs that were
+quantized for other processors. The error can be as large as the largest value. The matrix products are therefore
+computed in floating point, with the same quantized values.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def rounded(place: ov.Input) -> tuple[ov.Input, ov.Output] | None:
 
 
 def _quantized_by(node: ov.Node) -> ov.Node | None:
-    """Return the `FakeQuantize` that a node is, or that comes before the node's conversion to integers and back, as in
-    graphs from ONNX; `None` if there is none.
+    """Return the `FakeQuantize` node that computes the output of a node, or `None` if the output is not quantized.
+
+    In graphs from ONNX, the output of `FakeQuantize` is also converted to integers and back.
     """
     if node.get_type_name() == "Multiply":
         node = node.input_value(0).get_node()

@@ -100,7 +100,7 @@ class OpenVinoFolderReader:
 
 
 def _adopted(root: Path, folder: Path, named: str, task: str, config: dict[str, Any]) -> Artifact:
-    """Return an artifact for the graphs in `folder`; the config file is in `root`."""
+    """Return an artifact for the OpenVINO graphs in `folder`; the config file of the model is in `root`."""
     generates = task_spec(task).generates
     several = generates and (bool(config.get("is_encoder_decoder")) or (folder / ENCODER).is_file())
     if generates and not (folder / named).is_file() and (folder / DECODE).is_file():
@@ -140,7 +140,8 @@ def _adopted(root: Path, folder: Path, named: str, task: str, config: dict[str, 
 
 
 def _check_decode(folder: Path) -> None:
-    """Raise if the graph takes only one token per call. Only the manifest of the export (`export.json`) shows this.
+    """Raise if a decoder graph accepts only one token per call. Only the file `export.json` of transformers' exporter
+    contains this information.
 
     Raises:
         IntegrityError: The graph was traced with one token.
@@ -166,8 +167,8 @@ def _read(folder: Path, file: str, root: Path) -> ov.Model:
         )
     if not path.with_suffix(".bin").is_file():
         raise missing_weights(path)
-    for one in (path, path.with_suffix(".bin")):
-        check_file(one, root, fix="copy the file itself into the folder.")
+    for file_path in (path, path.with_suffix(".bin")):
+        check_file(file_path, root, fix="copy the file itself into the folder.")
     try:
         model = core().read_model(str(path))
     except READ_ERRORS as error:
@@ -216,10 +217,9 @@ def _single(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> C
 
 
 def _rows(model: ov.Model) -> dict[str, int]:
-    """Return, by name of an id input, the number of rows of the smallest embedding table that the input indexes
-    directly.
+    """Return the smallest number of rows of the embedding tables that an id input indexes, by the name of the input.
 
-    OpenVINO does not check ids: an id out of range gives arbitrary values.
+    OpenVINO does not check ids: an id that is out of range gives arbitrary values.
     """
     limits: dict[str, int] = {}
     for node in model.get_ops():
@@ -340,7 +340,9 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
 
 
 def cache_pairs(model: ov.Model) -> dict[str, str]:
-    """Return the names of KV cache inputs, each with the output that holds its value for the next call."""
+    """Return the KV cache inputs of a graph by name, each with the name of the output that contains its value for the
+    next call.
+    """
     outputs = {name for port in model.outputs for name in port.get_names()}
     pairs = {}
     for port in model.inputs:
@@ -386,8 +388,9 @@ def _scheme(model: ov.Model) -> str | None:
 
 
 def _dtype(model: ov.Model) -> str:
-    """Return the data type for computation, from the graph's precision hint. The weights alone may be stored in 16
-    bits.
+    """Return the data type for computation, from the graph's precision hint.
+
+    The weights can be stored in 16 bits even if the graph computes in float32.
     """
     if model.has_rt_info(["runtime_options", "INFERENCE_PRECISION_HINT"]):
         word = str(model.get_rt_info(["runtime_options", "INFERENCE_PRECISION_HINT"]).value)

@@ -26,8 +26,8 @@ class OnnxConverter:
     def optimize(
         self, artifact: Artifact, *, config: OptimizeConfig, calibration: Iterable[Feeds] | None = None, out: Path
     ) -> Artifact:
-        """Convert the graphs without changes; see `accel.interfaces.protocols.Optimizer`. Takes about a second for
-        encoders.
+        """Convert the graphs to OpenVINO IR without optimizing them; see `accel.interfaces.protocols.Optimizer`. Takes
+        about a second for encoders.
 
         Raises:
             ConfigError: The config names fusions, or calibration data is given, which is not used.
@@ -55,7 +55,7 @@ class OnnxConverter:
 
 
 def refuse_onnx_decoders(artifact: Artifact) -> None:
-    """Raise if an ONNX artifact has a decoder with a KV cache. OpenVINO IR needs the cache inside of the graph.
+    """Raise if an ONNX artifact has a decoder with a KV cache. In OpenVINO IR, the KV cache must be inside the graph.
 
     Raises:
         OptimizeError: The artifact has such a decoder; the message names a remedy.
@@ -70,8 +70,9 @@ def refuse_onnx_decoders(artifact: Artifact) -> None:
 
 
 def refuse_outer_caches(artifact: Artifact) -> None:
-    """Raise if a decoder has its KV cache as inputs and outputs. The cache moves into the graph only when the artifact
-    is opened.
+    """Raise if a decoder has its KV cache as graph inputs and outputs.
+
+    `accel` moves the KV cache into the graph only when the artifact is opened, so it cannot be quantized.
 
     Raises:
         QuantizeError: The artifact has such a decoder.

@@ -37,8 +37,8 @@ def compute_pooled_token(model: ov.Model) -> None:
 
 
 def _index(gather: ov.Node) -> int | None:
-    """Return the index of the token that a Gather node selects; `None` if it selects no token or the index is not
-    constant.
+    """Return the index of the token that a Gather node selects. Return `None` if the node selects no token, or if the
+    index is not constant.
     """
     index, axis = (_constant(gather.input_value(i)) for i in (1, 2))
     if index is None or axis is None or index.ndim or int(axis) != _TOKENS or not _is_tokens(gather.input_value(0)):

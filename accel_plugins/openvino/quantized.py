@@ -1,7 +1,7 @@
-"""Conversion of quantized PyTorch layers: to `FakeQuantize` and integer weights with scales, or to 4-bit weights in
-blocks.
+"""Conversion of quantized PyTorch layers to OpenVINO.
 
-Integers, scales and zero points are kept bit by bit.
+Int8 layers become `FakeQuantize` and integer weights with scales. 4-bit layers become weights in blocks. Integers,
+scales and zero points do not change.
 """
 
 from __future__ import annotations

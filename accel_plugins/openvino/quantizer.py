@@ -92,7 +92,7 @@ def _check_parts(
     calibration: Iterable[Feeds] | None,
     parts: Mapping[str, Iterable[Feeds]],
 ) -> None:
-    """Raise if the artifact has several graphs and the calibration data is not given for each of them.
+    """Raise if the artifact has several graphs and calibration data is missing for one of them.
 
     Raises:
         QuantizeError: Calibration data of a graph is missing; the message names alternatives.
@@ -157,7 +157,7 @@ def _rows(calibration: Iterable[Feeds], component: Component, limit: int) -> lis
 
 @contextmanager
 def _mapped(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Iterator[None]:
-    """Context manager that turns NNCF's errors into errors of `accel`.
+    """Context manager that converts NNCF's errors to errors of `accel`.
 
     Raises:
         QuantizeError: NNCF failed. If a name in `exclude` is not a node of the graph, the message suggests a similar
@@ -234,8 +234,9 @@ def _wrong_in_8_bits(model: ov.Model) -> list[str]:
 def _saturating(model: ov.Model) -> list[str]:
     """Return the names of matrix products of two activations, if the processor adds int8 products in 16 bits.
 
-    They stay in floating point, because neither input can be reduced to 7 bits to avoid saturation. Attention in graphs
-    from ONNX consists of such products. In graphs from PyTorch, attention is one operator, which is never quantized.
+    These products stay in floating point. Their sums would saturate, because activations cannot be reduced to 7 bits
+    like weights. Attention in graphs from ONNX consists of such products. In graphs from PyTorch, attention is one
+    operator, which is never quantized.
     """
     if not adds_in_16_bits(cpu_flags()):
         return []

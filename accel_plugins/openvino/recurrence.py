@@ -15,8 +15,9 @@ _PARTS = ("decay", "key", "value", "query", "beta")
 
 
 def _convert(context: Any, *, delta: bool) -> list[ov.Output]:
-    """Convert the operator. The output holds the results of all tokens, then the final state, packed as in
-    `accel.capture.recurrence`.
+    """Convert the recurrence operator to OpenVINO operators.
+
+    The output contains the results of all tokens, then the final state, packed as in `accel.capture.recurrence`.
     """
     decay, rate, key, value, query, *beta, state = (context.get_input(i) for i in range(7 if delta else 6))
     scanned = [decay, key, value, query, *beta]

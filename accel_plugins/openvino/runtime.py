@@ -36,8 +36,8 @@ def core() -> ov.Core:
 def _before_fork() -> None:
     """Unload the CPU plugin before a fork, so that OpenVINO releases the threads of closed models.
 
-    OpenVINO keeps these threads for the next models. A child process does not have them, and compilation in it would
-    wait for them forever. Open models keep their threads.
+    OpenVINO keeps the threads of closed models for the next models. The threads do not exist in a child process, and
+    compiling a model in the child process would wait for them forever. Open models keep their threads.
     """
     if core.cache_info().currsize:
         with contextlib.suppress(RuntimeError):
@@ -81,8 +81,9 @@ def device_name(device: DeviceSpec) -> str:
 
 
 def usable_names() -> list[str]:
-    """Return the names of OpenVINO's devices. GPUs of other vendors are left out: OpenVINO finds them through OpenCL,
-    but its kernels fail there.
+    """Return the names of OpenVINO's devices.
+
+    GPUs of other vendors are left out. OpenVINO finds them through OpenCL, but its kernels fail on these GPUs.
     """
     return [
         name
@@ -109,7 +110,7 @@ def devices() -> tuple[DeviceSpec, ...]:
 
 
 def executing_device(compiled: ov.CompiledModel, asked: DeviceSpec) -> DeviceSpec:
-    """Return the device on which a compiled model runs according to OpenVINO; `asked` if OpenVINO reports none."""
+    """Return the device on which OpenVINO runs a compiled model; `asked` if OpenVINO reports no device."""
     names = [str(name).strip("()") for name in compiled.get_property("EXECUTION_DEVICES")]
     kind, _, index = (names[0] if names else "").partition(".")
     reported = (kind.lower(), int(index) if index.isdigit() else 0)
@@ -199,10 +200,10 @@ def _check_transforms(model: ov.Model, path: Path) -> None:
 
 
 def answers_masked_rows(artifact: Artifact, component: Component) -> bool:
-    """Return whether attention of a fully masked row returns zeros, as in PyTorch.
+    """Return whether attention returns zeros for a fully masked row, as in PyTorch.
 
-    OpenVINO's attention operator averages all tokens (2026.4: logits of a tiny BERT differ by 0.75). Graphs from ONNX
-    select zeros after each softmax instead.
+    In OpenVINO's attention operator, a fully masked row gets the average of all tokens (OpenVINO 2026.4: logits of a
+    tiny BERT differ by 0.75). Graphs from ONNX have no attention operator; they select zeros after each softmax.
     """
     path = artifact.path / component.file
     return path.suffix != ".xml" or b'type="ScaledDotProductAttention"' not in path.read_bytes()
@@ -229,7 +230,7 @@ def reshape(model: ov.Model, component: Component, sizes: Mapping[str, int]) -> 
 
 
 def port_order(ports: Sequence[ov.Output], names: Sequence[str], what: str) -> list[int]:
-    """Return the positions of the ports with these names.
+    """Return the indices of the ports with these names.
 
     Raises:
         SessionError: The graph does not have a port that the manifest declares.

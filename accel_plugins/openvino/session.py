@@ -38,7 +38,9 @@ _NOTHING: dict[int, Any] = {}
 
 
 class _Request:
-    """One infer request and the small buffers that are bound to it. Only one thread uses it at a time."""
+    """One infer request of OpenVINO, with the small buffers that are bound to it. Only one thread uses the request at a
+    time.
+    """
 
     __slots__ = ("_start", "buffers", "infer", "of", "outputs", "request", "shapes", "views")
 
@@ -59,8 +61,8 @@ class _Request:
         threads.
 
         A request that runs on its caller's thread creates its own thread pool, and the pools of many callers compete
-        for the cores. Measured with MiniLM 1x16 on two cores: 313 calls/s with one caller; with ten callers 266 on
-        their own threads and 311 on OpenVINO's threads.
+        for the cores. Measured with MiniLM 1x16 on two cores: 313 calls/s with one caller. With ten callers, 266
+        calls/s on the callers' threads, and 311 calls/s on OpenVINO's threads.
         """
         if alone:
             self.infer(_NOTHING, share_outputs=True, decode_strings=True)
@@ -223,10 +225,10 @@ class OpenVinoSession(BaseSession[ov.CompiledModel]):
             pool.put(request)
 
     def renew(self, failed: ov.CompiledModel) -> None:
-        """Replace a compiled model after a failed call, unless another thread did so already. Takes as long as opening
-        the model.
+        """Replace a compiled model after a failed call, unless another thread already replaced it. Takes as long as
+        opening the model.
 
-        Operators cache data for the input sizes of a call. After a call that fails in the middle, some operators still
+        Operators store data for the input sizes of a call. After a call that fails in the middle, some operators still
         have data for the sizes of the previous call. Later calls then fail as well, even in a new request (OpenVINO
         2026.4: a convolution of an image that is smaller than its kernel).
         """
@@ -338,11 +340,10 @@ def _concurrency(compiled: ov.CompiledModel) -> int:
 
 
 def compute_dtype(compiled: ov.CompiledModel) -> str:
-    """Return the data type of most matrix products of a compiled model, from its execution graph; int8 if any product
-    has it.
+    """Return the data type of most matrix products of a compiled model, or int8 if any product has the type int8.
 
-    The data type is the end of the kernel's name (`brgemm_avx512_bf16`). `runtimePrecision` is not used, because it is
-    the data type of the stored weights.
+    The data type is the end of the kernel's name in OpenVINO's execution graph (`brgemm_avx512_bf16`).
+    `runtimePrecision` is not used, because it is the data type of the stored weights.
     """
     counts: dict[str, int] = {}
     for node in compiled.get_runtime_model().get_ops():

@@ -1,4 +1,4 @@
-"""Decoder state in variables of an OpenVINO graph."""
+"""KV cache and other decoder state in variables of an OpenVINO graph."""
 
 from __future__ import annotations
 
@@ -177,8 +177,10 @@ class OpenVinoState(State):
         self._order = self._order[list(rows)]
 
     def _move_encoded(self, rows: list[int]) -> None:
-        """Reorder the stored keys and values of the encoder, because graphs of other tools do not. Nothing is copied if
-        the values of the rows are equal, as for beams of one text.
+        """Reorder the stored keys and values of the encoder, because graphs that other tools exported do not reorder
+        them.
+
+        Nothing is copied if the values of the rows are equal, as for beams of one text.
         """
         if self._alike is not None and (self._alike[rows] == self._alike).all():
             return
@@ -211,7 +213,7 @@ class OpenVinoState(State):
         return {name: torch.from_numpy(request.get_tensor(name).data.copy()) for name in names}
 
     def _begin(self) -> None:
-        """Set empty keys and values at the start.
+        """Store empty keys and values before the first call.
 
         Without this step, graphs that also have recurrent states may start with the tokens of another request of the
         same compiled model (OpenVINO 2026.4; Kimi Linear, Bailing).
@@ -239,8 +241,9 @@ class OpenVinoState(State):
         return self._request
 
     def _move(self) -> None:
-        """Create a request of the session's current compiled model, with the variables as they were before a call of
-        this or another state failed.
+        """Move the state to a new infer request of the session's current compiled model.
+
+        If a call failed, the new request has the variables from before the call.
         """
         tensors = self.tensors() if self._length else {}
         self._compiled = self.session.runtime

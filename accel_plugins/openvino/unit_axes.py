@@ -22,10 +22,10 @@ def keep_unit_axes(model: ov.Model) -> None:
 
 
 def drop_reductions(model: ov.Model) -> None:
-    """Replace reductions along axes of size 1 by a removal of the axis.
+    """Remove axes of size 1 without computing the reductions along them.
 
-    After int8 layers, OpenVINO (2026.4, AVX2) computes different means of such an axis in a batch and for a single row.
-    SwiftFormer and LeViT have such an axis for small images, because they pool over one position.
+    After int8 layers, OpenVINO (2026.4, AVX2) computes different means along an axis of size 1 in a batch and for a
+    single row. SwiftFormer and LeViT have such an axis for small images, because they pool over one position.
     """
     for node in [node for node in model.get_ops() if node.get_type_name() in _REDUCTIONS]:
         data, axes = node.input_values()
@@ -41,9 +41,9 @@ def drop_reductions(model: ov.Model) -> None:
 def keep_repeats(model: ov.Model) -> None:
     """Replace a `Gather` that repeats an axis created by `Unsqueeze` with a `Broadcast`.
 
-    `repeat_interleave` along an axis of size 1 is converted to this pattern (YOSO's mask for each head). If sizes are
-    dynamic, OpenVINO (2026.4, `EliminateUnsqueezeGather`) removes both operators, even if there are several indices.
-    The result then has another shape, or wrong values where that shape is broadcast.
+    The converter uses this `Gather` for `repeat_interleave` along an axis of size 1 (YOSO's mask for each head). If
+    sizes are dynamic, OpenVINO (2026.4, `EliminateUnsqueezeGather`) removes both operators, even if `Gather` has
+    several indices. The result then has a wrong shape, or wrong values where the shape is broadcast.
     """
     repeats = [node for node in model.get_ops() if _repeats(node)]
     for node in repeats:
@@ -82,8 +82,8 @@ def tile_one_axis_each(model: ov.Model) -> None:
 
 
 def _known_numbers(value: ov.Output) -> list[int | None]:
-    """Return the numbers in a 1-D tensor, with `None` for numbers that are not constant; an empty list if their count
-    is unknown.
+    """Return the numbers in a 1-D tensor of a graph, with `None` for numbers that are not constant. Return an empty
+    list if the size of the tensor is unknown.
     """
     node, shape = value.get_node(), value.get_partial_shape()
     if node.get_type_name() == "Constant":

@@ -1,4 +1,4 @@
-"""Cache folders for engines and for measured kernel times under `ACCEL_HOME`.
+"""Cache folders for TensorRT engines and for measured kernel times, in the folder `ACCEL_HOME`.
 
 The name of a cache folder depends on everything that its content depends on.
 """
@@ -90,9 +90,9 @@ def engine_cache(artifact: Artifact, name: str, machine: EngineMachine, profile:
 
 
 def timing_cache(machine: EngineMachine) -> Path:
-    """Create and return the cache folder for kernel times.
+    """Create and return the cache folder for measured kernel times.
 
-    All graphs share it, because kernel times depend only on the GPU, TensorRT and the driver.
+    All graphs share the folder, because kernel times depend only on the GPU, TensorRT and the driver.
     """
     words = f"{machine.gpu} {machine.arch} {machine.tensorrt} {machine.driver}"
     slug = "".join(c if c.isalnum() or c in "._" else "-" for c in words)

@@ -1,6 +1,7 @@
-"""TensorRT engines without ONNX Runtime: build, save, load and run them with TensorRT's Python package (10 and 11).
+"""TensorRT engines without ONNX Runtime: build, save, load and run them with TensorRT's Python package (versions 10 and
+11).
 
-All calls were checked against the signatures of the `tensorrt` 11.4 bindings, but none was ever run on a GPU: see
+All calls were checked against the signatures of the `tensorrt` 11.4 bindings, but no call was ever run on a GPU; see
 docs/backends/tensorrt.md.
 """
 
@@ -127,7 +128,7 @@ def computed_types(information: str) -> Counter[str]:
 
 
 def check_precisions(information: str, precisions: Sequence[str]) -> None:
-    """Check that an engine uses every low precision of its graph.
+    """Check that an engine has tensors in every low-precision data type of its graph.
 
     Raises:
         SessionError: No tensor of the engine has one of the precisions.

@@ -54,7 +54,7 @@ _TAKEN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorrtOptions:
-    """Checked options of the TensorRT backend.
+    """Options of the TensorRT backend after validation.
 
     Attributes:
         profile: Sizes of the axes for which the defaults are not used.
@@ -71,8 +71,8 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> TensorrtO
     Raises:
         ConfigError: An option does not exist or is set by accel, or `device_id` differs from the device.
     """
-    known = (*PROVIDER_OPTIONS, "profile")
-    check_option_names(options, known, _TAKEN, TENSORRT)
+    option_names = (*PROVIDER_OPTIONS, "profile")
+    check_option_names(options, option_names, _TAKEN, TENSORRT)
     index = device_index(options, device)
     texts = {name: str(value) for name, value in options.items() if name not in ("profile", "device_id")}
     return TensorrtOptions(

@@ -1,4 +1,4 @@
-"""Optimization profiles for TensorRT, from the caller's sizes and the model's limits, and their form as provider options."""
+"""Optimization profiles for TensorRT: the sizes that each axis of a graph may have, and their form as provider options."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from accel.interfaces.shape_profiles import LONGEST, AxisSizes, Profile, axes_of
 def complete(component: Component, requested: Profile, shapes: Mapping[str, int] | None = None) -> dict[str, AxisSizes]:
     """Return a profile with every axis of a graph.
 
-    The sizes come from `requested`, then from the fixed `shapes`, then from defaults: 1 to 32 rows, other axes up to the
-    model's limit.
+    The sizes come from `requested`, then from the fixed `shapes`, then from defaults. The defaults are 1 to 32 rows,
+    and for other axes 1 to the model's limit.
 
     Raises:
         ConfigError: The graph does not have an axis, or a size exceeds the model's limit.

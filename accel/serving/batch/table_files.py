@@ -115,8 +115,8 @@ def scan(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rows_a
 
 def _files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
     files: list[Path] = []
-    for one in [data] if isinstance(data, str | os.PathLike) else data:
-        path = Path(one).expanduser()
+    for entry in [data] if isinstance(data, str | os.PathLike) else data:
+        path = Path(entry).expanduser()
         if path.is_dir():
             files += sorted(
                 file
@@ -132,8 +132,8 @@ def _files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> t
         raise ConfigError(f"There is no data file {data!s}.", fix="check the path, or add files to the folder.")
     if len(kinds) > 1 or kinds[0] not in TABLES:
         raise ConfigError(
-            f"The data files have the suffixes {', '.join(kind or '(no suffix)' for kind in kinds)}, which cannot be read as one "
+            f"The data files have the suffixes {', '.join(kind or '(no suffix)' for kind in kinds)}, which cannot be read as entry "
             "table.",
-            fix=f"use files with the same suffix, one of {', '.join(TABLES)}.",
+            fix=f"use files with the same suffix, entry of {', '.join(TABLES)}.",
         )
     return tuple(file.absolute() for file in files)

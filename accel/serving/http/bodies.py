@@ -77,8 +77,8 @@ def invalid(error: ValidationError, model: type[BaseModel], value: Any) -> HttpE
         value: The parsed body.
     """
     groups: dict[Path, list[Mapping[str, Any]]] = {}
-    for one in error.errors(include_url=False, include_input=False):
-        groups.setdefault(_real_path(one["loc"], value, missing=one["type"] == "missing"), []).append(one)
+    for item in error.errors(include_url=False, include_input=False):
+        groups.setdefault(_real_path(item["loc"], value, missing=item["type"] == "missing"), []).append(item)
     schema = model.model_json_schema()
     paths = []
     for head in dict.fromkeys(path[:1] for path in groups):
@@ -164,14 +164,14 @@ def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterato
     if "$ref" in schema:
         yield from _alternatives(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     elif "anyOf" in schema:
-        for one in schema["anyOf"]:
-            yield from _alternatives(one, root)
+        for alternative in schema["anyOf"]:
+            yield from _alternatives(alternative, root)
     else:
         yield schema
 
 
 def _at(schema: Mapping[str, Any], path: Path, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schemas of the value at a path."""
+    """Return the JSON schemas that describe the value at a path in the request body."""
     schemas = list(_alternatives(schema, root))
     for part in path:
         if isinstance(part, int):
@@ -199,28 +199,28 @@ _BOUNDS = {
 
 def _words(schema: Mapping[str, Any], root: Mapping[str, Any], *, many: bool = False) -> Iterator[str]:
     """Yield descriptions of the values that a schema allows."""
-    for one in _alternatives(schema, root):
-        if "const" in one or "enum" in one:
-            yield " or ".join(json.dumps(value) for value in one.get("enum", [one.get("const")]))
+    for alternative in _alternatives(schema, root):
+        if "const" in alternative or "enum" in alternative:
+            yield " or ".join(json.dumps(value) for value in alternative.get("enum", [alternative.get("const")]))
             continue
-        if "type" not in one:
+        if "type" not in alternative:
             yield "any value"
             continue
-        words = _NAMES[one["type"]][many]
-        if one["type"] == "array":
-            inner = list(dict.fromkeys(_words(one.get("items", {}), root, many=True)))
-            if one.get("maxItems") == 0:
+        words = _NAMES[alternative["type"]][many]
+        if alternative["type"] == "array":
+            inner = list(dict.fromkeys(_words(alternative.get("items", {}), root, many=True)))
+            if alternative.get("maxItems") == 0:
                 yield "an empty list"
                 continue
             words += f" of {' or '.join(inner)}" if inner != ["any value"] else ""
-        if one["type"] == "object" and "properties" in one:
-            words += f" with {', '.join(one.get('required', one['properties']))}"
-        if one.get("minLength") == 1 or one.get("minItems") == 1:
+        if alternative["type"] == "object" and "properties" in alternative:
+            words += f" with {', '.join(alternative.get('required', alternative['properties']))}"
+        if alternative.get("minLength") == 1 or alternative.get("minItems") == 1:
             words = words.replace("a text", "a text that is not empty").replace("a list", "a list that is not empty", 1)
         least = ("minLength", "minItems")
         bounds = [
-            text.format(one[name])
+            text.format(alternative[name])
             for name, text in _BOUNDS.items()
-            if name in one and (name not in least or one[name] > 1)
+            if name in alternative and (name not in least or alternative[name] > 1)
         ]
         yield " ".join([words, *bounds])

@@ -131,9 +131,11 @@ async def _infer(call: HttpCall, _: Any) -> Response:
         if target.operation is None
         else [*target.operation.tensor_outputs(model)]
     )
-    requested = {one.name: one for one in body.outputs} or {one: RequestedOutput(name=one) for one in outputs}
-    for one in requested.values():
-        _known(one.parameters, ("binary_data",))
+    requested = {output.name: output for output in body.outputs} or {
+        output: RequestedOutput(name=output) for output in outputs
+    }
+    for output in requested.values():
+        _known(output.parameters, ("binary_data",))
     unknown = sorted(set(requested) - set(outputs))
     if unknown:
         raise HttpError(
@@ -217,10 +219,10 @@ def _reply(
     name: str, body: InferBody, requested: Mapping[str, RequestedOutput], outputs_by_name: Mapping[str, Any]
 ) -> Response:
     outputs, parts = [], []
-    for one, asked in requested.items():
-        values = outputs_by_name[one]
+    for output_name, asked in requested.items():
+        values = outputs_by_name[output_name]
         kind = str(values.dtype).removeprefix("torch.")
-        entry: dict[str, Any] = {"name": one, "datatype": DATATYPES[kind], "shape": list(values.shape)}
+        entry: dict[str, Any] = {"name": output_name, "datatype": DATATYPES[kind], "shape": list(values.shape)}
         if asked.parameters.get("binary_data", body.parameters.get("binary_data_output", False)):
             parts.append(to_binary(values))
             entry["parameters"] = {"binary_data_size": len(parts[-1])}

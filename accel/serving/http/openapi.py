@@ -27,9 +27,9 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 description of the endpoints."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    for one in endpoints:
-        path = _PARAMETER.sub(r"{\1}", one.path)
-        paths.setdefault(path, {})[one.method.lower()] = _operation(one, schemas)
+    for endpoint in endpoints:
+        path = _PARAMETER.sub(r"{\1}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "accel", "version": __version__, "description": "Inference server for transformers models."},
@@ -48,27 +48,27 @@ def _reference(model: Any, schemas: dict[str, Any]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
-def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
     failure = {"application/json": {"schema": _reference(ErrorBody, schemas)}}
     description: dict[str, Any] = {
-        "summary": one.summary,
-        "tags": [one.tag],
-        "operationId": f"{one.method.lower()}_{re.sub('[^a-z0-9]+', '_', one.path.lower()).strip('_')}",
+        "summary": endpoint.summary,
+        "tags": [endpoint.tag],
+        "operationId": f"{endpoint.method.lower()}_{re.sub('[^a-z0-9]+', '_', endpoint.path.lower()).strip('_')}",
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in _PARAMETER.findall(one.path)
+            for name in _PARAMETER.findall(endpoint.path)
         ],
         "responses": {
             "200": {"description": "The result"},
             **{status: {"description": text, "content": failure} for status, text in _FAILURES.items()},
         },
-        "security": [] if one.open else [{}, {"key": []}],
+        "security": [] if endpoint.open else [{}, {"key": []}],
     }
-    if one.operation:
-        description["x-operation"] = one.operation
-    if one.body is not None:
-        content: dict[str, Any] = {"schema": _reference(one.body, schemas)}
-        if one.example:
-            content["example"] = dict(one.example)
+    if endpoint.operation:
+        description["x-operation"] = endpoint.operation
+    if endpoint.body is not None:
+        content: dict[str, Any] = {"schema": _reference(endpoint.body, schemas)}
+        if endpoint.example:
+            content["example"] = dict(endpoint.example)
         description["requestBody"] = {"required": True, "content": {"application/json": content}}
     return description

@@ -39,12 +39,12 @@ def check_datatype(name: str, datatype: str, *, texts: bool) -> None:
     Raises:
         HttpError: The data type is invalid.
     """
-    known = ("BYTES",) if texts else tuple(_DTYPES)
-    if datatype not in known:
+    accepted = ("BYTES",) if texts else tuple(_DTYPES)
+    if datatype not in accepted:
         raise HttpError(
             422,
             f"Input {name!r} has the datatype {datatype[:20]!r}, which the model does not accept.",
-            fix=f"use {' or '.join(known)}.",
+            fix=f"use {' or '.join(accepted)}.",
         )
 
 

@@ -32,7 +32,7 @@ def listed(inputs: Any) -> list[Any]:
 
 
 def cut_options(truncate: bool | None, direction: Direction) -> dict[str, Any]:
-    """Return the truncation options of the engine."""
+    """Return the engine's options for the truncation of long texts."""
     side = {} if direction.lower() == "right" else {"truncation_side": "left"}
     return {**side, **({"truncation": False} if truncate is False else {})}
 

@@ -24,7 +24,7 @@ _DTYPES: Mapping[str, Any] = {"BYTES": object, "FP32": np.float32, "INT64": np.i
 
 
 def text_operation(model: ORTModel) -> Operation | None:
-    """Return the operation that serves a model as text, or `None`."""
+    """Return the operation that runs a model on texts instead of token ids, or `None` if the model has no such operation."""
     usual = usual_operation(model)
     return next((one for one in (usual, *operations_of(model).values()) if one.tensor_outputs(model)), None)
 
@@ -89,7 +89,7 @@ def rows_of(operation: Operation, arrays: Mapping[str, Texts]) -> list[Any]:
 
 
 def arrays_of(operation: Operation, answers: Sequence[Any], model: ORTModel) -> dict[str, Values]:
-    """Convert the results of rows to output tensors `(rows, values)` by name.
+    """Convert the results of several rows to output tensors `(rows, values)` by name.
 
     Raises:
         PluginError: The task returned no list of values for a row, or rows with different numbers of values.

@@ -48,7 +48,7 @@ def absent(path: str, status: int, detail: str, paths: Sequence[str]) -> HttpErr
 
 
 def shape_of(path: str) -> ErrorShape:
-    """Return the error format of the API that a path belongs to."""
+    """Return the function that formats errors like the API that the URL path belongs to."""
     if path in UNSUPPORTED and not path.startswith("/v"):
         # Paths of text-embeddings-inference have no version.
         return text_error

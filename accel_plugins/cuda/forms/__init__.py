@@ -1,1 +1,1 @@
-"""Forms of a graph that give the same results for some masks and are faster on a GPU: packed, with lengths, without a mask."""
+"""Rewritten variants ("forms") of an ONNX graph that are faster on a GPU and correct for some attention masks."""

@@ -1,10 +1,10 @@
-"""Forms of a graph with fused attention that differ in how padding is passed to attention.
+"""Forms of an ONNX graph: variants that pass the padding to fused attention in different ways.
 
-The graph in an artifact takes the `(batch, sequence)` padding mask, which is correct for any mask. ONNX Runtime's CUDA
-kernels are twice as fast if they get the length of each row instead (roberta-base 16x384 on an H200: 3.1 instead of 6.7
-ms). Row lengths are correct only if padding is on the right. Without padding, the graph is even faster without a mask. With
-much padding, it is faster not to compute the padding at all (`packing`). A session opens these forms of the same file
-next to the general form, with the same weights, and selects a form by the mask of each call.
+The graph in an artifact reads the `(batch, sequence)` attention mask, which is correct for any mask. ONNX Runtime's
+CUDA kernels are twice as fast if they get the length of each row instead (roberta-base 16x384 on an H200: 3.1 instead
+of 6.7 ms). Row lengths are correct only if padding is on the right. Without padding, the graph is even faster without a
+mask. With much padding, it is faster not to compute the padding (`packing`). A session opens the forms with the same
+weights, and selects a form by the mask of each call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ SHORT_UP_TO = 64
 
 @dataclass(frozen=True, slots=True)
 class MaskContent:
-    """The content of a padding mask: the fastest form that is correct for it, regardless of the shape, and the number of tokens."""
+    """Content of an attention mask: the fastest form of the graph that is correct for the mask, and the number of
+    tokens.
+
+    `form` does not depend on the batch size and the sequence length.
+    """
 
     form: FormName
     tokens: int
@@ -51,14 +55,16 @@ class MaskContent:
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """The plan for a call: the form of the graph, and for `packed` the number of rows to compute."""
+    """How to compute one call: the form of the graph, and for the form `packed` the number of rows to compute."""
 
     form: FormName
     rows: int = 0
 
 
 def counting_weights(sequence: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return the weights `(sequence, 2) int64` that `flags_of` multiplies a mask with: ones, and the column numbers."""
+    """Return the matrix `(sequence, 2) int64` that `flags_of` multiplies an attention mask with: a column of ones, and
+    a column with the column numbers of the mask.
+    """
     places = torch.arange(sequence, device=device)
     return torch.stack((torch.ones_like(places), places), dim=1)
 
@@ -67,16 +73,17 @@ _host_weights = functools.lru_cache(maxsize=64)(counting_weights)
 
 
 def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return `(batch, 2) int64`: each row's number of tokens and the sum of their column numbers.
+    """Return for each row of an attention mask the number of tokens and the sum of their column numbers, as `(batch, 2)
+    int64`.
 
-    The values are computed on the mask's device with three kernels. All tokens of a row are at its start if and only if
-    the sum of their column numbers is the smallest possible sum for that number of tokens.
+    The tokens of a row are all at its start if and only if the sum of their column numbers is the smallest possible sum
+    for that number of tokens. The result is on the device of the mask.
     """
     return (mask.ne(0).unsqueeze(-1) * weights).sum(1)
 
 
 def held_by_flags(flags: np.ndarray, sequence: int) -> MaskContent:
-    """Return the kind of padding and the number of tokens of a mask, from its `flags: (batch, 2) int64` (see `flags_of`)."""
+    """Return the padding and the number of tokens of an attention mask, from the result of `flags_of` for this mask."""
     counts, places = flags[:, 0], flags[:, 1]
     tokens = int(counts.sum())
     if tokens == flags.shape[0] * sequence:
@@ -87,7 +94,9 @@ def held_by_flags(flags: np.ndarray, sequence: int) -> MaskContent:
 
 
 def held_by(mask: torch.Tensor) -> MaskContent:
-    """Return the kind of padding and the number of tokens of a `(batch, sequence)` mask; waits for a mask on a GPU."""
+    """Return the padding and the number of tokens of a `(batch, sequence)` attention mask. This waits for a mask in GPU
+    memory.
+    """
     sequence = mask.shape[1]
     # Only weights in CPU memory are cached: on a GPU, every stream that reads cached weights would have to wait for
     # them.
@@ -96,7 +105,7 @@ def held_by(mask: torch.Tensor) -> MaskContent:
 
 
 def plan_for(content: MaskContent, shape: Sequence[int], *, packs: bool, short: bool) -> MaskPlan:
-    """Return the fastest plan for a call.
+    """Return the fastest way to compute a call with a certain attention mask.
 
     Args:
         content: The content of the call's mask.
@@ -116,7 +125,9 @@ def plan_for(content: MaskContent, shape: Sequence[int], *, packs: bool, short: 
 
 
 def packs(path: Path) -> bool:
-    """Return whether the graph of a file has a useful packed form: only for float16, which has packed kernels."""
+    """Return whether the graph in a file can be computed faster without padding (packed). This requires float16,
+    because ONNX Runtime has fast packed kernels only for float16.
+    """
     model = read_graph(path)
     mask = made_by_name(model.graph, MASK_NAME)
     if mask is None or mask_input(path) is None or not can_pack(model, mask):
@@ -126,9 +137,10 @@ def packs(path: Path) -> bool:
 
 
 def mask_input(path: Path) -> str | None:
-    """Return the name of the graph input from which fused attention gets its padding.
+    """Return the name of the graph input that fused attention reads as the attention mask.
 
-    `None` if the graph has no other forms.
+    Return `None` if the graph has no fused attention with such an input, so that it cannot be rewritten for other kinds
+    of padding.
     """
     model = read_graph(path)
     mask = made_by_name(model.graph, MASK_NAME)
@@ -139,7 +151,9 @@ def mask_input(path: Path) -> str | None:
 
 
 def in_form(path: Path, form: FormName) -> bytes:
-    """Return the graph of a file in another form, as a serialized model; the weights stay in their files."""
+    """Return the graph in a file, rewritten for a certain kind of padding (`FormName`), as a serialized model. The
+    weights stay in their files.
+    """
     model = read_graph(path)
     mask = made_by_name(model.graph, MASK_NAME)
     if form != "general" and mask is not None:
@@ -159,7 +173,7 @@ def in_form(path: Path, form: FormName) -> bytes:
 
 
 def _lengths(graph: ir.Graph, mask: ir.Value) -> ir.Value:
-    """Add the number of tokens in each row to the graph: `(batch,) int32`."""
+    """Add nodes to the graph that compute the number of tokens in each row, and return the result: `(batch,) int32`."""
     new = NewNodes(graph, "accel.lengths")
     assert mask.shape is not None
     total = new.op("ReduceSum", mask, new.constant([1]), keepdims=0, like=mask, shape=[mask.shape[0]])

@@ -38,17 +38,17 @@ _FEWEST_ROWS = 64
 
 
 def packed_rows(tokens: int, places: int) -> int:
-    """Return the number of packed rows for this many tokens in `places = batch * sequence`.
+    """Return the number of rows to compute for a batch without its padding: the number of tokens, rounded up.
 
-    It is rounded up to one of at most sixteen values, so that few CUDA graphs are needed for different amounts of
-    padding.
+    `places` is the batch size times the sequence length. The result is one of at most sixteen values, so that few CUDA
+    graphs are needed for different amounts of padding.
     """
     step = -(-places // (16 * _FEWEST_ROWS)) * _FEWEST_ROWS
     return min(places, -(-tokens // step) * step)
 
 
 class Packing:
-    """The index inputs of a packed call, in buffers at fixed addresses.
+    """The graph inputs that tell a packed graph where the tokens of a batch are, in GPU buffers at fixed addresses.
 
     Args:
         shape: The batch size and the sequence length of the call.
@@ -70,7 +70,9 @@ class Packing:
         }
 
     def fill(self, mask: torch.Tensor) -> None:
-        """Compute the indices for a `(batch, sequence)` mask with at least one token in each row; does not wait for the GPU."""
+        """Compute the indices of the tokens for an attention mask `(batch, sequence)`. Each row of the mask must have a
+        token. This does not wait for the GPU.
+        """
         kept = mask.ne(0).flatten()
         counted = kept.cumsum(0)
         # Order: first all tokens, then all padding, each in its original order.
@@ -83,7 +85,9 @@ class Packing:
 
 
 def can_pack(model: ir.Model, mask: ir.Value) -> bool:
-    """Return whether all attention in a graph is `Attention` with this padding mask and no other optional inputs."""
+    """Return whether a graph can be computed without padding: all of its attention nodes are `Attention`, read this
+    mask, and have no other optional inputs.
+    """
     has_attention = False
     for node in model.graph:
         if node.op_type in _OTHER_ATTENTION:
@@ -100,9 +104,10 @@ def can_pack(model: ir.Model, mask: ir.Value) -> bool:
 
 
 class Packer:
-    """Rewrites a graph to packed execution and adds the required inputs of `Packing`; `can_pack` must be true for the graph.
+    """Rewriter that changes a graph so that it computes only tokens, without padding. It adds the graph inputs that
+    `Packing` provides.
 
-    The object keeps the values that are packed so far, and the added inputs.
+    `can_pack` must be true for the graph.
     """
 
     def __init__(self, model: ir.Model, mask: ir.Value) -> None:
@@ -139,7 +144,9 @@ class Packer:
                 self._graph.inputs.remove(value)
 
     def _visit(self, node: ir.Node, positions: list[int]) -> None:
-        """Convert a node that reads packed values to the packed layout, or pass it the values in the original layout."""
+        """Rewrite a node that reads packed values to compute packed values. If the node does not support this, pass it
+        the values in the original layout.
+        """
         if self._reads_first_token(node):
             self._pack_first_token(node)
         elif positions and all(self._holds_tokens(node.inputs[position]) for position in positions):
@@ -173,7 +180,9 @@ class Packer:
         return id(value) in self._packed or list(value.shape[:2]) == [self._batch, self._sequence]
 
     def _packed_of(self, value: ir.Value | None) -> ir.Value:
-        """Return a value in the packed layout; if it is in the original layout, its padding is removed."""
+        """Return a value in the packed layout `(tokens, hidden)`. If the value is in the original layout, its padding
+        is removed.
+        """
         assert value is not None
         if id(value) not in self._packed:
             self._remove_padding(value)
@@ -216,7 +225,7 @@ class Packer:
         replace_value(node.outputs[0], result)
 
     def _unpacked(self, value: ir.Value) -> ir.Value:
-        """Return a packed value in the original layout, with zeros at padding positions."""
+        """Return a packed value in the original layout `(batch, sequence, hidden)`, with zeros at padding positions."""
         source = self._packed[id(value)]
         if id(source) not in self._restored:
             new = NewNodes(self._graph, f"{source.name}.restore_padding")
@@ -231,7 +240,7 @@ class Packer:
         return self._restored[id(source)]
 
     def _kept(self) -> ir.Value:
-        """Return which positions hold tokens: `(batch, sequence, 1) bool`."""
+        """Return a boolean value `(batch, sequence, 1)` that is true at the positions of tokens."""
         if self._keep is None:
             new, cast = NewNodes(self._graph, "accel.kept_places"), producer(self._mask, "Cast")
             assert cast is not None

@@ -33,7 +33,7 @@ class NewTokenColumns:
 
 
 class MaskColumns:
-    """The mask columns that each row's tokens come from.
+    """Record of the attention mask columns that the tokens in a KV cache come from, for each row.
 
     Args:
         batch: The number of rows.
@@ -68,11 +68,14 @@ class MaskColumns:
         self._following += 1
 
     def agree(self, mask: torch.Tensor) -> bool:
-        """Return whether a `(batch, columns or more) bool` mask keeps exactly the stored tokens in the earlier columns."""
+        """Return whether a boolean attention mask keeps exactly the tokens that are stored in the KV cache.
+
+        The mask has at least as many columns as all earlier calls together. Its later columns are ignored.
+        """
         return torch.equal(mask[:, : self.columns], self._kept())
 
     def extend(self, mask: torch.Tensor) -> NewTokenColumns:
-        """Add the new columns of a mask.
+        """Add the new columns of an attention mask, and return the new tokens.
 
         Args:
             mask: `(batch, columns so far + new) bool`, in CPU memory.
@@ -95,7 +98,7 @@ class MaskColumns:
         return NewTokenColumns(counts, order, (new.cumsum(1) - 1).clamp(min=0), bool(new.all()))
 
     def crop(self, columns: int) -> None:
-        """Remove all columns from this one on."""
+        """Remove all columns from the index `columns` on."""
         self._following = max(0, columns - self._mask.shape[1])
         self._mask = self._mask[:, :columns]
 
