@@ -197,9 +197,9 @@ def work(
         missing = [part for part in table.parts if part.number not in ledger.done]
         computed, start = 0, time.perf_counter()
         progress.report("rows", table.rows - sum(part.rows for part in missing), table.rows)
-        for part in compute_parts(missing) if missing else ():
-            ledger.add(part)
-            computed += part.rows
+        for completed in compute_parts(missing) if missing else ():
+            ledger.add(completed)
+            computed += completed.rows
             progress.report("rows", sum(done.rows for done in ledger.done.values()), table.rows)
         return BatchReport(
             folder=str(folder),
