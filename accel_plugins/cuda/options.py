@@ -76,7 +76,7 @@ def read_options(options: Mapping[str, object], device: DeviceSpec) -> CudaOptio
     padding = str(options.get("padding", "check"))
     if padding not in get_args(Padding):
         raise ConfigError(
-            f"padding is {padding!r}, which is not a option_names mode.{did_you_mean(padding, get_args(Padding))}",
+            f"padding is {padding!r}, which is not a known mode.{did_you_mean(padding, get_args(Padding))}",
             fix=f"use one of {', '.join(get_args(Padding))}.",
         )
     tf32 = _truth("use_tf32", options.get("use_tf32", False))

@@ -289,7 +289,7 @@ def test_invalid_rows_are_recorded(model: accel.ORTModel, tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         ({"operation": "embed"}, "does not support the operation 'embed'"),
-        ({"keep": ["nothing"]}, "keep include nothing"),
+        ({"keep": ["nothing"]}, "keep include 'nothing'"),
         ({"keep": ["score"]}, "already has columns"),
         ({"format": "xlsx"}, "not a supported format"),
         ({"on_error": "ignore"}, "on_error"),

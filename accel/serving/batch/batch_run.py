@@ -129,7 +129,7 @@ def plan(
     unknown = sorted(set(keep) - set(table.columns))
     if unknown:
         raise ConfigError(
-            f"The columns to keep include {', '.join(unknown)}, but the data has only the columns {', '.join(table.columns)}.",
+            f"The columns to keep include {', '.join(map(repr, unknown))}, but the data has only the columns {', '.join(table.columns)}.",
             fix="name existing columns: keep=[...] (--keep).",
         )
     request = RowRequest(

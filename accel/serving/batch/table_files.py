@@ -134,6 +134,6 @@ def _files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> t
         raise ConfigError(
             f"The data files have the suffixes {', '.join(kind or '(no suffix)' for kind in kinds)}, which cannot be read as entry "
             "table.",
-            fix=f"use files with the same suffix, entry of {', '.join(TABLES)}.",
+            fix=f"use files with the same suffix, one of {', '.join(TABLES)}.",
         )
     return tuple(file.absolute() for file in files)
