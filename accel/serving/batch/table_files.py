@@ -132,7 +132,7 @@ def _files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> t
         raise ConfigError(f"There is no data file {data!s}.", fix="check the path, or add files to the folder.")
     if len(kinds) > 1 or kinds[0] not in TABLES:
         raise ConfigError(
-            f"The data files have the suffixes {', '.join(kind or '(no suffix)' for kind in kinds)}, which cannot be read as entry "
+            f"The data files have the suffixes {', '.join(kind or '(no suffix)' for kind in kinds)}, which cannot be read as one "
             "table.",
             fix=f"use files with the same suffix, one of {', '.join(TABLES)}.",
         )
