@@ -201,8 +201,8 @@ def test_doctor_lists_data_types_of_the_cpu() -> None:
         ({"performance_hint": "letancy"}, "latency"),
         ({"NUM_STREAM": 1}, "NUM_STREAMS"),
         ({"streams": 0}, "at least 1"),
-        ({"streams": "many"}, "use a number"),
-        ({"pinning": "yes"}, "use bool"),
+        ({"streams": "many"}, "must be a number"),
+        ({"pinning": "yes"}, "type bool"),
         ({"cache_dir": __file__}, "is a file"),
     ],
 )
