@@ -162,7 +162,7 @@ BAD = [
     ("/classify", {"inputs": "card " * 5000, "model": "labels"}, 413, "20000 bytes"),
     ("/fill-mask", {"inputs": "no mask here"}, 422, "does not accept the inputs"),
     ("/v1/embeddings", {"input": "help", "model": "vectors", "dimensions": 4000}, 422, "32 dimensions"),
-    ("/v1/embeddings", {"input": [[1, 2]], "model": "vectors"}, 422, "tokens of text 0"),
+    ("/v1/embeddings", {"input": [[1, 2]], "model": "vectors"}, 422, "token ids of input 0"),
     ("/v2/models/nope/infer", infer_json(), 404, "no model"),
     ("/v2/models/labels/infer", {"inputs": []}, 422, "inputs"),
     ("/v2/models/labels/infer", {"inputs": [{"name": "x", "datatype": "INT64", "shape": [1], "data": [1]}]}, 422, "x"),
