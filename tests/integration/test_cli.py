@@ -357,5 +357,5 @@ def test_invalid_certificates_are_refused(
         file.write_text(content)
     result = run("serve", tiny_artifact().path, "--port", 0, *(word for option in options for word in (option, file)))
     assert result.exit_code == 2
-    assert "Error: The certificate" in result.stderr
+    assert "Error: The TLS certificate" in result.stderr
     assert "Fix: " in result.stderr
