@@ -1,5 +1,5 @@
 """Deploy models to other inference servers: write the files that a server reads.
 
-In: an artifact and the target (server, device and settings). Out: a folder that the server loads, and findings about existing folders. Each
-target server has a subpackage with its name.
+A deployment writes a folder that the server loads, from an artifact and the settings of the server and the device. A check reports findings
+about existing folders. Each target server has a subpackage with its name.
 """

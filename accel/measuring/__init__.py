@@ -1,5 +1,5 @@
-"""Measure the accuracy of models on labelled rows, and the latency of variants that run in turns, each in its own process.
+"""Measurements of accuracy on labelled rows, and of the latency of variants, which run in turns in separate processes.
 
-In: models and data, or models and calls. Out: an `Evaluation` or a `Benchmark` with confidence intervals, as table, JSON or HTML.
-New metrics belong in `accuracy`, new kinds of load in `latency`.
+The results are an `Evaluation` or a `Benchmark` with confidence intervals, as a table, JSON or HTML. The subpackage `accuracy` contains the
+metrics, and the subpackage `latency` contains the kinds of load.
 """

@@ -171,14 +171,15 @@ def _own_socket_folder() -> None:
         try:
             folder = stack.enter_context(scratch(Path("/tmp")))
         except OSError:
-            # `/tmp` is not writable: keep multiprocessing's default folder, which remains if this process is killed.
+            # `/tmp` is not writable, so use multiprocessing's default folder. Nothing removes this folder if the process is killed.
             return
     previous, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = previous
-    # Priority -200 runs after multiprocessing has removed its own folder inside (-100). Finalizers do not run in forked children.
+    # Priority -200 runs after the finalizer (-100) that removes multiprocessing's folder inside of the scratch folder. Finalizers do not
+    # run in forked child processes.
     multiprocessing.util.Finalize(None, stack.close, exitpriority=-200)
 
 

@@ -153,7 +153,7 @@ def speedup(
     rounds = min(len(ratios) for ratios in logs)
     if rounds == 1:
         return Ratio(value=value, low=0.0, high=math.inf)
-    from scipy.special import ndtr, stdtrit  # the import takes half a second
+    from scipy.special import ndtr, stdtrit  # imported only when needed, because the import takes half a second
 
     generator = np.random.default_rng(seed)
     # Workloads are measured one after the other, so their rounds are resampled independently.

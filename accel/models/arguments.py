@@ -95,7 +95,7 @@ def read_arguments(
 
 
 def backend_name(backend: str | None, provider: str | None, providers: Sequence[Any] | None = None) -> str | None:
-    """Return the backend named by `backend=`, `provider=` or `providers=`; unknown names raise here, before any work.
+    """Return the name of the backend that `backend`, `provider` or `providers` selects, or `None` if all of them are `None`.
 
     Args:
         backend: Name of a backend.
@@ -177,7 +177,7 @@ def session_options_of(options: Any) -> SessionOptions | None:
     return SessionOptions(native={class_name: options})
 
 
-# Arguments of Optimum's `from_pretrained` that have no effect here.
+# Arguments of Optimum's `from_pretrained` that have no effect in accel.
 _WITHOUT_EFFECT = ("use_io_binding", "use_merged", "library_name", "low_cpu_mem_usage")
 _QUANTIZED_ON_LOADING = ("load_in_8bit", "load_in_4bit", "quantization_config")
 OTHER_ARGUMENTS = (

@@ -1,7 +1,7 @@
 """Base class of the `ORTModelFor...` classes: an artifact with the interface of a transformers model, on any backend.
 
-A model holds sessions and does not inherit from a runtime class or `torch.nn.Module`. It has the attributes and methods that
-transformers' pipelines and users need: `config`, `device`, `dtype`, `forward`, `to`, `save_pretrained`.
+A model contains open sessions. It does not inherit from a class of a runtime or from `torch.nn.Module`, but has the attributes and methods
+that transformers' pipelines and users need: `config`, `device`, `dtype`, `forward`, `to`, `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ORTModel(ModuleInterface, Saveable):
     base_model_prefix = "model"
     generation_config: Any = None
     output_class: ClassVar[type[Any] | None] = None
-    """Class of the outputs, for tasks without an output class in transformers."""
+    """Class of the output objects, for tasks that have no output class in transformers."""
     _after: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     """Postprocessing of the graph's outputs, for tasks that need it."""
 

@@ -1,7 +1,7 @@
-"""Base of all generating models: transformers' `generate` on top of `accel.decoding`.
+"""Base class of all generating models, which combines transformers' `generate` with `accel.decoding`.
 
-One call of `forward` is one decoder step (`DecoderStep`). The session's state keeps the KV cache in the runtime's memory. Greedy
-decoding and sampling use accel's own loop; everything else, such as beam search and assisted generation, uses transformers' code.
+One call of `forward` is one decoder step (`DecoderStep`). The session's state contains the KV cache in the runtime's memory. Greedy
+decoding and sampling use accel's own loop. Beam search, assisted generation and other methods use transformers' code.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class Generator(ORTModel, GenerateHooks):
                 continue
             if name == "labels":
                 raise InputError(
-                    "The argument labels is not supported: generating models do not compute a loss.",
+                    "The argument labels is not supported, because this model does not compute a loss.",
                     fix="leave labels out, and compute the loss from the returned logits.",
                 )
             # List the parameters of `forward`: the graph's inputs include embeddings, which this model computes itself.

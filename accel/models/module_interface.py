@@ -105,7 +105,7 @@ class ModuleInterface:
 
     @property
     def can_use_cache(self) -> bool:
-        """Whether a graph of the model keeps a KV cache (or another state) between calls."""
+        """Whether a graph of the model has a KV cache (or another state) between calls."""
         return any(component.stateful for component in self.artifact.components)
 
     @property

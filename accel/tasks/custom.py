@@ -1,4 +1,4 @@
-"""Task `custom`: any graph, with its own input and output names."""
+"""Task `custom`: runs any graph, with the input and output names of the graph."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class ORTModelForCustomTasks(ORTModel):
 
 
 class Custom(Task):
-    """The task `custom`: any graph, with its own input and output names."""
+    """The task `custom`, which runs any graph with the input and output names of the graph."""
 
     model = ORTModelForCustomTasks

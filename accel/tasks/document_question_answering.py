@@ -175,7 +175,7 @@ class DocumentAnswerPredictor(Predictor):
             list(zip(words[i], _boxes_of(value, len(words[i]), i), strict=True))
             for i, value in enumerate(self.rows.column("boxes"))
         ]
-        # No inputs are encoded here: `predict` calls transformers' pipeline, which encodes questions and documents itself.
+        # This method encodes no inputs, because `predict` calls transformers' pipeline, which encodes questions and documents.
         return EncodedRows()
 
     def predict(self, model: Model, what: str) -> list[Any]:

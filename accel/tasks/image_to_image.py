@@ -1,4 +1,4 @@
-"""Task `image-to-image`: one image from another, such as a larger image (super resolution)."""
+"""Task `image-to-image`: generation of an image from an image, such as a larger image (super resolution)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..models.modality_models import ImageModel
 
 
 class ORTModelForImageToImage(ImageModel):
-    """Model that generates an image from an image, such as a larger one: `reconstruction: (batch, channels, height, width)`."""
+    """Model that generates an image from an image, such as a larger image: `reconstruction: (batch, channels, height, width)`."""
 
     task = "image-to-image"
 
@@ -56,7 +56,7 @@ class PixelErrorPredictor(PicturePredictor):
 
 
 class ImageToImage(Task):
-    """The task `image-to-image`: one image from another, such as a larger image."""
+    """The task `image-to-image`: generation of an image from an image, such as a larger image."""
 
     model = ORTModelForImageToImage
 

@@ -1,4 +1,4 @@
-"""Task `multiple-choice`: the best of several answers."""
+"""Task `multiple-choice`: selection of the best of several answers to a question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..models.modality_models import TextModel
 
 
 class ORTModelForMultipleChoice(TextModel):
-    """Multiple choice model: inputs `(batch, choices, sequence)`, `logits: (batch, choices)`."""
+    """Multiple choice model. Its inputs are `(batch, choices, sequence)`, and its output is `logits: (batch, choices)`."""
 
     task = "multiple-choice"
 

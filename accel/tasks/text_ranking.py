@@ -90,7 +90,7 @@ class RankingPredictor(Predictor):
                 raise InputError(
                     f"Row {row} of {self.rows.sample.source} has {len(good)} relevant and {len(bad)} irrelevant documents, but a ranking "
                     "can be measured only for at least one relevant and one irrelevant document, all of them strings.",
-                    fix="give each row at least one text in the column of relevant documents and one in that of irrelevant documents.",
+                    fix="give each row at least one relevant and one irrelevant document, as strings.",
                 )
         return [[1.0] * len(good) + [0.0] * len(bad) for good, bad in documents]
 

@@ -1,4 +1,4 @@
-"""Task `text-to-audio`: speech and other sounds from texts."""
+"""Task `text-to-audio`: generation of speech and other sounds from texts."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _lengths_of(durations: torch.Tensor) -> torch.Tensor:
 
 
 class TextToAudio(Task):
-    """The task `text-to-audio`: speech and other sounds from texts."""
+    """The task `text-to-audio`: generation of speech and other sounds from texts."""
 
     model = ORTModelForTextToWaveform
 

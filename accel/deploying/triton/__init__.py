@@ -1,6 +1,6 @@
 """Write model repositories for Triton Inference Server (`deploy`) and check them (`check`).
 
-In: an artifact. Out: a model repository, and findings about existing repositories. A repository contains a Triton model for the graph. For
+`deploy` writes a repository from an artifact, and `check` reports findings. A repository contains a Triton model for the graph. For
 tasks with texts, it also contains a front model: a Triton model that tokenizes the texts of whole batches and calls the graph's model.
 `served` is the code that runs inside Triton. `text_fronts` describes the front model of a task. `graph_models` writes the graph's model for
 one of Triton's backends.

@@ -48,7 +48,7 @@ _SHARED = ("text_batches.py", "call_costs.py", "tokens.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """A model repository that was written.
+    """The model repository that `deploy` wrote.
 
     Attributes:
         path: Folder of the repository, for `tritonserver --model-repository`.
@@ -56,7 +56,7 @@ class Repository:
         models: Triton backend of each model, by model name.
         task: The pipeline task that is served.
         layout: `text`, `ensemble` or `graph`.
-        sample: A sample request with texts by input name; empty if the model takes tensors.
+        sample: A sample request with texts by input name; empty if the inputs of the model are tensors.
     """
 
     path: Path
@@ -169,7 +169,7 @@ class _Writer:
         return folder
 
     def code(self, version: Path, main: str, *others: str | Path) -> None:
-        """Copy modules of `served` into a model version: `main` as `model.py`, and other modules or files given by path."""
+        """Copy modules of `served` into a model version: `main` as `model.py`, and the other modules with their names."""
         shutil.copyfile(SERVED / f"{main}.py", version / "model.py")
         for name in others:
             shutil.copyfile(SERVED / name, version / Path(name).name)

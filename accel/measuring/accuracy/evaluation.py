@@ -116,7 +116,7 @@ class EvaluationSet:
         task: Task of the models.
         metric: The metric.
         rows: The rows, with mapped columns.
-        predictor: The predictor, which holds the rows as model inputs and computes predictions.
+        predictor: The predictor, which contains the rows as model inputs and computes predictions.
     """
 
     def __init__(

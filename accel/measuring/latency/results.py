@@ -163,7 +163,7 @@ def ratio_of(values: Mapping[str, Any]) -> Ratio:
 
 
 def result(measured: MeasuredVariant, base: MeasuredVariant, workloads: Sequence[Workload]) -> VariantResult:
-    """Return the result of a measured variant; `base` holds the measurements of the baseline."""
+    """Return the result of a measured variant; `base` contains the measurements of the baseline."""
     cells: list[Cell] = []
     for workload in workloads:
         blocks = measured.blocks.get(workload.name, [])

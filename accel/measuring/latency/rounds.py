@@ -30,7 +30,7 @@ _SHORT_MS = 30.0
 
 @dataclass(slots=True)
 class MeasuredVariant:
-    """A variant with its process and the measurements that were made until now."""
+    """A variant with its process and its measurements of all rounds that are finished."""
 
     variant: Variant
     worker: VariantProcess | None = None

@@ -16,7 +16,7 @@ from .length_sorted_batches import WINDOW_BATCHES, LengthSorted, by_length, wind
 # Tokenizer settings whose effect is the same for one text and for a list of texts.
 _SAME_FOR_MANY = {"truncation", "max_length", "add_special_tokens"}
 _NO_PADDING = {"padding": (False, True, "longest", "do_not_pad")}
-# Methods of transformers' class that are replaced here.
+# Methods of transformers' `TextClassificationPipeline` that `ClassifiesWindows` replaces.
 _STOCK = ("preprocess", "postprocess", "get_iterator")
 
 

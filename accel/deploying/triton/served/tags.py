@@ -179,7 +179,10 @@ def _kind(label: str) -> tuple[bool, str]:
 
 
 def _without_overlaps(entities: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return entities without overlaps. Of two overlapping entities, keep the longer entity, or the one with the higher score."""
+    """Return entities without overlaps.
+
+    If two entities overlap, the result contains the longer entity. If both are equally long, it contains the entity with the higher score.
+    """
     kept: list[dict[str, Any]] = []
     for entity in sorted(entities, key=lambda entity: entity["start"]):
         if not kept or not kept[-1]["start"] <= entity["start"] < kept[-1]["end"]:

@@ -59,7 +59,7 @@ class TextRequestHandler:
 
         Args:
             requests: Requests that arrived together.
-            call: Function that runs the graph on one batch: takes tensors by name and returns tensors `(rows, ...)` by name.
+            call: Function that runs the graph on one batch. Its argument and its result are tensors `(rows, ...)` by name.
         """
         read: list[list[_RequestRow] | InvalidRequestError] = []
         for request in requests:

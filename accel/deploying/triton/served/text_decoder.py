@@ -87,7 +87,7 @@ class TextDecoder:
     """The running batch of a decoder.
 
     Args:
-        run: Function that runs the graph: takes and returns tensors by name.
+        run: Function that runs the graph. Its argument and its result are tensors by name.
         tokenizer: Tokenizer of the model.
         settings: `caches` describes each KV cache input: its output `present`, its `dtype`, and its `shape` without the batch axis, where
             -1 is the number of tokens. `takes` contains the names of the other inputs, `end` the ids of the end tokens, `limit` the number
