@@ -98,7 +98,7 @@ SPEC = TaskSpec(name="bare", own_pipelines=("bare",), suffixes=("Bare",), column
     with pytest.raises(accel.AccelError, match=r"Task\.predictor"):
         predictor_for("bare", None)
     rows = map_columns(load_rows([{"text": "my card"}]), "bare")
-    with pytest.raises(accel.AccelError, match="No column of rows is used as 'label'; the uses are text"):
+    with pytest.raises(accel.AccelError, match="No column of rows is mapped to 'label'; columns are mapped to text"):
         rows.column("label")
     folder = tmp_path / "model"
     folder.mkdir()

@@ -370,7 +370,7 @@ def test_sparse_attention_limits_the_text_length(tmp_path: Path) -> None:
     )  # fmt: skip
     artifact = export(original, tmp_path / "out", task="text-classification")
     assert artifact.component().max_sizes == {"sequence": 28}
-    with pytest.raises(InputError, match="reads 28: the model computes longer texts in blocks"):
+    with pytest.raises(InputError, match="supports at most 28. The model computes longer texts in blocks"):
         ORTModelForSequenceClassification.from_pretrained(artifact.path)(input_ids=torch.ones(1, 29, dtype=torch.int64))
 
 

@@ -414,7 +414,7 @@ def test_question_is_drawn_above_the_image(
         expected = tiny_tokenizer().decode(original.generate(**given, max_new_tokens=6)[0], skip_special_tokens=True)
         found[question] = read(pictures()[0], prompt=question, max_new_tokens=6)
         assert found[question] == [{"generated_text": expected}]
-    with pytest.raises(ConfigError, match="no image was passed"):
+    with pytest.raises(ConfigError, match="no question was passed"):
         read(pictures()[0])
 
 
@@ -679,7 +679,7 @@ def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="8 image tokens; 1 images need 4"):
         ids = torch.full((1, 8), IMAGE_TOKEN)
         model(input_ids=ids, pixel_values=feeds["pixel_values"])
-    with pytest.raises(InputError, match="row 0 end within an image"):
+    with pytest.raises(InputError, match="row 0 does not match complete images"):
         ids = torch.full((2, 8), IMAGE_TOKEN)
         ids[0, 6:] = ids[1, 2:] = 7
         model(input_ids=ids, pixel_values=feeds["pixel_values"].repeat(2, 1, 1, 1))
@@ -719,6 +719,8 @@ def test_invalid_prompts_are_refused(prompt: Any, generator: Callable[..., Artif
     for family in ("llama", "t5"):
         model: Any = accel.ORTModel.from_pretrained(generator(family))
         for call in (lambda model=model: model.generate(prompt), lambda model=model: model.generate(input_ids=prompt)):
-            with pytest.raises(InputError, match="its shape must be|not a tensor|token ids must be integers") as error:
+            with pytest.raises(
+                InputError, match="its shape must be|not a torch tensor|token ids must be integers"
+            ) as error:
                 call()
             assert error.value.fix

@@ -205,7 +205,7 @@ class TestSegmentation:
 
     def test_masks_of_wrong_size_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "annotation": Image.new("L", (40, 30))}]
-        with pytest.raises(InputError, match="30 x 40 pixels; 60 x 80 were expected"):
+        with pytest.raises(InputError, match=r"30 x 40 pixels \(height x width\), but it must have 60 x 80"):
             measured("segformer", tiny_folder("segformer", self.TASK), rows)
 
 

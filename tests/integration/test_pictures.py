@@ -172,7 +172,7 @@ def test_several_texts_for_each_image(
     assert found.logits.shape == (2, 16, 3)
     assert differs(dict(found), {name: expected[name] for name in ("logits", "pred_boxes")}) <= TOLERANCE
     inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
-    with pytest.raises(InputError, match="6 texts came for 4 images"):
+    with pytest.raises(InputError, match="6 texts for 4 images"):
         model(**inputs)
 
 

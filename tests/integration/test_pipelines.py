@@ -342,7 +342,7 @@ def test_unsupported_model_log_of_transformers_is_filtered(task: str, logged: bo
 
 
 def test_invalid_arguments_raise(tiny_artifact: Callable[..., Artifact]) -> None:
-    with pytest.raises(ConfigError, match="transformers has none for 'feature-extractionn'"):
+    with pytest.raises(ConfigError, match="transformers has no default model for the task 'feature-extractionn'"):
         accel.pipeline("feature-extractionn")
     with pytest.raises(TaskError, match="not a task|does not exist"):
         accel.pipeline("text-clasification", model=tiny_artifact().path)

@@ -355,7 +355,7 @@ def test_speech_of_padded_texts(backend: str, artifact: Any, source: Callable[..
     assert found[1].sequence_lengths[0] > found[1].sequence_lengths[1]
     assert found[0].waveform.shape == found[1].waveform.shape
     assert found[0].spectrogram.shape == found[1].spectrogram.shape
-    with pytest.raises(InputError, match="speaking rate is 0"):
+    with pytest.raises(InputError, match="speaking_rate is 0"):
         model(**inputs, speaking_rate=0)
     with pytest.raises(InputError, match="shape"):
         model(input_ids=inputs["input_ids"][0])

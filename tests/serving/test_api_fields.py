@@ -313,8 +313,8 @@ def test_unknown_paths_list_known_paths(path: str, client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([9, 11], "The tokens of text 0 do not begin with [2]"),
-        ([2, 9, 500, 3], "Token 500"),
+        ([9, 11], "The token ids of input 0 do not begin with [2]"),
+        ([2, 9, 500, 3], "token id 500"),
         ([2, *[9] * 200, 3], "202 tokens, but the model accepts at most 94"),
         ([2, -1, 3], "`input[1]` is -1"),
         ([[2, 9, 3], "help"], '`input` is [[2, 9, 3], "help"]'),
