@@ -105,8 +105,8 @@ def _modules(files: Sequence[str]) -> list[str]:
 
 
 def _of_artifact(manifest: Path, files: Sequence[str]) -> list[str]:
-    """Return the graph and weight files that the manifest records. If the manifest cannot be read, return all files;
-    opening it raises the error later.
+    """Return the graph and weight files that the manifest records. If the manifest cannot be read, return all files, so that
+    opening the downloaded artifact raises the error.
     """
     try:
         components = json.loads(manifest.read_text(encoding="utf-8"))["components"]

@@ -215,8 +215,8 @@ def _holding(file_name: str | None, folder: Path) -> Artifact | None:
 
 
 def _nested(location: Location, file_name: str | None) -> Artifact | None:
-    """Return the artifact of a subfolder whose config, tokenizer and modules lie in the parent folder, as
-    sentence-transformers saves models.
+    """Return the artifact in a subfolder such as `onnx`, if the config, the tokenizer and the modules lie in the parent folder.
+    sentence-transformers saves models in this layout.
     """
     root = location.root or location.folder
     if not (root / "config.json").is_file() or (root / MANIFEST).is_file():

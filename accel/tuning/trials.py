@@ -106,7 +106,8 @@ class Trial:
         drop: Points lost compared with PyTorch float32.
         drop_interval: Confidence interval of the drop, in points.
         agreement: Fraction of predictions that are equal to PyTorch float32's.
-        front: Whether the candidate is on the Pareto front: no other one is at least as good in speed and accuracy, and better in one.
+        front: Whether the candidate is on the Pareto front: no other candidate is at least as good in both speed and accuracy, and
+            better in one of them.
         winner: Whether the candidate won.
         reason: Reason why the candidate did not win; empty for the winner.
     """
