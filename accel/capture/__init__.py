@@ -1,13 +1,13 @@
-"""Capture of a PyTorch model as a graph, by `transformers.exporters`. Other packages do not call these exporters.
+"""Capture of a PyTorch model as a graph, with `transformers.exporters`. No other package of accel calls these exporters.
 
-In: a transformers folder, a PEFT adapter or a module. Out: a graph with named axes, and outputs of the PyTorch model
-that the graph is compared with.
+The input is a transformers folder, a folder with a PEFT adapter, or a module. The output is a graph with named axes, and reference
+outputs of the PyTorch model that the graph is compared with.
 
-`load_source` loads a model for a task. `Source.sample` makes the inputs of the trace. `capture_onnx` and `capture_openvino`
-trace the model, and repair or reject a wrong trace. `reference_cases` and `max_difference` compare the graph with the model
-on other shapes. A trace follows one set of inputs and specializes on it: the exporter drops an all-ones mask from decoder
-graphs, and turns an axis of size 1 into a constant. The samples avoid this: they have at least two rows, different sizes for
-different axes, and padding in the mask.
+`load_source` loads a model for a task. `Source.sample` makes the inputs of the trace. `capture_onnx` and `capture_openvino` trace the
+model, and repair a wrong trace or raise an error. `reference_cases` and `max_difference` compare the graph with the PyTorch model on
+other shapes. A trace runs the model on sample inputs, and may be correct only for similar inputs. For example, the exporter removes a
+mask that contains only ones from decoder graphs, and makes an axis of size 1 a constant. So the samples have at least two rows,
+different sizes for different axes, and padding in the mask.
 """
 
 from ..interfaces.wrapper import Tensors as Tensors

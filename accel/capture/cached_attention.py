@@ -1,7 +1,7 @@
-"""Replacements of a generating model's KV cache and attention function during its trace.
+"""KV cache and attention function that replace those of a generating model during its trace.
 
-Both use transformers' registries. The cache layers hold graph inputs. The attention function passes query, keys, values and
-the past to the fused operator of the backend.
+The keys and values in the cache layers are graph inputs. The attention function is registered in transformers. It passes the query,
+the new keys and values, and the cached keys and values to the fused attention operator of the backend.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ IMPLEMENTATION = "accel"
 
 
 class FusedAttention(Protocol):
-    """A backend's fused attention operators, called while the model is traced. Each method may return `None` to decline.
+    """Fused attention operators of a backend, which are called while the model is traced.
 
-    Shapes: `query` is `(batch, heads, sequence, head_size)`, `key` and `value` are `(batch, kv_heads, length, head_size)`.
-    `bias` is added to the attention scores and broadcasts to `(batch, heads, sequence, length)`.
+    Each method may return `None` if the operator does not support the call. `query` has the shape
+    `(batch, heads, sequence, head_size)`. `key` and `value` have the shape `(batch, kv_heads, length, head_size)`. `bias` is added to
+    the attention scores and can be broadcast to `(batch, heads, sequence, length)`.
     """
 
     def cached(
@@ -40,16 +41,16 @@ class FusedAttention(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Append the new keys and values to the past, and attend to all keys and values.
+        """Append the new keys and values to the cached ones, and compute attention to all keys and values.
 
         Args:
-            query, key, value: Query, keys and values of the new tokens, in the shapes that the class lists.
-            past: Key buffer and value buffer, each `(batch, kv_heads, capacity, head_size)`.
-            lengths: `(batch,)` int32: the last valid position of each row.
-            total: Scalar int32: number of tokens after this call.
-            bias: `(batch or 1, heads or 1, sequence, capacity)`, added to the attention scores.
+            query, key, value: Query, keys and values of the new tokens, in the shapes that the docstring of the class lists.
+            past: Buffer of cached keys and buffer of cached values, each `(batch, kv_heads, capacity, head_size)`.
+            lengths: Last valid position of each row, `(batch,)` int32.
+            total: Number of tokens after this call, a scalar int32 tensor.
+            bias: Tensor that is added to the attention scores, `(batch or 1, heads or 1, sequence, capacity)`.
             scale, softcap: The scaling factor and the soft cap of the scores, as in transformers' attention functions.
-            sinks: `(heads,)`: the attention sinks (`s_aux` in transformers).
+            sinks: Attention sinks of each head, `(heads,)` (`s_aux` in transformers).
 
         Returns:
             The attention output `(batch, sequence, heads, head_size)`, and the key and value buffers after the call.
@@ -64,14 +65,15 @@ class FusedAttention(Protocol):
         bias: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
-        """Compute attention without a cache. Returns `(batch, sequence, heads, head_size)`."""
+        """Compute attention without a KV cache, and return the result `(batch, sequence, heads, head_size)`."""
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """Keys and values of one layer, `(batch, kv_heads, length, head_size)`: graph inputs before `update`, graph outputs after it.
+    """Cached keys and values of one layer, `(batch, kv_heads, length, head_size)`.
 
-    Every layer caches all tokens, also with sliding-window attention: the mask hides the tokens outside the window. If `roomy`,
-    the past is a buffer with room for more tokens. Without a fused operator that writes into such a buffer, backends keep
+    The tensors are graph inputs before `update`, and graph outputs after `update`. Every layer caches all tokens. In layers with
+    sliding-window attention, the mask is 0 for the tokens outside of the window. If `roomy` is True, the cached tensors are buffers with
+    room for more tokens, and the backend has a fused operator that writes into them. If `roomy` is False, the cached tensors contain
     exactly the tokens before the call.
     """
 
@@ -95,16 +97,16 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         self.added: tuple[torch.Tensor, torch.Tensor] | None = None
         self._total, self._new = total, new
         self._roomy = roomy
-        # For sparse attention: keys `(batch, length, size)` of the indexer, which selects the tokens to attend to.
+        # Keys `(batch, length, size)` of the indexer, which selects the tokens for sparse attention (DeepSeek).
         self.indexer_keys = indexer
 
     def lazy_initialization(self, *_: Any) -> None:
         """Do nothing, because the tensors already exist."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new keys and values `(batch, kv_heads, new, head_size)` and return all of them.
+        """Append new keys and values `(batch, kv_heads, new, head_size)`, and return the cached and the new ones together.
 
-        A fused attention operator reads `past` and `added` instead of the returned tensors.
+        A fused attention operator does not use the returned tensors. It reads `past` and `added`.
         """
         self.added = (keys, values)
         before, length = self.past, self._total - self._new
@@ -114,7 +116,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         return self.keys, self.values
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append new keys of the sparse-attention indexer, `(batch, new, size)`, and return all of them."""
+        """Append new keys of the sparse-attention indexer, `(batch, new, size)`, and return the cached and the new keys."""
         assert self.indexer_keys is not None
         before = self.indexer_keys[:, : self._total - self._new] if self._roomy else self.indexer_keys
         self.indexer_keys = torch.cat([before, indexer_key_states], dim=1)
@@ -139,7 +141,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
 
 class _Trace:
-    """State of one trace, read by the attention function."""
+    """Settings and cache layers of one trace, which the attention function reads."""
 
     def __init__(self, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> None:
         self.fusion = fusion
@@ -148,12 +150,13 @@ class _Trace:
         self.total = torch.scalar_tensor(total, dtype=torch.int32)
 
     def layer_of(self, key: torch.Tensor, value: torch.Tensor) -> CacheLayer | None:
-        """Return the cache layer that returned these keys and values.
+        """Return the cache layer whose `update` returned these keys and values.
 
-        Return `None` if the model computed new tensors from them (DiffLlama's pairs of heads).
+        Return `None` if the model changed the keys or values after `update`, as DiffLlama does.
         """
         return next(
-            (one for one in self.layers if one.added is not None and one.keys is key and one.values is value), None
+            (layer for layer in self.layers if layer.added is not None and layer.keys is key and layer.values is value),
+            None,
         )
 
 
@@ -172,7 +175,10 @@ def _attend(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for transformers' models while a part is traced, with the fused operator where it accepts the call."""
+    """Attention function for transformers' models during a trace.
+
+    The function uses the fused operator of the backend if the operator supports the call, else PyTorch operators.
+    """
     bias = attention_mask
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -212,7 +218,8 @@ def _attend_plainly(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute attention with PyTorch operators, for backends without a fused operator."""
-    # Imported here, because the module imports PyTorch's compiler: two thirds of the imports of loading an artifact.
+    # This import is inside the function, because the module imports PyTorch's compiler. That takes two thirds of the import time that
+    # loading an artifact needs.
     from transformers.integrations.sdpa_attention import repeat_kv
 
     groups = query.shape[1] // key.shape[1]
@@ -220,7 +227,7 @@ def _attend_plainly(
     if softcap is None and sinks is None:
         # OpenVINO's CPU plugin fuses this operator with the cache.
         result = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-        # Contiguous as in transformers, because some models call `view` on the result (AFMoE).
+        # The result must be contiguous, as in transformers, because some models call `view` on the result (AFMoE).
         return result.transpose(1, 2).contiguous()
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
@@ -235,7 +242,7 @@ def _attend_plainly(
 
 @contextmanager
 def tracing(model: Any, fusion: FusedAttention | None, layers: list[Any], batch: Any, total: Any) -> Iterator[None]:
-    """Run the model with accel's attention function on the given cache layers."""
+    """Let the model use accel's attention function with the given cache layers while the context is open."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

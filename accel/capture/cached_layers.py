@@ -1,7 +1,7 @@
-"""The cache of a generating model as tensors, which are inputs and outputs of its graph.
+"""Cache layers of a generating model whose tensors are inputs and outputs of the model's graph.
 
-Keys and values grow with the text. States of state-space models, linear attention and short convolutions have a fixed size
-and are overwritten in each call. States can be reordered and copied, but no token can be removed from them.
+Keys and values grow by one column for each token. The states of state-space models, linear attention and short convolutions have a
+fixed size, and each call overwrites them. The rows of a state can be reordered and copied, but tokens cannot be removed from a state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .cached_attention import CacheLayer
 from .recurrence import read_state
 
 TOKENS = "capacity"
-"""Marks the axis of a cached tensor that grows with the text."""
+"""Value in `Kept.shape` for the axis of a cached tensor that grows with each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,19 @@ class CachedTensorSpec:
 
 
 Layer = Mapping[str, CachedTensorSpec]
-"""Cached tensors of one layer by name: `key` and `value`, `indexer`, `conv` and `recurrent` (the second one is `conv_1`)."""
+"""Cached tensors of one layer by name.
+
+The names are `key`, `value`, `indexer`, `conv` and `recurrent`. If a layer has several convolution states, the second is `conv_1`.
+"""
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """The states of one layer: graph inputs before a call, graph outputs after it. At the start of a text they are zero.
+    """States of one layer with a fixed size. The tensors are graph inputs before a call of the layer, and graph outputs after the call.
+
+    At the start of a text, all states are zero.
 
     Args:
-        conv: The last inputs of each convolution of the layer, `(batch, channels, width)`, by number.
+        conv: The last inputs of each convolution of the layer, `(batch, channels, width)`, by the number of the convolution.
         recurrent: The recurrent states of the layer by number, in the layout of `recurrence.recur`.
     """
 
@@ -57,27 +62,27 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # trans
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """Return the recurrent states by number, and register this layer as the one that is computed next."""
-        found = getattr(self, "_recurrent", {})
-        read_state(found.get(0))
-        return {i: found.get(i) for i in range(self.number_of_states)}
+        """Return the recurrent states by number, and store the first state for accel's recurrence functions (`read_state`)."""
+        states = getattr(self, "_recurrent", {})
+        read_state(states.get(0))
+        return {i: states.get(i) for i in range(self.number_of_states)}
 
     @recurrent_states.setter
     def recurrent_states(self, _: Any) -> None:
-        """Ignore the value: transformers' constructor would set empty states."""
+        """Ignore the value, because transformers' constructor assigns empty states."""
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Do nothing, because the tensors already exist."""
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
-        """Append new inputs `(batch, channels, new)` to the cached inputs of a convolution and return all.
+        """Append new inputs `(batch, channels, new)` to the cached inputs of a convolution, and return all inputs.
 
-        The last inputs are cached for the next call.
+        The method caches the last inputs for the next call.
         """
         before = self.conv_states[state_idx]
-        whole = torch.cat([before, conv_states], dim=-1)
-        self.conv_states[state_idx] = whole[..., -before.shape[-1] :]
-        return whole
+        inputs = torch.cat([before, conv_states], dim=-1)
+        self.conv_states[state_idx] = inputs[..., -before.shape[-1] :]
+        return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
         """Store and return the recurrent state after the new tokens."""
@@ -86,12 +91,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # trans
 
     def tensors(self) -> Tensors:
         """Return the layer's tensors by name."""
-        found = {_numbered("conv", i): tensor for i, tensor in self.conv_states.items()}
-        return found | {_numbered("recurrent", i): tensor for i, tensor in self._recurrent.items()}
+        states = {_numbered("conv", i): tensor for i, tensor in self.conv_states.items()}
+        return states | {_numbered("recurrent", i): tensor for i, tensor in self._recurrent.items()}
 
 
 class HybridLayer(CacheLayer, StateLayer):
-    """A layer with both attention and states."""
+    """A layer with keys and values and with states of a fixed size."""
 
     def __init__(self, attention: tuple[Any, ...], roomy: bool, conv: Any, recurrent: Any) -> None:
         CacheLayer.__init__(self, *attention, roomy=roomy)
@@ -102,7 +107,7 @@ class HybridLayer(CacheLayer, StateLayer):
         return CacheLayer.tensors(self) | StateLayer.tensors(self)
 
 
-# Names of the tensor attributes of transformers' cache layers that can be part of a graph.
+# Names of tensor attributes of transformers' cache layers that accel can make graph inputs and outputs of.
 _NAMES = {"keys", "values", "indexer_keys", "_sliding_window_tensor"}
 
 
@@ -119,7 +124,7 @@ def _by_number(tensors: Tensors, what: str) -> dict[int, torch.Tensor]:
 
 
 def made(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy: bool) -> list[Any]:
-    """Create cache layers from the `past_…` inputs of a graph.
+    """Create the cache layers of a model from the `past_…` inputs of its graph.
 
     Args:
         layers: Cached tensors of each layer.
@@ -144,7 +149,7 @@ def made(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy
 
 
 def presents(layers: Sequence[Any]) -> Tensors:
-    """Return the layers' tensors after a call, by the names of the graph's outputs (`present_…`)."""
+    """Return the tensors of all cache layers after a call, by the names of the graph's outputs (`present_…`)."""
     return {
         f"present_{i}_{name}": tensor
         for i, layer in enumerate(layers)
@@ -161,9 +166,9 @@ def described(cache: Any, architecture: str) -> list[Layer]:
         architecture: Name of the model class, for the error message.
 
     Raises:
-        ExportError: The cache is empty, or holds tensors that a graph cannot take.
+        ExportError: The cache is empty, or contains tensors that accel cannot make graph inputs of.
     """
-    # RemBERT-like models return an `EncoderDecoderCache` although they have no encoder.
+    # Models such as RemBERT return an `EncoderDecoderCache` although they have no encoder.
     cache = getattr(cache, "self_attention_cache", cache)
     layers = list(getattr(cache, "layers", ()))
     found = [_described(layer) for layer in layers] if type(cache) is DynamicCache else []
@@ -178,7 +183,7 @@ def described(cache: Any, architecture: str) -> list[Layer]:
 
 
 def _described(layer: Any) -> Layer | None:
-    """Describe the tensors of one cache layer. Return `None` if the layer has unknown tensors."""
+    """Describe the tensors of one cache layer. Return `None` if accel does not support all tensors of the layer."""
     if isinstance(layer, DummyLayer):
         return {}
     found: dict[str, CachedTensorSpec] = {}
@@ -194,7 +199,7 @@ def _described(layer: Any) -> Layer | None:
     if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:
         if keys.shape[:3] != values.shape[:3]:
             return None
-        # In DeepSeek's latent attention, keys and values differ in head size.
+        # The head sizes of keys and values may differ, as in DeepSeek's latent attention.
         for what, tensor in (("key", keys), ("value", values)):
             found[what] = CachedTensorSpec((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
     others = {name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)} - _NAMES
@@ -207,10 +212,10 @@ def _described(layer: Any) -> Layer | None:
 
 
 def croppable(layers: Sequence[Layer]) -> bool:
-    """Return whether all cached tensors grow with the text, so that tokens can be removed from the end."""
+    """Return whether all cached tensors have a token axis, so that tokens can be removed from the end of the cache."""
     return all(TOKENS in kept.shape for layer in layers for kept in layer.values())
 
 
 def without_tokens(layers: Sequence[Layer]) -> bool:
-    """Return whether no cached tensor has an axis that counts tokens."""
+    """Return whether no cached tensor has a token axis, because all tensors are states of a fixed size."""
     return not any(TOKENS in kept.shape for layer in layers for kept in layer.values())

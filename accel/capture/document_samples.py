@@ -1,4 +1,4 @@
-"""Sample inputs for texts with a layout: positions of words on a page (LayoutLM) or in a table (TAPAS)."""
+"""Sample inputs for models that read texts with the position of each word on a page (LayoutLM) or in a table (TAPAS)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ _SIDES = 4
 
 
 def document_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Words and their bounding boxes, as the transformers pipeline passes them.
-
-    `input_ids: (batch, sequence)`, `bbox: (batch, sequence, 4)`.
+    """Make sample texts with a bounding box for each token: `input_ids: (batch, sequence)` and `bbox: (batch, sequence, 4)`.
 
     Raises:
-        ExportError: The model requires the image of the page.
+        ExportError: The model requires an image of the page.
     """
     if "image" in parameters_of(module):
         inner = unwrapped(module)
@@ -34,13 +32,13 @@ def document_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def table_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Questions with tables: `input_ids: (batch, sequence)`, `token_type_ids: (batch, sequence, 7)`."""
+    """Make sample questions with tables: `input_ids: (batch, sequence)` and `token_type_ids: (batch, sequence, 7)`."""
     kinds = len(getattr(module.config, "type_vocab_sizes", ()))
     return _places(module, folder, "token_type_ids", kinds)
 
 
 def _places(module: torch.nn.Module, folder: Path | None, name: str, count: int) -> Sample:
-    """Texts, and an input `name` with `count` integers for each token."""
+    """Make sample texts, and an input with the given name that has `count` integers for each token."""
     config: Any = module.config
     names, unused = text_inputs(module, config, folder)
     shape = (SAMPLE_BATCH, SAMPLE_SEQUENCE)

@@ -1,12 +1,13 @@
 """Graphs of generating models, with a KV cache.
 
 A decoder-only model becomes one graph. An encoder-decoder becomes three graphs: the encoder, the keys and values of the
-cross-attention (run once for each prompt), and the decoder. A model that reads images also becomes three graphs: the vision
-tower with its projector, the embedding table, and a decoder that reads embeddings. The decoder graph takes any number of new
-tokens after any past. So prefill, a decode step and the next turn of a chat share one graph, and its weights exist once.
+cross-attention (run once for each prompt), and the decoder. A model that reads images and text also becomes three graphs: the vision
+tower with its projector, the embedding table, and a decoder that reads embeddings. The decoder graph accepts any number of new tokens
+and any number of cached tokens. So the same graph, with one copy of the weights, runs the prefill, each decode step, and the next turn
+of a chat.
 
-The trace runs the model's own code with the cache and the attention function of `cached_attention.py`. If a backend has no
-fused operator, or its operator declines a call, the cache grows by concatenation.
+The trace runs the model's own code with the cache and the attention function of `cached_attention.py`. If the backend has no fused
+attention operator, or the operator does not support a call, the graph concatenates the cached and the new keys and values.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from .source import Source
 from .speech_samples import shortened_mask
 from .tracer import first_lines
 
-_BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # Sizes in the sample inputs of the trace.
+_BATCH, _NEW, _TOTAL, _CAPACITY = 2, 3, 7, 13  # Axis sizes of the sample inputs of the trace, all different.
 ENCODER_MASK = "encoder_attention_mask"
-# Input names of each modality.
+# Input names of models that read audio or images.
 _SENSED = {"audio": ("input_features", "input_values"), "image": ("pixel_values", PATCHES)}
 
 
 def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source, ...]:
-    """Return the graphs of a source: the source alone, the parts of a generating model, or the parts that its task defines.
+    """Split a model into one source for each graph. A model that becomes one graph is returned as the only source.
 
     Args:
         source: Source from `load_source`.
-        fusion: The backend's fused attention operators. Without them, the cache is concatenated and attention is not fused.
+        fusion: The backend's fused attention operators. With `None`, the graphs contain unfused attention operators.
 
     Raises:
         ExportError: The cache of the model cannot be part of a graph, or the model does not have the parts that the task expects.
@@ -68,7 +69,7 @@ def split(source: Source, fusion: FusedAttention | None = None) -> tuple[Source,
 
 @same_draws()
 def family_parts(source: Source) -> tuple[Source, ...]:
-    """Return the graphs that a family defines for a model that does not generate.
+    """Return one source for each graph that the model's family defines, for a model that does not generate text.
 
     Raises:
         ExportError: The model's family defines no parts.
@@ -90,9 +91,10 @@ def family_parts(source: Source) -> tuple[Source, ...]:
 
 
 def _check_parts(source: Source, spec: TaskSpec) -> None:
-    """Raise if the task's graphs would lack a part of the model, such as its audio or image input.
+    """Raise if the task's graphs would not contain all parts of the model, such as its audio or image input.
 
-    transformers' auto classes list one class for several tasks. For example, Voxtral is a text decoder with audio in its prompt.
+    transformers lists some classes for several tasks. For example, it lists Voxtral, a text decoder with audio in the prompt, for
+    speech recognition.
     """
     has_encoder = bool(getattr(source.config, "is_encoder_decoder", False))
     sense = next((one for one in _SENSED if one in spec.modalities), "")
@@ -113,7 +115,7 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
 
 
 class _Part(Wrapper):
-    """A part of a generating model, as a module with named input and output tensors."""
+    """Base class of the parts of a generating model. Each part becomes one graph, and has named input and output tensors."""
 
     def __init__(self, model: Any, fusion: FusedAttention | None, kept: list[Layer] | None = None) -> None:
         super().__init__(model)
@@ -126,7 +128,11 @@ class _Part(Wrapper):
 
 
 class _Decoder(_Part):
-    """Decoder-only model: `input_ids, attention_mask, position_ids, logits_to_keep, past_…` to `logits, present_…`."""
+    """Decoder-only model.
+
+    The inputs are `input_ids`, `attention_mask`, `position_ids`, `logits_to_keep` and `past_…`. The outputs are `logits` and
+    `present_…`.
+    """
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
         """Run the decoder-only model."""
@@ -137,7 +143,7 @@ class _Decoder(_Part):
         layers = self.layers(feeds, total, new)
         inputs = {name: tensor for name, tensor in feeds.items() if not name.startswith("past_")}
         if without_tokens(self.kept):
-            # Without attention to earlier tokens, the model's code expects a mask of the new tokens only.
+            # A model without attention layers expects a mask of only the new tokens.
             inputs["attention_mask"] = feeds["attention_mask"][:, total - new :]
         inputs[cache_argument(self.model)] = Cache(layers=layers)
         with tracing(self.model, self.fusion, layers, tokens.shape[0], total):
@@ -146,43 +152,43 @@ class _Decoder(_Part):
 
 
 class _Vision(_Part):
-    """Vision tower: `pixel_values: (1, channels, height, width)` to `image_features: (tokens, hidden)`."""
+    """Vision tower. It reads `pixel_values: (1, channels, height, width)` and returns `image_features: (tokens, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """Embed one image. (For several images, the model's own code returns a list.)"""
+        """Return the embeddings of one image. The graph has one image per call, because transformers returns a list for several images."""
         return {"image_features": family_of(self.config).image_features(self.model, feeds["pixel_values"])}
 
 
 class _Embedding(_Part):
-    """Embedding table: `input_ids` to `inputs_embeds: (batch, sequence, hidden)`."""
+    """Table of token embeddings. It reads `input_ids` and returns `inputs_embeds: (batch, sequence, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """Look up the embeddings of the tokens."""
+        """Return the embeddings of the tokens."""
         return {"inputs_embeds": family_of(self.config).embeddings(self.model, feeds["input_ids"])}
 
 
 class Encoder(_Part):
-    """Encoder: the encoder's inputs to `last_hidden_state`.
+    """Encoder of an encoder-decoder. It reads the encoder's inputs and returns `last_hidden_state`.
 
-    It also outputs `encoder_attention_mask` if the encoder shortens audio: its output then has fewer positions than the audio
-    has samples or frames.
+    If the encoder shortens audio, `last_hidden_state` has fewer positions than the input. The graph then also returns the mask of these
+    positions as `encoder_attention_mask`.
     """
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
         """Run the encoder."""
         model: Any = self.model
         encoder = model.get_encoder()
-        heard = model.main_input_name in ("input_features", "input_values") and "attention_mask" in feeds
+        masked_audio = model.main_input_name in ("input_features", "input_values") and "attention_mask" in feeds
         output = encoder(**feeds, return_dict=True)
-        mask = shortened_mask(encoder, output, feeds["attention_mask"]) if heard else None
-        found = {"last_hidden_state": output.last_hidden_state}
-        return found if mask is None else {**found, ENCODER_MASK: mask}
+        mask = shortened_mask(encoder, output, feeds["attention_mask"]) if masked_audio else None
+        outputs = {"last_hidden_state": output.last_hidden_state}
+        return outputs if mask is None else {**outputs, ENCODER_MASK: mask}
 
 
 def encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
-    """Wrap encoder hidden states `(batch, sequence, hidden)` as an encoder output.
+    """Return an encoder output object of transformers for the hidden states `(batch, sequence, hidden)` of an encoder.
 
-    Sets the additional fields that the encoders of NLLB-MoE and Moonshine return.
+    The object also has the fields that only the encoders of NLLB-MoE (`router_logits`) and Moonshine (`attention_mask`) return.
     """
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -193,9 +199,10 @@ def encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> An
 
 
 class CrossAttention(_Part):
-    """Cross-attention: `encoder_hidden_states` to the keys and values of the decoder's cross-attention.
+    """Key and value projections of the decoder's cross-attention.
 
-    The module runs one decoder step. The trace keeps only the key and value projections.
+    The module reads `encoder_hidden_states` and returns the keys and values of all layers. It runs one complete decoder step, but the
+    graph contains only the projections, because the exporter removes all nodes that the outputs do not need.
     """
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
@@ -210,14 +217,18 @@ class CrossAttention(_Part):
             use_cache=True,
             **{CACHE_NAME: cache},
         )
-        found = {}
+        outputs = {}
         for i, layer in enumerate(cache.cross_attention_cache.layers):
-            found[f"cross_{i}_key"], found[f"cross_{i}_value"] = layer.keys, layer.values
-        return found
+            outputs[f"cross_{i}_key"], outputs[f"cross_{i}_value"] = layer.keys, layer.values
+        return outputs
 
 
 class CrossDecoder(_Part):
-    """Decoder of an encoder-decoder: `input_ids, attention_mask, encoder_attention_mask, cross_…, past_…` to `logits, present_…`."""
+    """Decoder of an encoder-decoder.
+
+    The inputs are `input_ids`, `attention_mask`, `encoder_attention_mask`, `cross_…` and `past_…`. The outputs are `logits` and
+    `present_…`.
+    """
 
     def __init__(
         self, model: Any, fusion: FusedAttention | None, kept: list[Layer], encoder_size: int, cross: int
@@ -242,7 +253,7 @@ class CrossDecoder(_Part):
         ]
         cache = EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross))
         cache.is_updated = dict.fromkeys(range(len(cross)), True)
-        # With cached cross-attention keys and values, the decoder reads only the shape of the hidden states.
+        # The cross-attention keys and values are cached, so the decoder reads only the shape of the encoder's hidden states.
         hidden = key.new_zeros(1).expand(batch, key.shape[2], self.encoder_size)
         optional = {}
         if ENCODER_MASK in feeds:
@@ -284,13 +295,13 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
         max_sizes=_positions(model),
         stateful=True,
         croppable=croppable(kept),
-        # Some tokenizers return token types although the model has no such input.
+        # Some tokenizers return token_type_ids although the model has no input token_type_ids.
         unused_inputs=() if "token_type_ids" in parameters else ("token_type_ids",),
     )
 
 
 def _recomputed(source: Source) -> Source:
-    """Return the whole model as one graph, for a model without a KV cache (GPT-1): each step reads all tokens again."""
+    """Return the source of a graph without a KV cache, for a model without a KV cache (GPT-1). Each step runs all tokens again."""
     model: Any = source.model
     example, axes = dict(source.example), {name: dict(named) for name, named in source.axes.items()}
     if "position_ids" in inspect.signature(model.forward).parameters:
@@ -303,7 +314,7 @@ def _recomputed(source: Source) -> Source:
 
 
 def _check_prompt(model: Any, example: Tensors) -> None:
-    """Raise if the model's `generate` code changes the prompt. For example, XLM appends a mask token."""
+    """Raise if the model's `generate` code changes the prompt. For example, XLM appends a mask token to the prompt."""
     ids = example["input_ids"]
     mask = {name: tensor for name, tensor in example.items() if name == "attention_mask"}
     with quiet():
@@ -319,11 +330,11 @@ def _check_prompt(model: Any, example: Tensors) -> None:
 
 
 def vision_language(source: Source, fusion: FusedAttention | None) -> tuple[Source, ...]:
-    """Return the vision tower, the embedding table and the decoder of a model that puts images into the prompt."""
+    """Return the sources of the vision tower, the embedding table and the decoder of a model with images in the prompt."""
     model: Any = source.model
     vision = getattr(source.config, "vision_config", None)
     size = getattr(vision, "image_size", None)
-    # InternVL's `image_size` is a pair (height, width).
+    # In InternVL's config, `image_size` is a pair of height and width.
     height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
     if getattr(source.config, "image_token_id", None) is None or not (
         isinstance(height, int) and isinstance(width, int)
@@ -413,7 +424,7 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
 
 
 def _tokens() -> tuple[Tensors, dict[str, dict[int, str]]]:
-    """Sample inputs and axis names for three new tokens after four cached ones, in two rows; the second row is padded."""
+    """Return sample inputs and axis names for two rows with four cached tokens and three new tokens. The second row has padding."""
     example: Tensors = {
         "input_ids": torch.ones((_BATCH, _NEW), dtype=torch.int64),
         "attention_mask": torch.ones((_BATCH, _TOTAL), dtype=torch.int64),
@@ -440,7 +451,7 @@ def _add_cache(example: Tensors, axes: dict[str, dict[int, str]], kept: list[Lay
 
 @torch.inference_mode()
 def _kept(model: Any) -> list[Layer] | None:
-    """Describe the cache of each layer after a call with three tokens. Return `None` for a model without a cache."""
+    """Describe the KV cache of a model after a call with three tokens. Return `None` for a model without a KV cache."""
     parameters = inspect.signature(model.forward).parameters
     argument = cache_argument(model)
     if argument not in parameters:
@@ -470,7 +481,7 @@ def _kept(model: Any) -> list[Layer] | None:
 def _answer(model: Any, **inputs: Any) -> Any:
     try:
         return model(**inputs)
-    # The model's own code may raise any exception.
+    # The code of a model may raise any exception.
     except Exception as error:
         raise ExportError(
             f"The PyTorch model {type(model).__name__} failed in a call with a KV cache: {type(error).__name__}: {first_lines(error)}",
@@ -489,16 +500,16 @@ def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
 
 
 def _positions(model: Any) -> dict[str, int]:
-    """Return the largest number of tokens of the decoder, prompt and output together, as `{"total": limit}`.
+    """Return the largest number of tokens of prompt and output together, as `{"total": limit}`.
 
-    Return an empty dict if the model computes its positions.
+    Return an empty dict if the positions are not limited, because the model computes rotary angles for any position.
     """
     config = model.config.get_text_config(decoder=True)
     # In an encoder-decoder with audio input, only the decoder reads tokens.
     reads = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Rotary angles that depend on the length of the text: a trace fixes the angles of its sample.
+    # These rotary angles change for texts longer than the limit. A graph contains only the angles for the length of the sample.
     changing = "dynamic" in str(rope) or "longrope" in str(rope)
     if not isinstance(limit, int) or not (changing or has_position_table(reads, limit)):
         return {}

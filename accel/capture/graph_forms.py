@@ -1,12 +1,11 @@
-"""Checks of alternative forms of a graph, on the user's device, before a form is used for the first time.
+"""Checks of faster ways to compute a graph, on the user's device, before they are used for the first time.
 
-A form is another way to compute the same graph: without padding, with lengths instead of a mask, or padded to a bucket.
-Whether a form is correct depends on the model, the kernels and the device. So each form is compared with the plain form of
-the same graph, at a shape that triggers it and on rows of different lengths. A form that differs is disabled with a warning.
-Verdicts are cached by artifact, device and versions, so each comparison (two runs) is made once.
+A form is another way to compute the same graph: without padding, with lengths instead of a mask, or padded to a bucket. A form may be
+correct for one model, kernel or device and wrong for another. So accel compares each form with the plain form of the same graph. The
+comparison uses a shape for which the form is used, and rows of different lengths. If the results differ, accel disables the form and
+logs a warning. The verdict is cached by artifact, device and package versions, so accel compares each form (two runs) only once.
 
-A session with forms calls `FormChecks.check` before it uses a form, and offers all comparisons to `accel validate` by
-`check_forms`.
+A session with forms calls `FormChecks.check` before it uses a form. `accel validate` calls `check_forms` to compare all forms.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 _FILE = "forms.json"
 _RELATIVE = {"float32": 1e-3, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 1e-1}
-# Activation scales are computed over padding as well, so two correct forms of a quantized graph differ by this share.
+# Quantized graphs compute the scales of activations from all values, including padding. So two correct forms can differ by this fraction
+# of the largest value.
 _QUANTIZED = 0.25
 _ROWS = 4
 
@@ -62,9 +62,9 @@ class GraphForm:
 
     Attributes:
         name: Name of the form in messages and reports: `packed`, `bucket of 128`.
-        sizes: A size for each axis, such that this form is used. Axes without a size here get 4.
+        sizes: Axis sizes of the test batch, for which the session uses this form. Axes that are not listed have the size 4.
         padding: The side on which the rows of the test batch are padded.
-        context: Other settings that decide which kernels run, by name, such as options of a runtime.
+        context: Further settings that decide which kernels run, by name, such as options of the runtime.
     """
 
     name: str
@@ -79,9 +79,10 @@ class FormVerdict:
 
     Attributes:
         form: Name of the form.
-        difference: Largest difference at positions that are not padding, relative to the largest value.
+        difference: Largest difference between the outputs of the two forms at positions that are not padding, relative to the largest
+            value.
         tolerance: Largest accepted difference.
-        error: Error message, if the form could not be computed.
+        error: Error message if the form failed, else `None`.
     """
 
     form: str
@@ -91,16 +92,16 @@ class FormVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the form may be used."""
+        """Whether the form may be used, because its results are correct."""
         return self.error is None and self.difference <= self.tolerance
 
 
 @runtime_checkable
 class HasForms(Protocol):
-    """A session that has several forms of its graph."""
+    """A session that can compute its graph in several forms."""
 
     def check_forms(self) -> list[FormVerdict]:
-        """Compare every form with the plain form now, and return the verdicts."""
+        """Compare every form with the plain form, and return the verdicts."""
 
 
 class FormChecks:
@@ -110,8 +111,8 @@ class FormChecks:
         artifact: The artifact that is run.
         component: The component (graph) of the artifact.
         device: The device on which the graph runs.
-        compute_dtype: Data type used for computation; decides the tolerance.
-        versions: Versions of the packages that compute the graph, by name.
+        compute_dtype: Data type in which the kernels compute. It determines the tolerance.
+        versions: Versions of the packages that compute the graph, by package name.
     """
 
     def __init__(
@@ -134,12 +135,12 @@ class FormChecks:
     def check(
         self, form: GraphForm, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
     ) -> FormVerdict:
-        """Return whether a form may be used, as a verdict. The first call runs both forms once; later calls look the verdict up.
+        """Return the verdict on a form. The first call runs the form and the plain form once. Later calls return the stored verdict.
 
         Args:
-            form: The form, and a shape that triggers it.
-            compute: Runs a batch in that form and returns the outputs by name.
-            plain: Runs a batch in the plain form and returns the outputs by name.
+            form: The form, and a shape for which the session uses the form.
+            compute: Function that runs a batch in this form and returns the outputs by name.
+            plain: Function that runs a batch in the plain form and returns the outputs by name.
         """
         with self._lock:
             verdict = self._verdicts.get(form.name) or self._recalled(form)
@@ -175,15 +176,16 @@ class FormChecks:
         feeds, kept = self._ragged(form)
         expected = plain(feeds)
         try:
-            found = compute(feeds)
+            outputs = compute(feeds)
         except SessionError as error:
             return FormVerdict(form=form.name, difference=float("inf"), tolerance=self.tolerance, error=error.message)
-        return FormVerdict(form=form.name, difference=self._difference(found, expected, kept), tolerance=self.tolerance)
+        difference = self._difference(outputs, expected, kept)
+        return FormVerdict(form=form.name, difference=difference, tolerance=self.tolerance)
 
     def _ragged(self, form: GraphForm) -> tuple[Feeds, torch.Tensor | None]:
-        """Return a batch of the form's shape, with rows of different lengths down to one token, and its padding mask.
+        """Return a batch for a form, and the padding mask of the batch. The rows have different lengths, the shortest has one token.
 
-        The mask is `(batch, sequence) bool`, True at tokens; `None` if the graph has no mask input.
+        The padding mask is `(batch, sequence) bool` with True for tokens, or `None` if the graph has no mask input.
         """
         specs = [spec for spec in self._component.inputs if spec.pair is None]
         axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
@@ -210,7 +212,7 @@ class FormChecks:
 
 
 def _ragged_mask(shape: tuple[int, ...], padding: Padding) -> torch.Tensor:
-    """Return a mask `(batch, sequence) bool` whose rows go from full length down to one token."""
+    """Return a padding mask `(batch, sequence) bool`. The first row has no padding, and the last row has one token."""
     batch, sequence = shape
     if padding == "none":
         return torch.ones(batch, sequence, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Names of tensors and axes in graphs that accel makes, and the input and output specs of an `onnx_ir` graph."""
+"""Names of tensors and axes in exported graphs, and the specs of the inputs and outputs of an `onnx_ir` graph."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .sound_samples import usual_sounds
 if TYPE_CHECKING:
     import onnx_ir
 
-# Names of cache tensors in Python. `graph_name` translates them to the usual names in ONNX graphs.
+# Names of KV cache tensors in Python code. `graph_name` converts them to the usual names in ONNX graphs.
 _LAYERS = re.compile(
     r"(?P<what>past|present|cross)_(?P<layer>\d+)_(?P<kind>key|value|indexer|(?:conv|recurrent)(?:_\d+)?)\Z"
 )
 
-# Numbered element of a tuple that a model returns for all of its layers.
+# Name of one hidden state or attention tensor of a tuple with one tensor for each layer.
 _INNER = re.compile(r"(?P<field>(?:\w+_)?(?:hidden_states|attentions))_(?P<layer>\d+)\Z")
 
 
 @functools.cache
 def graph_name(name: str) -> str:
-    """Return the graph's name of a traced tensor: `past_key_values.0.key` for `past_0_key`, `attentions.0` for `attentions_0`."""
+    """Return the name of a traced tensor in the graph, such as `past_key_values.0.key` for `past_0_key`."""
     if inner := _INNER.match(name):
         return f"{inner['field']}.{inner['layer']}"
     match = _LAYERS.match(name)
@@ -43,9 +43,9 @@ def graph_name(name: str) -> str:
 
 
 def _pair(name: str) -> str | None:
-    """Return the counterpart of a cache tensor: the input for an output of the previous call, and the reverse.
+    """Return the name of the cache output for a cache input, or of the cache input for a cache output.
 
-    Return `None` for other tensors.
+    Return `None` for tensors that are not part of the cache.
     """
     if name.startswith("past_key_values."):
         return "present" + name.removeprefix("past_key_values")
@@ -53,7 +53,7 @@ def _pair(name: str) -> str | None:
 
 
 def rename_axes(model: onnx_ir.Model, names: Mapping[str, str]) -> None:
-    """Rename symbolic axes in all shapes of a graph and its subgraphs, also inside expressions such as `2*s72`."""
+    """Rename symbolic axes in all shapes of a graph and its subgraphs. Symbols in expressions such as `2*s72` are also renamed."""
     import onnx_ir
 
     @functools.cache
@@ -75,7 +75,7 @@ def rename_axes(model: onnx_ir.Model, names: Mapping[str, str]) -> None:
 
 
 def strip_provenance(model: onnx_ir.Model) -> None:
-    """Remove the Python stack traces that the exporter stores on every node. They are ten times the size of a small graph."""
+    """Remove the Python stack traces that the exporter stores on every node, because they can be ten times as large as the graph."""
     model.metadata_props.clear()
     for graph in model.graphs():
         graph.metadata_props.clear()
@@ -88,7 +88,7 @@ def strip_provenance(model: onnx_ir.Model) -> None:
 
 
 def drop_unused_inputs(model: onnx_ir.Model) -> tuple[str, ...]:
-    """Remove inputs that no node of the graph reads. Return their names."""
+    """Remove the inputs that no node of the graph reads, and return the names of the removed inputs."""
     unused = [value for value in model.graph.inputs if not value.uses() and not value.is_graph_output()]
     for value in unused:
         model.graph.inputs.remove(value)
@@ -96,7 +96,7 @@ def drop_unused_inputs(model: onnx_ir.Model) -> tuple[str, ...]:
 
 
 def graph_specs(values: Sequence[onnx_ir.Value], config: Any = None) -> tuple[TensorSpec, ...]:
-    """Return specs of the inputs or outputs of an `onnx_ir` graph. Roles and pad values follow from transformers' input names."""
+    """Return the specs of inputs or outputs of an `onnx_ir` graph. The role and pad value of an input depend on the input's name."""
     specs = []
     for value in values:
         shape: tuple[int | str, ...] = tuple(
@@ -119,16 +119,16 @@ def graph_specs(values: Sequence[onnx_ir.Value], config: Any = None) -> tuple[Te
 
 
 def dtype_name(dtype: onnx_ir.DataType | None) -> str:
-    """Return torch's name of an ONNX element type."""
+    """Return the name of a torch dtype for an ONNX element type."""
     words = {"FLOAT": "float32", "DOUBLE": "float64"}
     name = dtype.name if dtype is not None else "FLOAT"
     return words.get(name, name.lower())
 
 
 def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return the axis sizes that a model was made for, where it has any.
+    """Return the usual sizes of the image and audio axes of a model. The dict is empty for a model without such axes.
 
-    Height and width of images are in pixels. An audio axis gets about one second.
+    The height and width of images are in pixels. The size of an audio axis corresponds to about one second.
     """
     axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
     config = SimpleNamespace(**read_config(folder))
@@ -136,12 +136,12 @@ def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
 
 
 def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:
-    """Make inputs for a graph from its specs: random values and padded masks.
+    """Make random inputs for a graph from the specs of its inputs. The masks contain padding.
 
-    Axes without a size in `sizes` get 2. Image axes get the size that the model was made for.
+    Axes that are not in `sizes` have the size 2, but image axes have the usual image size of the model.
     """
     config = SimpleNamespace(**read_config(folder))
-    # In models that read images and texts, each image has two texts.
+    # For models that read images and texts, make two texts for each image.
     sizes = {**usual_sizes_in(folder, specs), "texts": 2 * sizes.get("batch", 2), **sizes}
     example = {
         spec.name: torch.zeros([n if isinstance(n, int) else sizes.get(n, 2) for n in spec.shape]).to(

@@ -1,4 +1,4 @@
-"""Repairs of traced graphs. torch.onnx or onnxscript rewrote these graphs so that they do not compute exactly the same."""
+"""Repairs of exported ONNX graphs in which torch.onnx, onnxscript or a runtime does not compute exactly what PyTorch computes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir
 
-# Arithmetic operators without bfloat16 kernels in ONNX Runtime's CPU provider (1.31).
+# Arithmetic operators for which ONNX Runtime's CPU provider (1.31) has no bfloat16 kernels.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div")
-# Lower limit of sizes that are shifted above 0: OpenVINO's integer division is exact only up to 2**24.
+# Sizes below this negative limit are not repaired, because OpenVINO's integer division is exact only up to 2**24.
 _FARTHEST = 2**20
 
 
 def round_to_bfloat16(model: onnx_ir.Model) -> None:
-    """Compute bfloat16 arithmetic in float32 and round the result, as PyTorch does. The results are identical.
+    """Replace bfloat16 arithmetic by float32 arithmetic whose result is rounded to bfloat16. The results are identical in PyTorch.
 
-    Falcon and BLOOM compute positions in bfloat16, whatever the data type of the model is.
+    Falcon and BLOOM compute positions in bfloat16, independent of the data type of the model.
     """
     import onnx_ir
 
@@ -36,17 +36,17 @@ def round_to_bfloat16(model: onnx_ir.Model) -> None:
 
 
 def keep_padding(model: onnx_ir.Model) -> None:
-    """Keep the zero padding of images before a max pooling, because a zero may be the largest value (BiT).
+    """Prevent ONNX Runtime from merging a `Pad` node into a following `MaxPool` node.
 
-    ONNX Runtime (1.31) merges a `Pad` node into `MaxPool`, which ignores padding. It does not merge a `Pad` node with an
-    explicit `axes` input, so this function adds that input.
+    `MaxPool` ignores padding, but in BiT a zero of the padding may be the largest value. ONNX Runtime (1.31) merges only `Pad` nodes
+    without the input `axes`, so this function adds this input.
     """
     import onnx_ir
 
     for graph in model.graphs():
         for node in [node for node in graph if node.op_type == "Pad" and node.domain == "" and len(node.inputs) < 4]:
             users = [use.node for use in node.outputs[0].uses()]
-            # In half precision there may be a Cast between Pad and MaxPool.
+            # In half-precision graphs, there may be a Cast node between Pad and MaxPool.
             users += [use.node for user in users if user.op_type == "Cast" for use in user.outputs[0].uses()]
             widths = node.inputs[1].const_value if node.inputs[1] is not None else None
             if widths is None or not any(user.op_type == "MaxPool" for user in users):
@@ -61,12 +61,13 @@ def keep_padding(model: onnx_ir.Model) -> None:
 
 
 def divide_sizes(model: onnx_ir.Model) -> None:
-    """Replace the exporter's floor division of axis sizes by plain integer division.
+    """Replace the exporter's floor division of axis sizes by integer division, without a correction for negative sizes.
 
-    The exporter writes `size // n` as a quotient with a correction for negative numbers with a remainder. ONNX Runtime's CUDA
-    provider (1.31) sometimes reads 0 there. The bounds of a size follow from the nodes that compute it. A size that is never
-    negative is divided directly. A size that is never above 0 is negated, divided and negated back. A size that may be slightly
-    below 0 is shifted above 0, and its quotient is shifted back. Other divisions are not changed.
+    The exporter writes `size // n` as a quotient minus a correction for negative sizes. ONNX Runtime's CUDA provider (1.31) sometimes
+    reads the size 0 in the correction. This function computes bounds of each size from the nodes that compute the size. A size that is
+    never negative is divided directly. A size that is never above 0 is negated before and after the division. A size that may be
+    slightly below 0 is increased by a multiple of n before the division, and the quotient is decreased accordingly. Other divisions
+    are not changed.
     """
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -94,7 +95,7 @@ def divide_sizes(model: onnx_ir.Model) -> None:
         found = size
         for operator, operand in steps:
             constant = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(operand, dtype=onnx_ir.DataType.INT64)})
-            # A following division of this result reads the constant value.
+            # `_bounds` reads this value if the result is divided again.
             constant.outputs[0].const_value = constant.attributes["value"].as_tensor()
             step = onnx_ir.node(operator, [found, constant.outputs[0]])
             found = step.outputs[0]
@@ -107,7 +108,7 @@ def divide_sizes(model: onnx_ir.Model) -> None:
 
 
 def _made_by(value: onnx_ir.Value | None, operator: str) -> onnx_ir.Node | None:
-    """Return the node that produces a value, if it has this operator type."""
+    """Return the node that computes a value, or `None` if the node has another operator type."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == operator else None
 
@@ -121,7 +122,7 @@ def _number(value: onnx_ir.Value | None) -> int | None:
 
 
 def _bounds(value: onnx_ir.Value | None) -> tuple[float, float] | None:
-    """Return the lower and upper bound of a value that is computed only from axis sizes and integers, else `None`."""
+    """Return the lower and upper bound of a value, or `None` if the value is not computed only from axis sizes and integers."""
     number = _number(value)
     if number is not None:
         return number, number
@@ -142,11 +143,11 @@ def _bounds(value: onnx_ir.Value | None) -> tuple[float, float] | None:
     if node.op_type == "Sub":
         return one[0] - other[1], one[1] - other[0]
     if node.op_type == "Mul":
-        # 0 * inf would be NaN, but a size of 0 times any number is 0.
+        # In Python 0 * inf is NaN, but the product of the size 0 and any number is 0.
         every = [a * b if a and b else 0 for a in one for b in other]
         return min(every), max(every)
     if other[0] != other[1] or other[0] <= 0:
         return None
-    # ONNX integer division rounds towards 0.
+    # ONNX's integer division rounds towards 0, so the bounds are truncated.
     least, most = (bound if math.isinf(bound) else math.trunc(bound / other[0]) for bound in one)
     return least, most

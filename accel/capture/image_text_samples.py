@@ -1,4 +1,4 @@
-"""Sample inputs for models that read images and texts (CLIP). Each image is compared with each text. Their numbers may differ."""
+"""Sample inputs for models that compare each image with each text, such as CLIP. The number of images and texts may differ."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .samples import (
 )
 
 SAMPLE_TEXTS = 3
-# Divisible by one, two and three, the numbers of images that graphs are compared with.
+# Number of texts for all images together. It is divisible by 1, 2 and 3, which are the numbers of images in the reference cases.
 _TEXTS_OF_ALL = 6
 
 
 def image_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two images and three texts: `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`."""
+    """Make two images and three texts: `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`."""
     return _beside(module, folder, SAMPLE_TEXTS, "texts")
 
 
 def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two images and three texts for each image, `(texts, sequence)`.
+    """Make two images and three texts for each image, for zero-shot object detection. The texts are `(texts, sequence)`.
 
-    Grounding DINO gets one text for each image, because one text lists everything to detect.
+    Grounding DINO gets only one text for each image, because one text contains all phrases to detect.
 
     Raises:
-        ExportError: The model has no `input_ids`.
+        ExportError: The model has no input `input_ids`.
     """
     if "input_ids" not in parameters_of(module):
         inner = unwrapped(module)
@@ -50,21 +50,21 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def pair_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two pairs of images, `pixel_values: (batch, 2, channels, height, width)`, in the output size of the processor."""
+    """Make two pairs of images, `pixel_values: (batch, 2, channels, height, width)`, in the image size of the processor."""
     height, width = image_size(module.config, folder)
     pixels = torch.rand((SAMPLE_BATCH, 2, 3, height, width))
     return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
 
 
 def _beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
-    """Two images, and `count` texts along the given axis."""
+    """Make two images, and `count` texts whose first axis has the given name."""
     texts, text_axes, unused = texts_beside(module, folder, count, axis)
     images, axes = image_sample(module, folder, texts)
     return {**texts, **images}, {**text_axes, **axes}, unused
 
 
 def texts_beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
-    """Return `count` texts along the given axis, and the names of text inputs that the model accepts but ignores."""
+    """Make `count` texts whose first axis has the given name. Also return the names of text inputs that the model ignores."""
     config = text_config(module.config)
     names, unused = text_inputs(module, config, folder)
     axes = {name: {0: axis, 1: "sequence"} for name in names}

@@ -1,4 +1,4 @@
-"""Models that also return their hidden states and attentions, one tensor for each layer."""
+"""Wrappers that let a model also return its hidden states and attentions, as one tensor for each layer."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ class ReturnsLayerOutputs(Wrapper):
         self.attentions = attentions
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Run the model. For attentions, it runs with the eager implementation, because only this one returns them."""
+        """Run the model. If attentions are requested, use eager attention, because only eager attention returns them."""
         model: Any = self.model
-        wanted = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
+        settings = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
         with attention_of(model, "eager" if self.attentions else None):
-            result = model(**inputs, **wanted)
-        found: Tensors = {}
+            result = model(**inputs, **settings)
+        outputs: Tensors = {}
         for name, value in result.items():
             if isinstance(value, torch.Tensor):
-                found[name] = value
+                outputs[name] = value
             elif isinstance(value, tuple | list):
-                found |= {f"{name}_{i}": one for i, one in enumerate(value) if isinstance(one, torch.Tensor)}
-        return found
+                outputs |= {f"{name}_{i}": layer for i, layer in enumerate(value) if isinstance(layer, torch.Tensor)}
+        return outputs
 
 
 class EagerAttentionInTrace(Wrapper):
-    """A model that is traced with eager attention. Outside of a trace, it runs unchanged.
+    """A model that is traced with eager attention. Outside of a trace, the model runs unchanged.
 
-    For a fully masked row, transformers' exporter computes zeros, as PyTorch's fused GPU kernels do, but PyTorch on the CPU
-    computes the mean. Conformer encoders (Parakeet) mask padded frames fully, so outputs after the end of the audio would differ.
+    In a graph from transformers' exporter, a fully masked row of attention scores gives zeros, as in PyTorch's fused GPU kernels. On the
+    CPU, PyTorch computes the mean of the values. Conformer encoders (Parakeet) mask padded frames completely, so the outputs for padded
+    frames would differ.
     """
 
     def forward(self, **inputs: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Release resident pages of weights that are mapped from a file, such as safetensors weights, after they were read."""
+"""Release memory of weights that are mapped from a file, such as safetensors weights, after the weights were read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 _PAGEMAP = Path("/proc/self/pagemap")
-# Bits of a pagemap entry (Linux). A present page without the file bit is private: neither of a file nor of shared memory.
+# Bits of an entry in Linux' pagemap file. A present page without the file bit is private memory, not a page of a file.
 _OF_A_FILE = np.uint64(1 << 61)
 _SWAPPED = np.uint64(1 << 62)
 _PRESENT = np.uint64(1 << 63)
@@ -21,10 +21,11 @@ _ENTRY_BYTES = 8
 
 
 def release_pages(tensors: Iterable[torch.Tensor | np.ndarray]) -> None:
-    """Release the resident pages of tensors that are mapped from a file and were not written to. A later read loads them again.
+    """Release the memory pages of tensors that are mapped from a file. A later read of a tensor loads its pages from the file again.
 
-    Tensors in other memory are not changed. A tensor with any modified page keeps all of its pages, because the file does not
-    contain the modification. No other thread may write to the tensors during the call. Does nothing on systems other than Linux.
+    Tensors that are not mapped from a file are not changed. A tensor with a modified page keeps all of its pages, because the file does
+    not contain the modification. No other thread may write to the tensors during the call. The function does nothing on systems other
+    than Linux.
     """
     give_back = _give_back()
     if give_back is None:
@@ -38,7 +39,10 @@ def release_pages(tensors: Iterable[torch.Tensor | np.ndarray]) -> None:
 
 
 def _span(tensor: torch.Tensor | np.ndarray) -> tuple[int, int]:
-    """Return the start and end address (exclusive) of a tensor's host memory. Both are equal if it has none."""
+    """Return the start address and the end address (exclusive) of a tensor in host memory.
+
+    The two addresses are equal if the tensor is not in host memory.
+    """
     if isinstance(tensor, np.ndarray):
         return np.lib.array_utils.byte_bounds(tensor)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -46,14 +50,14 @@ def _span(tensor: torch.Tensor | np.ndarray) -> tuple[int, int]:
     try:
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()
-    # Tensor subclasses that consist of several tensors have no storage.
+    # Tensor subclasses that consist of several tensors have no single storage, and raise one of these errors.
     except (NotImplementedError, RuntimeError):
         return 0, 0
     return begin, begin + storage.nbytes() if begin else 0
 
 
 def _unchanged(first: int, count: int) -> bool:
-    """Return whether no page of the range is private or swapped: all resident pages then equal the file."""
+    """Return whether no page of the range is private or swapped, so that all pages in memory have the content of the file."""
     try:
         with _PAGEMAP.open("rb", buffering=0) as file:
             file.seek(first * _ENTRY_BYTES)
@@ -68,10 +72,10 @@ def _unchanged(first: int, count: int) -> bool:
 
 @functools.cache
 def _give_back() -> Callable[[int, int, int], int] | None:
-    """Return the C library's `madvise` on Linux, else `None`. On other systems, MADV_DONTNEED has another meaning."""
+    """Return the C library's function `madvise` on Linux, else `None`. MADV_DONTNEED has another meaning on other systems."""
     if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
         return None
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    found: Callable[[int, int, int], int] = advise
-    return found
+    function: Callable[[int, int, int], int] = advise
+    return function

@@ -11,14 +11,14 @@ from .layer_outputs import inner_states
 
 
 class OutputSelection(Wrapper):
-    """A model that returns only the outputs named in `keeps`, as far as the model has them."""
+    """A model that returns only the outputs in `keeps`. Names in `keeps` that the model does not have are ignored."""
 
     def __init__(self, model: torch.nn.Module, keeps: Sequence[str]) -> None:
         super().__init__(model)
         self.keeps = tuple(keeps)
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
-        """Run the model. Return all tensors if it returns none of the outputs in `keeps`."""
-        found = {name: value for name, value in self.model(**inputs).items() if isinstance(value, torch.Tensor)}
-        kept = {name: found[name] for name in self.keeps if name in found}
-        return {**kept, **inner_states(found)} if kept else found
+        """Run the model, and return the outputs in `keeps`. If the model has none of these outputs, return all tensors."""
+        outputs = {name: value for name, value in self.model(**inputs).items() if isinstance(value, torch.Tensor)}
+        kept = {name: outputs[name] for name in self.keeps if name in outputs}
+        return {**kept, **inner_states(outputs)} if kept else outputs

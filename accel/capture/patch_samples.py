@@ -1,4 +1,4 @@
-"""Images as patches that contain their row and column (Pix2Struct): any number of patches, for images of any shape."""
+"""Sample inputs for models that read images as a sequence of patches with their row and column, such as Pix2Struct."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Mapping, Sequence
 import torch
 
 PATCHES = "flattened_patches"
-"""Input name. `(batch, patches, 2 + values of a patch)`: row, column, values. Padding after the last patch is zero."""
+"""Name of the input `(batch, patches, 2 + values of a patch)`.
+
+Each patch consists of its row, its column and its pixel values. After the last patch of an image, the padding is zero.
+"""
 
 PATCH_AXIS = "patches"
 
 USUAL_PATCHES = 2048
 """Default number of patches of Pix2Struct's processor."""
 
-# Numbers of patches of the reference cases, different from the trace's sample.
+# Number of patches in each reference case. The sample of the trace has another number of patches.
 _COUNTS = (3, 40, 17, 5, 1)
 
 
 def drawn_patches(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Draw random patches `(batch, patches, 2 + values of a patch)`, row by row of a grid.
+    """Return random patches `(batch, patches, 2 + values of a patch)` that are ordered row by row.
 
-    The number of columns differs by one between neighboring images. Rows and columns count from 1, as in processors; 0 marks
+    Every second image has one column more. Rows and columns are numbered from 1, as in transformers' processors, because 0 means
     padding.
     """
     images, count, width = shape
@@ -33,5 +36,5 @@ def drawn_patches(shape: Sequence[int], generator: torch.Generator) -> torch.Ten
 
 
 def patch_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Return a number of patches for the reference case `index`. Return an empty dict for a graph without a patch axis."""
+    """Return the number of patches for the reference case `index`, or an empty dict for a graph without a patch axis."""
     return {PATCH_AXIS: _COUNTS[index % len(_COUNTS)]} if PATCH_AXIS in sizes else {}

@@ -1,4 +1,4 @@
-"""Position embeddings of text models, and the longest sequence that they allow."""
+"""Position embeddings of text models, and the longest sequence that a model's position embeddings allow."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ _POSITIONS = re.compile(r"(^|[._])(position_embeddings?|positions_embed|embed_po
 _TABLES = ("token_embedding", "word_embeddings", "embed_tokens", "shared")
 # Without a position table, position ids may be any 32-bit integer.
 _FARTHEST = 2**31 - 1
-# Main inputs of vision and audio towers. Towers that do not declare a main input have one of these names (OWL-ViT, CLAP).
+# Vision and audio towers are recognized by their main input, or by their module name if they declare no main input (OWL-ViT, CLAP).
 _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _NAMES_OF_TOWERS = ("vision_model", "audio_model")
 
 
 def rows_of_table(module: Any) -> int | None:
-    """Return the rows of an embedding table (PyTorch's `Embedding`, or a model's own class as in I-BERT), else `None`."""
-    own = type(module).__name__.endswith("Embedding") and hasattr(module, "padding_idx")
-    weight = getattr(module, "weight", None) if own or isinstance(module, torch.nn.Embedding) else None
+    """Return the number of rows of an embedding table, or `None` if the module is no embedding table.
+
+    An embedding table is an `Embedding` of PyTorch, or a similar class of a model, as in I-BERT.
+    """
+    similar = type(module).__name__.endswith("Embedding") and hasattr(module, "padding_idx")
+    weight = getattr(module, "weight", None) if similar or isinstance(module, torch.nn.Embedding) else None
     return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
 
 
 def has_position_table(module: torch.nn.Module, limit: int) -> bool:
-    """Return whether a model has a table of `limit` rows for position embeddings or for causal masks."""
+    """Return whether a model has a table for position embeddings, or a buffer for about `limit` positions, such as a causal mask."""
     parts = _parts_that_read_text(module)
     if any(rows_of_table(child) is not None and _POSITIONS.search(name) for name, child in parts.items()):
         return True
@@ -36,15 +39,16 @@ def has_position_table(module: torch.nn.Module, limit: int) -> bool:
         for own, _ in child.named_parameters(recurse=False)
     ):
         return True
-    # The tables may have a few more rows than the config declares (OPT).
+    # A table may have a few rows more than the config declares, as in OPT.
     buffers = (buffer for child in parts.values() for buffer in child.buffers(recurse=False))
     return any(limit <= size <= limit + 8 for buffer in buffers for size in buffer.shape)
 
 
 def _parts_that_read_text(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the submodules that process text, by name. Vision and audio towers have positions that are not token positions.
+    """Return the submodules that process text, by name.
 
-    If the config has a `text_config`, these are the modules made from it. Without one, they are all modules except the towers.
+    If the model's config has a `text_config`, the result contains the modules that were created from `text_config`. If not, the result
+    contains all modules except vision and audio towers, whose positions are not positions of tokens.
     """
     every = {name: child for name, child in module.named_modules() if name}
     text = getattr(getattr(module, "config", None), "text_config", None)
@@ -68,7 +72,7 @@ def _is_within(name: str, parts: list[str]) -> bool:
 
 
 def text_rows(module: torch.nn.Module) -> int | None:
-    """Return the rows of the token embedding table of a model that reads text in addition to images or audio."""
+    """Return the number of rows of the token embedding table, for a model that reads text in addition to images or audio."""
     config: Any = getattr(module, "config", None)
     declared = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
     if not isinstance(declared, int):
@@ -80,20 +84,22 @@ def text_rows(module: torch.nn.Module) -> int | None:
 def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
     """Return the smallest and the largest valid value of `position_ids` of a text model.
 
-    Positions that index a table are limited by its rows. Rotary angles can be computed for any position from 0.
+    If positions are indices of a table, the number of rows of the table is the limit. Rotary angles can be computed for all positions
+    that are not negative.
     """
     least, most = 0, _FARTHEST
     for name, child in _parts_that_read_text(module).items():
         rows_here = rows_of_table(child)
         tables = {} if rows_here is None else {name: rows_here}
-        # Position tables that are computed once: buffers of GPT-J and CodeGen, modules of M2M100 and XGLM, a tensor of CTRL.
-        kept = {**vars(child), **dict(child.named_buffers(recurse=False))}
-        for own, held in kept.items():
-            if isinstance(held, torch.Tensor) and held.ndim == 2:
-                tables[name if own == "weights" else own] = held.shape[0]
+        # Some position tables are not Embedding modules. GPT-J and CodeGen have a buffer, M2M100 and XGLM an attribute `weights`, and CTRL
+        # a tensor.
+        attributes = {**vars(child), **dict(child.named_buffers(recurse=False))}
+        for attribute, value in attributes.items():
+            if isinstance(value, torch.Tensor) and value.ndim == 2:
+                tables[name if attribute == "weights" else attribute] = value.shape[0]
         for table, rows in tables.items():
             if table == "pos_encoding" or _POSITIONS.fullmatch(table.rpartition(".")[2]):
-                # Tables of OPT and BART have additional rows at the start, for padding tokens with negative positions.
+                # The tables of OPT and BART have additional rows at the start, because padding tokens have negative positions.
                 offset = getattr(child, "offset", 0)
                 offset = offset if isinstance(offset, int) else 0
                 least, most = min(least, -offset), min(most, rows - 1 - offset)
@@ -101,21 +107,21 @@ def position_bounds(module: torch.nn.Module) -> tuple[int, int]:
 
 
 def longest_at_once(config: Any) -> int | None:
-    """Return the longest text that a model computes without splitting it into blocks, or `None` for no limit.
+    """Return the largest number of tokens that a model computes without splitting the text into blocks, or `None` for no limit.
 
-    A longer text would need a different graph.
+    For longer texts, the model runs other code, so a longer text would need a different graph.
     """
     if getattr(config, "attention_type", None) == "block_sparse":
         # BigBird uses full attention for texts up to this length.
         return (5 + 2 * int(config.num_random_blocks)) * int(config.block_size)
     if "linear_attention" in (getattr(config, "layer_types", None) or ()) and hasattr(config, "block_size"):
-        # MiniMax computes one block of tokens at once.
+        # MiniMax computes linear attention block by block.
         return int(config.block_size)
     return None
 
 
 def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
-    """Return the longest sequence that the model supports, as `{"sequence": n}`, or an empty dict for no limit."""
+    """Return the largest sequence length that the model supports, as `{"sequence": n}`, or an empty dict for no limit."""
     if not any("sequence" in named.values() for named in axes.values()):
         return {}
     limits = []
@@ -125,18 +131,18 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
         if not _POSITIONS.search(name):
             continue
         if (rows := rows_of_table(child)) is not None:
-            # In RoBERTa-like tables, positions start after the padding row. OPT's and BART's tables have two rows more than declared.
+            # In models like RoBERTa, positions start after `padding_idx`. In OPT and BART, the table has two rows more than declared.
             padding = getattr(child, "padding_idx", None)
             offset = 0 if padding is None else padding + 1
             limits.append(rows - offset)
             if isinstance(declared, int) and 0 < declared < rows:
                 limits.append(declared)
         elif isinstance(kept := getattr(child, "weights", None), torch.Tensor):
-            # The table is computed once (M2M100, TIPSv2). A graph contains the rows that the model had at the trace.
+            # The model computes this table in its constructor (M2M100, TIPSv2). The graph contains the rows that exist during the trace.
             limits.append(int(declared or kept.shape[0]))
     if (block := longest_at_once(config)) is not None:
         limits.append(block)
-    if isinstance(whole := getattr(config, "max_text_len", None), int):
-        # Grounding DINO scores at most this number of tokens.
-        limits.append(whole)
+    if isinstance(longest := getattr(config, "max_text_len", None), int):
+        # Grounding DINO computes scores for at most this number of tokens.
+        limits.append(longest)
     return {"sequence": min(limits)} if limits else {}

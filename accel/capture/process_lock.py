@@ -1,4 +1,4 @@
-"""A lock for library code that changes the whole process: PyTorch's tracers and compiler, transformers' loading and exporters."""
+"""Lock for library code that changes global state of the process, such as PyTorch's tracers and transformers' exporters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ at_fork(after_in_child=_renew)
 
 @contextmanager
 def one_thread_at_a_time() -> Iterator[None]:
-    """Let only one thread load, trace or compile at a time. Other threads wait. Usable as a decorator.
+    """Let only one thread load, trace or compile a model at a time. Other threads wait. The function can be used as a decorator.
 
-    Meanwhile, libraries replace functions of torch and global flags. Without the lock, a second thread would take the first
-    thread's replacements for the originals and restore them.
+    During these operations, libraries replace functions of torch and change global flags, and restore the original functions at the
+    end. Without the lock, a second thread could save a replaced function as the original function, and restore the wrong function.
     """
     with _lock:
         yield

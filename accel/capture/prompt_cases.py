@@ -1,4 +1,4 @@
-"""Reference cases of the graphs of generating models: a prompt, and the calls that follow it with the same KV cache."""
+"""Reference cases for the graphs of generating models. A case is a prompt and the following calls with the same KV cache."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .tracer import first_lines
 
 
 def cases_by_part(source: Source) -> dict[str, list[Case]]:
-    """Return reference cases of every graph of a source, by the graph's name."""
+    """Return the reference cases of all graphs of a model, by the name of the graph."""
     return {
         part.name: decoder_cases(source, part) if part.stateful else reference_cases(part) for part in split(source)
     }
 
 
 def decoder_cases(source: Source, part: Source) -> list[Case]:
-    """Return reference cases of a decoder graph: prefill, several tokens after a past, and one token.
+    """Return reference cases of a decoder graph: a prefill, a call with several new tokens, and a call with one new token.
 
-    The expected logits come from one call of the PyTorch model on the whole sequence without a cache, so the comparison detects
-    a cache that loses or shifts tokens. `_stepwise` describes the one exception.
+    The expected logits are computed in one call of the PyTorch model on the complete sequence, without a KV cache. So the comparison
+    detects an error of the cache, such as lost or shifted tokens. `_stepwise` describes the only exception.
     """
     cases = []
     plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
@@ -53,7 +53,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
         vocabulary = int(source.config.get_text_config(decoder=True).vocab_size)
         ids = torch.randint(0, vocabulary, (batch, total), generator=generator)
         if isinstance(part.model, CrossDecoder):
-            # M2M100 counts non-padding tokens: a padding token inside the text would shift the following positions.
+            # M2M100 counts only tokens other than the padding token, so a padding token inside the text would shift all later positions.
             ids[ids == pad_id(source.config)] = (pad_id(source.config) + 1) % vocabulary
         mask = torch.ones_like(ids)
         # Left padding in every second row, as in batched generation.
@@ -96,14 +96,14 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
 
 
 class _Image:
-    """An image in prompts: image tokens in the token ids, and the image's embeddings at their positions."""
+    """An image for reference cases. It writes image tokens into token ids, and returns embeddings with the image's embeddings."""
 
     def __init__(self, source: Source) -> None:
         vision, embedding, _ = vision_language(source, None)
         self.token = int(source.config.image_token_id)
         self.around = family_of(source.config).tokens_around_images(source.config)
         pixels = vision.example["pixel_values"]
-        # The whole model takes pixels with an additional axis for tiles.
+        # If the processor splits images into tiles, the PyTorch model reads pixels with an additional axis for the tiles.
         self.pixels = pixels[:, None] if family_of(source.config).tiles else pixels
         self._embedding = embedding.model
         with torch.inference_mode(), quiet():
@@ -115,7 +115,10 @@ class _Image:
         return cls(source) if "inputs_embeds" in part.example else None
 
     def place(self, ids: torch.Tensor) -> None:
-        """Replace random image tokens, and insert the image's tokens after the first token if the rows are long enough."""
+        """Replace image tokens that were drawn at random, and write the image's tokens after the first token of each row.
+
+        If the rows are too short for the image, only the random image tokens are replaced.
+        """
         special = {self.token, *self.around}
         ids[torch.isin(ids, torch.tensor(sorted(special)))] = next(
             i for i in range(len(special) + 1) if i not in special
@@ -128,9 +131,9 @@ class _Image:
     @torch.inference_mode()
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the token embeddings, with the image's embeddings at the positions of the image tokens."""
-        found: torch.Tensor = self._embedding(input_ids=ids)["inputs_embeds"].clone()
-        found[ids == self.token] = self.features.repeat(int((ids == self.token).sum()) // len(self.features), 1)
-        return found
+        embedded: torch.Tensor = self._embedding(input_ids=ids)["inputs_embeds"].clone()
+        embedded[ids == self.token] = self.features.repeat(int((ids == self.token).sum()) // len(self.features), 1)
+        return embedded
 
 
 @torch.inference_mode()
@@ -144,7 +147,7 @@ def _whole(
     image: _Image | None,
     lengths: tuple[int, ...],
 ) -> tuple[Tensors, torch.Tensor]:
-    """Return the inputs that are the same in all calls, and the logits of the whole sequence."""
+    """Return the decoder inputs that are the same in all calls, and the PyTorch model's logits of the complete sequence."""
     model: Any = source.model
     with quiet():
         if not isinstance(part.model, CrossDecoder):
@@ -168,7 +171,8 @@ def _whole(
         logits = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask, **optional).logits
         padded = (mask == 0).any(1)
         if not optional and bool(padded.any()):
-            # With one token per call, LED ignores the mask, but the graph does not. So this compares two calls of several tokens.
+            # In a call with one token, LED ignores the mask, but the graph uses the mask. So both calls of this comparison have several
+            # tokens.
             two = _stepwise(model, inputs, ids, mask, (lengths[0], sum(lengths[1:])))
             read = padded[:, None] & mask.bool()
             difference, scale = max_difference({"logits": two[read]}, {"logits": logits[read]})
@@ -181,13 +185,14 @@ def _whole(
 def _stepwise(
     model: Any, inputs: Tensors, ids: torch.Tensor, mask: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """Compute the logits of an encoder-decoder in calls of the given lengths, with transformers' cache, as `generate` does.
+    """Compute the logits of an encoder-decoder in several calls with transformers' KV cache, as `generate` does.
 
-    These are the expected logits of rows with a padded prompt if the decoder has no position input and its results differ with
-    and without a cache: M2M100 counts the non-padding tokens of the call, but all cached tokens. Rows without padding are always
-    compared with the call on the whole sequence.
+    Some decoders without a position input give other results with a KV cache than without it, if the prompt has padding. For example,
+    M2M100 counts cached padding tokens as positions, but does not count padding tokens of the current call. For rows with padding of
+    such models, the logits of this function are the expected logits. Rows without padding are always compared with one call on the
+    complete sequence.
     """
-    cache, start, found = None, 0, []
+    cache, start, logits = None, 0, []
     for length in lengths:
         end = start + length
         output = model(
@@ -198,5 +203,5 @@ def _stepwise(
             **{CACHE_NAME: cache},
         )
         cache, start = getattr(output, CACHE_NAME), end
-        found.append(output.logits)
-    return torch.cat(found, dim=1)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
