@@ -1,8 +1,8 @@
-"""Linear layers with integer weights: the output of quantizers of PyTorch models, and the input of exporters.
+"""Linear layers with integer weights, which quantizers of PyTorch models create and exporters read.
 
-A quantizer replaces linear layers by `IntegerLinear` or `BlockLinear`. `save_quantized` writes the model with its integer
-weights, without a floating-point copy. In PyTorch, `accel_layers::integer_linear` rounds activations as a runtime would, and
-`accel_layers::block_linear` computes with dequantized weights. Each backend lowers both operators to its own.
+A quantizer replaces linear layers by `IntegerLinear` or `BlockLinear`. `save_quantized` writes the model with its integer weights,
+without a floating-point copy. In PyTorch, the operator `accel_layers::integer_linear` rounds activations as a runtime does, and
+`accel_layers::block_linear` computes with dequantized weights. Each backend converts both operators to operators of its runtime.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .symbolic_operators import leaves_nodes
 OPERATOR_DOMAIN = "accel_layers"
 INTEGER_LINEAR, BLOCK_LINEAR = "integer_linear", "block_linear"
 WEIGHTS_FILE, LAYERS_FILE = "accel_quantized.safetensors", "accel_quantized.json"
-# Endings of parameter names in layers under quantization-aware training, in addition to weights and biases.
+# Endings of the names of parameters that only quantization-aware training adds to a layer.
 TRAINED_STEPS = (".x_log_change", ".w_log_change")
 _SCHEMA = 1
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _integer_linear(
 def _block_linear(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, inner: int = 0
 ) -> torch.Tensor:
-    # Compiled packages that were made before the argument `inner` existed do not pass it.
+    # Compiled packages from older versions of accel do not pass the argument `inner`.
     return functional.linear(x, block_weight(packed, scales, zeros, bits, inner or x.shape[-1]))
 
 
@@ -71,7 +71,11 @@ def _dequantized(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) 
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the last axis of `(..., n) uint8` into bytes, lower half first: `(..., n / 2)` for 4 bits, `(..., n)` for 8."""
+    """Pack values with the given number of bits into bytes along the last axis of `values: (..., n) uint8`.
+
+    The result is `(..., n / 2)` for 4 bits and `(..., n)` for 8 bits. With 4 bits, the first value of a pair is in the lower half of the
+    byte.
+    """
     if bits == 8:
         return values.contiguous()
     if values.shape[-1] % 2:
@@ -80,7 +84,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """Reverse `pack`. Return `(..., size) uint8`."""
+    """Unpack the result of `pack`, and return the values `(..., size) uint8`."""
     if bits == 8:
         return packed[..., :size]
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., :size]
@@ -96,7 +100,7 @@ def block_weight(
 
 
 class QuantizedLinear(torch.nn.Module):
-    """A linear layer with integer weights. Subclasses implement the multiplication.
+    """Base class of linear layers with integer weights. A subclass implements the multiplication with the weights.
 
     Args:
         inner, outer: Number of input and output features.
@@ -118,7 +122,7 @@ class QuantizedLinear(torch.nn.Module):
         self.register_buffer("bias", torch.zeros(outer) if bias else None)
 
     def description(self) -> dict[str, Any]:
-        """Return the settings from which an empty layer of this kind can be made."""
+        """Return the settings from which a layer with the same class and shapes can be created."""
         return {
             "inner": self.inner,
             "outer": self.outer,
@@ -131,17 +135,17 @@ class QuantizedLinear(torch.nn.Module):
         raise NotImplementedError
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `(..., inner)` by the weights."""
+        """Multiply inputs `(..., inner)` by the weights, and return `(..., outer)`."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer: `(..., inner)` to `(..., outer)`."""
+        """Compute the output `(..., outer)` of the layer for inputs `(..., inner)`."""
         result = self.product(x if self.factor is None else x * self.factor)
         return result if self.bias is None else result + self.bias
 
 
 class IntegerLinear(QuantizedLinear):
-    """A linear layer with 8-bit weights and 8-bit activations; the activations have one fixed scale.
+    """A linear layer with 8-bit weights and 8-bit activations. The scale of the activations is fixed.
 
     Args:
         inner, outer: Number of input and output features.
@@ -173,7 +177,7 @@ class IntegerLinear(QuantizedLinear):
         self.register_buffer("x_zero", torch.zeros((), dtype=torch.int8 if signed else torch.uint8))
 
     def description(self) -> dict[str, Any]:
-        """Return the settings from which an empty layer of this kind can be made."""
+        """Return the settings from which a layer with the same class and shapes can be created."""
         return {"kind": "integers", "signed": self.signed, **super().description()}
 
     def dequantized(self) -> torch.Tensor:
@@ -181,13 +185,15 @@ class IntegerLinear(QuantizedLinear):
         return _dequantized(self.weight, self.scale, self.zero)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `(..., inner)` by the weights, with activations rounded to 8 bits."""
+        """Multiply inputs `(..., inner)` by the weights, with activations rounded to 8 bits."""
         inputs = (x, self.x_scale, self.x_zero, self.weight, self.scale, self.zero)
         return _applied(INTEGER_LINEAR, _integer_linear, inputs, self.outer, {})
 
 
 class BlockLinear(QuantizedLinear):
-    """A linear layer with 4-bit or 8-bit weights in blocks along the inner axis. Activations are not quantized.
+    """A linear layer with 4-bit or 8-bit weights. Each block of weights along the inner axis has its own scale.
+
+    Activations are not quantized.
 
     Args:
         inner, outer: Number of input and output features.
@@ -195,7 +201,7 @@ class BlockLinear(QuantizedLinear):
         factor: Whether inputs are multiplied by a vector first (SmoothQuant, AWQ).
         bits: Bits of a weight, 4 or 8.
         block_size: Number of weights that share a scale.
-        whole_zeros: Whether zero points are integers, packed like the weights. If not, they are float32.
+        whole_zeros: Whether zero points are integers that are packed like the weights. If False, zero points are float32.
 
     Attributes:
         packed: Packed weights, `(outer, blocks, block_size * bits / 8) uint8`.
@@ -229,7 +235,7 @@ class BlockLinear(QuantizedLinear):
         self.register_buffer("zeros", zeros)
 
     def description(self) -> dict[str, Any]:
-        """Return the settings from which an empty layer of this kind can be made."""
+        """Return the settings from which a layer with the same class and shapes can be created."""
         settings = {
             "bits": self.bits,
             "block_size": self.block_size,
@@ -239,7 +245,7 @@ class BlockLinear(QuantizedLinear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """An empty tensor with the layer's compute dtype. Some models (T5) cast activations to the dtype of a layer's `weight`."""
+        """An empty tensor with the layer's compute dtype, for models such as T5 that cast activations to the dtype of `weight`."""
         return self.scales[:0]
 
     def dequantized(self) -> torch.Tensor:
@@ -247,7 +253,7 @@ class BlockLinear(QuantizedLinear):
         return block_weight(self.packed, self.scales, self.zeros, self.bits, self.inner)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `(..., inner)` by the dequantized weights."""
+        """Multiply inputs `(..., inner)` by the dequantized weights."""
         inputs = (x, self.packed, self.scales, self.zeros)
         attributes = {"bits": self.bits, "block_size": self.block_size, "inner": self.inner}
         return _applied(
@@ -260,22 +266,22 @@ _KINDS: dict[str, Callable[..., torch.nn.Module]] = {"integers": IntegerLinear, 
 
 @runtime_checkable
 class QuantizationAwareLayer(Protocol):
-    """A layer after quantization-aware training, which can be converted to a layer with integer weights."""
+    """A layer during or after quantization-aware training. It can be converted to a layer with integer weights."""
 
     def to_integers(self) -> QuantizedLinear:
-        """Return a layer with integer weights that computes the same."""
+        """Return a layer with integer weights and the same results."""
 
     def misfit(self) -> float:
-        """Return the share of the weights' sum of squares that is lost because the quantization steps do not fit the weights.
+        """Return how badly the quantization steps fit the weights: the fraction of the weights' sum of squares that rounding loses.
 
-        Return zero if other steps would not help much.
+        Return 0 if other quantization steps would not improve the result much.
         """
 
 
 def _applied(
     name: str, apply: Callable[..., Any], inputs: tuple[Any, ...], outer: int, attributes: Mapping[str, int]
 ) -> torch.Tensor:
-    """Compute the operator's result, or add an ONNX node for it to the trace."""
+    """Compute the result of an operator. During a trace for ONNX, add an ONNX node for the operator instead."""
     x: torch.Tensor = inputs[0]
     if not leaves_nodes():
         result: torch.Tensor = apply(*inputs)
@@ -292,58 +298,58 @@ def _applied(
 
 
 def quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
-    """Return the layers of a model with integer weights, by name."""
+    """Return the layers with integer weights of a model, by layer name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
 
 
 def with_record(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Module:
-    """Attach a quantization record to a model and return the model. Manifests of its exports contain the record."""
+    """Attach a quantization record to a model, and return the model. An export of the model writes the record to the manifest."""
     object.__setattr__(model, _RECORD, quantization)
     return model
 
 
 def record_of(model: torch.nn.Module) -> Quantization | None:
     """Return the record of a model's quantization, or `None` for a floating-point model."""
-    found = (getattr(one, _RECORD, None) for one in model.modules())
-    return next((one for one in found if one is not None), None)
+    records = (getattr(module, _RECORD, None) for module in model.modules())
+    return next((record for record in records if record is not None), None)
 
 
 def needs_float_weights(adapter: torch.nn.Module, layer: QuantizationAwareLayer) -> bool:
-    """Return whether a PEFT adapter computes with the weights of its layer (DoRA's norms, rotations).
+    """Return whether a PEFT adapter computes with the weights of its base layer, as DoRA does.
 
-    Such adapters cannot be applied to a layer with integer weights.
+    An adapter that needs the float weights cannot be used on a layer with integer weights.
 
     Args:
-        adapter: The adapter module, with the layer as `base_layer`. Not modified.
+        adapter: The adapter module, with the layer as `base_layer`. It is not modified.
         layer: The layer.
     """
-    tried = copy.deepcopy(adapter).eval()
+    tested = copy.deepcopy(adapter).eval()
     weight: torch.Tensor = layer.weight  # type: ignore[attr-defined]
     x = torch.randn((8, weight.shape[1]), generator=torch.Generator().manual_seed(0)).to(weight.device)
-    answers = []
-    for below in (layer, layer.to_integers().to(weight.device)):
-        tried.set_submodule("base_layer", below)  # type: ignore[arg-type]
+    results = []
+    for base_layer in (layer, layer.to_integers().to(weight.device)):
+        tested.set_submodule("base_layer", base_layer)  # type: ignore[arg-type]
         try:
             with torch.no_grad():
-                answers.append(tried(x))
+                results.append(tested(x))
         except RuntimeError:
-            # The `weight` of a layer with block weights is empty.
+            # An adapter that reads `weight` of a BlockLinear fails, because this tensor is empty.
             return True
-    before, after = answers
-    # Values between two quantization steps may be rounded up or down.
+    before, after = results
+    # The two layers may round some values differently, so small differences are accepted.
     return bool((after - before).abs().max() > 0.1 * before.abs().max())
 
 
 def without_training(model: torch.nn.Module) -> torch.nn.Module:
-    """Convert the layers of a model after quantization-aware training to integer weights, in a copy of the model.
+    """Return a copy of a model in which layers after quantization-aware training have integer weights.
 
-    Return any other model unchanged.
+    A model without such layers is returned unchanged.
 
     Raises:
-        ExportError: An adapter computes with the weights of a converted layer.
+        ExportError: A PEFT adapter computes with the weights of a converted layer.
     """
-    # Checks the class, because adapter wrappers forward attribute access to the layer inside.
-    if not any(hasattr(type(one), "to_integers") for one in model.modules()):
+    # The class is checked and not the object, because a PEFT adapter also has the attributes of its base layer.
+    if not any(hasattr(type(module), "to_integers") for module in model.modules()):
         return model
     record = record_of(model)
     converted = copy.deepcopy(model).eval()
@@ -398,7 +404,8 @@ def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
             "model.merge_and_unload().",
         )
 
-    # Other file names than transformers' own: `from_pretrained` could not read the weights and would make random ones.
+    # The file has another name than the weight files of transformers, because `from_pretrained` of transformers cannot read these weights
+    # and would create random weights.
     save_model(model, str(folder / WEIGHTS_FILE))
     _save_configs(model, folder)
     record = record_of(model)
@@ -412,18 +419,21 @@ def save_quantized(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
 
 
 def _descriptions(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the descriptions of quantized layers by name. Further names of a shared layer refer to its first name."""
+    """Return the descriptions of all quantized layers, by layer name.
+
+    If a model contains one layer under several names, the later names refer to the first name.
+    """
     firsts: dict[torch.nn.Module, str] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name, one in model.named_modules(remove_duplicate=False):
-        if isinstance(one, QuantizedLinear):
-            first = firsts.setdefault(one, name)
-            found[name] = one.description() if first == name else {"same": first}
-    return found
+    descriptions: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedLinear):
+            first = firsts.setdefault(module, name)
+            descriptions[name] = module.description() if first == name else {"same": first}
+    return descriptions
 
 
 def _save_configs(model: Any, folder: Path) -> None:
-    """Write the model's configs with its class name, as `save_pretrained` does."""
+    """Write config.json (with the name of the model's class) and the generation config, as `save_pretrained` does."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return
@@ -440,7 +450,7 @@ def holds_quantized(folder: Path) -> bool:
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """Return the source of a quantized model from the manifest in its folder, or `None` for any other folder."""
+    """Return the origin of a quantized model from the manifest in the folder. Return `None` if the folder has no quantized model."""
     if not holds_quantized(folder) or not (folder / MANIFEST).is_file():
         return None
     return Artifact.load(folder).manifest.source
@@ -451,7 +461,8 @@ def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.
 
     Args:
         folder: Folder with the model.
-        make: Creates the model without its weights. Called with `add_pooling_layer=False` if the file has no pooler.
+        make: Function that creates the model without weights. It is called with `add_pooling_layer=False` if the weight file contains
+            no pooler.
 
     Raises:
         IntegrityError: The files do not match the model.

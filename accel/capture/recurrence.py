@@ -1,9 +1,9 @@
-"""Trace recurrent layers (state-space models, linear attention) as one operator.
+"""Replacements of recurrent layers (state-space models, linear attention) by one operator during a trace.
 
-transformers writes these recurrences as Python loops over tokens or chunks. A trace would unroll the loops for the length of
-its sample. Most of the loops also start from an empty state when they read several tokens. During a trace, the functions in
-this module replace transformers' functions of the same names. They pass their inputs to `accel::recurrence`. Each backend
-lowers this operator to its own loop, which takes any initial state and any number of tokens.
+In transformers, these layers are Python loops over tokens or chunks of tokens. A trace would unroll a loop for the length of the
+sample. Most loops also ignore the cached state if a call has several tokens. During a trace, the functions in this module replace
+functions of transformers. They pass their inputs to the operator `accel::recurrence`. Each backend converts this operator to a loop of
+its runtime, which accepts any initial state and any number of tokens.
 """
 
 # ruff: noqa: N803, N806 (A, B, C and D are the names in the papers, and transformers passes them by name)
@@ -35,10 +35,10 @@ def _scan(
     query: torch.Tensor,
     *beta_and_state: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the results `(batch, tokens, heads, 1, values)` with the final state appended along the token axis.
+    """Return the results `(batch, tokens, heads, 1, values)` of the recurrence, with the final state appended along the token axis.
 
-    The state is appended as one row for each key. It is one tensor, because OpenVINO's converter gives a custom operator one
-    result.
+    The state is appended as one row for each key. The operator returns a single tensor, because OpenVINO's converter supports only one
+    result of a custom operator.
     """
     *beta, state = beta_and_state
     results = []
@@ -80,18 +80,18 @@ def recur(
     beta: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write each token into a decaying state and read the state.
+    """Compute a linear recurrence over the tokens.
 
-    Each token updates the state and then reads it: `state = state * exp(decay * rate) + key^T value`, `result = query state`.
+    Each token first updates the state, `state = state * exp(decay * rate) + key^T value`, and then reads it, `result = query state`.
 
     Args:
-        decay: `(batch, tokens, heads, keys or 1, values or 1)`.
-        key, query: `(batch, tokens, heads, keys)`.
-        value: `(batch, tokens, heads, values)`.
-        rate: Broadcasts to `(heads, keys, values)`. Default: 1.
-        beta: `(batch, tokens, heads)`. Selects the delta rule: the value that the decayed state returns for the key is
-            subtracted from the new value, and the difference is written with the weight `beta`.
-        state: Initial state `(batch, heads, keys, values)`. Default: zeros.
+        decay: Decay of each token, `(batch, tokens, heads, keys or 1, values or 1)`.
+        key, query: Keys and queries, `(batch, tokens, heads, keys)`.
+        value: Values, `(batch, tokens, heads, values)`.
+        rate: Factor of the decay that can be broadcast to `(heads, keys, values)`. `None` means 1.
+        beta: Weights `(batch, tokens, heads)` of the delta rule, or `None` for no delta rule. With the delta rule, the result of the
+            decayed state for the key is subtracted from the new value, and the difference times `beta` is added to the state.
+        state: Initial state `(batch, heads, keys, values)`. `None` means zeros.
 
     Returns:
         The results `(batch, tokens, heads, values)` and the final state, both in float32.
@@ -122,7 +122,7 @@ def recur(
 
 
 def read_state(state: torch.Tensor | None) -> None:
-    """Store the recurrent state of the current layer for functions that transformers calls without it."""
+    """Store the recurrent state of the current layer for `_selective_scan`, because transformers does not pass the state to it."""
     _state.set(state)
     _heads_read.set(0)
 
@@ -140,7 +140,10 @@ def _selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba's scan. `hidden_states, dt, z: (batch, channels, tokens)`, `A: (channels, size)`, `B, C: (batch, size, tokens)`."""
+    """Compute Mamba's selective scan with `recur`.
+
+    The shapes are `hidden_states, dt, z: (batch, channels, tokens)`, `A: (channels, size)` and `B, C: (batch, size, tokens)`.
+    """
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
@@ -163,7 +166,10 @@ def _selective_scan(
 
 
 def _next_state() -> torch.Tensor | None:
-    """Return the recurrent state of the current layer. Zamba has one state for each head and calls this once for each head."""
+    """Return the recurrent state of the current layer.
+
+    In Zamba, a layer has one state for each head and calls the scan once for each head. So each call returns the state of the next head.
+    """
     state = _state.get()
     if state is None or state.ndim == 4:
         return state
@@ -186,9 +192,9 @@ def _chunk_scan(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-2's scan.
+    """Compute Mamba-2's scan with `recur`.
 
-    Shapes: `hidden_states: (batch, tokens, heads, head_size)`, `dt: (batch, tokens, heads)`, `A: (heads,)`,
+    The shapes are `hidden_states: (batch, tokens, heads, head_size)`, `dt: (batch, tokens, heads)`, `A: (heads,)` and
     `B, C: (batch, tokens, groups, size)`.
     """
     if dt_bias is not None:
@@ -222,10 +228,10 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> Any:
-    """The gated delta rule, also for Kimi's linear attention.
+    """Compute the gated delta rule and Kimi's linear attention with `recur`.
 
-    Shapes: `query, key: (batch, tokens, groups, keys)`, `value: (batch, tokens, heads, values)`, `beta: (batch, tokens, heads)`.
-    `g` has the shape of `beta`, or an additional last axis of keys.
+    The shapes are `query, key: (batch, tokens, groups, keys)`, `value: (batch, tokens, heads, values)` and
+    `beta: (batch, tokens, heads)`. `g` has the shape of `beta`, or an additional last axis for the keys.
     """
     heads, dtype = value.shape[2], query.dtype
     query, key = (_repeated(tensor, heads, 2) for tensor in (query, key))
@@ -237,7 +243,7 @@ def _delta_rule(
 
 
 def _repeated(tensor: torch.Tensor, heads: int, axis: int) -> torch.Tensor:
-    """Repeat each group `heads / groups` times along an axis, in float32."""
+    """Convert a tensor to float32, and repeat each group `heads / groups` times along the given axis."""
     groups = tensor.shape[axis]
     return tensor.float() if groups == heads else tensor.float().repeat_interleave(heads // groups, dim=axis)
 
@@ -248,14 +254,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
 }
-"""Replacements by the names of the functions in transformers' model modules (5.23 and 5.24)."""
+"""Replacements by the name of the replaced function in the model modules of transformers (5.23 and 5.24)."""
 
 
 @contextmanager
 def recurrent(model: torch.nn.Module) -> Iterator[None]:
-    """Replace the recurrence functions in the modules of the model's code by accel's functions."""
-    names = sorted({type(one).__module__ for one in model.modules()})
-    # A class may exist longer than its module.
+    """Replace the recurrence functions in the Python modules of the model by accel's functions while the context is open."""
+    names = sorted({type(module).__module__ for module in model.modules()})
+    # A Python module may be missing in sys.modules although its classes still exist.
     modules = [module for name in names if (module := sys.modules.get(name)) is not None]
     token = _state.set(None)
     try:

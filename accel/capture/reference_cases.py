@@ -1,4 +1,4 @@
-"""Reference outputs of the PyTorch model on several shapes, and their differences from a graph's outputs."""
+"""Reference outputs of the PyTorch model for inputs of several shapes, and comparison of a graph's outputs with them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .tracer import first_lines
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs, and the outputs of the PyTorch model for them.
+    """Inputs of a graph, and the outputs of the PyTorch model for these inputs.
 
     Attributes:
-        sizes: Axis sizes, for reports.
+        sizes: Axis sizes of the inputs, for reports.
         feeds: Inputs by name.
-        expected: Outputs by name.
-        stateful: Whether the graph has a state, which is new at the first case.
-        skip: Number of leading padding positions in the outputs, which are not compared.
-        then: The next case with the same state.
+        expected: Outputs of the PyTorch model by name.
+        stateful: Whether the graph has a KV cache or another state. The first case of a sequence starts with an empty state.
+        skip: Number of positions at the start of the outputs that are not compared, because they are padding.
+        then: The next case of a sequence, which continues the same state, or `None`.
     """
 
     sizes: Mapping[str, int]
@@ -44,10 +44,11 @@ class Case:
 
 
 def reference_cases(source: Source) -> list[Case]:
-    """Compute reference cases on shapes that differ from the trace's sample.
+    """Compute reference cases with other shapes than the sample inputs of the trace.
 
-    The cases have one to three rows, shorter and longer sequences, a single token, and padding. A graph for images of any size
-    also gets other image sizes. One of them does not consist of whole patches; it is skipped if the model fails on it.
+    The cases have one to three rows, shorter and longer sequences, a single token, and padding. If the graph accepts images of any size,
+    the cases also have several image sizes. The last image size is not a multiple of the patch size, and this case is left out if the
+    model fails.
     """
     axes = {axis for named in source.axes.values() for axis in named.values()}
     base = safe_sizes(source.example, source.axes)
@@ -72,10 +73,10 @@ def reference_cases(source: Source) -> list[Case]:
         # The model's own code may raise any exception.
         except Exception as error:
             if sequence < base.get("sequence", 0):
-                # Funnel and CANINE downsample texts by 2 or 4, and fail on texts that are too short for that.
+                # Funnel and CANINE downsample texts by a factor of 2 or 4, and fail on very short texts.
                 continue
             if uneven and seed == len(plans):
-                # Models with windows or pyramids may accept only whole patches.
+                # Some models accept only images whose size is a multiple of the patch size.
                 continue
             raise ExportError(
                 f"The PyTorch model {source.architecture} failed on sample inputs with the axis sizes {sizes}: "
@@ -88,12 +89,13 @@ def reference_cases(source: Source) -> list[Case]:
 
 
 def padding_difference(source: Source) -> float | None:
-    """Measure how much longer, masked padding changes the model's outputs.
+    """Measure how much the outputs of the PyTorch model change if a batch gets more padding.
 
     Return the largest difference divided by the largest value (at least 1). Return 0 if the difference is within the tolerance
-    of the dtype. Return `None` if the model has no mask or fails on such inputs.
+    of the dtype. Return `None` if the model has no attention mask or fails on the padded inputs.
 
-    Most models give 0. Padding changes XLNet, which reads the last token, and Nystromformer, whose landmarks move.
+    The result is 0 for most models. More padding changes the outputs of XLNet, whose head reads the last token, and of Nystromformer,
+    whose attention depends on the length of the padded text.
     """
     axis = "sequence"
     if axis not in source.axes.get("attention_mask", {}).values():
@@ -111,13 +113,13 @@ def padding_difference(source: Source) -> float | None:
         filled = torch.zeros_like(tensor.narrow(place, 0, 1)) + (pad_id(source.config) if name == "input_ids" else 0)
         padded[name] = torch.cat((tensor, *[filled] * (longer - short)), dim=place)
     try:
-        expected, found = reference(source.model, feeds), reference(source.model, padded)
+        expected, outputs = reference(source.model, feeds), reference(source.model, padded)
     # The model's own code may raise any exception.
     except Exception:  # noqa: BLE001
         return None
     cut = {}
     for name, value in expected.items():
-        cut[name] = found[name]
+        cut[name] = outputs[name]
         for i in range(value.ndim):
             if value.shape[i] == short and cut[name].shape[i] == longer:
                 cut[name] = cut[name].narrow(i, 0, short)
@@ -127,10 +129,10 @@ def padding_difference(source: Source) -> float | None:
 
 
 def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]:
-    """Return the inputs for which the model computes a default that is not zero.
+    """Return the names of optional inputs for which the model computes a default other than zeros.
 
-    BigBird's question-answering head computes token types from the separator token. GPT-2 adds no embedding without token types,
-    but the embedding of token 0 for a token type of zero.
+    For example, BigBird's question-answering head computes `token_type_ids` from the separator token if the caller passes none. GPT-2
+    adds no embedding for missing `token_type_ids`, but it adds the embedding of token 0 for zeros.
     """
     name = "token_type_ids"
     if name not in parameters_of(model) or "input_ids" not in example:
@@ -142,7 +144,7 @@ def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]
     # The model's own code may raise any exception. A model that requires the input has no default.
     except Exception:  # noqa: BLE001
         return ()
-    # Compared value by value: BigBird writes -1e6 at invalid answers, so a relative tolerance on the largest value would be useless.
+    # The tolerance is relative to each value and not to the largest value, because BigBird writes -1e6 at invalid answers.
     same = all(
         torch.allclose(zeros[key].double(), value.double(), rtol=1e-3, atol=1e-4, equal_nan=True)
         for key, value in left_out.items()
@@ -151,18 +153,18 @@ def own_defaults_of(model: torch.nn.Module, example: Tensors) -> tuple[str, ...]
 
 
 def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
-    """Measure the rounding error of a float32 model: its largest difference from float64, relative to an output's scale.
+    """Measure the rounding error of a float32 model, as the largest difference from the same model in float64.
 
-    Some models amplify rounding errors. For example, Grounding DINO and RT-DETR read image features at positions that they
-    compute first. A graph cannot be closer to PyTorch than PyTorch is to the exact result. Needs memory for a float64 copy of the
-    weights.
+    The difference is relative to the largest value of an output. Some models amplify rounding errors. For example, Grounding DINO and
+    RT-DETR read image features at positions that depend on earlier results. The outputs of a graph cannot be expected to be closer to
+    PyTorch's outputs than PyTorch's outputs are to the exact result. The function needs memory for a float64 copy of the weights.
 
     Args:
         model: The model in float32.
-        cases: Reference cases of the whole model, not of its parts.
+        cases: Reference cases of the complete model, not of its parts.
 
     Returns:
-        The rounding error. 0 if the model does not run in float64.
+        The rounding error, or 0 if the model does not run in float64.
     """
     worst = 0.0
     try:
@@ -170,7 +172,7 @@ def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
         for case in cases:
             for difference, scale in differences_by_output(case.expected, reference(exact, case.feeds)).values():
                 worst = max(worst, difference / max(1.0, scale))
-    # The model's own code may raise any exception. Usually it creates tensors of a fixed dtype.
+    # The model's own code may raise any exception. The usual reason is that the code creates tensors of a fixed dtype.
     except Exception:  # noqa: BLE001
         return 0.0
     return worst if math.isfinite(worst) else 0.0
@@ -178,7 +180,7 @@ def own_rounding(model: torch.nn.Module, cases: Sequence[Case]) -> float:
 
 @torch.inference_mode()
 def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
-    """Return the tensors among the PyTorch model's outputs, by graph name."""
+    """Run the PyTorch model, and return its output tensors by the names that the outputs have in the graph."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in feeds.items()}
     with quiet():
@@ -187,7 +189,7 @@ def reference(model: torch.nn.Module, feeds: Tensors) -> Tensors:
 
 
 def named_tensors(result: Any) -> Tensors:
-    """Return the tensors among a model's outputs, by name."""
+    """Return the tensors in a model's output by name. Elements of a tuple are named `output.0`, `output.1` and so on."""
     if isinstance(result, torch.Tensor):
         return {"output": result}
     if isinstance(result, Mapping):
@@ -196,9 +198,9 @@ def named_tensors(result: Any) -> Tensors:
 
 
 def max_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-    """Return the largest absolute difference and the largest absolute expected value over all outputs.
+    """Return the largest absolute difference and the largest absolute expected value of all outputs.
 
-    `differences_by_output` describes how outputs are matched.
+    See `differences_by_output` for the pairing of outputs with expected outputs.
     """
     each = differences_by_output(found, expected).values()
     return max((worst for worst, _ in each), default=0.0), max((scale for _, scale in each), default=0.0)
@@ -209,13 +211,13 @@ def differences_by_output(
 ) -> dict[str, tuple[float, float]]:
     """Return the largest absolute difference and the largest absolute expected value of each output, by name.
 
-    Tolerances are scaled by the expected value. Outputs are matched by name, or by order if the names differ. The difference is
-    infinite for a missing output, for another shape, and for a value that is finite on one side only. The scale of integer
-    outputs is 0, because they are indices or labels.
+    An output is compared with the expected output of the same name. If the names differ, outputs are compared in their order. The
+    difference is infinite if an output is missing, if it has another shape, or if a value is finite in only one of the two tensors. For
+    outputs of integers, the largest expected value is reported as 0, because the integers are indices or labels.
     """
     by_order = dict(zip(expected, found.values(), strict=False))
-    have = found if set(expected) <= set(found) else by_order
-    return {name: _difference(have.get(name), want) for name, want in expected.items()}
+    outputs = found if set(expected) <= set(found) else by_order
+    return {name: _difference(outputs.get(name), tensor) for name, tensor in expected.items()}
 
 
 def _difference(have: torch.Tensor | None, want: torch.Tensor) -> tuple[float, float]:
@@ -223,7 +225,8 @@ def _difference(have: torch.Tensor | None, want: torch.Tensor) -> tuple[float, f
         return float("inf"), 0.0
     if want.numel() == 0:
         return 0.0, 0.0
-    # Models write the dtype's minimum at invalid choices (Splinter's padding). It must not scale the tolerance of other values.
+    # Some models write the smallest value of the dtype at invalid positions (Splinter at padding). The largest expected value, which
+    # scales the tolerance, must not include these positions.
     hidden = torch.finfo(want.dtype).min / 2 if want.is_floating_point() else -float("inf")
     a, b = have.double().cpu(), want.double().cpu()
     same = (a == b) | (a.isnan() & b.isnan()) | ((a <= hidden) & (b <= hidden))
@@ -234,11 +237,17 @@ def _difference(have: torch.Tensor | None, want: torch.Tensor) -> tuple[float, f
 
 
 INTEGERS = "integers"
-"""Replaces the dtype for a model with quantized layers, where values may be rounded up or down."""
+"""Value for the argument `dtype` of `tolerance` that selects the tolerance for models with quantized layers."""
 
 
 def tolerance(config_atol: float | None, dtype: str, scale: float) -> float:
-    """Return the accepted absolute difference: `config_atol`, or a value for the dtype, scaled by the largest expected value."""
+    """Return the largest accepted absolute difference between outputs.
+
+    Args:
+        config_atol: The user's setting, which is returned unchanged. `None` means the default for the dtype.
+        dtype: Dtype of the model, or `INTEGERS`.
+        scale: Largest absolute expected value. Values above 1 increase the default tolerance by this factor.
+    """
     if config_atol is not None:
         return config_atol
     return {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1, INTEGERS: 1e-1}[dtype] * max(1.0, scale)

@@ -1,4 +1,7 @@
-"""Sample inputs on which a trace does not specialize wrongly: at least two rows, different axis sizes, padding in the mask."""
+"""Sample inputs for traces, with at least two rows, different sizes for different axes, and padding in the mask.
+
+With other inputs, a trace could be correct only for these inputs. For example, it could make an axis of size 1 a constant.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,20 @@ SAMPLE_BATCH = 2
 SAMPLE_SEQUENCE = 5
 SAMPLE_CHOICES = 3
 SAMPLE_PATCHES = 11
-# Config fields with the number of tokens in a block. The sample is longer than two blocks, so the trace keeps the number of
-# blocks variable: LongT5's global tokens, CANINE's characters, LED's windows.
+# Config fields with the block size in tokens, of models that process texts in blocks (LongT5, CANINE, LED). The sample is longer than two
+# blocks, so that the number of blocks stays variable in the trace.
 _BLOCKS = ("global_block_size", "downsampling_rate", "attention_window")
 
-# Axes that vary if the model accepts any image size and the trace follows it. If not, the image size is fixed.
+# Names of the image axes of models that accept images of any size. Other models have a fixed image size.
 IMAGE_AXES = ("height", "width")
-# Mask of pixels that are not padding: `(batch, height, width)`.
+# Name of the input with 1 for pixels that are not padding, `(batch, height, width)`.
 PIXEL_MASK = "pixel_mask"
-# Bounding boxes of the tokens' words on a page: `(batch, sequence, 4)`.
+# Name of the input with the bounding box of each token's word on a page, `(batch, sequence, 4)`.
 BOXES, _CORNERS = "bbox", 4
-# Padding masks of the text, of the encoder's output, and of visual inputs next to a text.
+# Names of padding masks: of the text, of the encoder's output, and of image features in models of images and texts.
 _MASKS = ("attention_mask", "encoder_attention_mask", "visual_attention_mask")
 _SPECIAL = ("eos_token_id", "sep_token_id", "cls_token_id", "bos_token_id", "mask_token_id", "pad_token_id")
-_IMAGE_STEP = 32  # pixels; architectures halve images up to five times
+_IMAGE_STEP = 32  # Pixels. Most architectures halve the size of an image up to five times, and 32 is 2**5.
 
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -53,12 +56,12 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     inner = unwrapped(module)
     main = getattr(inner, "main_input_name", None)
     if main == "inputs":
-        # Perceiver's main input has this name for all modalities, but its heads also accept the usual names.
+        # Perceiver's main input is named `inputs` for all modalities, but its classes also accept `input_ids` or `pixel_values`.
         main = next((name for name in ("input_ids", "pixel_values") if name in parameters_of(module)), main)
     if config is None or main not in ("input_ids", "pixel_values", PATCHES):
         raise _no_inputs(inner, main)
     if main == "pixel_values":
-        # If `forward` takes **kwargs, processors return a pixel mask, but the model ignores it (YOLOS).
+        # Some image processors return a pixel mask that the model accepts as **kwargs and ignores (YOLOS).
         parameters = parameters_of(module)
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         return *image_sample(module, folder), ((PIXEL_MASK,) if takes_any and PIXEL_MASK not in parameters else ())
@@ -73,7 +76,7 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     example = {name: torch.ones(shape, dtype=torch.int64) for name in names}
     largest = family_of(config).largest_box(config)
     if BOXES in parameters_of(module) and largest is not None:
-        # Heads of LayoutLM and LiLT read bounding boxes, as their question-answering models do.
+        # All models of LayoutLM and LiLT read bounding boxes.
         example[BOXES] = torch.ones((*shape, _CORNERS), dtype=torch.tensor(largest).dtype)
     axes = {name: dict(enumerate(axis_names)) for name in example}
     sizes = dict(zip(axis_names, shape, strict=True))
@@ -81,7 +84,7 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def _patch_sample(width: int) -> tuple[Tensors, Axes]:
-    """Images as patches with `width` values each. The second image has fewer patches."""
+    """Make sample images as patches with `width` pixel values each. The second image has fewer patches."""
     example = {PATCHES: torch.zeros((1, 1, 2 + width)), "attention_mask": torch.ones((1, 1), dtype=torch.int64)}
     axes = {name: {0: "batch", 1: PATCH_AXIS} for name in example}
     return resize(example, axes, {"batch": SAMPLE_BATCH, PATCH_AXIS: SAMPLE_PATCHES}, None, seed=0), axes
@@ -113,32 +116,32 @@ def text_inputs(module: torch.nn.Module, config: Any, folder: Path | None) -> tu
     if "token_type_ids" in parameters and not _generates(module):
         types = getattr(config, "type_vocab_size", None)
         if types is None:
-            # Without token types, nothing is added; with zeros, GPT-2 adds the embedding of token 0. So the graph has the
-            # input only if the tokenizer always returns it (XLNet).
+            # In models such as GPT-2, missing token types and token types of zeros give different results. So the graph has this input only
+            # if the tokenizer always returns token types (XLNet).
             if "token_type_ids" in tokenizer_names(folder):
                 names.append("token_type_ids")
         elif types > 1:
             names.append("token_type_ids")
         else:
-            # A token type table with one row (RoBERTa) or without rows (DeBERTa-v2) adds the same to every token.
+            # A token type table with one row (RoBERTa) or without rows (DeBERTa-v2) adds the same values to every token.
             return names, ("token_type_ids",)
     return names, ()
 
 
 def tokenizer_names(folder: Path | None) -> Sequence[str]:
-    """Return the names of the tensors that a folder's tokenizer returns. Empty if the folder has no tokenizer."""
+    """Return the names of the tensors that the tokenizer in a folder returns. Empty if the folder has no tokenizer."""
     if folder is None or not any(folder.glob("*token*")):
         return ()
     try:
         names: Sequence[str] = open_companion("AutoTokenizer", folder).model_input_names
-    # A tokenizer with custom code, or an invalid one, does not stop the export.
+    # An export must not fail because of a tokenizer with custom code or an invalid tokenizer.
     except Exception:  # noqa: BLE001
         return ()
     return names
 
 
 def _largest(size: Any) -> int:
-    """Return the largest number of tokens in a config field, which has one value or a list with one value for each layer."""
+    """Return the largest number in a config field. The field contains one number, or a list with one number for each layer."""
     sizes = size if isinstance(size, list | tuple) else [size]
     return max((n for n in sizes if isinstance(n, int)), default=0)
 
@@ -149,19 +152,22 @@ def _generates(module: Any) -> bool:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Draw the same random numbers at every export. Afterwards, the caller's random state is restored."""
+    """Set a fixed random seed while the context is open, so that every export uses the same sample inputs.
+
+    At the end, the caller's random state is restored.
+    """
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(0)
         yield
 
 
 def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors | None = None) -> tuple[Tensors, Axes]:
-    """Make sample images, and their padding mask if the model takes one.
+    """Make sample images, and their padding mask if the model has an input for it.
 
     Args:
         module: The model.
-        folder: Folder of its config and processor files.
-        others: Other inputs of the model, which it needs to run.
+        folder: Folder with the model's config and processor files.
+        others: Further inputs without which the model cannot run, such as texts.
     """
     config = getattr(module, "config", None)
     inner = unwrapped(module)
@@ -172,7 +178,7 @@ def image_sample(module: torch.nn.Module, folder: Path | None, others: Tensors |
     shape = (SAMPLE_BATCH, channels, height, width)
     if not _generates(inner) and _computes_at_any_size(module, shape, masked=masked, others=others or {}):
         named |= dict(enumerate(IMAGE_AXES, start=2))
-        # The trace would merge two axes of the same size into one.
+        # Height and width must differ, because the trace would merge two axes of the same size.
         width += _IMAGE_STEP if height == width else 0
     sample = {"pixel_values": torch.randn(SAMPLE_BATCH, channels, height, width)}
     axes = {"pixel_values": named}
@@ -194,18 +200,21 @@ def _computes_at_any_size(
                 pixels = torch.zeros((batch, channels, height + higher, width + wider), dtype=dtype, device=device)
                 mask = {PIXEL_MASK: torch.ones_like(pixels[:, 0], dtype=torch.int64)} if masked else {}
                 module(pixel_values=pixels, **mask, **others)
-    # The model's own code may raise any exception. Usually its position embeddings have a fixed size.
+    # The model's own code may raise any exception. The usual reason is that position embeddings have a fixed size.
     except Exception:  # noqa: BLE001
         return False
     return True
 
 
 def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Return a height and width in pixels for the reference case `index`. Return an empty dict if the graph's images have one size."""
+    """Return the height and width of images in pixels for the reference case `index`.
+
+    Return an empty dict if the graph accepts only one image size.
+    """
     if not set(IMAGE_AXES) <= set(sizes):
         return {}
     height, width = (sizes[axis] for axis in IMAGE_AXES)
-    # The sizes include squares, as processors produce them. The last size does not consist of whole patches.
+    # Some sizes are squares, as most processors produce them. The last size is not a multiple of the patch size.
     plans = (
         (0, 0), (_IMAGE_STEP, 0), (0, -_IMAGE_STEP), (_IMAGE_STEP, -_IMAGE_STEP), (2 * _IMAGE_STEP, _IMAGE_STEP),
         (_IMAGE_STEP + 5, _IMAGE_STEP - 3),
@@ -215,19 +224,19 @@ def image_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
 
 
 def point_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Return numbers of points for the reference case `index`. Return an empty dict for a graph without point axes."""
+    """Return the sizes of the point axes for the reference case `index`, or an empty dict for a graph without point axes."""
     if not {"points", "each"} <= set(sizes):
         return {}
-    # The plans include the pipeline's shape: one point for each mask.
+    # One of the cases has one point for each mask, as in transformers' pipeline.
     plans = ((0, 0), (3, -3), (-3, 1), (1, -3), (2, 2))
     more, longer = plans[index % len(plans)]
     return {"points": sizes["points"] + more, "each": sizes["each"] + longer}
 
 
 def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict[str, int]:
-    """Return default sizes of the image axes of a graph, if it has any.
+    """Return the usual sizes of the image axes of a graph, or an empty dict for a graph without image axes.
 
-    These are the height and width in pixels, or the processor's number of patches.
+    The sizes are the height and width in pixels, or the number of patches of the image processor.
     """
     if PATCH_AXIS in axes:
         settings = processor_settings(folder, "image_processor")
@@ -240,17 +249,19 @@ def usual_sizes(axes: Collection[str], config: Any, folder: Path | None) -> dict
 def _image_config(config: Any) -> Any:
     """Return the part of a config that describes images."""
     inner = getattr(config, "encoder", None) or getattr(config, "vision_config", None) or config
-    # A nested config is a mapping in a file and an object in a config class.
+    # A nested config is a mapping if the config was read from a file, and an object in a config class of transformers.
     return SimpleNamespace(**inner) if isinstance(inner, Mapping) else inner
 
 
 def image_size(config: Any, folder: Path | None, architecture: str = "") -> tuple[int, int]:
-    """Return the height and width of images in pixels: from the model, else from its processor, else 224.
+    """Return the height and width of images in pixels.
+
+    The size is read from the model's config, else from the settings of the image processor. If both have no size, it is 224.
 
     Args:
         config: Config of the model.
-        folder: Folder with the processor's files.
-        architecture: Class name of the model. If empty, the class in the config.
+        folder: Folder with the files of the image processor.
+        architecture: Class name of the model. Empty means the class name in the config.
     """
     family = family_of(config)
     size = family.image_size(_image_config(config), architecture)
@@ -275,12 +286,12 @@ def processor_settings(folder: Path | None, part: str) -> Mapping[str, Any]:
 
 
 def known_axes(sample: Mapping[str, torch.Tensor]) -> Axes:
-    """Return the axis names of inputs with usual transformers names.
+    """Return the axis names of inputs with the usual names of transformers, such as `input_ids` and `pixel_values`.
 
-    They are `(batch, sequence)`, `(batch, choices, sequence)`, or the batch axis of images.
+    The axes of texts are `(batch, sequence)` or `(batch, choices, sequence)`. Images have only a named batch axis.
 
     Raises:
-        InputError: An input has another name or rank.
+        InputError: An input has another name, or another number of axes.
     """
     text = {2: ("batch", "sequence"), 3: ("batch", "choices", "sequence")}
     axes: dict[str, dict[int, str]] = {}
@@ -327,11 +338,11 @@ def check_sample(sample: Mapping[str, torch.Tensor], axes: Axes | None) -> None:
 
 
 def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]:
-    """Return axis sizes that a trace can tell apart: all different, at least 2, and at least 3 for the sequence.
+    """Return axis sizes for a trace. All sizes are different, at least 2, and at least 3 for the axis `sequence`.
 
     Args:
         sample: Inputs of any shape, by name.
-        axes: Names of the axes that vary, by input and position.
+        axes: Names of the axes that may vary, by input name and axis number.
 
     Raises:
         InputError: Two inputs have different sizes for the same axis name.
@@ -358,13 +369,13 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
 def resize(
     example: Mapping[str, torch.Tensor], axes: Axes, sizes: Mapping[str, int], config: Any, seed: int
 ) -> Tensors:
-    """Make inputs with the names, dtypes and ranks of an example, and other axis sizes.
+    """Make inputs with the names, dtypes and ranks of example inputs, but with other axis sizes.
 
-    Axes without a name keep the example's size. Token ids are drawn at random. Other tensors are repeated up to the new size,
-    with a little noise on floating-point values. Every second row of a mask ends with padding, where token ids are the padding
-    id, as a tokenizer returns it.
+    Axes without a name keep the size of the example. Token ids are drawn at random. Other tensors are repeated up to the new size, and
+    floating-point values get a little noise. Every second row of a mask ends with padding, and the token ids in the padding are the
+    padding token.
     """
-    family, whole = family_of(config), config
+    family, full_config = family_of(config), config
     config = text_config(config)
     largest = family.largest_box(config)
     generator = torch.Generator().manual_seed(seed)
@@ -404,14 +415,14 @@ def resize(
             end = _end_id(config)
             if end is not None:
                 ids.scatter_(-1, mask.sum(-1, keepdim=True).to(torch.int64) - 1, end)
-    family.fill(resized, whole)
+    family.fill(resized, full_config)
     return resized
 
 
 def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tensors:
-    """Return the inputs with `i` special tokens in row `i`, in place of normal tokens of `input_ids: (batch, sequence)`.
+    """Replace some normal tokens of `input_ids: (batch, sequence)` by special tokens. Row `i` gets up to `i` special tokens.
 
-    The first and the last non-padding token of a row are kept. Inputs without token ids are returned unchanged.
+    The first and the last token of a row that are not padding are kept. Inputs without token ids are returned unchanged.
     """
     ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
     if ids is None or ids.ndim != 2 or config is None:
@@ -435,38 +446,38 @@ def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tenso
 
 
 def _ids_in(value: object) -> list[int]:
-    """Return the ids in a config field, which holds one id, a list (Llama 3 has three end tokens), or none."""
+    """Return the token ids in a config field, which contains one id, a list of ids (Llama 3 has three end tokens) or `None`."""
     return [token for token in (value if isinstance(value, list | tuple) else [value]) if isinstance(token, int)]
 
 
 def text_config(config: Any) -> Any:
-    """Return the nested text config if the config itself does not describe text (CLIP), else the config."""
+    """Return the nested text config if the config has no vocabulary size (CLIP), else the config."""
     inner = getattr(config, "text_config", None)
     return inner if inner is not None and not isinstance(inner, dict) and not hasattr(config, "vocab_size") else config
 
 
 def pad_id(config: Any) -> int:
-    """Return the padding token's id from the config, else from the text config, else 0.
+    """Return the id of the padding token from the config or from the nested text config. Return 0 if both have no padding token.
 
-    An id outside the vocabulary is ignored (SmolVLM's config has one).
+    An id outside the vocabulary is ignored, because SmolVLM's config contains such an id.
     """
     text = text_config(config)
-    known = getattr(text, "vocab_size", None) or sys.maxsize
-    for one in (config, text):
-        value = getattr(one, "pad_token_id", None)
-        if isinstance(value, int) and 0 <= value < known:
+    vocabulary = getattr(text, "vocab_size", None) or sys.maxsize
+    for part in (config, text):
+        value = getattr(part, "pad_token_id", None)
+        if isinstance(value, int) and 0 <= value < vocabulary:
             return value
     return 0
 
 
 def _end_id(config: Any) -> int | None:
-    """Return the end token's id for models whose head may read it (BART's classifier), else `None`."""
+    """Return the id of the end token for encoder-decoder models, whose head may read the end token (BART), else `None`."""
     value = getattr(config, "eos_token_id", None)
     return value if isinstance(value, int) and getattr(config, "is_encoder_decoder", False) else None
 
 
 def _vocabulary(config: Any) -> int:
-    """Return the vocabulary size from a model's config or its nested configs (mappings if read from JSON), else 100."""
+    """Return the smallest vocabulary size in a config and its nested configs, or 100 if there is none."""
     parts = (config, *getattr(config, "__dict__", {}).values())
     sizes = [
         part.get("vocab_size") if isinstance(part, Mapping) else getattr(part, "vocab_size", None) for part in parts
@@ -477,7 +488,8 @@ def _vocabulary(config: Any) -> int:
 def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) -> torch.Tensor:
     vocabulary = _vocabulary(config)
     ids = torch.randint(0, vocabulary, tuple(shape), generator=generator)
-    # A padding id inside the text would shift the positions of RoBERTa-like models, and an end token would end BART's text.
+    # The random ids must not contain the padding token, which would shift the position ids of RoBERTa, or the end token, which BART's
+    # classifier searches.
     reserved = (pad_id(config), _end_id(config))
     around = (i % vocabulary for i in range(reserved[0] + 1, reserved[0] + 4))
     plain = next((i for i in around if i not in reserved), 0)
@@ -488,7 +500,10 @@ def _token_ids(shape: Sequence[int], config: Any, generator: torch.Generator) ->
 
 
 def _boxes(shape: Sequence[int], largest: float, generator: torch.Generator) -> torch.Tensor:
-    """Draw bounding boxes `(batch, sequence, 4)` whose end is after their start, because models also embed width and height."""
+    """Return random bounding boxes `(batch, sequence, 4)`.
+
+    The right and bottom coordinates are larger than the left and top coordinates, because some models embed the width and height.
+    """
     corners, sizes = (torch.rand((*shape[:-1], 2), generator=generator) * largest / 2 for _ in range(2))
     return torch.cat([corners, corners + sizes], dim=-1)
 
@@ -501,7 +516,7 @@ def _padded_mask(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padded_pixels(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask `(batch, height, width)`. Every second image is padded at the bottom and on the right, as processors pad."""
+    """Return a pixel mask `(batch, height, width)`. Every second image has padding at the bottom and on the right."""
     mask = torch.ones(tuple(shape), dtype=dtype)
     mask[1::2, -(shape[1] // 4) :] = 0
     mask[1::2, :, -(shape[2] // 4) :] = 0
