@@ -1,4 +1,7 @@
-"""Sentence embeddings from hidden states: pooling and the modules after it, inside a graph or after it."""
+"""Modules that compute sentence embeddings from hidden states: pooling and the modules after the pooling.
+
+An exported graph can contain these modules. If not, accel runs them on the outputs of the graph.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from ..interfaces.wrapper import Tensors, Wrapper
 from .layer_outputs import inner_states
 
 _WORDS = {"last": "lasttoken"}
-"""Pooling names of sentence-transformers, where the names of `ExportConfig` differ."""
+"""Maps pooling modes of `ExportConfig` to the names in sentence-transformers, for modes whose names differ."""
 
 
 class Pooling(torch.nn.Module):
-    """Pool hidden states by one or more modes and concatenate the results. Computes in float32.
+    """Pool hidden states with one or more pooling modes, and concatenate the results. The computation is in float32.
 
     Args:
         modes: Names from `sentence_settings.POOLING_MODES`.
@@ -31,7 +34,8 @@ class Pooling(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Pool `hidden: (batch, sequence, hidden)` over the tokens with 1 in `counted: (batch, sequence)`.
 
-        Tokens in `attention_mask` but not in `counted` are a prompt. They count in the positions of `weightedmean`.
+        A token with 1 in `attention_mask` and 0 in `counted` belongs to a prompt and is not pooled. In the mode `weightedmean`, the weight
+        of a token is its position, and the tokens of the prompt count as positions.
         """
         hidden = hidden.float()
         return torch.cat([_pooled(mode, hidden, attention_mask, counted) for mode in self.modes], dim=-1)
@@ -43,15 +47,15 @@ def _at(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _first(mask: torch.Tensor) -> torch.Tensor:
-    """Return the position of the first token of each row, for left and right padding.
+    """Return the position of the first token of each row that is not padding.
 
-    All values below argmax differ, because runtimes resolve ties differently.
+    The values of a row that are passed to argmax are all different, because runtimes return different indices for equal values.
     """
     return (mask * torch.arange(mask.shape[1], 0, -1, device=mask.device)).argmax(1)
 
 
 def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Pool hidden states by one mode. Return `(batch, hidden)`."""
+    """Pool hidden states with one pooling mode, and return `(batch, hidden)`."""
     kept = counted.unsqueeze(-1).to(hidden.dtype)
     if mode == "cls":
         return _at(hidden, _first(counted))
@@ -60,7 +64,7 @@ def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.
     if mode == "max":
         return hidden.masked_fill(kept == 0, torch.finfo(hidden.dtype).min).amax(1)
     if mode == "weightedmean":
-        # The weights are positions, starting at 1 for the first token after the padding.
+        # The weight of a token is its position. The first token that is not padding has the weight 1.
         positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) - _first(mask).unsqueeze(1)
         kept = kept * positions.unsqueeze(-1).to(hidden.dtype)
     weights = kept.sum(1).clamp(min=1e-9)
@@ -76,11 +80,11 @@ class Normalize(torch.nn.Module):
 
 
 class SentenceLayers(torch.nn.Module):
-    """Compute sentence embeddings from hidden states: pooling, then further modules.
+    """Compute sentence embeddings from hidden states with a pooling module and the modules after it.
 
     Args:
         pooling: The pooling module.
-        after: The modules after the pooling, in order.
+        after: The modules after the pooling, in the order in which they run.
     """
 
     def __init__(self, pooling: Pooling, *after: torch.nn.Module) -> None:
@@ -91,17 +95,17 @@ class SentenceLayers(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, attention_mask: torch.Tensor, counted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return sentence embeddings `(batch, size)` in float32. The arguments are as in `Pooling.forward`."""
-        found: torch.Tensor = self.after(
+        """Return sentence embeddings `(batch, size)` in float32. `Pooling.forward` describes the arguments."""
+        embeddings: torch.Tensor = self.after(
             self.pooling(hidden, attention_mask, attention_mask if counted is None else counted)
         )
-        return found
+        return embeddings
 
 
 class SentenceEmbedder(Wrapper):
-    """A model followed by pooling and the other sentence-embedding modules, so that its graph returns sentence embeddings.
+    """A transformers model with the modules that compute sentence embeddings, so that its graph returns sentence embeddings.
 
-    Returns `last_hidden_state: (batch, sequence, hidden)` and `sentence_embedding: (batch, size)`.
+    The outputs are `last_hidden_state: (batch, sequence, hidden)` and `sentence_embedding: (batch, size)`.
     """
 
     def __init__(self, model: torch.nn.Module, layers: SentenceLayers) -> None:
@@ -110,11 +114,11 @@ class SentenceEmbedder(Wrapper):
 
     def forward(self, attention_mask: torch.Tensor, **inputs: torch.Tensor) -> Tensors:
         """Run the model and pool its last hidden state over the tokens with 1 in `attention_mask: (batch, sequence)`."""
-        found = self.model(attention_mask=attention_mask, **inputs)
-        hidden = found["last_hidden_state"]
-        # Sums in float16 overflow, so only the result is converted to it.
+        outputs = self.model(attention_mask=attention_mask, **inputs)
+        hidden = outputs["last_hidden_state"]
+        # The layers compute in float32, because sums over tokens would overflow in float16.
         vectors = self.layers(hidden, attention_mask).to(hidden.dtype)
-        return {"last_hidden_state": hidden, "sentence_embedding": vectors, **inner_states(found)}
+        return {"last_hidden_state": hidden, "sentence_embedding": vectors, **inner_states(outputs)}
 
 
 def sentence_layers(
@@ -127,13 +131,13 @@ def sentence_layers(
     """Create the modules of a sentence-embedding model.
 
     Args:
-        settings: Settings from the model's folder; `None` for a model in memory.
-        pooling: Pooling mode that replaces the folder's.
-        normalize: `True` adds a normalization if there is none at the end. `False` removes all normalizations.
-        default: Pooling mode if neither `settings` nor `pooling` gives one.
+        settings: sentence-transformers settings from the model's folder, or `None` for a model in memory.
+        pooling: Pooling mode that replaces the pooling mode in `settings`.
+        normalize: `True` adds a normalization at the end if the last module is not a normalization. `False` removes all normalizations.
+        default: Pooling mode if neither `settings` nor `pooling` contains one.
 
     Raises:
-        TaskError: The folder's model has no sentence embeddings, or of an unsupported kind.
+        TaskError: The model in the folder computes no sentence embeddings, or uses unsupported modules.
         ExportError: Weights of a module are missing.
         IntegrityError: The weights of a module have wrong names or shapes.
     """
@@ -150,7 +154,7 @@ def sentence_layers(
 
 
 def activation_function(path: str) -> torch.nn.Module:
-    """Create an activation module of `torch.nn` from the class path in a sentence-transformers config.
+    """Create an activation module of `torch.nn` from a class path such as `torch.nn.modules.activation.Tanh`.
 
     Raises:
         ConfigError: The class does not exist in `torch.nn`, or requires arguments.
@@ -163,14 +167,14 @@ def activation_function(path: str) -> torch.nn.Module:
             fix="use sentence-transformers for this model.",
         )
     try:
-        made: torch.nn.Module = kind()
+        activation: torch.nn.Module = kind()
     except TypeError as error:
         raise ConfigError(
             f"The sentence-transformers config of the model contains the activation {path!r}, which cannot be created without "
             f"arguments: {error}",
             fix="use sentence-transformers for this model.",
         ) from error
-    return made
+    return activation
 
 
 def _module(layer: SentenceModule) -> torch.nn.Module:
@@ -184,13 +188,13 @@ def _module(layer: SentenceModule) -> torch.nn.Module:
             f"{layer.folder} does not contain the weights of a {layer.kind} module; it contains {sorted(weights)}.",
             fix="download the model's files again.",
         )
-    made: torch.nn.Module
+    module: torch.nn.Module
     if layer.kind == "LayerNorm":
-        made = torch.nn.LayerNorm(weight.shape[0], dtype=torch.float32)
+        module = torch.nn.LayerNorm(weight.shape[0], dtype=torch.float32)
     else:
-        made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=torch.float32)
-    made.load_state_dict({name.partition(".")[2]: value.float() for name, value in weights.items()})
-    return torch.nn.Sequential(made, activation_function(layer.activation)) if layer.kind == "Dense" else made
+        module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=torch.float32)
+    module.load_state_dict({name.partition(".")[2]: value.float() for name, value in weights.items()})
+    return torch.nn.Sequential(module, activation_function(layer.activation)) if layer.kind == "Dense" else module
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

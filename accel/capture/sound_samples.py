@@ -1,4 +1,4 @@
-"""Sample audio for a trace: waveforms and spectrograms of different lengths, padded, long enough for a model's strides."""
+"""Sample audio for a trace: waveforms and spectrograms of different lengths with padding."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from ..interfaces.wrapper import Tensors, unwrapped
 from .samples import IMAGE_AXES, SAMPLE_BATCH, parameters_of, processor_settings
 
 SOUND_AXES = ("samples", "frames")
-"""Axes that may have any length: samples of a waveform and frames of a spectrogram."""
+"""Names of audio axes whose size may vary: the samples of a waveform, and the frames of a spectrogram."""
 
 AXIS_STEPS = {**dict.fromkeys(IMAGE_AXES, 32), "samples": 4000, "frames": 100}
-"""Axes that models downsample, and a step for their sizes. Exporters use multiples of the step, because small sizes would vanish."""
+"""Axes that models downsample, each with a step for its size. Exporters use multiples of the step as sample sizes.
 
-# Positions that the encoder sees. Half of them is more than the 14 that x-vector convolutions remove. The number is odd, so
-# that SEW's padding after its downsampling is traced.
+A smaller size could become 0 after the downsampling.
+"""
+
+# Number of encoder positions in the sample. The second row has half of them, which is more than the 14 positions that x-vector
+# convolutions remove. The number is odd, so that the trace contains the padding that SEW needs for an odd number.
 _ENCODED = 49
-_SECOND = 16000  # Samples, for models whose config has no strides.
-# Lengths of the reference cases, relative to the sample. None gives a multiple of a stride.
+_SECOND = 16000  # Number of samples in one second, for models whose config has no strides.
+# Lengths of the reference cases, relative to the sample. With these factors, no length is a multiple of a stride.
 _LENGTHS = (0.77, 1.43, 1.13, 0.91, 1.29)
 _BINS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins", "num_mels", "n_mels", "input_dim")
 _PARTS = ("encoder_config", "audio_config", "encoder", "speech_encoder")
@@ -34,7 +37,7 @@ _PARTS = ("encoder_config", "audio_config", "encoder", "speech_encoder")
 def sound_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Make inputs for an audio model: `input_values: (batch, samples)` or `input_features: (batch, frames, bins)`.
 
-    Adds `attention_mask` if the model reads it. If the model has positions for one length only, the audio has that length.
+    The inputs also contain `attention_mask` if the model reads it. If the model accepts only one audio length, the audio has this length.
 
     Raises:
         ExportError: The model has another main input.
@@ -65,19 +68,19 @@ def sound_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
 
 
 def sound_sizes(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Return an audio length for the reference case `index`. Return an empty dict for a graph without audio axes."""
+    """Return the sizes of the audio axes for the reference case `index`, or an empty dict for a graph without audio axes."""
     factor = _LENGTHS[index % len(_LENGTHS)]
     return {axis: max(2, round(size * factor)) for axis, size in sizes.items() if axis in SOUND_AXES}
 
 
 def usual_sounds(axes: Collection[str], config: Any) -> dict[str, int]:
-    """Return default audio lengths: the lengths of the trace's sample, about one second."""
-    found = {}
+    """Return the usual sizes of audio axes, which are the sizes in the sample inputs of a trace (about one second)."""
+    sizes = {}
     if "samples" in axes:
-        found["samples"] = _samples(config)
+        sizes["samples"] = _samples(config)
     if "frames" in axes:
-        found["frames"] = _ENCODED * _stride_of_frames(config)
-    return found
+        sizes["frames"] = _ENCODED * _stride_of_frames(config)
+    return sizes
 
 
 def fixed_window(config: Any, main: str | None) -> tuple[int, int] | None:
@@ -85,22 +88,25 @@ def fixed_window(config: Any, main: str | None) -> tuple[int, int] | None:
     bins: Any = getattr(config, "num_mel_bins", None)
     positions: Any = getattr(config, "max_source_positions", None)
     if main == "input_features" and bins and positions and not hasattr(config, "input_feat_per_channel"):
-        # Whisper: bins before frames; the number of frames is twice the encoder's positions.
+        # Whisper's spectrograms are (bins, frames). The number of frames is twice the number of encoder positions.
         return int(bins), 2 * int(positions)
     length: Any = getattr(config, "max_length", None)
     if main == "input_values" and bins and length:
-        # Audio spectrogram transformer: frames before bins.
+        # The spectrograms of the audio spectrogram transformer are (frames, bins).
         return int(length), int(bins)
     return None
 
 
 def _samples(config: Any) -> int:
-    """Return the number of waveform samples for which an encoder of strided convolutions has `_ENCODED` positions."""
+    """Return the number of waveform samples that give `_ENCODED` encoder positions."""
     return samples_for(_ENCODED * _stride_of_adapter(config), config) or _SECOND
 
 
 def samples_for(positions: int, config: Any) -> int | None:
-    """Return the fewest waveform samples that strided convolutions turn into `positions`, or `None` without convolutions."""
+    """Return the smallest number of waveform samples that give the number of encoder positions.
+
+    Return `None` if the config describes no strided convolutions.
+    """
     kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
     if not isinstance(kernels, list | tuple) or not isinstance(strides, list | tuple):
         return None
@@ -118,7 +124,7 @@ def _stride_of_adapter(config: Any) -> int:
 
 
 def _stride_of_frames(config: Any) -> int:
-    """Return the number of frames that become one position of the encoder."""
+    """Return the number of spectrogram frames for one encoder position."""
     for part in _with_parts(config):
         for name in ("subsampling_factor", "subsampling_conv_stride"):
             if isinstance(value := getattr(part, name, None), int):
@@ -127,7 +133,7 @@ def _stride_of_frames(config: Any) -> int:
 
 
 def _bins(config: Any, folder: Path | None) -> int | None:
-    """Return the number of frequency bins of a frame, from the model's config, else from its feature extractor."""
+    """Return the number of frequency bins of a frame from the model's config or from the settings of its feature extractor."""
     for part in _with_parts(config):
         for name in _BINS:
             if isinstance(value := getattr(part, name, None), int):

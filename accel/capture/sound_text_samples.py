@@ -1,4 +1,4 @@
-"""Sample inputs for models that read audio and texts (CLAP). Each audio is compared with each text. Their numbers may differ."""
+"""Sample inputs for models that compare each audio with each text, such as CLAP. The number of audio inputs and texts may differ."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _TEXTS = 3
 
 
 def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two audio inputs and three texts.
+    """Make two audio inputs and three texts: `input_features: (batch, channels, frames, bins)` and `input_ids: (texts, sequence)`.
 
-    `input_features: (batch, channels, frames, bins)` has the number of frames that the feature extractor makes from any audio.
-    `input_ids` is `(texts, sequence)`.
+    The number of frames is fixed, because the feature extractor pads or cuts all audio to the same length.
 
     Raises:
         ExportError: The config has no spectrogram size, or the model computes long and short audio differently (fusion).
@@ -42,7 +41,8 @@ def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
         )
     texts, axes, unused = texts_beside(module, folder, _TEXTS, "texts")
     settings = processor_settings(folder, "feature_extractor")
-    # Frames in the feature extractor's window. Without a window, the largest spectrogram that the model does not enlarge.
+    # The number of frames is the window of the feature extractor. Without a feature extractor, it is the size of the largest spectrogram
+    # that the model does not resize.
     window = settings.get("nb_max_samples") or (settings.get("max_length_s") or 0) * (
         settings.get("sampling_rate") or 0
     )

@@ -1,4 +1,4 @@
-"""A PyTorch model to export, the sample inputs of its trace, and the names of the axes that may vary."""
+"""Description of a model for an export: the PyTorch model, its sample inputs, and the names of the axes that may vary."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from .samples import IMAGE_AXES, parameters_of, resize, usual_sizes
 
 logger = logging.getLogger(__name__)
 
-# Masks with 1 for tokens and 0 for padding. Rows of other masks, such as `global_attention_mask`, may be all 0.
+# Names of masks with 1 for tokens and 0 for padding. Other masks, such as `global_attention_mask`, may have rows of only 0.
 _MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A PyTorch model to export.
+    """A PyTorch model that becomes one graph, with everything that an export needs.
 
     Attributes:
         model: The model in evaluation mode, in the dtype of the export.
         task: Name of the task.
-        folder: Folder of the config and processor files; `None` for a model made in memory.
+        folder: Folder of the config and processor files, or `None` for a model in memory.
         origin: Origin of the model, for the manifest.
         example: Sample inputs of the trace, by name.
-        axes: Names of the axes that may vary, by input and position.
-        max_sizes: Largest size of each axis with a limit.
-        unused_inputs: Inputs that do not affect the outputs.
-        own_defaults: Inputs for which the model computes a default that is not zero (see `Component`).
+        axes: Names of the axes that may vary, by input name and axis number.
+        max_sizes: Largest size of each axis that has a limit.
+        unused_inputs: Names of inputs that do not affect the outputs.
+        own_defaults: Names of inputs for which the model computes a default that is not zero (see `Component`).
         dtype: Dtype of the weights.
-        name: Name of the graph. Each part of a generating model is a separate source.
-        stateful: Whether the graph reads and writes a cache (inputs `past_…`, outputs `present_…`).
+        name: Name of the graph. If a model becomes several graphs, each graph has its own `Source`.
+        stateful: Whether the graph reads and writes a KV cache (inputs `past_…`, outputs `present_…`).
         croppable: Whether tokens can be removed from the end of the cache (see `Component`).
-        continues: How many new tokens a call after a past may have (see `Component`).
+        continues: How many new tokens a call may have if the cache already contains tokens (see `Component`).
     """
 
     model: torch.nn.Module
@@ -64,7 +64,7 @@ class Source:
 
     @property
     def config(self) -> Any:
-        """The transformers config, or `None` for a plain module."""
+        """The transformers config of the model, or `None` for a module that is not a transformers model."""
         return getattr(self.model, "config", None)
 
     @property
@@ -75,7 +75,7 @@ class Source:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The record of the model's quantization, if its layers hold integers."""
+        """Settings and report of the model's quantization, or `None` for a model without quantized layers."""
         return record_of(self.model)
 
     @property
@@ -89,23 +89,23 @@ class Source:
         return sum(tensor.nbytes for tensor in self.weights)
 
     def sample(self, sizes: Mapping[str, int], *, seed: int = 0) -> Tensors:
-        """Make random inputs like the example with other axis sizes. Masks contain padding."""
+        """Make random inputs with the names and dtypes of `example` and the given axis sizes. The masks contain padding."""
         return resize(self.example, self.axes, sizes, self.config, seed)
 
     @property
     def required(self) -> dict[str, int]:
-        """Token that each row must contain, by input name."""
+        """Id of the token that each row of an input must contain, by input name. Empty if the model requires no token."""
         token = self.model.required_token if isinstance(self.model, Wrapper) else None
         return {} if token is None else {"input_ids": token}
 
     def bounds(self, *, stateful: bool = False) -> dict[str, tuple[int, int]]:
-        """Return the smallest and largest valid value of masks and of inputs that index a table, by input name.
+        """Return the smallest and largest valid value of masks and of inputs that are indices of a table, by input name.
 
-        Such inputs are token ids, token types, positions and bounding boxes. Token ids have no limit here if prompts contain image
-        or audio tokens, which may be outside the embedding table.
+        Token ids, token types, position ids and bounding boxes are indices of a table. If prompts can contain image or audio tokens, the
+        result has no bounds for token ids, because these tokens may be outside of the embedding table.
 
         Args:
-            stateful: Whether the bounds are for the graph with the cache, which reads the decoder's tokens.
+            stateful: Whether the bounds are for the graph with the KV cache, whose token ids are those of the decoder.
         """
         model: Any = unwrapped(self.model)
         config = getattr(model, "config", None)
@@ -118,12 +118,12 @@ class Source:
         others = positions | dict.fromkeys(_MASKS, (0, most))
         generates = task_spec(self.task).generates
         senses = hasattr(config, "vision_config") or hasattr(config, "audio_config")
-        # If a separate encoder reads the images (Pix2Struct), the decoder's prompt contains no image tokens.
+        # In an encoder-decoder (Pix2Struct), the encoder reads the images, so the decoder's prompt contains no image tokens.
         if senses and not (generates and encodes):
             rows = None if generates or _mixes(config) else text_rows(model)
             return others if rows is None else others | {"input_ids": (0, rows - 1)}
         types = _named_table(model, "token_type_embeddings")
-        # Coordinates on a page: left, top, right, bottom.
+        # This table has one row for each x coordinate on a page. The bounding boxes in `bbox` are indices of the table.
         places = _named_table(model, "x_position_embeddings")
         tables = {"input_ids": _table(model), "token_type_ids": types, "bbox": places}
         if encodes:
@@ -134,33 +134,39 @@ class Source:
         return ids | others
 
     def with_plain_attention(self) -> Source | None:
-        """Return the audio model as a source traced with eager attention, or `None` if the trace does not need it."""
+        """Return a source that is traced with eager attention, or `None` if the model needs no eager attention.
+
+        Only audio models with a padding mask need eager attention.
+        """
         sounds = {"samples", "frames"} & set(self.axes.get("attention_mask", {}).values())
-        # Parts of a generating model are traced with accel's attention function.
+        # Generating models are traced with accel's own attention function.
         if not sounds or isinstance(self.model, Wrapper) or task_spec(self.task).generates:
             return None
         return replace(self, model=EagerAttentionInTrace(self.model).eval())
 
     def with_fixed_images(self) -> Source | None:
-        """Return the source with images of one fixed size, or `None` if the size is already fixed."""
+        """Return a source whose image size is fixed, or `None` if the image size is already fixed."""
         named = self.axes.get("pixel_values", {})
         if not set(IMAGE_AXES) <= set(named.values()):
             return None
         sizes = usual_sizes(named.values(), self.config, self.folder)
-        axes = {name: {i: a for i, a in found.items() if a not in IMAGE_AXES} for name, found in self.axes.items()}
+        axes = {name: {i: a for i, a in names.items() if a not in IMAGE_AXES} for name, names in self.axes.items()}
         return replace(self, example=self.sample(sizes), axes=axes)
 
 
 def _mixes(config: Any) -> bool:
-    """Return whether prompts contain tokens that represent images or audio."""
+    """Return whether prompts can contain tokens that represent images or audio, according to the field names of the config."""
     return any(re.match(r"(image|video|audio|vision|speech|media)_.*token", name) for name in config.to_dict())
 
 
 def _table(model: Any) -> int | None:
-    """Return the rows of a model's token embedding table, or `None` if it has none (CANINE computes embeddings from characters)."""
+    """Return the number of rows of a model's token embedding table.
+
+    Return `None` for a model without such a table. For example, CANINE computes embeddings from characters.
+    """
     try:
         rows = rows_of_table(model.get_input_embeddings())
-    # The model's own code may raise any exception if it has no such table.
+    # The code of a model without a token embedding table may raise any exception.
     except Exception:  # noqa: BLE001
         return None
     declared = getattr(model.config.get_text_config(), "vocab_size", None)

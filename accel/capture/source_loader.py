@@ -1,4 +1,4 @@
-"""Load a model for a task from a transformers folder, a PEFT adapter, or memory."""
+"""Load a model for an export from a transformers folder or a folder with a PEFT adapter, or prepare a model in memory."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ from .video_samples import video_sample
 
 @contextlib.contextmanager
 def modes_kept(model: object) -> Iterator[None]:
-    """Restore training mode afterwards for all submodules that are in training mode now."""
-    training = [one for one in model.modules() if one.training] if isinstance(model, torch.nn.Module) else []
+    """Restore the training mode of all submodules when the context ends."""
+    training = [module for module in model.modules() if module.training] if isinstance(model, torch.nn.Module) else []
     try:
         yield
     finally:
-        for one in training:
-            one.training = True
+        for module in training:
+            module.training = True
 
 
 def _in_dtype(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the module with weights in the given dtype. It is copied if its dtype differs, because the caller owns it."""
+    """Return the module with weights in the given dtype. If the dtype differs, return a copy and leave the caller's module unchanged."""
     weights = (*module.parameters(), *module.buffers())
-    if all(one.dtype is dtype or not one.is_floating_point() for one in weights):
+    if all(tensor.dtype is dtype or not tensor.is_floating_point() for tensor in weights):
         return module
-    # Weights that already have the dtype are shared, not copied.
-    return copy.deepcopy(module, {id(one): one for one in weights if one.dtype is dtype}).to(dtype)
+    # The copy shares the weights that already have the dtype.
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in weights if tensor.dtype is dtype}).to(dtype)
 
 
 @one_thread_at_a_time()
@@ -81,18 +81,18 @@ def load_source(
     """Load a model and prepare the sample inputs of its trace.
 
     Args:
-        model: A transformers folder, a folder with a PEFT adapter (which is merged), or a module in memory.
+        model: A transformers folder, a folder with a PEFT adapter, or a module in memory. An adapter is merged into its base model.
         task: Name of the task.
         config: Export settings.
-        hub: Hub options, for the base model of an adapter.
-        sample: Sample inputs to trace with, instead of generated ones. They are resized if they have a single row, a
-            short sequence or a mask without padding.
-        axes: Names of the axes of `sample` that may vary. Required for the task `custom`.
-        weights: `False` loads no weights. The model then has shapes only (meta device) and cannot run.
+        hub: Hub options for the base model of an adapter.
+        sample: Sample inputs for the trace. `None` means that accel makes sample inputs. Sample inputs with one row, a short sequence or a
+            mask without padding are resized.
+        axes: Names of the axes of `sample` that may vary. The task `custom` needs this argument.
+        weights: Whether to load the weights. With `False`, the model has only shapes (meta device) and cannot run.
 
     Raises:
         TaskError: The task does not fit the model.
-        ExportError: The model cannot be loaded, or no inputs can be made for it.
+        ExportError: The model cannot be loaded, or accel cannot make sample inputs for it.
     """
     work = load_task(task)
     spec = work.spec
@@ -124,24 +124,24 @@ def load_source(
         module = OutputSelection(module, spec.keeps).eval()
     module = work.traced(module).eval()
     if sample is None:
-        # The random state is reset, because loading a model may draw numbers and a model in memory does not.
+        # The seed is set again, because loading a model may draw random numbers. The samples are then the same for a model in memory.
         with same_draws():
             inner = unwrapped(module)
-            made = work.sample(module, folder) or _usual_sample(spec, module, folder)
-            example, axes, unused = family.sample(inner, made)
+            task_sample = work.sample(module, folder) or _usual_sample(spec, module, folder)
+            example, axes, unused = family.sample(inner, task_sample)
     else:
         check_sample(sample, axes)
         example, axes, unused = dict(sample), axes or known_axes(sample), ()
         sizes = safe_sizes(example, axes)
         example = resize(example, axes, sizes, getattr(module, "config", None), seed=0)
-    own = own_defaults_of(module, example) if weights and not spec.generates else ()
+    own_defaults = own_defaults_of(module, example) if weights and not spec.generates else ()
     if sample is None:
-        # If the tokenizer does not return these inputs, the graph computes their defaults, as the model does.
-        left_out = {name for name in own if name not in tokenizer_names(folder)}
+        # If the tokenizer does not return an input of `own_defaults`, the graph has no such input and computes the model's default.
+        left_out = {name for name in own_defaults if name not in tokenizer_names(folder)}
         example = {name: tensor for name, tensor in example.items() if name not in left_out}
         axes = {name: named for name, named in axes.items() if name not in left_out}
     if spec.generates:
-        # Audio encoders compute in the dtype of their input.
+        # Encoders of speech models compute in the dtype of their input, so the sample inputs must have the dtype of the weights.
         dtype = getattr(torch, config.dtype)
         example = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in example.items()}
     return Source(
@@ -153,13 +153,13 @@ def load_source(
         axes=axes,
         max_sizes=max_sizes_of(module, axes) | longest_sound(module, axes) | family.max_sizes(unwrapped(module), axes),
         unused_inputs=unused,
-        own_defaults=own,
+        own_defaults=own_defaults,
         dtype=config.dtype,
     )
 
 
 def _usual_sample(spec: TaskSpec, module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Make default sample inputs for the modality of the task."""
+    """Make sample inputs for the modality of the task: videos, audio, or the inputs that `default_sample` makes."""
     if spec.modalities == ("video",):
         return video_sample(module, folder)
     if spec.modalities == ("audio",):
@@ -179,8 +179,8 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
         with quiet():
             if is_adapter(folder):
                 return _load_adapter(folder, spec, kwargs, hub)
-            if (made := load_task(spec.name).load(folder, **kwargs)) is not None:
-                return made if weights else made.to("meta")
+            if (loaded := load_task(spec.name).load(folder, **kwargs)) is not None:
+                return loaded if weights else loaded.to("meta")
             if not spec.auto_model:
                 architecture = (read_config(folder).get("architectures") or [""])[0]
                 if not hasattr(transformers, architecture):
@@ -221,9 +221,10 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
 
 
 def loader_for(spec: TaskSpec, config: Any) -> Any:
-    """Return the auto class for a config.
+    """Return the auto class of transformers that loads a model with this config for a task.
 
-    Prefer a class with the architecture in the config, then a class that supports the config, then the task's first class.
+    Of the task's auto classes, the function prefers a class that lists the architecture in the config, then a class that supports the type
+    of the config, and then the first class.
     """
     import transformers
 
@@ -234,10 +235,10 @@ def loader_for(spec: TaskSpec, config: Any) -> Any:
 
 
 def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module without automatic mixed precision around its `forward`.
+    """Return the module without the automatic mixed precision that a training library added around its `forward`.
 
     Raises:
-        ExportError: The module is accelerated. Compiled code cannot be traced.
+        ExportError: The module was accelerated by `accel.accelerate`. Its compiled code cannot be traced.
     """
     if hasattr(vars(module).get("acceleration"), "restore"):
         raise ExportError(
@@ -248,9 +249,9 @@ def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> torch.nn.Module:
-    """Load a model whose weights are all in the folder.
+    """Load a model, and raise an error if the checkpoint does not contain all of its weights.
 
-    Checkpoints of language models often have no pooler. For feature extraction, the model is then loaded without it.
+    Checkpoints of language models often contain no pooler. For feature extraction, such a model is loaded without a pooler.
 
     Raises:
         ExportError: Weights are missing (transformers would create random ones), or the checkpoint was saved during
@@ -297,16 +298,17 @@ def _load_quantized(
         )
 
     def make(**settings: bool) -> torch.nn.Module:
-        made: torch.nn.Module = loader.from_config(model_config, trust_remote_code=hub.trust_remote_code, **settings)
-        return made.float()
+        empty: torch.nn.Module = loader.from_config(model_config, trust_remote_code=hub.trust_remote_code, **settings)
+        return empty.float()
 
     return load_quantized(folder, make)
 
 
 def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
-    """Raise if the checkpoint's class belongs to another task, whose head may have weights of the same names.
+    """Raise if the class of the checkpoint belongs to another task.
 
-    For a class with several heads (`BertForPreTraining`) or a class outside transformers, `_load_complete` checks the weights.
+    Loading would not detect this error if the heads of both tasks have the same weight names. For a class with several heads
+    (`BertForPreTraining`) or a class outside of transformers, this function does nothing, and `_load_complete` checks the weights.
     """
     names = config.architectures or []
     if spec.embeds or not names:
@@ -338,7 +340,8 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
         ) from error
 
     extra: dict[str, Any] = {}
-    # The adapter contains the trained head. Its first axis is the number of labels, which the base model's config does not have.
+    # The adapter contains the trained classification head. The first axis of the head is the number of labels, which is not in the config
+    # of the base model.
     shapes = adapter_shapes(folder)
     if heads := [name for name in shapes if re.search(r"(classifier|score|out_proj)\.weight$", name)]:
         extra["num_labels"] = shapes[heads[0]][0]
@@ -377,7 +380,7 @@ def _load_adapter(folder: Path, spec: TaskSpec, kwargs: dict[str, Any], hub: Hub
 
 
 def base_of_adapter(folder: Path, hub: HubOptions) -> Location:
-    """Return the location of the base model of a PEFT adapter, in the revision that the adapter names.
+    """Return the location of the base model of a PEFT adapter. The adapter's config contains the model's name and revision.
 
     Raises:
         ArtifactNotFoundError: The base model is neither a folder nor on the Hub.
@@ -385,42 +388,43 @@ def base_of_adapter(folder: Path, hub: HubOptions) -> Location:
     from ..artifact.hub import locate
 
     settings = read_json(folder / "adapter_config.json")
-    told = replace(hub, subfolder="", revision=settings.get("revision"))
-    return locate(settings["base_model_name_or_path"], told, want_graph=False)
+    options = replace(hub, subfolder="", revision=settings.get("revision"))
+    return locate(settings["base_model_name_or_path"], options, want_graph=False)
 
 
 def code_elsewhere(folder: Path, hub: HubOptions) -> list[str]:
-    """Return identifiers of a model's custom code in other repositories (`auto_map: {...: "OWNER/NAME--FILE.CLASS"}`).
+    """Return identifiers of the versions of custom code that a model uses from other repositories.
 
-    An identifier is the commit in the Hub cache, or the file digests of a local folder.
+    A model refers to such code in its config, with `auto_map: {...: "OWNER/NAME--FILE.CLASS"}`. An identifier contains the commit in the
+    Hub cache, or the checksums of the files in a local folder.
     """
     from transformers.utils import cached_file
 
-    told = read_config(folder).get("auto_map") if (folder / "config.json").is_file() else None
-    names = [name for name in (told or {}).values() if isinstance(name, str) and "--" in name]
-    found = []
+    auto_map = read_config(folder).get("auto_map") if (folder / "config.json").is_file() else None
+    names = [name for name in (auto_map or {}).values() if isinstance(name, str) and "--" in name]
+    identifiers = []
     for repository, _, name in sorted({name.partition("--") for name in names}):
         if Path(repository).is_dir():
-            found += [f"{path.name}:{sha256(path)}" for path in sorted(Path(repository).glob("*.py"))]
+            identifiers += [f"{path.name}:{sha256(path)}" for path in sorted(Path(repository).glob("*.py"))]
             continue
-        kept = cached_file(
+        cached = cached_file(
             repository, f"{name.partition('.')[0]}.py", cache_dir=hub.cache_dir, token=hub.token,
             local_files_only=hub.local_files_only,
             _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
         )  # fmt: skip
-        found.append(f"{repository}:{Path(kept).parent.name if kept else ''}")
-    return found
+        identifiers.append(f"{repository}:{Path(cached).parent.name if cached else ''}")
+    return identifiers
 
 
 def _give_weights_of_their_own(adapted: Any) -> None:
-    """Copy weights that adapted layers share with other layers, such as tied embeddings.
+    """Give each layer with an adapter its own copy of a weight that it shares with other layers, such as tied embeddings.
 
-    Merging an adapter of the input embeddings into a shared weight would also change the output of the model.
+    Without the copy, merging an adapter of the input embeddings would also change the output embeddings.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [one.get_base_layer() for one in adapted.modules() if isinstance(one, BaseTunerLayer)]
-    uses = Counter(id(weight) for one in adapted.modules() if (weight := _own_weight(one)) is not None)
+    layers = [module.get_base_layer() for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+    uses = Counter(id(weight) for module in adapted.modules() if (weight := _own_weight(module)) is not None)
     for layer in layers:
         weight = _own_weight(layer)
         if weight is not None and uses[id(weight)] > 1:
@@ -430,14 +434,17 @@ def _give_weights_of_their_own(adapted: Any) -> None:
 
 
 def _own_weight(module: torch.nn.Module) -> torch.nn.Parameter | None:
-    """Return a module's own `weight` parameter. An adapter wrapper also has an attribute `weight`: that of the layer inside."""
+    """Return the parameter `weight` of a module, or `None` if the module has none.
+
+    A wrapper of an adapter has no parameter `weight`, although its attribute `weight` is the weight of the layer inside.
+    """
     return dict(module.named_parameters(recurse=False)).get("weight")
 
 
 def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> SentenceLayers | None:
-    """Return pooling and the modules after it, or `None` if the graph returns hidden states.
+    """Return the modules that compute sentence embeddings, or `None` if the graph returns hidden states.
 
-    The settings come from the export config, else from sentence-transformers' files, else from the task's default.
+    The settings are read from the export config, then from the sentence-transformers files in the folder, and then from the task.
     """
     if not spec.embeds:
         if config.pooling or config.normalize:
@@ -448,6 +455,6 @@ def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) 
         return None
     if not (spec.pooling or config.pooling or config.normalize):
         return None
-    # For tasks without pooling, the folder's own sentence-transformers modules are ignored.
+    # For a task without pooling (feature extraction), the sentence-transformers modules in the folder are ignored.
     settings = sentence_settings(folder) if folder is not None and spec.pooling else None
     return sentence_layers(settings, pooling=config.pooling, normalize=config.normalize, default=spec.pooling or "mean")

@@ -1,4 +1,4 @@
-"""Custom operators in a trace: ONNX nodes while an ONNX graph is made, PyTorch custom operators in all other cases."""
+"""Choice between two forms of accel's custom operators: ONNX nodes in a trace for ONNX, and PyTorch custom operators otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _symbolic: ContextVar[bool] = ContextVar("accel_symbolic_operators", default=Fal
 
 @contextmanager
 def symbolic_operators() -> Iterator[None]:
-    """Trace accel's custom operators as ONNX nodes."""
+    """Let accel's custom operators become ONNX nodes in traces while the context is open."""
     token = _symbolic.set(True)
     try:
         yield
@@ -23,5 +23,5 @@ def symbolic_operators() -> Iterator[None]:
 
 def leaves_nodes() -> bool:
     """Return whether custom operators become ONNX nodes in the current trace."""
-    # torch.compile needs PyTorch operators, and before PyTorch 2.13 it cannot trace a context variable.
+    # torch.compile needs PyTorch operators, and in PyTorch before 2.13 it cannot read a context variable.
     return not torch.compiler.is_dynamo_compiling() and _symbolic.get()

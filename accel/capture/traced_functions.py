@@ -1,6 +1,6 @@
-"""Replacements of PyTorch functions that a trace cannot follow correctly.
+"""Replacements of PyTorch functions for which a trace would give a wrong graph or fail.
 
-During a trace, they replace the originals in the whole process. For tensors that are not traced, results do not change.
+During a trace, the functions are replaced in the complete process. The results for tensors that are not traced do not change.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import torch
 from ..upstream.replaced_attributes import replaced_attributes
 from ..upstream.symbolic_sizes import formula, hint, is_fake, statically_known_true
 
-# Feature maps that are pooled have fewer positions along a side than this.
+# Feature maps have fewer positions along a side than this number when they are pooled. So a pooling window of this size covers them.
 _WIDEST = 512
 
 Function = Callable[..., Any]
 
 
 def _squeeze(original: Function) -> Function:
-    """Drop only axes that are always 1 when `squeeze` has no arguments.
+    """Let `squeeze` without arguments remove only axes whose size is always 1.
 
-    A graph would also drop the batch axis of a batch of one (mBART's shift of its tokens). The model broadcasts it again, but
-    graphs compute with the ranks of the trace.
+    In a graph, `squeeze` would also remove the batch axis of a batch of one (in mBART's function that shifts tokens). PyTorch broadcasts
+    the result to the right shape, but a graph needs the same number of axes as in the trace.
     """
 
     def squeeze(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return original(self, *args, **kwargs)
-        # Variable axes are symbols here, even if the sample's size is 1.
+        # In a trace, the size of a variable axis is a symbol and not an int, even if the size in the sample is 1.
         return original(self, tuple(i for i, n in enumerate(self.shape) if isinstance(n, int) and n == 1))
 
     return squeeze
 
 
 def _getitem(original: Function) -> Function:
-    """Make `[:, :-n]` correct for a variable `n` of 0, which would remove all columns (LED pads to whole windows)."""
+    """Let `[:, :-n]` keep all columns if the variable size `n` is 0. In a graph, `-0` would remove all columns (LED's padding)."""
 
     def getitem(self: torch.Tensor, index: Any) -> Any:
-        if isinstance(index, tuple) and all(isinstance(one, slice) for one in index):
+        if isinstance(index, tuple) and all(isinstance(part, slice) for part in index):
             index = tuple(
-                slice(one.start, self.shape[i] + one.stop, one.step) if _counts_from_the_end(one.stop) else one
-                for i, one in enumerate(index)
+                slice(part.start, self.shape[i] + part.stop, part.step) if _counts_from_the_end(part.stop) else part
+                for i, part in enumerate(index)
             )
         return original(self, index)
 
@@ -57,23 +57,23 @@ def _counts_from_the_end(stop: Any) -> bool:
 
 
 def _length(original: Function) -> Function:
-    """Return the sample's length from `len(tensor)`, because Python needs an int, without fixing the axis.
+    """Let `len(tensor)` return the length in the sample, without making the axis a constant.
 
-    RT-DETR calls `len` but ignores the result. If a graph used the result, the reference cases, which have other sizes, would
-    detect it.
+    Python requires an int as the result of `len`. RT-DETR calls `len` and ignores the result. If a model used the result, the graph would
+    be wrong for other sizes, and the reference cases would detect the error.
     """
 
     def length(self: torch.Tensor) -> Any:
         size: Any = self.shape[0] if self.ndim else 0
-        # For a data-dependent size, the original raises the appropriate error.
-        known = hint(size)
-        return original(self) if known is None else known
+        # For a size that depends on data, the original function raises the error of torch.export.
+        length_in_sample = hint(size)
+        return original(self) if length_in_sample is None else length_in_sample
 
     return length
 
 
 def _div(original: Function) -> Function:
-    """Return a size from the division of two sizes, not a tensor, whose value a trace does not know (Longformer's chunks)."""
+    """Let `torch.div` of two sizes return a size. The original returns a tensor, whose value a trace does not know (Longformer)."""
 
     def div(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         sizes = isinstance(input, int | torch.SymInt) and isinstance(other, int | torch.SymInt)
@@ -85,9 +85,10 @@ def _div(original: Function) -> Function:
 
 
 def _gather(original: Function) -> Function:
-    """Cut the input to the size of the indices on all other axes, as OpenVINO (2026.4) requires (EfficientLoFTR's windows).
+    """Cut the input of `torch.gather` to the size of the indices on all axes except `dim`.
 
-    Rows are selected by `index_select`, because OpenVINO drops slices before GatherElements.
+    OpenVINO (2026.4) requires equal sizes on these axes (in EfficientLoFTR). The function uses `index_select` and not a slice, because
+    OpenVINO removes slices before the operator GatherElements.
     """
 
     def gather(input: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ def _gather(original: Function) -> Function:
 
 
 def _one_hot(original: Function) -> Function:
-    """Use a variable number of classes, not the number in the sample (LongT5's global tokens)."""
+    """Let `one_hot` use a variable number of classes. The original would use the number in the sample (LongT5's global tokens)."""
 
     def one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
         if not isinstance(num_classes, torch.SymInt):
@@ -112,10 +113,10 @@ def _one_hot(original: Function) -> Function:
 
 
 def _pool2d(original: Function, whole: Function) -> Function:
-    """Pool the whole image by `whole` if the pooling window is larger than any image.
+    """Replace a pooling whose window covers every image by the reduction `whole` of the complete image.
 
-    EfficientNet's window has as many positions along a side as there are channels. OpenVINO rejects such a window for variable
-    sizes, or reads outside the image.
+    In EfficientNet, the side of the pooling window is the number of channels. If the image size is variable, OpenVINO rejects such a
+    window or reads outside of the image.
     """
 
     def pool2d(
@@ -129,45 +130,45 @@ def _pool2d(original: Function, whole: Function) -> Function:
 
 
 def _pools_all(image: torch.Tensor, kernel_size: Any, padding: Any) -> bool:
-    """Return whether a 2-D pooling window covers any image `(..., height, width)`."""
+    """Return whether a 2-D pooling window is at least as large as the image `(..., height, width)`."""
     sides = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)
     return padding in (0, (0, 0)) and all(map(_covers, sides, image.shape[-2:]))
 
 
 def _covers(side: Any, size: Any) -> bool:
     if isinstance(side, torch.SymInt):
-        # transformers' exporter for OpenVINO replaced the window's side by min(window side, image side).
-        limits = [int(one) for one in formula(side).args if one.is_Integer]
+        # transformers' exporter for OpenVINO replaces the side of the window by the minimum of the window's and the image's side.
+        limits = [int(argument) for argument in formula(side).args if argument.is_Integer]
         return formula(side).func.__name__ == "Min" and min(limits, default=0) >= _WIDEST
     return bool(side >= _WIDEST or (isinstance(size, int) and side >= size))
 
 
 def _overflows(original: Function) -> Function:
-    """Replace `isfinite().all()` and `isinf().any()` in a float16 trace: assume that some values overflowed.
+    """Let a float16 trace follow the branch for overflowed values after `isfinite().all()` or `isinf().any()`.
 
-    Layers then clamp in every call, which changes values between 64,504 and 65,504 (BART). Layers that use the result as a tensor
-    (T5) get the correct result.
+    A graph has only one branch. With this branch, the layers of BART clamp their values in every call, which changes only values between
+    64,504 and 65,504. Layers that use the result as a tensor (T5) get the correct result.
     """
 
     def overflows(tensor: torch.Tensor) -> Any:
-        found = original(tensor)
+        result = original(tensor)
         if is_fake(tensor) and tensor.dtype == torch.float16:
-            found.all = functools.partial(_decided, torch.Tensor.all, found, False)
-            found.any = functools.partial(_decided, torch.Tensor.any, found, True)
-        return found
+            result.all = functools.partial(_decided, torch.Tensor.all, result, False)
+            result.any = functools.partial(_decided, torch.Tensor.any, result, True)
+        return result
 
     return overflows
 
 
 def _decided(reduce: Function, found: torch.Tensor, answer: bool) -> Any:
-    """Reduce a tensor, and fix the branch that `bool()` of the result takes."""
+    """Reduce a tensor, and attach the value that `bool(result)` will return in the trace."""
     decided: Any = reduce(found)
     decided.branch = answer
     return decided
 
 
 def _bool(original: Function) -> Function:
-    """Return the value that `_decided` attached to a tensor from `bool(tensor)`."""
+    """Let `bool(tensor)` return the value that `_decided` attached to the tensor."""
 
     def truth(self: torch.Tensor) -> bool:
         branch: bool | None = vars(self).get("branch")
@@ -177,7 +178,7 @@ def _bool(original: Function) -> Function:
 
 
 StandIn = tuple[Any, str, Callable[[Function], Function]]
-"""Owner of a function, its name, and a function that makes the replacement from the original."""
+"""Object that contains a function, name of the function, and a function that creates the replacement from the original."""
 
 _STAND_INS: tuple[StandIn, ...] = (
     (torch.Tensor, "squeeze", _squeeze),
@@ -195,5 +196,5 @@ _STAND_INS: tuple[StandIn, ...] = (
 
 
 def traceable() -> AbstractContextManager[None]:
-    """Install the replacements until the trace ends."""
+    """Replace the functions in `_STAND_INS` while the context is open."""
     return replaced_attributes((owner, name, make(getattr(owner, name))) for owner, name, make in _STAND_INS)

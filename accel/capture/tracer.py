@@ -1,4 +1,4 @@
-"""Trace a model, name the axes of its graph, and raise if the trace is wrong."""
+"""Trace a model, name the axes of the resulting graph, and raise an error if the trace made a variable axis a constant."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, ExportedModel]:
     """Trace a model into an ONNX graph with named axes.
 
-    Takes 4 to 20 s for encoders. The graph shares the model's weights; they are not copied.
+    The trace takes 4 to 20 s for encoders on a CPU. The graph and the model share the weights in memory.
 
     Returns:
-        The graph, and the result of transformers' exporter (its manifest is stored next to accel's).
+        The graph, and the result of transformers' exporter. The result contains a manifest, which the caller stores next to accel's
+        manifest.
 
     Raises:
-        ExportError: The trace failed, or fixed an axis that must vary.
+        ExportError: The trace failed, or made a variable axis a constant.
     """
     from transformers.exporters import OnnxConfig, OnnxExporter
 
@@ -73,23 +74,23 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     return graph, exported
 
 
-# Error of torch.export (2.12) about an axis that the model's code specialized to a constant.
+# Matches the error of torch.export (2.12) about an axis that the model's code made a constant.
 _CONSTANT = re.compile(
     r"L\['(?:kwargs'\]\[')?(?P<name>\w+)'\]\.size\(\)\[(?P<position>\d+)\] as dynamic but your code specialized it to be a "
     r"constant \((?P<size>\d+)\)"
 )
-# Operations in a size formula. Traces of ResNet, ConvNeXt and SegFormer have up to 11 and take seconds. Swin pads each stage to
-# whole windows: its second stage has 29, its third 61, and each further operation takes minutes.
+# Largest accepted number of operations in the formula of a tensor size. ResNet, ConvNeXt and SegFormer have up to 11 operations, and their
+# traces take seconds. Swin pads the image in each stage and has 29 operations in the second stage. Its trace would take many minutes.
 _MOST_OPERATIONS = 20
-# torch.export's symbols for data-dependent sizes, such as the number of points in an image.
+# Matches torch.export's symbols for sizes that depend on data, such as the number of keypoints in an image.
 _DATA_SIZE = re.compile(r"u\d+\Z")
 
 
 @one_thread_at_a_time()
 def capture_program(source: Source) -> ExportedProgram:
-    """Trace a model into a `torch.export` program with the same inputs and axes as `capture_onnx`.
+    """Trace a model into a `torch.export` program with the same inputs and axes as in `capture_onnx`.
 
-    For backends that convert such programs themselves.
+    Backends that convert such programs themselves use this function.
 
     Raises:
         ExportError: The trace failed.
@@ -104,9 +105,9 @@ def capture_program(source: Source) -> ExportedProgram:
 
 @one_thread_at_a_time()
 def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> ExportedModel:
-    """Trace a model into an OpenVINO graph with the same inputs and axes as `capture_onnx`.
+    """Trace a model into an OpenVINO graph with the same inputs and axes as in `capture_onnx`.
 
-    The graph shares the model's weights, so write the graph before the model is released.
+    The graph and the model share the weights in memory. So the caller must write the graph to files before it releases the model.
 
     Args:
         source: The model to trace.
@@ -116,7 +117,7 @@ def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> Exporte
         The result of transformers' exporter. Its `program` is an `openvino.Model` whose axes have no names.
 
     Raises:
-        ExportError: The trace failed, or fixed an axis that must vary.
+        ExportError: The trace failed, or made a variable axis a constant.
     """
     from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
 
@@ -132,7 +133,7 @@ def capture_openvino(source: Source, conversions: Sequence[Any] = ()) -> Exporte
 
 
 def _traced(source: Source, trace: Callable[[], Any]) -> Any:
-    """Run a tracer with all replacements that traces need.
+    """Run a tracer while all functions are replaced that a trace cannot follow.
 
     Raises:
         ExportError: The trace failed.
@@ -157,13 +158,13 @@ def _traced(source: Source, trace: Callable[[], Any]) -> Any:
 
 
 def replaced(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Apply the replacements of the model's family."""
+    """Apply the replacements of the model's family while the context is open."""
     inner: Any = unwrapped(model)
     return replaced_attributes(family_of(getattr(inner, "config", None)).replacements(inner))
 
 
 class _SimpleSizes(TorchFunctionMode):
-    """Stop a trace in which sizes become long formulas of the image's height and width."""
+    """Raise an error in a trace if a tensor size becomes a long formula of the image's height and width."""
 
     def __init__(self, architecture: str) -> None:
         super().__init__()
@@ -171,9 +172,9 @@ class _SimpleSizes(TorchFunctionMode):
         self._seen: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch and check the sizes of its result."""
-        made = func(*args, **(kwargs or {}))
-        for size in made.shape if isinstance(made, torch.Tensor) else ():
+        """Run a function of torch, and check the sizes of its result."""
+        result = func(*args, **(kwargs or {}))
+        for size in result.shape if isinstance(result, torch.Tensor) else ():
             expression = formula(size) if isinstance(size, torch.SymInt) else None
             if expression is None or expression in self._seen:
                 continue
@@ -185,20 +186,20 @@ class _SimpleSizes(TorchFunctionMode):
                     fix="export the model for one image size: pass sample={...}, and leave the names 'height' and 'width' out of "
                     "axes={...}.",
                 )
-        return made
+        return result
 
 
 def _simple_sizes(source: Source) -> Any:
-    """Limit the length of size formulas for models with images of any size."""
+    """Return a context that limits the length of size formulas, for models that accept images of any size."""
     varied = {axis for named in source.axes.values() for axis in named.values()}
     return _SimpleSizes(source.architecture) if set(IMAGE_AXES) <= varied else nullcontext()
 
 
 def _without_cache(source: Source) -> AbstractContextManager[None]:
-    """Disable the cache of decoders that classify or embed. They would return a cache that nobody reads."""
+    """Disable the KV cache of models that do not generate text, because the graph would return a cache that no caller reads."""
     if task_spec(source.task).generates:
         return nullcontext()
-    # The decoder of an encoder-decoder may have a separate config.
+    # The encoder and the decoder of a model may have separate configs, so all configs are changed.
     configs = (getattr(module, "config", None) for module in source.model.modules())
     caching = {id(config): config for config in configs if getattr(config, "use_cache", False)}
     return replaced_attributes((config, "use_cache", False) for config in caching.values())
@@ -213,7 +214,7 @@ def _fixed_axis(source: Source, axis: str, name: str, size: int) -> ExportError:
 
 
 def _dynamic_shapes(source: Source) -> dict[str, dict[int, Any]]:
-    """Mark every declared axis as `Dim.DYNAMIC`, so that the trace fails instead of fixing it."""
+    """Mark every named axis as `Dim.DYNAMIC`, so that the trace fails if the model's code makes the axis a constant."""
     return {name: dict.fromkeys(source.axes.get(name, {}), torch.export.Dim.DYNAMIC) for name in source.example}
 
 
@@ -249,12 +250,12 @@ def first_lines(error: Exception, count: int = 12) -> str:
 
 
 def _name_axes(model: onnx_ir.Model, source: Source) -> None:
-    """Rename the declared axes everywhere in the graph.
+    """Replace torch.export's symbols for variable axes by the names of the axes, in the complete graph.
 
-    Two symbols for the same axis (such as the rows of the mask and of the token ids) get the same name.
+    If the trace used two symbols for one axis (such as the batch axis of the token ids and of the mask), both get the same name.
 
     Raises:
-        ExportError: An axis became a constant, or two axes became one.
+        ExportError: The trace made a named axis a constant, or used one symbol for two named axes.
     """
     names: dict[str, str] = {}
     for value in model.graph.inputs:

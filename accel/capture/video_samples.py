@@ -1,4 +1,4 @@
-"""Sample videos for a trace: two videos, of the one length and size that the model has positions for."""
+"""Sample videos for a trace. The number of frames and the image size are fixed, because the model has positions only for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMES = ("pixel_values", "pixel_values_videos")
 
 
 def video_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
-    """Two videos, `(batch, frames, channels, height, width)`, under the model's name of the input.
+    """Make two videos `(batch, frames, channels, height, width)`, under the name of the model's main input.
 
     Raises:
-        ExportError: The model has another main input, or its config has no number of frames.
+        ExportError: The model's main input is no video, or the config does not contain the number of frames.
     """
     inner = unwrapped(module)
     config: Any = module.config
@@ -32,7 +32,7 @@ def video_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
             f"frames in its config is {frames}.",
             fix="pass sample={input name: tensor} and axes={input name: {0: 'batch'}}.",
         )
-    # V-JEPA 2's name of the image size.
+    # In V-JEPA 2's config, the image size is named `crop_size`.
     cropped = getattr(config, "crop_size", None)
     height, width = (cropped, cropped) if isinstance(cropped, int) else image_size(config, folder)
     shape = (SAMPLE_BATCH, frames, getattr(config, "num_channels", None) or 3, height, width)

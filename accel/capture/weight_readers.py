@@ -1,4 +1,4 @@
-"""Detection of layers whose weights other code also reads."""
+"""Detection of layers whose weights are also read by code outside of the layer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .reference_cases import reference
 
 
 def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:
-    """Return the modules whose weights are read while the modules do not run, such as linear layers of wav2vec2's x-vectors.
+    """Return the modules whose weights the model reads without calling the module, such as the linear layers of wav2vec2's x-vectors.
 
-    A layer with other weights (quantized) cannot replace such a module. Costs one call of the model.
+    A quantized layer cannot replace such a module, because its weights have another form. The function runs the model once.
 
     Args:
-        model: A transformers model, or a wrapper of one.
-        feeds: Inputs for the call.
+        model: A transformers model, or a wrapper of a transformers model.
+        feeds: Inputs for this run.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        # The decoder needs any start token.
+        # The decoder needs a start token. The token id does not matter, because only the reads of weights are recorded.
         rows = len(next(iter(feeds.values())))
         feeds = {"decoder_input_ids": torch.zeros((rows, 1), dtype=torch.int64), **feeds}
     with ExitStack() as hooks:
@@ -34,7 +34,7 @@ def read_by_other_code(model: Any, feeds: Tensors) -> set[torch.nn.Module]:
 
 
 class _ParameterReads(TorchFunctionMode):
-    """Record the modules whose parameters an operation reads while the modules do not run."""
+    """Record the modules whose parameters are read by an operation outside of the module's `forward`."""
 
     def __init__(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _ParameterReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Operations without a tensor result only read a size or dtype, which any code may do.
+        # An operation whose result is not a tensor reads only a property such as the dtype, so it is not recorded.
         if next(_tensors(result), None) is not None:
             for tensor in _tensors((args, kwargs)):
                 owners = self._owners.get(id(tensor), set())
@@ -68,8 +68,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)

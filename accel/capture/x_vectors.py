@@ -1,4 +1,4 @@
-"""X-vector models in a form that can be traced."""
+"""Wrapper of models with an x-vector head (speaker verification), so that the models can be traced."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..upstream.model_internals import lengths_of_tdnn
 class VoiceEmbedder(Wrapper):
     """A model with an x-vector head that can be traced.
 
-    Outside of a trace, the model's own code runs. It processes the rows of a padded batch in a Python loop, which a trace would
-    fix to the sample's batch size. In a trace, this class pools all rows at once.
+    transformers' code processes the rows of a padded batch in a Python loop, and a graph of this code would accept only the batch size of
+    the sample. In a trace, this class pools all rows at once. Outside of a trace, it runs transformers' code.
 
-    Returns `logits: (batch, speakers)` and `embeddings: (batch, xvector_output_dim)`.
+    The outputs are `logits: (batch, speakers)` and `embeddings: (batch, xvector_output_dim)`.
     """
 
     def forward(self, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor) -> Tensors:
-        """Pool mean and standard deviation over frames that are not padding, between transformers' own layers."""
+        """Run the model. In a trace, compute the mean and standard deviation over all frames that are not padding."""
         model: Any = self.model
         if attention_mask is None or not torch.compiler.is_exporting():
-            found = model(attention_mask=attention_mask, **inputs)
-            return {"logits": found.logits, "embeddings": found.embeddings}
+            output = model(attention_mask=attention_mask, **inputs)
+            return {"logits": output.logits, "embeddings": output.embeddings}
         weighted = bool(model.config.use_weighted_layer_sum)
         encoder = getattr(model, model.base_model_prefix)
         encoded = encoder(attention_mask=attention_mask, output_hidden_states=weighted, **inputs)
