@@ -1,5 +1,5 @@
-"""Compatibility modules for scripts written for other libraries: only the import line of a script changes.
+"""Compatibility modules for scripts that were written for other libraries. Only the import lines of a script change.
 
-In: another library's classes and arguments. Out: calls of accel's public functions, and errors if there is no
-equivalent. Each library has a package or module here, such as `optimum` and `evaluate`.
+A module provides the classes and arguments of another library, and calls accel's public functions. It raises an error for a class or
+an argument that accel does not support. The modules are `optimum` and `evaluate`.
 """

@@ -1,4 +1,4 @@
-"""`evaluate.evaluator` for accel models: only the import line of a script changes."""
+"""Replacement of `evaluate.evaluator` that also accepts accel models. Only the import line of a script changes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..models.base import ORTModel
 
 
 def evaluator(task: str) -> Any:
-    """Return the evaluator of a task, like `evaluate.evaluator`. Its `compute` also accepts accel models.
+    """Return the evaluator of a task, as `evaluate.evaluator` does. Its method `compute` also accepts accel models.
 
-    `model_or_pipeline` may be an accel model with its `tokenizer` or `feature_extractor` (by default loaded from its
-    folder), a Hub id or folder, a pipeline of accel or transformers, or a PyTorch model. Unlike the evaluator of
-    `evaluate`, it supports transformers 5.
+    The argument `model_or_pipeline` of `compute` may be an accel model, a Hub id or folder, a pipeline of accel or transformers, or a
+    PyTorch model. For an accel model, the tokenizer or feature extractor is loaded from the model's folder, if the caller passes none.
+    The returned evaluator works with transformers 5. The evaluator of `evaluate` does not.
 
     Args:
-        task: `text-classification`, `token-classification`, `question-answering`, `image-classification` and so on.
+        task: Task of `evaluate`, such as `text-classification`, `token-classification` or `image-classification`.
 
     Raises:
         BackendUnavailableError: `evaluate` is not installed.
@@ -32,8 +32,8 @@ def evaluator(task: str) -> Any:
         ) from error
 
     class Ours(Evaluator):  # type: ignore[misc]  # evaluate is untyped here
-        """Create the pipeline of an evaluator. The original method of `evaluate` needs a class that transformers 5
-        removed.
+        """Evaluator base class that creates the pipeline. The original method of `evaluate` needs a class that does not exist in
+        transformers 5.
         """
 
         def prepare_pipeline(
@@ -41,11 +41,11 @@ def evaluator(task: str) -> Any:
         ) -> Any:
             return _pipeline(self.task, model_or_pipeline, tokenizer, feature_extractor, device)
 
-    made = evaluate.evaluator(task)
-    kind = type(made)
-    # The task's class comes first in the bases, because its methods call `super()`.
+    original = evaluate.evaluator(task)
+    kind = type(original)
+    # The class of `evaluate` for the task is the first base class, because its methods call the methods of `Ours` with `super()`.
     return type(kind.__name__, (kind, Ours), {"__module__": __name__})(
-        made.task, default_metric_name=made.default_metric_name
+        original.task, default_metric_name=original.default_metric_name
     )
 
 
@@ -55,14 +55,14 @@ def _pipeline(task: str, model: Any, tokenizer: Any, feature_extractor: Any, dev
     from ..models.pipelines.pipeline import pipeline as ours
 
     processors = {"tokenizer": tokenizer, "feature_extractor": feature_extractor}
-    given = {name: value for name, value in processors.items() if value is not None}
-    if task == "image-classification" and "feature_extractor" in given:
-        # Name of this argument in transformers 5.
-        given["image_processor"] = given.pop("feature_extractor")
+    arguments = {name: value for name, value in processors.items() if value is not None}
+    if task == "image-classification" and "feature_extractor" in arguments:
+        # In transformers 5, image pipelines call this argument `image_processor`.
+        arguments["image_processor"] = arguments.pop("feature_extractor")
     if model is None or isinstance(model, ORTModel | str | os.PathLike):
-        return ours(task, model, **given, **({"device": device} if device is not None else {}))
+        return ours(task, model, **arguments, **({"device": device} if device is not None else {}))
     if isinstance(model, transformers.PreTrainedModel):
-        return transformers.pipeline(task, model=model, device=-1 if device is None else device, **given)
+        return transformers.pipeline(task, model=model, device=-1 if device is None else device, **arguments)
     if getattr(model, "task", None) != task and not str(getattr(model, "task", "")).startswith(task):
         raise ConfigError(
             f"model_or_pipeline is a {type(model).__name__} with the task {getattr(model, 'task', None)!r}; this evaluator needs the "

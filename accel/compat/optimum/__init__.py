@@ -1,9 +1,8 @@
-"""The public names of `optimum.onnxruntime` and `optimum.intel`, implemented by accel: only the import line of a script
-changes.
+"""Replacement of `optimum.onnxruntime` and `optimum.intel`, implemented by accel. Only the import lines of a script change.
 
-Names are imported at first use. The model classes are accel classes with Optimum's behaviour (`models`). The optimizer
-and quantizers translate settings and call accel's stages. Importing a name that does not exist here raises an error
-with the reason.
+The package has the same public names as the two packages of Optimum, and imports a name when it is used for the first time. The model
+classes are accel classes with Optimum's behaviour (see `models`). The optimizer and the quantizers convert Optimum's settings and call
+accel's functions. Importing a class that accel does not support raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _MODULE_OF = {
     "QuantType": "quantization",
     **dict.fromkeys((name for name in vars(constants) if name.isupper()), "constants"),
 }
-# Task classes that have another name in Optimum.
+# Maps names of model classes in Optimum to the names of the same classes in accel, if the names differ.
 _SAME_AS = {
     "ORTModelForPix2Struct": "ORTModelForVision2Seq",
     "OVModelForPix2Struct": "OVModelForVision2Seq",
@@ -52,7 +51,7 @@ _SAME_AS = {
 }
 _DIFFUSION_MODELS = ("DiffusionPipeline", "PipelineFor", "StableDiffusion", "LatentConsistency", "Flux")
 _DIFFUSION = "accel does not support diffusion models"
-# Prefixes of Optimum names that accel does not have, with the reasons.
+# Reasons why accel does not provide a class of Optimum, by the start of the class name.
 _ABSENT = {
     **dict.fromkeys((f"ORT{name}" for name in _DIFFUSION_MODELS), _DIFFUSION),
     **dict.fromkeys((f"OV{name}" for name in (*_DIFFUSION_MODELS, "LTX", "Sana", "QwenImage")), _DIFFUSION),

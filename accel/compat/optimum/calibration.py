@@ -1,4 +1,4 @@
-"""Calibration settings, and calibration rows from a tokenized data set."""
+"""Optimum's calibration settings, and calibration batches from a tokenized data set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class CalibrationMethod(Enum):
-    """Method that computes activation ranges."""
+    """Methods that compute the range of activations from calibration data."""
 
     MinMax = 0
     Entropy = 1
@@ -24,7 +24,7 @@ class CalibrationMethod(Enum):
 
 
 def member(kind: type[Enum], value: Any) -> Any:
-    """Return an enum member by its name. ONNX Runtime's enum members have the same names and are returned unchanged."""
+    """Return the enum member with the given name. A member of ONNX Runtime's enum with the same name is returned unchanged."""
     name = value if isinstance(value, str) else str(getattr(value, "name", value))
     if name not in kind.__members__:
         raise ConfigError(
@@ -38,16 +38,16 @@ class CalibrationConfig:
     """Optimum's calibration settings.
 
     Attributes:
-        dataset_name: Name of the data set; only recorded.
+        dataset_name: Name of the data set, which is only written to the manifest.
         dataset_config_name: Configuration name of the data set.
         dataset_split: Split of the data set.
         dataset_num_samples: Number of rows in the data set.
         method: Method that computes activation ranges.
-        num_bins: Ignored: accel chooses it for each method.
-        num_quantized_bins: Ignored: accel chooses it for each method.
-        percentile: For `Percentile`: the percentage of values inside the range.
-        moving_average: For `MinMax`: whether the ranges of the batches are averaged.
-        averaging_constant: Ignored: accel chooses it for each method.
+        num_bins: Ignored, because accel chooses the number for each method.
+        num_quantized_bins: Ignored, because accel chooses the number for each method.
+        percentile: For `Percentile`: percentage of the values that are inside of the range.
+        moving_average: For `MinMax`: whether the range is a moving average of the ranges of the batches.
+        averaging_constant: Ignored, because accel chooses the constant for each method.
     """
 
     dataset_name: str | None
@@ -79,11 +79,11 @@ class CalibrationConfig:
 
 
 class AutoCalibrationConfig:
-    """Create calibration settings by method."""
+    """Functions that create calibration settings for each method."""
 
     @staticmethod
     def minmax(dataset: Any, moving_average: bool = False, averaging_constant: float = 0.01) -> CalibrationConfig:
-        """Use the smallest and the largest value as range."""
+        """Return settings for the range from the smallest to the largest value."""
         check_number("averaging_constant", averaging_constant if moving_average else None, 0, 1)
         return _described(
             dataset,
@@ -94,7 +94,7 @@ class AutoCalibrationConfig:
 
     @staticmethod
     def entropy(dataset: Any, num_bins: int = 128, num_quantized_bins: int = 128) -> CalibrationConfig:
-        """Use the range that loses the least information."""
+        """Return settings for the range that loses the least information (entropy calibration)."""
         check_number("num_bins", num_bins, 1)
         check_number("num_quantized_bins", num_quantized_bins, 1)
         return _described(
@@ -103,7 +103,7 @@ class AutoCalibrationConfig:
 
     @staticmethod
     def percentiles(dataset: Any, num_bins: int = 2048, percentile: float = 99.999) -> CalibrationConfig:
-        """Use the range that contains a percentage of the values."""
+        """Return settings for the range that contains the given percentage of the values."""
         check_number("num_bins", num_bins, 1)
         check_number("percentile", percentile, 0, 100)
         return _described(dataset, method=CalibrationMethod.Percentile, num_bins=num_bins, percentile=percentile)
@@ -122,7 +122,7 @@ def _described(dataset: Any, **settings: Any) -> CalibrationConfig:
 
 @dataclass(frozen=True)
 class CalibrationRanges:
-    """The result of `ORTQuantizer.fit`: calibration rows and settings. Ranges are computed later, during quantization.
+    """Result of `ORTQuantizer.fit`: calibration data and settings. accel computes the ranges later, during the quantization.
 
     Attributes:
         batches: Batches of inputs by name, each of shape `(batch, ...)`.
@@ -157,7 +157,7 @@ def calibration_rows(
     """Load, shuffle, truncate and preprocess a data set, and keep only the columns that are inputs of the graph.
 
     Raises:
-        ConfigError: No split is named, and the data set has several.
+        ConfigError: `split` is `None`, and the data set has several splits.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""`optimum-cli accel ...`: all `accel` commands in Optimum's command line, with the same arguments and exit codes."""
+"""Command `optimum-cli accel ...` with all commands of `accel`. The arguments and exit codes are the same."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 
 class AccelCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # Optimum is untyped here
-    """The `optimum-cli accel` command, which passes its arguments to `accel`."""
+    """Command `optimum-cli accel`, which passes all of its arguments to the command `accel`."""
 
     COMMAND = CommandInfo(name="accel", help="Export, optimize, quantize, tune and run models with accel.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         """Accept all arguments after `accel` unchanged, including `--help`."""
-        # `REMAINDER` collects all arguments after the first positional argument.
+        # `REMAINDER` collects all arguments after `accel`, also arguments that begin with a dash.
         parser.add_argument(
             "words",
             nargs=REMAINDER,

@@ -1,4 +1,4 @@
-"""File names in folders that Optimum writes."""
+"""Optimum's constants for the names of files in model folders."""
 
 ONNX_WEIGHTS_NAME = "model.onnx"
 ONNX_ENCODER_NAME = "encoder_model.onnx"

@@ -1,4 +1,4 @@
-"""The individual graphs of an encoder-decoder model, with Optimum's attributes: `model.encoder.session`, `model.parts`."""
+"""Objects for the single graphs of an encoder-decoder model, with the attributes of Optimum, such as `model.encoder.session`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PART_NAMES = {
     "decoder_file_name": ONNX_DECODER_NAME,
     "decoder_with_past_file_name": ONNX_DECODER_WITH_PAST_NAME,
 }
-"""Optimum's arguments for the graph file names of an encoder-decoder model, with the default file names."""
+"""Names of Optimum's arguments for the graph files of an encoder-decoder model, with the default file names."""
 
 
 def file_name_of(given: Mapping[str, str | None]) -> str | None:
-    """Return a graph file name that identifies all graphs of the model; `None` if all names are the defaults.
+    """Return one file name from which accel can find all graph files of a model. Return `None` if all file names are the defaults.
 
     Raises:
-        ConfigError: The graphs belong to different variants.
+        ConfigError: The file names have different endings, so they belong to different variants of the model.
     """
     names = [given.get(name) or usual for name, usual in PART_NAMES.items() if given.get(name) or "past" not in name]
     if set(names) <= {*PART_NAMES.values(), ONNX_DECODER_MERGED_NAME}:
@@ -53,14 +53,14 @@ def file_name_of(given: Mapping[str, str | None]) -> str | None:
 def files_before(
     artifact: Artifact, file_name: str | None, subfolder: str, variant: str | None = None
 ) -> dict[Part, Path]:
-    """Return the files of another tool that an artifact was converted from, by part.
+    """Return the original files of another tool from which accel converted an artifact, by part.
 
     Args:
         artifact: The artifact.
         file_name, subfolder, variant: The arguments of `from_pretrained`.
 
     Returns:
-        The files; empty if the artifact was not converted.
+        The paths of the files. Empty if accel did not convert the artifact from files of another tool.
     """
     source = artifact.manifest.source
     if artifact.manifest.steps or source is None or artifact.path.parent != accel_home() / "exports":
@@ -72,21 +72,21 @@ def files_before(
     reader = registry.folder_reader([Path(inside or artifact.components[0].file).name])
     try:
         parts = {} if reader is None else reader.parts(folder, file_name=inside, variant=variant, encoder=encoder)
-    except ArtifactNotFoundError:  # the folder has changed since
+    except ArtifactNotFoundError:  # The original files were deleted after the conversion.
         return {}
     only = None if encoder else inside
     return {part: folder / file for part, file in parts.items() if only in (None, file)}
 
 
 def _ending(name: str) -> str:
-    """Return the text after Optimum's standard name of a graph, such as `_quantized.onnx`."""
+    """Return the part of a file name after Optimum's standard name of a graph, such as `_quantized.onnx`."""
     stems = (usual.removesuffix(".onnx") for usual in (ONNX_DECODER_MERGED_NAME, *PART_NAMES.values()))
     known = [stem for stem in stems if name.startswith(stem)]
     return name.removeprefix(max(known, key=len)) if known else name
 
 
 def runtime_of(session: Session, backend: str) -> Any:
-    """Return the runtime's own session of a session.
+    """Return the session object of the runtime, such as an `onnxruntime.InferenceSession`, for a session of accel.
 
     Raises:
         InputError: The backend does not provide its runtime's session.
@@ -101,12 +101,12 @@ def runtime_of(session: Session, backend: str) -> Any:
 
 
 class ORTPart:
-    """A graph of a model, with its file, the runtime's session, and the names of inputs and outputs.
+    """One graph of a model, with its file, the session of the runtime, and the names of its inputs and outputs.
 
     Args:
         model: The model that contains the graph.
-        name: Name of the component.
-        reads: Parts whose original file may contain this graph, in order of preference.
+        name: Name of the graph's component in the artifact.
+        reads: Parts of the original model whose file may contain this graph. The first part that exists is used.
     """
 
     def __init__(self, model: OptimumModelMixin, name: str, reads: tuple[Part, ...] = ()) -> None:
@@ -118,7 +118,7 @@ class ORTPart:
 
     @property
     def path(self) -> Path:
-        """Path of the graph's file; for a converted graph, path of the original file."""
+        """Path of the graph's file. If accel converted the graph from a file of another tool, path of that file."""
         before = self._of.files_before()
         if (part := next((part for part in self._reads if part in before), None)) is not None:
             return before[part]
@@ -127,17 +127,17 @@ class ORTPart:
 
     @property
     def session(self) -> Any:
-        """The runtime's session of the graph."""
+        """The session object of the runtime for this graph."""
         return runtime_of(self._ours, self._of.backend)
 
     @property
     def input_names(self) -> dict[str, int]:
-        """Input names with their positions."""
+        """Indices of the inputs, by input name."""
         return {spec.name: place for place, spec in enumerate(self._ours.inputs)}
 
     @property
     def output_names(self) -> dict[str, int]:
-        """Output names with their positions."""
+        """Indices of the outputs, by output name."""
         return {spec.name: place for place, spec in enumerate(self._ours.outputs)}
 
     @property
@@ -157,12 +157,12 @@ class ORTPart:
 
     @property
     def use_io_binding(self) -> bool:
-        """The `use_io_binding` setting of the model; it has no effect."""
+        """The setting `use_io_binding` of the model, which has no effect."""
         return self._of.use_io_binding
 
 
 class ORTEncoder(ORTPart, GenerateEncoder):
-    """The encoder as a callable."""
+    """Encoder of an encoder-decoder model, which can be called."""
 
     def __init__(self, model: OptimumModelMixin, session: Session, main_input_name: str) -> None:
         ORTPart.__init__(self, model, "encoder", ("encoder",))
@@ -170,7 +170,7 @@ class ORTEncoder(ORTPart, GenerateEncoder):
 
 
 class ORTDecoderForSeq2Seq(ORTPart):
-    """The decoder. One graph computes tokens with and without a KV cache.
+    """Decoder of an encoder-decoder model, which can be called with or without a KV cache. Both calls use the same graph.
 
     Attributes:
         is_merged: Whether the model uses Optimum's merged decoder (`use_merged`).
@@ -191,18 +191,18 @@ class ORTDecoderForSeq2Seq(ORTPart):
         use_cache: bool | None = None,
         cache: Any = None,
     ) -> Any:
-        """Run the decoder once.
+        """Run one step of the decoder.
 
         Args:
             input_ids: New tokens after the cached tokens, `(batch, new)`.
-            encoder_hidden_states: Output of the encoder, `(batch, encoder_sequence, hidden)`; not required with a
-                cache.
+            encoder_hidden_states: Output of the encoder, `(batch, encoder_sequence, hidden)`. It is not required if `past_key_values` is
+                passed.
             encoder_attention_mask: Padding mask of the encoder, `(batch, encoder_sequence)`.
             attention_mask: Padding mask of cached and new tokens, `(batch, cached + new)`.
             position_ids: Position ids, `(batch, new)`, for models with this input.
-            past_key_values: The KV cache of an earlier call; it is updated in place.
-            use_cache: Whether the KV cache is returned (default).
-            cache: The name of `past_key_values` in transformers 5.24.
+            past_key_values: The KV cache of an earlier call, which is updated in place.
+            use_cache: Whether the output contains the KV cache. `None` means True.
+            cache: The same argument as `past_key_values`, under its name in transformers 5.24.
         """
         return self._of.forward(
             decoder_input_ids=input_ids,

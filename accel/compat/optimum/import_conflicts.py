@@ -1,4 +1,4 @@
-"""Prevent conflicts between installed libraries and accel packages that have the same import names."""
+"""Check that Optimum is not installed next to accel-sentence-transformers, which contains Python modules with the same names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ...errors import BackendUnavailableError
 
 
 def refuse_if_installed(*distributions: str) -> None:
-    """Raise if a library is installed whose import names an accel package also provides.
+    """Raise an error if one of the given packages is installed, because it contains modules with the same names.
 
     Raises:
-        BackendUnavailableError: A library is installed. The message has the command that removes either package.
+        BackendUnavailableError: One of the packages is installed. The message contains a command that solves the conflict.
     """
     for name in distributions:
         try:

@@ -1,4 +1,4 @@
-"""Optimum's model classes: accel classes with Optimum's attributes and arguments."""
+"""Optimum's model classes, which are accel's model classes with the attributes and arguments of Optimum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .graph_parts import PART_NAMES, ORTDecoderForSeq2Seq, ORTEncoder, ORTPart, 
 
 logger = logging.getLogger(__name__)
 
-# Azure builds of ONNX Runtime list this provider first, and it runs graphs on the CPU.
+# Azure builds of ONNX Runtime list AzureExecutionProvider first. It runs graphs on the CPU.
 _ON_CPU = {"AzureExecutionProvider": "CPUExecutionProvider"}
 # Settings of `generate` that request outputs other than logits.
 _ANSWERED = ("output_attentions", "output_hidden_states")
@@ -33,13 +33,14 @@ _ANSWERED = ("output_attentions", "output_hidden_states")
 
 @dataclass
 class PooledOutput(BaseModelOutputWithPooling, BaseModelOutput):  # type: ignore[misc]  # transformers is untyped here
-    """Hidden states and pooled states with the fields of the PyTorch output. It is also a `BaseModelOutput`, which
-    scripts for Optimum expect.
-    """
+    """Hidden states and pooled states. The class also inherits from `BaseModelOutput`, because scripts for Optimum check for this class."""
 
 
 class OptimumModelMixin(base.ORTModel):
-    """Base class with Optimum's behaviour: saving replaces existing files, and there are more arguments and attributes."""
+    """Mixin that gives accel's model classes the arguments and attributes of Optimum's classes.
+
+    In contrast to accel's classes, `save_pretrained` replaces existing files.
+    """
 
     _use_cache: bool | None = None
     _use_io_binding: bool | None = None
@@ -49,15 +50,14 @@ class OptimumModelMixin(base.ORTModel):
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
-        """Call `from_pretrained` of the accel class with the same name, with Optimum's arguments.
+        """Load a model with Optimum's arguments.
 
-        `use_cache=False` is stored in the model: `generate` then computes each token from the whole text, without a KV
-        cache.
+        With `use_cache=False`, `generate` of the loaded model computes each token from the complete text, without a KV cache.
         """
         use_io_binding = arguments.pop("use_io_binding", None)
         use_cache = arguments.get("use_cache")
         if arguments.get("force_download") and (isinstance(model_id, Artifact) or Path(model_id).is_dir()):
-            # Folders are not downloaded, so the argument has no effect.
+            # A local folder is not downloaded, so the argument is ignored.
             del arguments["force_download"]
         translated = cls._translated(arguments)
         made = super().from_pretrained(model_id, **translated)
@@ -66,7 +66,7 @@ class OptimumModelMixin(base.ORTModel):
         return made
 
     def remember(self, asked: tuple[str | None, str, str | None], **uses: bool | None) -> None:
-        """Store arguments of `from_pretrained`. `asked` contains the graph's file name, the subfolder and the variant."""
+        """Store arguments of `from_pretrained` in the model. `asked` contains the graph's file name, the subfolder and the variant."""
         self._asked = asked
         for name, value in uses.items():
             setattr(self, f"_{name}", value)
@@ -75,45 +75,46 @@ class OptimumModelMixin(base.ORTModel):
         if self._use_cache is not None:
             self.config.use_cache = self._use_cache
         if self.generation_config.use_cache is None and self.can_use_cache:
-            # Optimum's default; older folders do not set this field.
+            # Optimum's default is True. The generation_config.json of older folders does not contain this field.
             self.generation_config.use_cache = True
 
     @classmethod
     def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Translate arguments that accel's `from_pretrained` does not have."""
-        given = dict(arguments)
-        if given.get("provider") in _ON_CPU:
-            given["provider"] = _ON_CPU[given["provider"]]
-        if given.get("providers"):
-            given["providers"] = [_ON_CPU.get(name, name) for name in given["providers"]]
+        """Replace Optimum's arguments by the arguments of accel's `from_pretrained`."""
+        translated = dict(arguments)
+        if translated.get("provider") in _ON_CPU:
+            translated["provider"] = _ON_CPU[translated["provider"]]
+        if translated.get("providers"):
+            translated["providers"] = [_ON_CPU.get(name, name) for name in translated["providers"]]
         if cls.task == "feature-extraction":
-            # Scripts with this class pool the hidden states themselves.
-            given.setdefault("task", cls.task)
-        named_one = file_name_of({name: given.pop(name, None) for name in PART_NAMES})
-        if given.get("file_name") is None:
-            given["file_name"] = named_one
-        return given
+            # Without a task, accel would load a sentence-transformers folder with pooling. Scripts for Optimum pool the hidden states
+            # themselves.
+            translated.setdefault("task", cls.task)
+        file_name = file_name_of({name: translated.pop(name, None) for name in PART_NAMES})
+        if translated.get("file_name") is None:
+            translated["file_name"] = file_name
+        return translated
 
     def _choose_output(self, names: Sequence[str]) -> Any:
         chosen = super()._choose_output(names)
         return PooledOutput if chosen is BaseModelOutputWithPooling else chosen
 
     def files_before(self) -> dict[Part, Path]:
-        """Return the original files of another tool, by part, if the graphs were converted from them; empty if not."""
+        """Return the original graph files of another tool, by part. Empty if the model was not converted from files of another tool."""
         if self._before is None or self._before[0] != self.artifact.path:
             self._before = self.artifact.path, files_before(self.artifact, *self._asked)
         return self._before[1]
 
     @property
     def path(self) -> Path:
-        """Path of the first graph's file; for a converted graph, path of the original file."""
+        """Path of the file of the first graph. If the graph was converted from a file of another tool, path of that file."""
         before = self.files_before()
         usual: tuple[Part, ...] = ("encoder", "model", "merged", "following" if self.can_use_cache else "first")
         return next((before[part] for part in (*usual, *before) if part in before), super().path)
 
     @property
     def model_save_dir(self) -> Path:
-        """Folder of the graph file `path`."""
+        """Folder that contains the graph file `path`."""
         return self.path.parent if self.files_before() else super().model_save_dir
 
     @property
@@ -127,13 +128,13 @@ class OptimumModelMixin(base.ORTModel):
 
     @property
     def model(self) -> Any:
-        """The runtime's session, under an older name."""
+        """The same object as `session`. Older scripts use this name."""
         return self.session
 
     @property
     def use_io_binding(self) -> bool:
-        """The `use_io_binding` argument of `from_pretrained`. It has no effect, because sessions choose how tensors are
-        passed.
+        """Value of the argument `use_io_binding` of `from_pretrained`. It has no effect, because accel's sessions choose between copies and
+        I/O binding themselves.
         """
         return True if self._use_io_binding is None else self._use_io_binding
 
@@ -143,17 +144,16 @@ class OptimumModelMixin(base.ORTModel):
 
     @property
     def can_use_cache(self) -> bool:
-        """Whether the graphs have a KV cache, and `use_cache=False` was not set."""
+        """Whether `generate` can use a KV cache: the graphs have a cache, and the model was not loaded with `use_cache=False`."""
         return super().can_use_cache and self._use_cache is not False
 
     def save_pretrained(  # type: ignore[override]  # Optimum's argument
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **settings: Any
     ) -> None:
-        """Save the model to a folder, and replace a model in this folder. A tokenizer may be saved to the same folder
-        later.
+        """Save the model to a folder, and replace a model in this folder. A script may save a tokenizer to the same folder afterwards.
 
         Args:
-            save_directory: The folder; its other files are kept.
+            save_directory: The output folder. Other files in this folder are kept.
             push_to_hub: Whether the model is uploaded to the Hub.
             **settings: Arguments of `push_to_hub`.
         """
@@ -167,10 +167,10 @@ class OptimumModelMixin(base.ORTModel):
             self.push_to_hub(**{name: value for name, value in settings.items() if name in known})
 
     def _save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
-        """Write the artifact. Other libraries override this method to write to a subfolder."""
+        """Write the artifact to a folder. Other libraries override this method to write to a subfolder."""
         target = Path(save_directory).absolute()
         if target.resolve() == self.artifact.path.resolve() and (target / MANIFEST).is_file():
-            # The artifact is already in this folder, but the config may have changed.
+            # The model was loaded from this folder, so only the config may have changed.
             if self.config is not None:
                 self.config.save_pretrained(target)
             return
@@ -179,17 +179,17 @@ class OptimumModelMixin(base.ORTModel):
 
 
 class OptimumGenerationMixin(OptimumModelMixin, Generator):
-    """Base class of generating models with Optimum's behaviour."""
+    """Mixin for generating models with Optimum's arguments and attributes."""
 
     @property
     def use_merged(self) -> bool:
-        """The `use_merged` argument of `from_pretrained`. If it was not passed: whether the original files include a
-        merged decoder.
+        """Value of the argument `use_merged` of `from_pretrained`. If the argument was not passed, the value is True if the original files
+        contain a merged decoder.
         """
         return "merged" in self.files_before() if self._use_merged is None else self._use_merged
 
     def _check_rest(self, rest: Mapping[str, Any]) -> None:
-        # Scripts also pass settings of `generate` to single calls, where transformers ignores them.
+        # Scripts for Optimum may pass settings of `generate` to single calls of a model. transformers ignores them, so they are allowed.
         super()._check_rest(
             {
                 name: value
@@ -200,9 +200,9 @@ class OptimumGenerationMixin(OptimumModelMixin, Generator):
 
 
 class OptimumEncoderDecoderMixin(OptimumGenerationMixin, EncoderDecoder):
-    """Base class of encoder-decoder models. Scripts for Optimum access their graphs individually."""
+    """Mixin for encoder-decoder models that gives access to the encoder and the decoder, as Optimum's classes do."""
 
-    # Whisper's `generate` sets this attribute. A model with several graphs has no single session.
+    # Whisper's `generate` assigns this attribute, so it must not be a read-only property.
     model: Any = None
 
     def _make_encoder(self, session: Session, main_input_name: str) -> ORTEncoder:
@@ -210,18 +210,22 @@ class OptimumEncoderDecoderMixin(OptimumGenerationMixin, EncoderDecoder):
 
     @property
     def can_use_cache(self) -> bool:
-        """Whether the graphs have a KV cache, and `use_cache=False` was not set; a merged decoder always has one."""
+        """Whether `generate` can use a KV cache.
+
+        The graphs must have a cache, and the model must not be loaded with `use_cache=False`. This argument has no effect on a merged
+        decoder.
+        """
         return super().can_use_cache or (self.use_merged and any(part.stateful for part in self.artifact.components))
 
     @property
     def decoder(self) -> ORTDecoderForSeq2Seq:
-        """The decoder as a callable."""
+        """The decoder of the model, which can be called."""
         return ORTDecoderForSeq2Seq(self, is_merged=self.use_merged)
 
     @property
     def decoder_with_past(self) -> ORTDecoderForSeq2Seq | None:
-        """The decoder with a KV cache, which is the same graph; `None` if Optimum has no second decoder, because it is
-        merged or has no cache.
+        """The decoder with a KV cache. It is the same graph as `decoder`. The value is `None` for models with a merged decoder or without a
+        KV cache, as in Optimum.
         """
         if not self.can_use_cache or self.use_merged:
             return None
@@ -229,9 +233,9 @@ class OptimumEncoderDecoderMixin(OptimumGenerationMixin, EncoderDecoder):
 
     @property
     def parts(self) -> list[ORTPart]:
-        """The encoder and the decoder; also the decoder with a KV cache if the original has a separate file for it."""
-        found, following = [self.encoder, self.decoder], self.decoder_with_past
-        return [*found, following] if following is not None and following.path != self.decoder.path else found
+        """The encoder and the decoder. The list also contains `decoder_with_past` if it has a separate file in the original folder."""
+        parts, following = [self.encoder, self.decoder], self.decoder_with_past
+        return [*parts, following] if following is not None and following.path != self.decoder.path else parts
 
 
 class ORTModel(OptimumModelMixin):
@@ -245,7 +249,7 @@ class ORTModel(OptimumModelMixin):
 
 
 class OVModel(OptimumModelMixin):
-    """A model for any task on OpenVINO. If a folder has only PyTorch weights, they are exported."""
+    """A model for any task that runs with OpenVINO. If a folder contains only PyTorch weights, `from_pretrained` exports the model."""
 
     _any_task = True
     ov_config: dict[str, Any]
@@ -256,10 +260,10 @@ class OVModel(OptimumModelMixin):
 
     @classmethod
     def from_pretrained(cls, model_id: str | os.PathLike[str] | Artifact, **arguments: Any) -> Self:
-        """Call `from_pretrained` with `backend="openvino"` and the arguments of optimum-intel.
+        """Load a model with `backend="openvino"` and the arguments of optimum-intel.
 
-        `quantization_config` and `load_in_8bit` quantize the graph to a temporary folder, which exists as long as the
-        model.
+        If `quantization_config` or `load_in_8bit` is passed, accel quantizes the model and writes the result to a temporary folder. The
+        folder is deleted together with the model object.
         """
         from .openvino import quantized_on_the_way
 
@@ -279,29 +283,30 @@ class OVModel(OptimumModelMixin):
 
     @property
     def model(self) -> Any:
-        """The compiled OpenVINO model of the first graph, as a runtime model."""
+        """The runtime model (`openvino.Model`) of the first graph's compiled model."""
         return self.session.get_runtime_model()
 
     @property
     def request(self) -> Any:
-        """The compiled model."""
+        """The compiled OpenVINO model of the first graph."""
         return self.session
 
     def compile(self) -> None:
-        """Do nothing: models are compiled when they are opened."""
+        """Do nothing, because `from_pretrained` compiles the model."""
 
     def clear_requests(self) -> None:
-        """Do nothing: sessions manage their inference requests."""
+        """Do nothing, because accel's sessions manage the inference requests."""
 
     def reshape(
         self, batch_size: int, sequence_length: int, height: int | None = None, width: int | None = None
     ) -> Self:
-        """Pad texts to a fixed length and compile the graph for it; -1 allows any length. Any batch size is allowed.
+        """Compile the model for a fixed text length. Later calls pad their texts to this length. -1 allows any length.
 
-        Models whose inputs cannot be padded (images, audio, generating models) are unchanged and accept any size.
+        The batch size is ignored, because the model accepts any batch size. The method does not change models for images or audio and
+        generating models, whose inputs cannot be padded.
 
         Raises:
-            ConfigError: The length exceeds the model's positions; the model is unchanged.
+            ConfigError: The length is larger than the number of the model's positions. The model is then unchanged.
         """
         from dataclasses import replace
 
@@ -325,11 +330,11 @@ class OVModel(OptimumModelMixin):
         return self
 
     def to(self, device: Any) -> Self:
-        """Move the model to a device. OpenVINO's device names (`"CPU"`, `"GPU.0"`) are accepted."""
+        """Move the model to a device. The method also accepts OpenVINO's device names, such as `"CPU"` and `"GPU.0"`."""
         return super().to(device.lower().replace(".", ":") if isinstance(device, str) else device)
 
     def replace_artifact(self, artifact: Artifact) -> None:
-        """Close the sessions and open another artifact for this model."""
+        """Close the model's sessions, and open another artifact in their place."""
         self.close()
         self.artifact = artifact
         self._plan = self._planned(self._plan.settings)
@@ -344,25 +349,25 @@ def _of_kind(name: str, kind: type[OptimumModelMixin], original: type[base.ORTMo
     elif issubclass(original, Generator):
         kinds = (OptimumGenerationMixin, kind)
     made = type(name, (*kinds, original), facts)
-    # Pickle finds the class by its name in this module.
+    # pickle looks the class up by its name in this module.
     globals()[name] = made
     return made
 
 
 @functools.cache
 def ort_class(name: str) -> type[Any]:
-    """Return the class with the same name as an accel class and Optimum's behaviour."""
+    """Return the class `ORTModelFor...` with Optimum's behaviour for the accel class of the same name."""
     return _of_kind(name, ORTModel, getattr(importlib.import_module("accel"), name))
 
 
 @functools.cache
 def ov_class(name: str) -> type[Any]:
-    """Return the class `OVModelFor...` for the name `ORTModelFor...`."""
+    """Return the class `OVModelFor...` for the name of an accel class, `ORTModelFor...`."""
     return _of_kind("OV" + name.removeprefix("ORT"), OVModel, getattr(importlib.import_module("accel"), name))
 
 
 def __getattr__(name: str) -> Any:
-    # Classes are created at first use. Pickled models refer to their class by name.
+    # A class is created when it is used for the first time. pickle may be the first user, because it looks classes up by name.
     if name.startswith(("ORTModelFor", "OVModelFor")):
         make = ov_class if name.startswith("OV") else ort_class
         original = "ORT" + name.removeprefix("OV").removeprefix("ORT")
@@ -379,10 +384,10 @@ def pipeline(
     model_kwargs: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Return a pipeline like Optimum's `pipeline`: `accel.pipeline` with `accelerator="ort"` or `"ov"` for a model
-    given by id or folder.
+    """Return a pipeline, as Optimum's function `pipeline` does.
 
-    Unknown arguments are ignored with a warning; transformers pipelines ignore them silently.
+    `accelerator` selects ONNX Runtime (`"ort"`) or OpenVINO (`"ov"`) if `model` is a Hub id or a folder. The function ignores unknown
+    arguments and logs a warning.
     """
     from ...models.arguments import read_arguments
     from ...models.pipelines.pipeline import has_several_classes, pipeline_class, usual_model

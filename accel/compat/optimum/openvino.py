@@ -1,4 +1,4 @@
-"""optimum-intel's `OVQuantizer` and its settings, implemented by accel's quantization of OpenVINO graphs."""
+"""optimum-intel's `OVQuantizer` and its settings, implemented with accel's quantization of OpenVINO graphs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 BACKEND = "openvino"
 _PRECISIONS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# Arguments without effect: models are always compiled, and the graph decides whether it has a state.
+# Arguments that accel ignores. accel always compiles models, and the exported graph determines whether the model has a state.
 _WITHOUT_EFFECT = ("compile", "stateful", "dynamic_shapes", "from_onnx", "preload", "tp_size")
 
 
 def translated(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Translate arguments of `OVModelFor….from_pretrained` to arguments of accel.
+    """Replace the arguments of optimum-intel's `from_pretrained` by the arguments of accel.
 
     Raises:
-        ConfigError: OpenVINO does not support the precision.
+        ConfigError: `INFERENCE_PRECISION_HINT` has an invalid value.
     """
     given = dict(arguments)
     for name in _WITHOUT_EFFECT:
@@ -61,7 +61,7 @@ def translated(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Settings:
-    """Base class of settings that can be converted to and from JSON values."""
+    """Base class of settings that can be written to JSON and read from JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
@@ -69,13 +69,13 @@ class _Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make settings from the values of `to_dict`."""
+        """Create settings from a result of `to_dict`."""
         known = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
         return cls(**{name: value for name, value in values.items() if name in known})
 
 
 def _refusing_others(cls: type[_T]) -> type[_T]:
-    """Let a settings dataclass accept unknown arguments, but raise if their value is not `None` or `False`."""
+    """Let a settings dataclass ignore unknown arguments with the value `None` or `False`, and raise an error for other values."""
     known = {item.name for item in fields(cls)}  # type: ignore[arg-type]
     make: Any = cls.__init__
 
@@ -89,10 +89,10 @@ def _refusing_others(cls: type[_T]) -> type[_T]:
 
 
 def _refuse(kind: str, settings: Mapping[str, Any]) -> None:
-    """Raise for settings that change the result and have no equivalent in accel.
+    """Raise an error if a setting that accel does not support has a value.
 
     Raises:
-        ConfigError: A setting has a value. The message names the first such setting.
+        ConfigError: A setting has a value other than `None` and `False`.
     """
     for name, value in settings.items():
         if value is not None and value is not False:
@@ -103,7 +103,7 @@ def _refuse(kind: str, settings: Mapping[str, Any]) -> None:
 
 
 def _excluded(scope: Any) -> tuple[str, ...]:
-    """Return the nodes that stay in floating point, from an NNCF scope or a mapping with its values."""
+    """Return the names of nodes that are not quantized, from an `IgnoredScope` of NNCF or a mapping with the same keys."""
     values = dict(scope if isinstance(scope, Mapping) else vars(scope or object) if scope is not None else {})
     if values.get("types"):
         raise ConfigError(
@@ -116,24 +116,25 @@ def _excluded(scope: Any) -> tuple[str, ...]:
 @_refusing_others
 @dataclass
 class OVWeightQuantizationConfig(_Settings):
-    """Settings for weights in 8 or 4 bits: the schemes `weight-int8` and `weight-int4` of accel. Other settings of
-    optimum-intel raise an error if they have a value.
+    """Settings for the quantization of weights to 8 or 4 bits, which is accel's scheme `weight-int8` or `weight-int4`.
+
+    Other arguments of optimum-intel raise an error if they have a value.
 
     Attributes:
-        bits: 8 or 4.
+        bits: Number of bits of a weight, 8 or 4.
         sym: Whether weights are quantized symmetrically.
-        group_size: For 4 bits: number of values that share a scale; 32 when `None`.
-        tokenizer: Ignored: the model's own tokenizer is used.
-        dataset: Texts, or a data set, for AWQ, GPTQ and scale estimation.
-        ratio: For 4 bits: fraction of the layers in 4 bits; the other layers get 8 bits.
-        all_layers: Ignored: determined by `ratio`.
-        ignored_scope: Nodes that stay in floating point: `{"names": [...], "patterns": [...]}`.
+        group_size: For 4 bits: number of weights that share a scale. `None` means 32.
+        tokenizer: Ignored, because accel uses the tokenizer in the model's folder.
+        dataset: A list of texts or the name of a data set, for AWQ, GPTQ and scale estimation.
+        ratio: For 4 bits: fraction of the layers with 4-bit weights. The other layers get 8-bit weights.
+        all_layers: Ignored, because `ratio` determines the layers.
+        ignored_scope: Nodes that are not quantized: `{"names": [...], "patterns": [...]}`.
         num_samples: Largest number of rows of `dataset`.
         quant_method: `"default"` or `"awq"`.
         scale_estimation: For 4 bits: whether scales are fitted to `dataset`.
-        dtype: `"int8"` or `"int4"`, instead of `bits`.
+        dtype: `"int8"` or `"int4"`. It replaces `bits`.
         gptq: For 4 bits: whether GPTQ is used.
-        processor: Ignored: the model's own processor is used.
+        processor: Ignored, because accel uses the processor in the model's folder.
     """
 
     bits: int = 8
@@ -190,22 +191,23 @@ class OVWeightQuantizationConfig(_Settings):
 @_refusing_others
 @dataclass
 class OVQuantizationConfig(_Settings):
-    """Settings for weights and activations in 8 bits: the scheme `static-int8` of accel. Other settings of
-    optimum-intel raise an error if they have a value.
+    """Settings for the quantization of weights and activations to 8 bits, which is accel's scheme `static-int8`.
+
+    Other arguments of optimum-intel raise an error if they have a value.
 
     Attributes:
-        bits: 8.
-        sym: Ignored: the target decides whether activations are symmetric.
-        ignored_scope: Nodes that stay in floating point: `{"names": [...], "patterns": [...]}`.
-        num_samples: Largest number of calibration rows; 300 when `None`.
-        model_type: `"transformer"`.
-        fast_bias_correction: Ignored: accel always uses fast bias correction.
-        overflow_fix: Ignored: determined by the target.
-        dataset: Texts, or a data set.
-        tokenizer: Ignored: the model's own tokenizer is used.
-        processor: Ignored: the model's own processor is used.
-        smooth_quant_alpha: SmoothQuant's exponent; a negative value disables it.
-        dtype: `"int8"`.
+        bits: Number of bits. Only 8 is supported.
+        sym: Ignored, because the target processor determines whether activations are symmetric.
+        ignored_scope: Nodes that are not quantized: `{"names": [...], "patterns": [...]}`.
+        num_samples: Largest number of calibration rows. `None` means 300.
+        model_type: Type of the model. accel ignores the value.
+        fast_bias_correction: Ignored, because accel always uses fast bias correction.
+        overflow_fix: Ignored, because the target processor determines the range of weights.
+        dataset: A list of texts or the name of a data set for calibration.
+        tokenizer: Ignored, because accel uses the tokenizer in the model's folder.
+        processor: Ignored, because accel uses the processor in the model's folder.
+        smooth_quant_alpha: Exponent of SmoothQuant. A negative value disables SmoothQuant.
+        dtype: Data type of the integers. Only `"int8"` is supported.
     """
 
     bits: int = 8
@@ -246,8 +248,10 @@ Quantization = OVWeightQuantizationConfig | OVQuantizationConfig
 
 
 def settings_from(config: Any) -> Quantization:
-    """Return a settings object for a settings object or a mapping of its values. The mapping decides whether
-    activations are quantized.
+    """Return a settings object for the argument `quantization_config`.
+
+    A settings object is returned unchanged. A mapping is converted to an `OVQuantizationConfig` if it contains settings for activations,
+    and else to an `OVWeightQuantizationConfig`.
 
     Raises:
         ConfigError: The argument is neither a settings object nor a mapping.
@@ -267,10 +271,10 @@ def settings_from(config: Any) -> Quantization:
 
 
 class OVConfig(SavedSettings):
-    """optimum-intel's settings file, `openvino_config.json`.
+    """Settings in the file `openvino_config.json` of optimum-intel.
 
     Attributes:
-        quantization_config: Settings of the quantization.
+        quantization_config: Settings of the quantization, or `None`.
         dtype: Data type of the quantized values.
     """
 
@@ -288,8 +292,9 @@ class OVConfig(SavedSettings):
 
 
 class OVQuantizer:
-    """optimum-intel's quantizer: call `from_pretrained(model)`, then `quantize`. Afterwards, the model runs the
-    quantized graph.
+    """Quantizer with the interface of optimum-intel. Call `from_pretrained(model)` and then `quantize`.
+
+    After `quantize`, the model object runs the quantized graph.
     """
 
     def __init__(self, model: Any, **_: Any) -> None:
@@ -302,7 +307,7 @@ class OVQuantizer:
 
     @classmethod
     def from_pretrained(cls, model: Any, **settings: Any) -> Self:
-        """Make a quantizer for an open model."""
+        """Create a quantizer for a loaded model."""
         return cls(model, **settings)
 
     def get_calibration_dataset(
@@ -316,8 +321,9 @@ class OVQuantizer:
         token: bool | str | None = None,
         **_: Any,
     ) -> Any:
-        """Load, shuffle, truncate and preprocess a data set from the Hub or files. Returns a `datasets.Dataset` with
-        the graph's inputs as columns.
+        """Return a data set for calibration, as a `datasets.Dataset` with the graph's inputs as columns.
+
+        The data set is loaded from the Hub or from files, shuffled, truncated and preprocessed.
         """
         return calibration_rows(
             self.model.artifact,
@@ -341,19 +347,20 @@ class OVQuantizer:
         remove_unused_columns: bool = True,
         **settings: Any,
     ) -> None:
-        """Quantize the model in place, and save the result if `save_directory` is given.
+        """Quantize the model in place. If `save_directory` is given, also save the quantized model.
 
         Args:
-            calibration_dataset: Rows of the graph's inputs, required for activations in 8 bits.
-            save_directory: The output folder; nothing is saved when `None`.
-            ov_config: Settings. When `None`: weights in 8 bits, and also activations if there are calibration rows.
-            file_name: Not supported; a value raises an error, because loading needs the usual file name.
-            batch_size: Number of rows per calibration batch.
-            remove_unused_columns: Ignored: unused columns are always removed.
-            **settings: Not supported; a value raises an error.
+            calibration_dataset: Rows with the graph's inputs. They are required to quantize activations.
+            save_directory: The output folder. With `None`, nothing is saved.
+            ov_config: Settings of the quantization. With `None`, weights are quantized to 8 bits. Activations are also quantized to 8 bits
+                if `calibration_dataset` is given.
+            file_name: Not supported, because the model can be loaded only with the usual file name. A value raises an error.
+            batch_size: Number of rows in a calibration batch.
+            remove_unused_columns: Ignored, because accel always removes columns that are not inputs of the graph.
+            **settings: Not supported. A value raises an error.
 
         Raises:
-            QuantizeError: Activations in 8 bits are requested without calibration rows.
+            QuantizeError: The settings quantize activations, and there are no calibration rows.
         """
         del remove_unused_columns
         _refuse("OVQuantizer.quantize", {"file_name": file_name, **settings})
@@ -373,17 +380,18 @@ class OVQuantizer:
 
 
 def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[str, Any]] | Any) -> None:
-    """Quantize a model's artifact to a temporary folder, and open the result in the model.
+    """Quantize a loaded model, write the result to a temporary folder, and let the model run the result.
 
     Args:
-        model: An `OVModelFor…`.
+        model: A model of a class `OVModelFor…`.
         config: Quantization settings.
-        rows: Batches of inputs; when `None`, the data set in the settings.
+        rows: Calibration batches. With `None`, the data set in `config` is used.
 
     Raises:
-        QuantizeError: Activations in 8 bits need calibration rows, and there are none.
+        QuantizeError: The settings quantize activations, and there are no calibration rows.
     """
-    # The temporary folder is removed with the model or at exit. After a killed process, the next run removes it.
+    # The temporary folder is deleted with the model object or at the end of the process. If the process is killed, the next process that
+    # uses accel deletes the folder.
     lifetime = contextlib.ExitStack()
     target, ours = lifetime.enter_context(scratch()) / "model", config.to_accel()
     weakref.finalize(model, lifetime.close)
@@ -406,7 +414,7 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
 
 
 def quantized_on_the_way(model: Any, config: Any, *, load_in_8bit: bool | None, calibration: Any) -> None:
-    """Quantize a model in place, if the arguments of `from_pretrained` request it."""
+    """Quantize a loaded model in place, if the arguments of `from_pretrained` request a quantization."""
     if config is None and load_in_8bit:
         config = OVWeightQuantizationConfig(bits=8)
     if config is not None:

@@ -1,4 +1,4 @@
-"""Optimum's `ORTOptimizer` and its settings, implemented by `accel.optimize`."""
+"""Optimum's `ORTOptimizer` and its settings, implemented with `accel.optimize`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .records import ORTConfig
 logger = logging.getLogger(__name__)
 
 _CPU, _GPU = "cpu", "cuda"
-# Optimum's switches that disable a fusion, with the names of accel's fusions for CPU and GPU.
+# Optimum's settings that disable a fusion, with the names of the same fusions in accel, for the CPU and for GPUs.
 _FUSIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "disable_attention_fusion": (("attention",), ("attention",)),
     "disable_bias_gelu_fusion": ((), ("bias-gelu",)),
@@ -29,12 +29,12 @@ _FUSIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "disable_skip_layer_norm_fusion": ((), ("skip-layer-norm", "skip-rms-norm")),
     "disable_embed_layer_norm_fusion": ((), ("embed-layer-norm",)),
 }
-# Settings that change the result and have no equivalent in accel.
+# Settings that raise an error, because accel does not support them and ignoring them would change the results. The values are the reasons.
 _WITHOUT_COUNTERPART = {
     "no_attention_mask": "would remove the attention mask, so padded batches would give wrong results"
 }
-# Settings without effect. ONNX Runtime itself fuses GELU and LayerNorm when it opens a graph; the other settings choose
-# variants of an operator.
+# Settings that accel ignores. ONNX Runtime always fuses GELU and LayerNorm when it opens a graph. The other settings choose between
+# variants of an operator, and accel makes this choice itself.
 _WITHOUT_EFFECT = (
     "disable_gelu_fusion",
     "disable_layer_norm_fusion",
@@ -57,18 +57,18 @@ _WITHOUT_EFFECT = (
 
 @dataclass
 class OptimizationConfig:
-    """Optimum's settings of graph optimization. The guide "Coming from Optimum" explains their translation.
+    """Optimum's settings for graph optimization. The guide "Coming from Optimum" describes how accel converts them.
 
     Attributes:
-        optimization_level: 0 or 1 for general optimizations, 2 or 99 for extended ones.
+        optimization_level: 0 or 1 for general optimizations, 2 or 99 for extended optimizations.
         enable_transformers_specific_optimizations: Whether transformer layers are fused (level `O2` of accel).
-        optimize_for_gpu: Whether the graph will run on a GPU.
+        optimize_for_gpu: Whether the graph is optimized for GPUs.
         fp16: Whether the graph uses half precision (level `O4` of accel).
-        enable_gelu_approximation: Whether GELU is computed by its tanh approximation (level `O3` of accel).
-        disable_attention_fusion: Whether this fusion is disabled. The other `disable_...` switches work the same way.
-        no_attention_mask: Not supported; a true value raises an error, because padded batches would give wrong results.
-        use_mask_index: Ignored: accel chooses the variant of an operator by target. The other such switches are ignored
-            as well.
+        enable_gelu_approximation: Whether GELU is replaced by its tanh approximation (level `O3` of accel).
+        disable_attention_fusion: Whether the fusion of attention is disabled. The other `disable_...` settings disable other fusions.
+        no_attention_mask: Not supported. True raises an error, because padded batches would give wrong results.
+        use_mask_index: Ignored, because accel chooses the variant of an operator for the target. accel also ignores the other settings
+            that choose a variant.
     """
 
     optimization_level: int = 1
@@ -116,7 +116,7 @@ class OptimizationConfig:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether all optimizations are disabled."""
+        """Whether the settings disable all optimizations."""
         return not (self.optimization_level or self.enable_transformers_specific_optimizations or self.fp16)
 
     def to_accel(self) -> OptimizeConfig:
@@ -152,7 +152,7 @@ class AutoOptimizationConfig:
     def with_optimization_level(
         cls, optimization_level: str, for_gpu: bool = False, **settings: Any
     ) -> OptimizationConfig:
-        """Return the settings of a level. Half precision (`O4`) implies `for_gpu=True`.
+        """Return the settings of an optimization level. With half precision (`O4`), `for_gpu` is set to True.
 
         Raises:
             ConfigError: The level does not exist.
@@ -189,7 +189,7 @@ class AutoOptimizationConfig:
 
 
 class ORTOptimizer:
-    """Optimum's optimizer: call `from_pretrained`, then `optimize`."""
+    """Optimizer with the interface of Optimum. Call `from_pretrained` and then `optimize`."""
 
     def __init__(self, model: Any) -> None:
         self._source = source_of(model)
@@ -198,7 +198,7 @@ class ORTOptimizer:
     def from_pretrained(
         cls, model_or_path: str | os.PathLike[str] | Any, file_names: Sequence[str] | None = None
     ) -> Self:
-        """Make an optimizer for an open model, or a folder with a graph.
+        """Create an optimizer for a loaded model, or for a folder with a graph.
 
         Raises:
             ArtifactNotFoundError: The graph does not exist.
@@ -212,7 +212,7 @@ class ORTOptimizer:
 
     @property
     def normalized_config(self) -> Any:
-        """The model's config; for a model of texts and images, the config of the image part."""
+        """The model's config. For a model of texts and images, the config of the vision model."""
         config = open_companion("AutoConfig", self._source.path)
         return config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
 
@@ -223,18 +223,19 @@ class ORTOptimizer:
         file_suffix: str | None = "optimized",
         one_external_file: bool = True,
     ) -> Path:
-        """Write the optimized graph to `save_dir` as `model_<suffix>.onnx`, after a comparison with the original graph,
-        and return the folder.
+        """Optimize the model, write `model_<suffix>.onnx` to `save_dir`, and return this folder.
+
+        accel compares the optimized graph with the original graph before it writes the result.
 
         Args:
             optimization_config: Settings of the optimization.
-            save_dir: The output folder; its other files are kept.
-            file_suffix: Suffix of the file names; empty for the original names.
-            one_external_file: Must be true.
+            save_dir: The output folder. Other files in this folder are kept.
+            file_suffix: Suffix of the file names. Empty or `None` keeps the original names.
+            one_external_file: Must be True.
 
         Raises:
-            ValidationError: The result differs from the original graph by more than the tolerance; nothing is written.
-            OutputFolderError: `save_dir` contains another artifact, and this artifact needs its own manifest.
+            ValidationError: The outputs differ from the original graph by more than the tolerance. Nothing is written.
+            OutputFolderError: `save_dir` already contains another model, and the new model needs its own manifest.
         """
         if not one_external_file:
             raise ConfigError(
@@ -252,7 +253,7 @@ class ORTOptimizer:
 
     @staticmethod
     def get_fused_operators(onnx_model_path: str | os.PathLike[str]) -> dict[str, int]:
-        """Count the fused operators in a graph by operator type."""
+        """Return the number of fused operators in a graph, by operator type."""
         own = {"LayerNormalization", "RMSNormalization", "Gelu", "SkipLayerNormalization", "FastGelu", "BiasGelu"}
         nodes = nodes_of(onnx_model_path)
         return dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft" or node.op_type in own))
@@ -261,14 +262,17 @@ class ORTOptimizer:
     def get_nodes_number_difference(
         onnx_model_path: str | os.PathLike[str], onnx_optimized_model_path: str | os.PathLike[str]
     ) -> int:
-        """Return the node count of the first graph minus that of the second."""
+        """Return the number of nodes in the first graph minus the number of nodes in the second graph."""
         return len(nodes_of(onnx_model_path)) - len(nodes_of(onnx_optimized_model_path))
 
     @staticmethod
     def get_operators_difference(
         onnx_model_path: str | os.PathLike[str], onnx_optimized_model_path: str | os.PathLike[str]
     ) -> dict[str, int]:
-        """Return the difference in node counts, first graph minus second, for each operator type with different counts."""
+        """Return the number of nodes in the first graph minus the number in the second graph, for each operator type.
+
+        Operator types with the same number of nodes in both graphs are left out.
+        """
         before, after = (
             Counter(node.op_type for node in nodes_of(path)) for path in (onnx_model_path, onnx_optimized_model_path)
         )

@@ -1,4 +1,4 @@
-"""Write graphs like Optimum's stages: to an existing folder with other files, under new file names."""
+"""Write optimized and quantized graphs as Optimum does: to a folder that may contain other files, under new file names."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     import onnx_ir
 
 _IN_ONE_FILE_BYTES = 1 << 30
-"""Largest size of weights that are stored in the graph file, as in Optimum. protobuf's limit is twice this size."""
+"""Largest size of weights that are written into the graph file, as in Optimum. Larger weights are written to a separate file.
+
+The limit of protobuf for one file is 2 GiB.
+"""
 
 
 def source_of(model: Any, file_name: str | None = None) -> Artifact:
-    """Return the artifact of an open model, or of a folder with graphs.
+    """Return the artifact of a loaded model, or of a folder with graphs.
 
     Raises:
         ArtifactNotFoundError: The graph does not exist.
         ConfigError: The graphs are not ONNX.
     """
     artifact = resolve(model, file_name=file_name, export=False).artifact
-    assert artifact is not None, "export=False finds graphs alone"
+    assert artifact is not None, "export=False returns only existing graphs"
     if artifact.format != "onnx":
         raise ConfigError(
             f"The model in {artifact.path} has the format {artifact.format!r}, and this class needs an ONNX model.",
@@ -38,13 +41,13 @@ def source_of(model: Any, file_name: str | None = None) -> Artifact:
 
 
 def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) -> Path:
-    """Copy an artifact to a folder, and add a suffix to the graph file names.
+    """Copy an artifact to a folder, and add a suffix to the names of the graph files.
 
-    If the folder already contains an artifact, the graph is added to the folder without a manifest, and is loaded with
-    `file_name=`. Graphs of generating models need a manifest, so they are written to a subfolder.
+    If the folder already contains an artifact, the new graph is added without a manifest, and users load it with `file_name=`. Graphs of
+    generating models need a manifest, so they are also written with their manifest to a subfolder.
 
     Raises:
-        OutputFolderError: The folder contains another artifact, and there is no suffix to distinguish the graphs.
+        OutputFolderError: The folder contains another artifact, and there is no suffix that distinguishes the new graphs.
     """
     target = Path(save_dir).expanduser().absolute()
     named = {component.name: _named(component.file, suffix) for component in made.components}
@@ -84,14 +87,14 @@ def _named(file: str, suffix: str | None) -> str:
 
 
 def _graphs_in(folder: Path) -> set[str]:
-    """Return the graph files of the artifact in a folder; empty if there is no artifact."""
+    """Return the names of the graph files of the artifact in a folder. Empty if the folder contains no artifact."""
     if not (folder / MANIFEST).is_file():
         return set()
     return {component.file for component in Artifact.load(folder).components}
 
 
 def _write_graphs(made: Artifact, folder: Path, named: dict[str, str], *, whole: bool, marked: bool) -> list[list[str]]:
-    """Write the graphs under their new names, and return the list of files of each graph."""
+    """Write all graphs under their new names, and return the list of files of each graph."""
     data: dict[str, str] = {}
     written = []
     for component in made.components:
@@ -110,7 +113,7 @@ def _write_graphs(made: Artifact, folder: Path, named: dict[str, str], *, whole:
 def _write_graph(
     made: Artifact, component: Component, path: Path, data: dict[str, str], *, whole: bool, marked: bool
 ) -> None:
-    """Write a graph with its weights in the same file (`whole`), or with references to copies of its weight files."""
+    """Write one graph. Its weights are in the same file if `whole` is True. If not, the graph refers to copies of the weight files."""
     import onnx_ir
 
     model = onnx_ir.load(made.path / component.file)
@@ -135,15 +138,16 @@ def _write_graph(
 
 
 def nodes_of(graph: str | os.PathLike[str]) -> list[onnx_ir.Node]:
-    """Return the nodes of an ONNX file, without reading external weight files."""
+    """Return the nodes of an ONNX file. External weight files are not read."""
     import onnx_ir
 
     return list(onnx_ir.load(graph).graph)
 
 
 def without_mark(made: Artifact) -> Artifact:
-    """Return an OpenVINO artifact whose graph can also be loaded without its manifest, like graphs of optimum-intel.
-    Only for a single graph without a state.
+    """Remove accel's mark from an OpenVINO graph, so that the graph can also be loaded without the manifest. Return the artifact.
+
+    An artifact with several graphs or with a state is returned unchanged, because it needs its manifest.
     """
     from xml.etree import ElementTree as ET
 

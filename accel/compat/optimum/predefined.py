@@ -1,4 +1,4 @@
-"""Predefined calibration data sets of optimum-intel. Only the required rows are downloaded."""
+"""Predefined calibration data sets of optimum-intel. accel downloads only the rows that it needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ArtifactNotFoundError, ConfigError
 
-# By name in optimum-intel: arguments of `datasets.load_dataset`.
+# Arguments of `datasets.load_dataset` for each data set, by the name in optimum-intel.
 PREDEFINED: Mapping[str, Mapping[str, Any]] = {
     "librispeech": {
         "path": "openslr/librispeech_asr",
@@ -23,7 +23,9 @@ OTHERS = ("auto", "c4-new", "gsm8k", "conceptual_captions", "contextual", "textv
 
 
 def predefined_rows(word: str, count: int) -> Any:
-    """Return the first non-empty rows of a predefined data set as a `datasets.Dataset`. Audio is not decoded.
+    """Return the first rows of a predefined data set as a `datasets.Dataset`. Rows with an empty text are skipped.
+
+    Audio files are not decoded.
 
     Raises:
         ConfigError: accel does not support this data set of optimum-intel.
@@ -50,7 +52,7 @@ def predefined_rows(word: str, count: int) -> Any:
         ) from error
     if stream.features is None:
         return datasets.Dataset.from_list(rows)
-    # Build the data set from Arrow rows, because the usual constructor would need an audio decoder.
+    # `Dataset.from_list` would need an audio decoder, so the data set is built from an Arrow table.
     return datasets.Dataset(datasets.table.InMemoryTable.from_pylist(rows, schema=stream.features.arrow_schema))
 
 

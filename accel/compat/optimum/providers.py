@@ -1,4 +1,4 @@
-"""Optimum's functions that convert between devices and execution providers."""
+"""Optimum's functions that convert between torch devices and execution providers of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...errors import ConfigError
 
 
 def get_device_for_provider(provider: str, provider_options: Mapping[str, Any]) -> torch.device:
-    """Return the torch device for the tensors of an ONNX Runtime execution provider."""
+    """Return the torch device on which an execution provider of ONNX Runtime computes."""
     if provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider", "ROCMExecutionProvider"):
         return torch.device("cuda", int(provider_options.get("device_id", 0)))
     return torch.device("cpu")
 
 
 def get_provider_for_device(device: torch.device) -> str:
-    """Return the ONNX Runtime execution provider for a device, from the specs of the backends.
+    """Return the name of the ONNX Runtime execution provider for a torch device.
 
     Raises:
         ConfigError: No backend supports the device.

@@ -1,4 +1,4 @@
-"""Optimum's `ORTQuantizer` with its quantization and calibration settings, implemented by accel's quantization."""
+"""Optimum's `ORTQuantizer` and its quantization settings, implemented with accel's quantization."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ logger = logging.getLogger(__name__)
 
 
 class QuantFormat(Enum):
-    """Representation of quantized values in a graph."""
+    """Representation of quantized operators in a graph: integer operators (`QOperator`), or Q/DQ nodes (`QDQ`)."""
 
     QOperator = 0
     QDQ = 1
 
 
 class QuantizationMode(Enum):
-    """Kind of integer operators in a quantized graph."""
+    """Kind of quantized operators: `IntegerOps` for dynamic quantization, `QLinearOps` for static quantization."""
 
     IntegerOps = 0
     QLinearOps = 1
 
 
 class QuantType(Enum):
-    """Data types of 8-bit values."""
+    """Data types of 8-bit integers."""
 
     QInt8 = 0
     QUInt8 = 1
 
 
 class ORTQuantizableOperator(Enum):
-    """Operators that can be quantized."""
+    """Operator types that ONNX Runtime can quantize."""
 
     Gather = "Gather"
     Transpose = "Transpose"
@@ -82,24 +82,24 @@ class ORTQuantizableOperator(Enum):
 
 @dataclass
 class QuantizationConfig:
-    """Optimum's quantization settings. The guide "Coming from Optimum" explains their translation.
+    """Optimum's quantization settings. The guide "Coming from Optimum" describes how accel converts them.
 
     Attributes:
-        is_static: Whether activation ranges are computed from calibration data.
+        is_static: Whether the quantization is static, with activation ranges from calibration data.
         format: `QDQ` or `QOperator`, for static quantization.
         mode: `QLinearOps` for static quantization, `IntegerOps` for dynamic quantization.
         activations_dtype: Data type of activations.
-        activations_symmetric: Ignored: signed activations are always symmetric.
-        weights_dtype: Only recorded: weights are always signed, because all kernels are fast for signed weights.
+        activations_symmetric: Ignored, because signed activations are always symmetric and unsigned activations never are.
+        weights_dtype: Only written to the settings file. accel always uses signed weights, because all kernels are fast for them.
         weights_symmetric: Whether weights are quantized symmetrically.
         per_channel: Whether each output channel has its own scale.
         reduce_range: Whether weights use only 7 bits.
-        nodes_to_quantize: The only nodes to quantize; empty for all nodes.
-        nodes_to_exclude: Nodes that stay in floating point.
-        operators_to_quantize: Operator types to quantize; empty for the operators with fast kernels on the target.
-        qdq_add_pair_to_weight: Only recorded.
-        qdq_dedicated_pair: Whether Q/DQ pairs are placed for TensorRT.
-        qdq_op_type_per_channel_support_to_axis: Only recorded: the axis is determined by the operator.
+        nodes_to_quantize: Names of the nodes that are quantized. Empty means all nodes.
+        nodes_to_exclude: Names of nodes that are not quantized.
+        operators_to_quantize: Operator types that are quantized. Empty means the types with fast kernels on the target.
+        qdq_add_pair_to_weight: Only written to the settings file.
+        qdq_dedicated_pair: Whether Q/DQ nodes are placed as TensorRT needs them.
+        qdq_op_type_per_channel_support_to_axis: Only written to the settings file, because the operator type determines the axis.
     """
 
     is_static: bool
@@ -123,7 +123,7 @@ class QuantizationConfig:
         self.mode = member(QuantizationMode, self.mode)
         self.activations_dtype = member(QuantType, self.activations_dtype)
         self.weights_dtype = member(QuantType, self.weights_dtype)
-        # Not a dataclass field, because Optimum's settings file has no such key.
+        # `target` is not a dataclass field, because fields are written to Optimum's settings file, which has no such key.
         self.target: str | None = None
         signed = self.activations_dtype.name == "QInt8"
         if not self.is_static and self.mode.name == "QLinearOps":
@@ -150,7 +150,7 @@ class QuantizationConfig:
 
     @property
     def preset(self) -> str:
-        """Preset of accel for the target: the named target, or a target with the same data types."""
+        """Name of accel's preset for the target processor. If no target was chosen, the preset follows from the data types."""
         if self.target is not None:
             return self.target
         if self.is_static and self.activations_dtype.name == "QInt8":
@@ -158,7 +158,7 @@ class QuantizationConfig:
         return "avx2" if self.reduce_range else "avx512_vnni"
 
     def to_accel(self, calibration: CalibrationConfig | None = None) -> QuantizeConfig:
-        """Return the quantization settings of accel, without `nodes_to_quantize`, which needs the graph."""
+        """Return the quantization settings of accel, without `nodes_to_quantize`, which can be converted only with the graph."""
         if self.weights_dtype.name == "QUInt8" and self.target is None:
             logger.warning(
                 "accel ignores weights_dtype=QUInt8 and writes signed weights (QInt8), because all kernels are fast for signed weights."
@@ -188,7 +188,7 @@ class QuantizationConfig:
 
 
 class AutoQuantizationConfig:
-    """Quantization settings by processor. accel's preset with the same name decides the data types."""
+    """Functions that create quantization settings for a processor. accel's preset of the same name determines the data types."""
 
     @staticmethod
     def arm64(is_static: bool, **settings: Any) -> QuantizationConfig:
@@ -197,14 +197,12 @@ class AutoQuantizationConfig:
 
     @staticmethod
     def avx2(is_static: bool, **settings: Any) -> QuantizationConfig:
-        """Return settings for x86 with AVX2. Weights use 7 bits, because its integer sums could saturate with 8 bits."""
+        """Return settings for x86 with AVX2. Weights use 7 bits, because the 16-bit sums of AVX2 could saturate with 8 bits."""
         return _for("avx2", is_static, **{"weights_dtype": QuantType.QUInt8, **settings})
 
     @staticmethod
     def avx512(is_static: bool, **settings: Any) -> QuantizationConfig:
-        """Return settings for x86 with AVX-512. Weights use 7 bits, because its integer sums could overflow with 8
-        bits.
-        """
+        """Return settings for x86 with AVX-512 without VNNI. Weights use 7 bits, because the 16-bit sums could saturate with 8 bits."""
         return _for("avx512", is_static, **settings)
 
     @staticmethod
@@ -219,7 +217,7 @@ class AutoQuantizationConfig:
 
     @staticmethod
     def tensorrt(per_channel: bool = True, **settings: Any) -> QuantizationConfig:
-        """Return settings for TensorRT: static, signed and symmetric."""
+        """Return settings for TensorRT: static quantization with signed, symmetric activations."""
         return _for(
             "tensorrt",
             True,
@@ -261,7 +259,10 @@ def _for(
 
 
 class ORTQuantizer:
-    """Optimum's quantizer: call `from_pretrained`, then `fit` for static quantization, then `quantize`."""
+    """Quantizer with the interface of Optimum.
+
+    Call `from_pretrained` and then `quantize`. For static quantization, call `fit` before `quantize`.
+    """
 
     def __init__(self, model: Any) -> None:
         self._source = source_of(model)
@@ -270,7 +271,7 @@ class ORTQuantizer:
 
     @classmethod
     def from_pretrained(cls, model_or_path: str | os.PathLike[str] | Any, file_name: str | None = None) -> Self:
-        """Make a quantizer for an open model, or a folder with a graph.
+        """Create a quantizer for a loaded model, or for a folder with a graph.
 
         Raises:
             ArtifactNotFoundError: The graph does not exist.
@@ -288,8 +289,9 @@ class ORTQuantizer:
         seed: int = 2016,
         token: bool | str | None = None,
     ) -> Any:
-        """Load, shuffle, truncate and preprocess a data set from the Hub or files. Returns a `datasets.Dataset` with
-        the graph's inputs as columns.
+        """Return a data set for calibration, as a `datasets.Dataset` with the graph's inputs as columns.
+
+        The data set is loaded from the Hub or from files, shuffled, truncated and preprocessed.
         """
         return calibration_rows(
             self._source,
@@ -308,8 +310,9 @@ class ORTQuantizer:
         return only_inputs(self._source, dataset)
 
     def fit(self, dataset: Any, calibration_config: CalibrationConfig, **settings: Any) -> CalibrationRanges:
-        """Set the calibration rows, with `batch_size` rows per call (default 1). The arguments are those of
-        `partial_fit`.
+        """Read the calibration data, and return it for `quantize`. The arguments are the same as for `partial_fit`.
+
+        Data of earlier calls of `fit` or `partial_fit` is discarded.
         """
         self._batches = []
         self.partial_fit(dataset, calibration_config, **settings)
@@ -326,17 +329,17 @@ class ORTQuantizer:
         use_gpu: bool = False,
         force_symmetric_range: bool = False,
     ) -> None:
-        """Add calibration rows.
+        """Add rows to the calibration data.
 
         Args:
             dataset: Rows with the graph's inputs by name, such as token ids.
             calibration_config: Calibration settings.
-            onnx_augmented_model_name: Ignored: no such file is written.
-            operators_to_quantize: Ignored: the value of the `QuantizationConfig` is used.
-            batch_size: Number of rows per call; rows of the same call must have equal lengths.
+            onnx_augmented_model_name: Ignored, because accel does not write this file.
+            operators_to_quantize: Ignored, because accel uses the value in the `QuantizationConfig`.
+            batch_size: Number of rows in a batch. All rows of a batch must have the same length.
             use_external_data_format: Ignored.
-            use_gpu: Ignored: calibration runs on the CPU.
-            force_symmetric_range: Ignored: determined by the target.
+            use_gpu: Ignored, because the calibration runs on the CPU.
+            force_symmetric_range: Ignored, because the target determines whether ranges are symmetric.
         """
         del onnx_augmented_model_name, operators_to_quantize, use_external_data_format
         for name, value in (("use_gpu", use_gpu), ("force_symmetric_range", force_symmetric_range)):
@@ -346,7 +349,7 @@ class ORTQuantizer:
         self._config = calibration_config
 
     def compute_ranges(self) -> CalibrationRanges:
-        """Return the calibration rows for `quantize(calibration_tensors_range=...)`.
+        """Return the calibration data for the argument `calibration_tensors_range` of `quantize`.
 
         Raises:
             QuantizeError: There are no calibration rows.
@@ -367,15 +370,15 @@ class ORTQuantizer:
         use_external_data_format: bool = False,
         preprocessor: Any = None,
     ) -> Path:
-        """Write the quantized graph to `save_dir` as `model_<suffix>.onnx`, and return the folder.
+        """Quantize the model, write `model_<suffix>.onnx` to `save_dir`, and return this folder.
 
         Args:
             quantization_config: Quantization settings.
-            save_dir: The output folder; its other files are kept.
-            file_suffix: Suffix of the file names; empty for the original names.
+            save_dir: The output folder. Other files in this folder are kept.
+            file_suffix: Suffix of the file names. Empty or `None` keeps the original names.
             calibration_tensors_range: The result of `fit`, for static quantization.
-            use_external_data_format: Only recorded: accel chooses it by size.
-            preprocessor: Not supported; pass `nodes_to_exclude` instead.
+            use_external_data_format: Only written to the settings file. accel writes external weights if the model is larger than 1 GiB.
+            preprocessor: Not supported. Use `nodes_to_exclude` of the quantization settings instead.
 
         Raises:
             QuantizeError: Static quantization has no calibration data, or the graph is already quantized.
@@ -412,17 +415,17 @@ class ORTQuantizer:
         return target
 
 
-def _other_nodes(artifact: Artifact, wanted: Sequence[str]) -> list[str]:
-    """Return the names of all nodes except `wanted`.
+def _other_nodes(artifact: Artifact, selected: Sequence[str]) -> list[str]:
+    """Return the names of all nodes that are not in `selected`.
 
     Raises:
-        ConfigError: A name in `wanted` does not exist in the graph.
+        ConfigError: The graph has no node with one of the names in `selected`.
     """
     names = [node.name for component in artifact.components for node in nodes_of(artifact.path / component.file)]
-    missing = sorted(set(wanted) - set(names))
+    missing = sorted(set(selected) - set(names))
     if missing:
         raise ConfigError(
             f"nodes_to_quantize contains {missing[0]!r}, but the graph has no node with this name.",
             fix="remove the name from nodes_to_quantize, or correct it to the name of a node in the ONNX file.",
         )
-    return [name for name in names if name and name not in wanted]
+    return [name for name in names if name and name not in selected]

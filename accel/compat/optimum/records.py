@@ -1,4 +1,4 @@
-"""Settings files that Optimum writes next to its graphs: `ort_config.json` and the base class of such files."""
+"""Settings file `ort_config.json`, which Optimum writes next to its graphs, and the base class of such settings files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import ArtifactNotFoundError
 
 
 def as_json(value: Any) -> Any:
-    """Convert settings to JSON values; enum members become their names."""
+    """Convert settings to values that can be written to JSON. Enum members are replaced by their names."""
     if isinstance(value, Enum) or type(value).__name__ in ("QuantType", "QuantFormat", "QuantizationMode"):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -25,7 +25,7 @@ def as_json(value: Any) -> Any:
 
 
 class SavedSettings:
-    """Base class for settings that are saved in a file of a folder."""
+    """Base class of settings that are saved as a JSON file in a model's folder. `CONFIG_NAME` is the name of the file."""
 
     CONFIG_NAME: ClassVar[str]
 
@@ -45,7 +45,7 @@ class SavedSettings:
         """Load the settings from a folder.
 
         Raises:
-            ArtifactNotFoundError: The folder has no such file.
+            ArtifactNotFoundError: The folder does not contain the settings file.
         """
         path = Path(folder) / cls.CONFIG_NAME
         if not path.is_file():
@@ -57,14 +57,14 @@ class SavedSettings:
 
 
 class ORTConfig(SavedSettings):
-    """The settings that a graph was made with, saved as `ort_config.json`.
+    """Settings with which a graph was optimized or quantized. They are saved as `ort_config.json`.
 
     Attributes:
         opset: ONNX opset.
         use_external_data_format: Whether weights are stored outside the graph file.
-        one_external_file: Whether external weights are in one file: always true.
-        optimization: `OptimizationConfig`, or its values.
-        quantization: `QuantizationConfig`, or its values.
+        one_external_file: Whether all external weights of a graph are in one file. accel always writes one file.
+        optimization: An `OptimizationConfig`, or a dict with the values of one.
+        quantization: A `QuantizationConfig`, or a dict with the values of one.
     """
 
     CONFIG_NAME: ClassVar[str] = "ort_config.json"

@@ -4,7 +4,7 @@ from accel.compat.optimum.import_conflicts import refuse_if_installed
 
 refuse_if_installed("optimum-onnx")
 
-from accel.compat.optimum import (  # noqa: E402  # behind the refusal
+from accel.compat.optimum import (  # noqa: E402  # The check above must run before this import.
     ONNX_WEIGHTS_NAME,
     ORTModel,
     ORTModelForCausalLM,

@@ -1,4 +1,4 @@
-"""Registers the commands of `accel` with Optimum's command line: `optimum-cli accel ...`."""
+"""Registration of the command `optimum-cli accel ...`, which runs the commands of `accel`."""
 
 from accel.compat.optimum.commands import AccelCommand
 
