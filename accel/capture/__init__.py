@@ -1,7 +1,7 @@
 """Capture of a PyTorch model as a graph, with `transformers.exporters`. No other package of accel calls these exporters.
 
-The input is a transformers folder, a folder with a PEFT adapter, or a module. The output is a graph with named axes, and reference
-outputs of the PyTorch model that the graph is compared with.
+In: a transformers folder, a folder with a PEFT adapter, or a module. Out: a graph with named axes, and reference outputs of the
+PyTorch model, with which accel compares the outputs of the graph.
 
 `load_source` loads a model for a task. `Source.sample` makes the inputs of the trace. `capture_onnx` and `capture_openvino` trace the
 model, and repair a wrong trace or raise an error. `reference_cases` and `max_difference` compare the graph with the PyTorch model on

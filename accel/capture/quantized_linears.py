@@ -495,10 +495,10 @@ def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.
             f"The quantized model in {folder} does not match its config.json: {error}", fix="quantize the model again."
         ) from error
     if missing or unexpected:
-        names = ", ".join(sorted((*missing, *unexpected))[:3])
+        listing = ", ".join(sorted((*missing, *unexpected))[:3])
         raise IntegrityError(
             f"{folder / WEIGHTS_FILE} does not match the config.json in the same folder: {len(missing)} weights are missing and "
-            f"{len(unexpected)} are unexpected ({names}).",
+            f"{len(unexpected)} are unexpected ({listing}).",
             fix="quantize the model again.",
         )
     record = values.get("quantization")

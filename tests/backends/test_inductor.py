@@ -584,7 +584,7 @@ def test_invalid_arguments_raise(uncompiled: list[Any], monkeypatch: pytest.Monk
         accel.accelerate(whole)
     with pytest.raises(InputError, match="no name for input 1"):
         accel.accelerate(Nameless().eval())(torch.ones(2, 2))
-    with pytest.raises(ExportError, match="is accelerated"):
+    with pytest.raises(ExportError, match="was accelerated by accel.accelerate"):
         accel.export(model, tmp_path / "onnx")
     for copying in (copy.deepcopy, pickle.dumps):
         with pytest.raises(PrepareError, match="not copied"):
