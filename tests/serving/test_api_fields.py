@@ -357,7 +357,7 @@ def test_unknown_prompt_name_lists_known_names(client: TestClient) -> None:
         ("/v1/completions", {"prompt": "a", "stop": 1}, "`stop` is 1; expected a text or a list of texts or null."),
         ("/v1/embeddings", {"input": {"a": 1}}, '`input` is {"a": 1}; expected a text'),
         ("/zero-shot", {"inputs": "a", "candidate_labels": "x"}, '`candidate_labels` is "x"; expected a list that is not empty of texts.'),
-        ("/rerank", {"query": "a"}, "Either documents or texts are ranked."),
+        ("/rerank", {"query": "a"}, "The body must contain either documents or texts, and not both."),
         ("/v2/models/scores/infer", {"inputs": [{"name": "x"}]}, "`inputs[0].datatype` is missing: expected a text."),
         ("/invocations", {"inputs": 3, "parameters": {"model": "vectors"}}, "`inputs` is 3; expected"),
         ("/classify", [], "The body is []; expected an object"),

@@ -96,7 +96,7 @@ def test_ranking_equals_rank(served: Served) -> None:
     with accel.Engine(model) as engine:
         found = engine.run(("where is my card", TEXTS), operation="rank", top_k=3, return_documents=True)
         for wrong in (3, ("help", "me")):
-            with pytest.raises(InputError, match="query, documents"):
+            with pytest.raises(InputError, match="a query and a list of documents"):
                 engine.run(wrong, operation="rank")
     assert close(found, model.rank("where is my card", TEXTS, top_k=3, return_documents=True))
 

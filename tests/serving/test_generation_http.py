@@ -166,7 +166,7 @@ def test_responses_have_timing_headers(client: TestClient) -> None:
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
         ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 100_000}, "asks for 100000 new tokens"),
-        ("/v1/chat/completions", {"messages": MESSAGES, "logit_bias": {"121": 1}}, "token 121"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logit_bias": {"121": 1}}, "token id 121"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, "content"),
         ("/v1/completions", {"prompt": [[5], []]}, "no tokens"),
         ("/v1/completions", {"prompt": [[5], [-4]]}, "token id -4"),

@@ -297,7 +297,7 @@ def test_rows_wait_for_room_in_the_cache(engine: Engines, turnstile: Turnstile) 
         ([-1], {}, "token id -1"),
         ([5] * 193, {}, "at most 193 tokens"),
         ([5], {"max_new_tokens": 193}, "at most 193 tokens"),
-        ([5], {"logit_bias": {120: 1.0}}, "token 120 of 120"),
+        ([5], {"logit_bias": {120: 1.0}}, "token id 120"),
     ],
 )
 def test_invalid_requests_are_refused(engine: Engines, prompt: list[int], options: dict[str, Any], words: str) -> None:

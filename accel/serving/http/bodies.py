@@ -139,6 +139,8 @@ def _sentence(
     value_error = next((one for one in errors if one["type"] == "value_error"), None)
     if value_error is not None:
         reason = str(value_error["ctx"]["error"]) if "ctx" in value_error else value_error["msg"]
+        if reason.startswith("must "):
+            return f"{name} {reason}."
         return f"{name}: {reason}." if path else f"{reason[:1].upper()}{reason[1:]}."
     for part in path:
         value = value[part]
