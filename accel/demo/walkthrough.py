@@ -233,7 +233,7 @@ def _exporters() -> tuple[list[BackendSpec], dict[str, str]]:
 
 
 def _artifacts(spec: BackendSpec, folder: Path) -> tuple[list[_Case], dict[str, str]]:
-    """Return the artifacts of a backend, and the rows that are not available on this machine with the reason."""
+    """Return the artifacts of a backend to measure, and the reasons why other rows of the result table are not available here."""
     backend_name = spec.name
     artifact = export(MODEL, folder, backend=spec.name)
     cases = [_Case(name=f"{backend_name}, float32", artifact=artifact, backend=spec.name)]

@@ -321,7 +321,7 @@ class ORTModel(ModuleInterface, Saveable):
             if isinstance(size, int) and isinstance(labels, int) and size != labels:
                 raise IntegrityError(
                     f"The graph in {self.artifact.path} returns scores of {size} labels, but the config.json has {labels} labels.",
-                    fix="copy the config.json of the model that was exported into the folder, or pass config=... to from_pretrained.",
+                    fix="copy the config.json of the original model into this folder, or pass config=... to from_pretrained.",
                 )
 
     # Attributes that pipelines and users read

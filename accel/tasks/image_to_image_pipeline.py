@@ -9,7 +9,7 @@ from transformers.image_utils import load_image
 from transformers.pipelines.base import Pipeline
 
 from ..config import check_names
-from ..models.pipelines.empty_inputs import check_not_empty
+from ..models.pipelines.empty_media_check import check_not_empty
 
 
 class ImageToImagePipeline(Pipeline):  # type: ignore[misc]  # transformers is untyped here

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.image_utils import load_image
 
 from ..errors import ConfigError
-from ..models.pipelines.empty_inputs import check_not_empty
+from ..models.pipelines.empty_media_check import check_not_empty
 from ..models.pipelines.task_defaults import GenerationPipeline
 from ..models.single_prompt import asked_of
 

@@ -23,7 +23,7 @@ from ...upstream.pipeline_internals import loads
 from ..arguments import LoadingArguments, device_name, read_arguments
 from ..base import ORTModel, model_class
 from ..processors import companion_of, opened_processors
-from .empty_inputs import ChecksEmpty
+from .empty_media_check import ChecksEmpty
 from .length_sorted_batches import LengthSorted
 from .pipeline_arguments import check_known_arguments, check_model, loading_arguments
 from .window_classifiers import ClassifiesWindows, classifies_windows

@@ -48,7 +48,8 @@ class ClassifiesWindows(LengthSorted):
     def _windows(
         self, items: Iterator[Any], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Any]:
-        # `get_iterator` sorts the inputs, because it has their numbers of tokens.
+        # `get_iterator` sorts the inputs by their number of tokens, so the sorting of `LengthSorted` is skipped. For a
+        # generator, transformers returns an iterator.
         return iter(super(LengthSorted, self).__call__((item for item in items), *args, **kwargs))  # type: ignore[misc]
 
     def get_iterator(

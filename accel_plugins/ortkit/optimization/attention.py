@@ -226,7 +226,8 @@ def _replace(block: AttentionBlock, softmax: ir.Node, packed: Packed | None) -> 
     new = NewNodes(root_graph(softmax), f"{softmax.name}.attention")
     attributes: dict[str, Any] = {"num_heads": block.heads, "scale": block.scale}
     if block.padding is not None and not block.zero_empty:
-        # In a row without any key, all keys get equal weights, if the number is so low that scores are rounded away.
+        # Very low numbers absorb the scores by rounding. Then a row whose keys are all masked gives its keys equal weights, as in
+        # the original graph.
         attributes["mask_filter_value"] = max(block.low, float(np.finfo(np.float32).min))
     mask = key_mask(block.padding, new.graph) if block.padding is not None else None
     bias = None

@@ -27,7 +27,7 @@ class CompilationPlan(NamedTuple):
 
 @dataclass(slots=True)
 class CompiledForm:
-    """Compiled code for calls of one kind and one size, with its measurements.
+    """Compiled code for calls with the same input names and data types and one size, with its measurements.
 
     Attributes:
         name: Name of the form in messages.
@@ -41,7 +41,8 @@ class CompiledForm:
         checked: Kinds of padding whose outputs were compared: (batch is padded, length is padded).
         cuts: Padded axes of each output tensor, by axis, with the name of the size to cut to.
         replayed: Whether outputs are in CUDA graph memory, which the next call overwrites.
-        tokens: Number of tokens that the layers compute; "all" for a batch without padding; `None` for padded rows.
+        tokens: Number of tokens that the layers compute after the padding is removed; "all" if the batch has no padding to remove;
+            `None` if the layers also compute the padding.
         attends: Whether the attention functions of packing.py are used.
         fuses: Whether matrix products are joined (see products.py).
     """

@@ -27,7 +27,8 @@ from .precision import HALF
 from .sizes import MASK, CallSizes
 
 Tokens = int | Literal["all"] | None
-"""Number of tokens that layers compute; "all" for a batch without padding; `None` for padded rows."""
+"""Number of tokens that the layers compute after the padding is removed; "all" if the batch has no padding to remove; `None` if the
+layers also compute the padding."""
 Asked = Callable[[bool], Tokens]
 """Function that waits for the mask and returns the number of tokens; its argument tells whether the call has already
 started.
