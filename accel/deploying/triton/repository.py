@@ -240,7 +240,8 @@ class _TextWriter(_Writer):
         return length
 
     def _check(self) -> None:
-        """Raise if the graph has inputs other than tokens, or outputs that the front model (the Triton model that tokenizes texts) cannot use.
+        """Raise if the graph has inputs other than tokens, or outputs that the front model cannot use. The front model is the
+        Triton model that tokenizes texts.
 
         Raises:
             TaskError: The graph has unsupported inputs or outputs.

@@ -261,7 +261,8 @@ class Accelerator:
         """Accelerate a model in place and return it; see `accel.interfaces.protocols.Preparer`."""
         if config.scheme != "accelerate" or not isinstance(config, AccelerateConfig):
             raise ConfigError(
-                f"The backend 'inductor' prepares models with the scheme 'accelerate' and an AccelerateConfig; it does not support {config.scheme!r}.",
+                f"The backend 'inductor' prepares models only with the scheme 'accelerate' and an AccelerateConfig. It does not "
+                f"support the scheme {config.scheme!r}.",
                 fix="use accel.accelerate(model).",
             )
         if calibration is not None:
