@@ -44,7 +44,7 @@ def find_non_finite(value: Any, path: str = "") -> str | None:
         items = ((f"{path}[{i}]", item) for i, item in enumerate(value))
     else:
         return None
-    return next((found for name, item in items if (found := find_non_finite(item, name)) is not None), None)
+    return next((text for name, item in items if (text := find_non_finite(item, name)) is not None), None)
 
 
 def _adds_up(values: Sequence[Any]) -> bool:

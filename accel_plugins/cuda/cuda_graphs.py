@@ -190,27 +190,27 @@ class ClampedInputs:
         for dtype in {inputs[name].dtype for name in bounds}:
             names = [name for name in bounds if inputs[name].dtype is dtype]
             sizes = [inputs[name].numel() for name in names]
-            made = torch.zeros(sum(sizes), dtype=dtype, device=inputs[names[0]].device)
+            memory = torch.zeros(sum(sizes), dtype=dtype, device=inputs[names[0]].device)
             limits = [
-                torch.cat([made.new_full((n,), bounds[name][i]) for name, n in zip(names, sizes, strict=True)])
+                torch.cat([memory.new_full((n,), bounds[name][i]) for name, n in zip(names, sizes, strict=True)])
                 for i in (0, 1)
             ]
-            block = (made, torch.zeros_like(made), *limits)
+            block = (memory, torch.zeros_like(memory), *limits)
             self._blocks.append(block)
-            for views, whole in ((self.given, block[0]), (self.within, block[1])):
-                parts = zip(names, torch.split(whole, sizes), strict=True)
+            for views, memory_block in ((self.given, block[0]), (self.within, block[1])):
+                parts = zip(names, torch.split(memory_block, sizes), strict=True)
                 views.update({name: part.view(inputs[name].shape) for name, part in parts})
 
     def clamp(self) -> None:
         """Enqueue kernels on the current stream that write the clamped inputs to the buffers `within`."""
-        for given, within, least, most in self._blocks:
-            torch.clamp(given, least, most, out=within)
+        for values, within, least, most in self._blocks:
+            torch.clamp(values, least, most, out=within)
 
     def check(self) -> None:
         """Enqueue kernels on the current stream that record if an input value is outside of the valid range."""
-        for given, _, least, most in self._blocks:
+        for values, _, least, most in self._blocks:
             if self._late is not None:
-                self._late.note(given.clamp(least, most) != given)
+                self._late.note(values.clamp(least, most) != values)
 
 
 class GpuMaskCheck:

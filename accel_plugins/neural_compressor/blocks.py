@@ -96,8 +96,8 @@ def check_chain(
                 )
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+def _close(computed: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((computed - other).abs().max() <= _TOLERANCE * other.abs().max())
 
 
 def _calls(

@@ -45,8 +45,8 @@ def compute_in_float(model: ov.Model, name: str) -> None:
     for node in nodes:
         if node.get_type_name() != "MatMul" or rounded(node.input(0)) is None:
             continue
-        if (found := rounded(node.input(1))) is not None:
-            reader, source = found
+        if (quantization := rounded(node.input(1))) is not None:
+            reader, source = quantization
             reader.replace_source_output(source)
     folding = Manager()
     folding.register_pass(ConstantFolding())

@@ -53,7 +53,7 @@ class OpenVinoOptions(JsonConfig):
         Raises:
             ConfigError: `cache_dir` cannot be read or is a file.
         """
-        made = {
+        values = {
             "PERFORMANCE_HINT": self.performance_hint and self.performance_hint.upper(),
             "NUM_STREAMS": "AUTO" if self.streams == "auto" else self.streams,
             "ENABLE_CPU_PINNING": self.pinning,
@@ -61,7 +61,7 @@ class OpenVinoOptions(JsonConfig):
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.dynamic_quantization_group_size,
             "CPU_RUNTIME_CACHE_CAPACITY": self.runtime_cache_capacity,
         }
-        return {name: value for name, value in made.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 _OURS = tuple(field.name for field in fields(OpenVinoOptions))
