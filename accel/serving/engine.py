@@ -95,7 +95,7 @@ class Engine:
             fix="pickle the model, and start accel.Engine(model) in the other process.",
         )
 
-    # Start and close
+    # The methods below start and close the engine.
 
     def start(self) -> Self:
         """Open the models and start the threads; `with` calls this method."""
@@ -160,7 +160,7 @@ class Engine:
         for queue in self._queues.values():
             queue.observer = observer
 
-    # Information about the models
+    # The methods below return information about the models.
 
     @property
     def models(self) -> Mapping[str, ORTModel]:
@@ -216,7 +216,7 @@ class Engine:
             )
         return self._queues[model]
 
-    # Run requests
+    # The methods below run requests.
 
     async def __call__(
         self,

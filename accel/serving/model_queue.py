@@ -136,7 +136,7 @@ class ModelQueue:
         for thread in self._threads:
             thread.start()
 
-    # Called by the threads of callers
+    # The threads of callers call the methods below.
 
     @property
     def pending(self) -> int:
@@ -237,7 +237,7 @@ class ModelQueue:
         for thread in self._threads:
             thread.join()
 
-    # Run in the worker and helper threads
+    # The methods below run in the worker and helper threads.
 
     def _worker(self, bench: _ThreadHandlers) -> None:
         while True:

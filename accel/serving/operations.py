@@ -48,7 +48,7 @@ class Operation:
     def __init__(self, name: str = "") -> None:
         self.name = name or self.name
 
-    # Used by the engine
+    # The engine uses the methods below.
 
     def offered(self, model: ORTModel) -> bool:
         """Return whether a model supports the operation.
@@ -68,7 +68,7 @@ class Operation:
         """Return the number of inputs in a request."""
         return max(len(inputs), 1) if self.takes_lists and isinstance(inputs, list | tuple) else 1
 
-    # Used by `accel batch`, for the rows of a table
+    # `accel batch` uses the methods below for the rows of a table.
 
     def inputs(self, values: Mapping[str, Any]) -> Any:
         """Return the engine's inputs for one row of a table.
@@ -93,7 +93,7 @@ class Operation:
         """Return the values of a result by column name."""
         return dict(answer)
 
-    # Used for text tensors of the Open Inference Protocol
+    # The methods below are used for text tensors of the Open Inference Protocol.
 
     def tensor_outputs(self, model: ORTModel) -> Mapping[str, tuple[str, int]]:
         """Return the output tensors by name, each as (datatype, size). Empty if the operation does not support text tensors.
@@ -106,7 +106,7 @@ class Operation:
         """Return the values of one result by output tensor name."""
         return {}
 
-    # Used by the HTTP server
+    # The HTTP server uses the method below.
 
     def endpoint(self) -> Endpoint | None:
         """Return the HTTP endpoint of the operation, or `None`.

@@ -78,7 +78,7 @@ class CudaDecoderSession(CudaSession[DecoderRuntime]):
             self.slots.clear()
 
     def __del__(self) -> None:
-        # Suppress errors in a forked process, where the GPU is not available.
+        # Suppress errors in a forked process, because the GPU is not available in a forked process.
         with contextlib.suppress(AttributeError, RuntimeError):
             if not sys.is_finalizing():
                 self.close()

@@ -181,7 +181,7 @@ class CudaSession(BaseSession[R]):
         with runtime.lock, torch.cuda.device(self._where):
             return runtime.check_forms()
 
-    # Replay of CUDA graphs
+    # The methods below run calls with CUDA graphs.
 
     def _new_graphs(self, runtime: Runtime, key: Key, tensors: Feeds) -> ShapeGraphs | None:
         """Return the CUDA graphs and buffers for an input shape that is used for the second time. Return `None` if the
@@ -310,7 +310,7 @@ class CudaSession(BaseSession[R]):
             return MaskContent(runtime.safe_form, 0)
         return held_by(tensors[runtime.mask])
 
-    # Runs without CUDA graphs
+    # The methods below run calls without CUDA graphs.
 
     def _run_kernels(
         self,
@@ -355,7 +355,7 @@ class CudaSession(BaseSession[R]):
             sizes.update(zip(spec.shape, tensors[spec.name].shape, strict=True))
         return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self.outputs}
 
-    # Input checks
+    # The methods below check the inputs of a call.
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
         """Return the inputs in the graph's order, with the declared data types, on this GPU or in CPU memory.

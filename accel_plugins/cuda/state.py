@@ -130,7 +130,7 @@ class CudaState(State):
         kept = mask != 0
         return bool(kept[:, -1].all()) and self._rows_held.agree(kept)
 
-    # Calls with several tokens
+    # The methods below run calls with several tokens.
 
     def _extend(self, feeds: Feeds, new: int, mask: torch.Tensor) -> torch.Tensor:
         before = self._rows_held.lengths
@@ -237,7 +237,7 @@ class CudaState(State):
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return on_device(tensor, self.session.runtime.device).contiguous()
 
-    # Buffers of the cache
+    # The methods below manage the buffers of the KV cache.
 
     def _new_slot(self, capacity: int) -> Slot:
         session = self.session

@@ -138,7 +138,7 @@ def _integer_layer(converted: Any, layer: torch.nn.Linear, x: Any, weight: Any) 
     low, high = quantize.args[-3:-1]
     integers.scale = scale.expand(layer.out_features).clone()
     integers.zero = zero.to(torch.int8).expand(layer.out_features).clone()
-    # Round like the operator quantized_decomposed.quantize_per_channel, which multiplies by the inverse.
+    # Round like the operator quantized_decomposed.quantize_per_channel, which multiplies by the inverse of the scale.
     rounded = torch.round(layer.weight.detach().float() * (1.0 / integers.scale)[:, None]) + integers.zero[:, None]
     integers.weight = rounded.clamp(low, high).to(torch.int8)
     if layer.bias is not None:

@@ -87,7 +87,7 @@ class GenerationEngine:
             fix="pickle the model, and start accel.GenerationEngine(model) in the other process.",
         )
 
-    # Convert prompts to token ids
+    # The methods below convert prompts to token ids.
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
@@ -136,7 +136,7 @@ class GenerationEngine:
             ) from error
         return list(encoded["input_ids"])
 
-    # Generate text
+    # The methods below generate text.
 
     def submit(self, prompt: Prompt, options: GenerationOptions | None = None) -> Generation:
         """Start generating text for a prompt. Iterate over the returned object to get tokens, in a thread or an event loop, or cancel it.
@@ -186,7 +186,7 @@ class GenerationEngine:
         generation = self.submit(prompt, options)
         return _whole(generation, list(self.pieces(generation)))
 
-    # Close the engine
+    # The methods below close the engine.
 
     def close(self, *, drain: bool = True) -> None:
         """Accept no more prompts, then finish the accepted ones (with `drain=False`: cancel them). The model stays open."""

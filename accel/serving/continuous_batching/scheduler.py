@@ -102,7 +102,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="accel-generation", daemon=True)
         self._thread.start()
 
-    # May be called from any thread
+    # The methods below may be called from any thread.
 
     @property
     def waiting(self) -> int:
@@ -193,7 +193,7 @@ class Scheduler:
         choice = RowChoice(self.model, [int(start)], generation.options, encoded=generation.ids)
         return AnswerRow(generation, choice, last=int(start))
 
-    # Run in the scheduler's thread
+    # The methods below run in the scheduler's thread.
 
     def _run(self) -> None:
         if has_own_threads(self.model):

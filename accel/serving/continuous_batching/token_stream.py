@@ -66,7 +66,7 @@ class Generation:
             self.cancelled = True
             self._on_cancel()
 
-    # Called by the scheduler
+    # The scheduler calls the methods below.
 
     def begin(self) -> None:
         """Record the time at which the model begins to read the prompt."""
@@ -92,7 +92,7 @@ class Generation:
         if wake is not None:
             wake()
 
-    # Called by the caller
+    # The consumer of the tokens calls the methods below.
 
     def _taken(self, wake: Callable[[], None]) -> list[Token] | None:
         """Return the new tokens, or `None` after the last one. If there are no new tokens yet, `wake` is called when there are some.

@@ -159,7 +159,7 @@ def shown_value(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
-# Descriptions of JSON schemas in words
+# The functions below describe JSON schemas in words.
 
 
 def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
