@@ -116,7 +116,7 @@ SPEC = TaskSpec(name="odd", suffixes=("Odd",), columns=(Column(use="score", know
 """
     (tmp_path / "odd_task.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PluginError, match="column 'score' holds 'float'") as error:
+    with pytest.raises(PluginError, match="column 'score' with the unknown value holds='float'") as error:
         map_columns(load_rows([{"score": 0.5}]), "odd")
     assert "number" in str(error.value.fix)
 

@@ -167,7 +167,7 @@ def test_invalid_settings_raise(tiny_folder, settings, message) -> None:
 
 
 def test_sequence_above_number_of_positions_raises(tiny_artifact) -> None:
-    with pytest.raises(ConfigError, match="positions"):
+    with pytest.raises(ConfigError, match="position embeddings"):
         benchmark(tiny_artifact(), sequence=[100_000], **FEW)
 
 

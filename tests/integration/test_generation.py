@@ -367,7 +367,7 @@ def test_patch_positions_out_of_range_are_refused(place: float, backend: str, ma
     """
     model, given = accel.ORTModel.from_pretrained(made("pix2struct", backend), backend=backend), inputs_of("pix2struct")
     given["flattened_patches"][1, 2, 0] = place
-    with pytest.raises(InputError, match="the model allows only 0 to 63"):
+    with pytest.raises(InputError, match="position embeddings only for 0 to 63"):
         model.generate(**given, max_new_tokens=4)
 
 

@@ -174,10 +174,10 @@ def test_plain_folder_with_wrong_class_raises(artifact: Artifact, tmp_path: Path
     ):
         accel.ORTModelForTokenClassification.from_pretrained(folder)
     with pytest.raises(
-        TaskError, match=r"\['logits'\] and no start_logits; a model for question-answering returns start_logits"
+        TaskError, match=r"\['logits'\] and no output 'start_logits', but a model for the task 'question-answering'"
     ):
         accel.ORTModelForQuestionAnswering.from_pretrained(folder)
-    with pytest.raises(TaskError, match="returns logits, and no hidden states"):
+    with pytest.raises(TaskError, match="returns logits and no hidden states"):
         accel.ORTModelForFeatureExtraction.from_pretrained(folder)
 
 
@@ -277,7 +277,7 @@ def test_artifact_is_not_saved_next_to_a_checkpoint(
 
 
 def test_backend_that_cannot_run_the_format_raises(copy: Path) -> None:
-    with pytest.raises(BackendUnavailableError, match=r"Fix: name a backend that runs onnx \(.*cpu.*export=True"):
+    with pytest.raises(BackendUnavailableError, match=r"(?s)cannot run this model.*Fix: .*cpu.*export=True"):
         Classifier.from_pretrained(copy, backend="pytorch")
 
 
@@ -366,7 +366,7 @@ def test_unknown_inputs_are_refused(tiny_artifact: Callable[..., Artifact]) -> N
 
 
 def test_input_longer_than_the_positions_raises(artifact: Artifact) -> None:
-    with pytest.raises(InputError, match="97 tokens; the model has 96 positions"):
+    with pytest.raises(InputError, match="97 tokens per row, but the model has position embeddings for only 96"):
         Classifier(artifact)(input_ids=torch.full((1, 97), 5))
 
 
@@ -491,13 +491,13 @@ def test_export_settings_for_an_artifact_raise(artifact: Artifact) -> None:
     ("options", "message"),
     [
         ({"provider_options": {"arena": 1}}, "no options of its own, not ..arena"),
-        ({"session_options": 42}, "session_options is a int"),
+        ({"session_options": 42}, "session_options is an object of type int"),
         ({"bakend": "cpu"}, "no argument 'bakend'. Did you mean 'backend'"),
         ({"provider_options": [{}, {}]}, "needs one dictionary of options"),
         ({"session_options": SessionOptions(native={"mem_pattern": 1})}, "no 'mem_pattern'"),
         ({"session_options": {"thread": 1}}, "Did you mean 'threads'"),
         ({"session_options": SessionOptions(compute_dtype="bfloat16")}, "compute in float32"),
-        ({"device": "gpu 1"}, "not a device"),
+        ({"device": "gpu 1"}, "not the name of a device"),
     ],
 )
 def test_unknown_options_raise(options: dict[str, Any], message: str, artifact: Artifact) -> None:
@@ -508,7 +508,7 @@ def test_unknown_options_raise(options: dict[str, Any], message: str, artifact: 
 def test_damaged_graphs_raise(copy: Path, artifact: Artifact, tmp_path: Path) -> None:
     graph = copy / "model.onnx"
     graph.write_bytes(graph.read_bytes()[:-100])
-    with pytest.raises(IntegrityError, match=r"model\.onnx has"):
+    with pytest.raises(IntegrityError, match=r"model\.onnx is truncated"):
         Classifier.from_pretrained(copy)
     plain = plain_onnx(artifact, tmp_path / "plain")
     (plain / "model.onnx").write_bytes(b"\x00garbage" * 50)
@@ -741,7 +741,7 @@ def test_trainer_raises_with_an_alternative(artifact: Artifact) -> None:
 def test_invalid_labels_are_refused(labels: Any, tiny_artifact: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact())
     ids = torch.tensor([[5, 6, 7], [7, 6, 5]])
-    with pytest.raises(InputError, match="^labels (is|has|holds)") as error:
+    with pytest.raises(InputError, match="^labels (is|has|contains)") as error:
         model(input_ids=ids, labels=labels)
     assert error.value.fix
     assert torch.isfinite(model(input_ids=ids, labels=torch.tensor([1, -100])).loss)
