@@ -133,19 +133,21 @@ def made(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy
         new: Number of tokens of this call.
         roomy: Whether the key and value buffers have room for more tokens.
     """
-    found: list[Any] = []
+    cache_layers: list[Any] = []
     for i, layer in enumerate(layers):
-        own = {name: feeds[f"past_{i}_{name}"] for name in layer}
-        conv, recurrent = _by_number(own, "conv"), _by_number(own, "recurrent")
+        tensors = {name: feeds[f"past_{i}_{name}"] for name in layer}
+        conv, recurrent = _by_number(tensors, "conv"), _by_number(tensors, "recurrent")
         if not layer:
-            found.append(DummyLayer())
-        elif "key" not in own:
-            found.append(StateLayer(conv, recurrent))
+            cache_layers.append(DummyLayer())
+        elif "key" not in tensors:
+            cache_layers.append(StateLayer(conv, recurrent))
         elif conv or recurrent:
-            found.append(HybridLayer((own["key"], own["value"], total, new), roomy, conv, recurrent))
+            cache_layers.append(HybridLayer((tensors["key"], tensors["value"], total, new), roomy, conv, recurrent))
         else:
-            found.append(CacheLayer(own["key"], own["value"], total, new, roomy=roomy, indexer=own.get("indexer")))
-    return found
+            cache_layers.append(
+                CacheLayer(tensors["key"], tensors["value"], total, new, roomy=roomy, indexer=tensors.get("indexer"))
+            )
+    return cache_layers
 
 
 def presents(layers: Sequence[Any]) -> Tensors:
@@ -171,22 +173,24 @@ def described(cache: Any, architecture: str) -> list[Layer]:
     # Models such as RemBERT return an `EncoderDecoderCache` although they have no encoder.
     cache = getattr(cache, "self_attention_cache", cache)
     layers = list(getattr(cache, "layers", ()))
-    found = [_described(layer) for layer in layers] if type(cache) is DynamicCache else []
-    if not any(found) or None in found:
-        kinds = sorted({type(layer).__name__ for layer, kept in zip(layers, found, strict=False) if kept is None})
+    descriptions = [_described(layer) for layer in layers] if type(cache) is DynamicCache else []
+    if not any(descriptions) or None in descriptions:
+        kinds = sorted(
+            {type(layer).__name__ for layer, kept in zip(layers, descriptions, strict=False) if kept is None}
+        )
         raise ExportError(
             f"{architecture} cannot be exported for text generation, because accel cannot make graph inputs and outputs of its "
             f"KV cache ({', '.join(kinds) if kinds else type(cache).__name__}).",
             fix="export the model for a task that does not generate text, such as 'feature-extraction', or run it with transformers.",
         )
-    return [layer for layer in found if layer is not None]
+    return [layer for layer in descriptions if layer is not None]
 
 
 def _described(layer: Any) -> Layer | None:
     """Describe the tensors of one cache layer. Return `None` if accel does not support all tensors of the layer."""
     if isinstance(layer, DummyLayer):
         return {}
-    found: dict[str, CachedTensorSpec] = {}
+    cached: dict[str, CachedTensorSpec] = {}
     for what, tensors in (
         ("conv", getattr(layer, "conv_states", {})),
         ("recurrent", getattr(layer, "recurrent_states", {})),
@@ -194,21 +198,21 @@ def _described(layer: Any) -> Layer | None:
         for i, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor):
                 dtype = tensor.dtype if what == "recurrent" else None
-                found[_numbered(what, i)] = CachedTensorSpec(tuple(int(n) for n in tensor.shape[1:]), dtype)
+                cached[_numbered(what, i)] = CachedTensorSpec(tuple(int(n) for n in tensor.shape[1:]), dtype)
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:
         if keys.shape[:3] != values.shape[:3]:
             return None
         # The head sizes of keys and values may differ, as in DeepSeek's latent attention.
         for what, tensor in (("key", keys), ("value", values)):
-            found[what] = CachedTensorSpec((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
+            cached[what] = CachedTensorSpec((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
     others = {name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)} - _NAMES
     if others or getattr(layer, "indexer_position_ids", None) is not None:
         return None
     indexer = getattr(layer, "indexer_keys", None)
     if isinstance(indexer, torch.Tensor):
-        found["indexer"] = CachedTensorSpec((TOKENS, int(indexer.shape[2])))
-    return found or None
+        cached["indexer"] = CachedTensorSpec((TOKENS, int(indexer.shape[2])))
+    return cached or None
 
 
 def croppable(layers: Sequence[Layer]) -> bool:

@@ -42,8 +42,12 @@ def _places(module: torch.nn.Module, folder: Path | None, name: str, count: int)
     config: Any = module.config
     names, unused = text_inputs(module, config, folder)
     shape = (SAMPLE_BATCH, SAMPLE_SEQUENCE)
-    example: Tensors = {one: torch.ones(shape, dtype=torch.int64) for one in names}
+    example: Tensors = {input_name: torch.ones(shape, dtype=torch.int64) for input_name in names}
     example[name] = torch.ones((*shape, count), dtype=torch.int64)
-    axes = {one: {0: "batch", 1: "sequence"} for one in example}
+    axes = {input_name: {0: "batch", 1: "sequence"} for input_name in example}
     sizes = {"batch": SAMPLE_BATCH, "sequence": SAMPLE_SEQUENCE}
-    return resize(example, axes, sizes, config, seed=0), axes, tuple(one for one in unused if one != name)
+    return (
+        resize(example, axes, sizes, config, seed=0),
+        axes,
+        tuple(input_name for input_name in unused if input_name != name),
+    )

@@ -97,7 +97,7 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
     speech recognition.
     """
     has_encoder = bool(getattr(source.config, "is_encoder_decoder", False))
-    sense = next((one for one in _SENSED if one in spec.modalities), "")
+    sense = next((modality for modality in _SENSED if modality in spec.modalities), "")
     unread = sense and (spec.encoder_decoder or sense == "audio") and not set(_SENSED[sense]) & set(source.example)
     if spec.encoder_decoder not in (None, has_encoder) or unread:
         expected = "an encoder and a decoder" if spec.encoder_decoder else "a decoder without an encoder"
@@ -465,8 +465,8 @@ def _kept(model: Any) -> list[Layer] | None:
         return None
     with quiet(), recurrent(model):
         output = _answer(model, input_ids=torch.ones((1, 3), dtype=torch.int64), use_cache=True)
-    found = getattr(output, argument, None)
-    if found is None:
+    cache = getattr(output, argument, None)
+    if cache is None:
         decodes = getattr(model.config, "is_decoder", True)
         raise ExportError(
             f"{type(model).__name__} has an argument {argument!r}, but it returned no KV cache for use_cache=True."
@@ -475,7 +475,7 @@ def _kept(model: Any) -> list[Layer] | None:
             if decodes
             else "set config.is_decoder=True and export the model again.",
         )
-    return described(found, type(model).__name__)
+    return described(cache, type(model).__name__)
 
 
 def _answer(model: Any, **inputs: Any) -> Any:

@@ -92,16 +92,16 @@ def divide_sizes(model: onnx_ir.Model) -> None:
             steps = [("Add", moved * number), ("Div", number), ("Sub", moved)]
         else:
             continue
-        found = size
+        last_value = size
         for operator, operand in steps:
             constant = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(operand, dtype=onnx_ir.DataType.INT64)})
             # `_bounds` reads this value if the result is divided again.
             constant.outputs[0].const_value = constant.attributes["value"].as_tensor()
-            step = onnx_ir.node(operator, [found, constant.outputs[0]])
-            found = step.outputs[0]
-            found.dtype, found.shape = onnx_ir.DataType.INT64, result.shape
+            step = onnx_ir.node(operator, [last_value, constant.outputs[0]])
+            last_value = step.outputs[0]
+            last_value.dtype, last_value.shape = onnx_ir.DataType.INT64, result.shape
             model.graph.insert_before(node, [constant, step])
-        result.replace_all_uses_with(found)
+        result.replace_all_uses_with(last_value)
         replaced = True
     if replaced:
         RemoveUnusedNodesPass()(model)
@@ -115,10 +115,10 @@ def _made_by(value: onnx_ir.Value | None, operator: str) -> onnx_ir.Node | None:
 
 def _number(value: onnx_ir.Value | None) -> int | None:
     """Return the constant integer of a value, or `None`."""
-    known = None if value is None else value.const_value
-    if known is None or known.size != 1 or not known.dtype.is_integer():
+    constant = None if value is None else value.const_value
+    if constant is None or constant.size != 1 or not constant.dtype.is_integer():
         return None
-    return int(known.numpy().item())
+    return int(constant.numpy().item())
 
 
 def _bounds(value: onnx_ir.Value | None) -> tuple[float, float] | None:
@@ -135,19 +135,19 @@ def _bounds(value: onnx_ir.Value | None) -> tuple[float, float] | None:
         return _bounds(node.inputs[0])
     if node.op_type not in _ARITHMETIC:
         return None
-    one, other = _bounds(node.inputs[0]), _bounds(node.inputs[1])
-    if one is None or other is None:
+    left, right = _bounds(node.inputs[0]), _bounds(node.inputs[1])
+    if left is None or right is None:
         return None
     if node.op_type == "Add":
-        return one[0] + other[0], one[1] + other[1]
+        return left[0] + right[0], left[1] + right[1]
     if node.op_type == "Sub":
-        return one[0] - other[1], one[1] - other[0]
+        return left[0] - right[1], left[1] - right[0]
     if node.op_type == "Mul":
         # In Python 0 * inf is NaN, but the product of the size 0 and any number is 0.
-        every = [a * b if a and b else 0 for a in one for b in other]
+        every = [a * b if a and b else 0 for a in left for b in right]
         return min(every), max(every)
-    if other[0] != other[1] or other[0] <= 0:
+    if right[0] != right[1] or right[0] <= 0:
         return None
     # ONNX's integer division rounds towards 0, so the bounds are truncated.
-    least, most = (bound if math.isinf(bound) else math.trunc(bound / other[0]) for bound in one)
+    least, most = (bound if math.isinf(bound) else math.trunc(bound / right[0]) for bound in left)
     return least, most

@@ -45,8 +45,8 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
             f"inputs are {', '.join(parameters_of(module))}.",
             fix="run the model with transformers.",
         )
-    whole = getattr(module.config, "max_text_len", None) is not None
-    return _beside(module, folder, SAMPLE_BATCH if whole else _TEXTS_OF_ALL, "batch" if whole else "texts")
+    one_text = getattr(module.config, "max_text_len", None) is not None
+    return _beside(module, folder, SAMPLE_BATCH if one_text else _TEXTS_OF_ALL, "batch" if one_text else "texts")
 
 
 def pair_sample(module: torch.nn.Module, folder: Path | None) -> Sample:

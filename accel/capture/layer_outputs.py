@@ -51,6 +51,6 @@ class EagerAttentionInTrace(Wrapper):
             return self.model(**inputs)
 
 
-def inner_states(found: Mapping[str, torch.Tensor]) -> Tensors:
+def inner_states(outputs: Mapping[str, torch.Tensor]) -> Tensors:
     """Select the numbered hidden states and attentions from a model's outputs."""
-    return {name: value for name, value in found.items() if name.startswith(("hidden_states_", "attentions_"))}
+    return {name: value for name, value in outputs.items() if name.startswith(("hidden_states_", "attentions_"))}

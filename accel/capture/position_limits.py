@@ -34,9 +34,9 @@ def has_position_table(module: torch.nn.Module, limit: int) -> bool:
     if any(rows_of_table(child) is not None and _POSITIONS.search(name) for name, child in parts.items()):
         return True
     if any(
-        _POSITIONS.search(f"{name}.{own}")
+        _POSITIONS.search(f"{name}.{parameter}")
         for name, child in parts.items()
-        for own, _ in child.named_parameters(recurse=False)
+        for parameter, _ in child.named_parameters(recurse=False)
     ):
         return True
     # A table may have a few rows more than the config declares, as in OPT.

@@ -64,7 +64,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
             image.place(ids)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         try:
-            fixed, whole = _whole(source, part, ids, mask, positions, seed, image, lengths)
+            fixed, logits = _whole(source, part, ids, mask, positions, seed, image, lengths)
         # The model's own code may raise any exception.
         except Exception as error:
             raise ExportError(
@@ -83,7 +83,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
                 feeds["position_ids"] = positions[:, start:end]
             # Logits at padding positions are not used, so they are not compared.
             first = max(padding - start, 0)
-            expected = whole[:, start + first : end]
+            expected = logits[:, start + first : end]
             if "logits_to_keep" in part.example:
                 feeds["logits_to_keep"] = torch.arange(first, length)
             skip = 0 if "logits_to_keep" in feeds else first

@@ -487,8 +487,8 @@ def load_quantized(folder: Path, make: Callable[..., torch.nn.Module]) -> torch.
         for name, description in values["layers"].items():
             settings = dict(description)
             first = settings.get("same")
-            made = model.get_submodule(first) if first is not None else _KINDS[settings.pop("kind")](**settings)
-            model.set_submodule(name, made)
+            layer = model.get_submodule(first) if first is not None else _KINDS[settings.pop("kind")](**settings)
+            model.set_submodule(name, layer)
         missing, unexpected = load_model(model, str(folder / WEIGHTS_FILE), strict=False)
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise IntegrityError(

@@ -63,7 +63,7 @@ def default_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     if main == "pixel_values":
         # Some image processors return a pixel mask that the model accepts as **kwargs and ignores (YOLOS).
         parameters = parameters_of(module)
-        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         return *image_sample(module, folder), ((PIXEL_MASK,) if takes_any and PIXEL_MASK not in parameters else ())
     if main == PATCHES:
         return *_patch_sample(int(config.vision_config.patch_embed_hidden_size)), ()
@@ -428,18 +428,18 @@ def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tenso
     if ids is None or ids.ndim != 2 or config is None:
         return dict(feeds)
     config = text_config(config)
-    known = {
+    special_ids = {
         token
         for name, value in vars(config).items()
         if name.endswith(("_token_id", "_token_index"))
         for token in _ids_in(value)
     }
-    special = [token for name in _SPECIAL for token in _ids_in(getattr(config, name, None)) if token in known]
+    special = [token for name in _SPECIAL for token in _ids_in(getattr(config, name, None)) if token in special_ids]
     special = [token for token in dict.fromkeys(special) if 0 <= token < _vocabulary(config)]
     edited = ids.clone()
     for i, row in enumerate(edited):
         kept = mask[i] != 0 if mask is not None and mask.shape == ids.shape else torch.ones_like(row, dtype=torch.bool)
-        plain = [place for place in kept.nonzero()[1:-1, 0].tolist() if int(row[place]) not in known]
+        plain = [place for place in kept.nonzero()[1:-1, 0].tolist() if int(row[place]) not in special_ids]
         for k, place in enumerate(plain[1::3][:i] if special else ()):
             row[place] = special[(i + k) % len(special)]
     return {**feeds, "input_ids": edited}

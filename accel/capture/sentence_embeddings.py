@@ -205,8 +205,8 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
         stored: dict[str, torch.Tensor] = load_file(file)
         return stored
     if pickled.is_file():
-        found: dict[str, torch.Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
-        return found
+        unpickled: dict[str, torch.Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
+        return unpickled
     raise ExportError(
         f"{folder} contains no weights: model.safetensors and pytorch_model.bin do not exist.",
         fix="download the model again with its weights.",

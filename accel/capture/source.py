@@ -174,5 +174,5 @@ def _table(model: Any) -> int | None:
 
 
 def _named_table(model: torch.nn.Module, name: str) -> int | None:
-    found = (rows_of_table(module) for path, module in model.named_modules() if path.split(".")[-1] == name)
-    return next((rows for rows in found if rows is not None), None)
+    sizes = (rows_of_table(module) for path, module in model.named_modules() if path.split(".")[-1] == name)
+    return next((rows for rows in sizes if rows is not None), None)

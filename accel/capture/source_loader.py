@@ -313,10 +313,10 @@ def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:
     names = config.architectures or []
     if spec.embeds or not names:
         return
-    known, fitting = classes_for(loader, config), None
+    supported, fitting = classes_for(loader, config), None
     with contextlib.suppress(TaskError):
         fitting = infer_task(config.to_dict())
-    if known and names[0] not in known and fitting not in (None, spec.name):
+    if supported and names[0] not in supported and fitting not in (None, spec.name):
         raise TaskError(
             f"The checkpoint contains a {names[0]}, which has no head for the task {spec.name!r}. transformers would create a head with "
             "random weights.",

@@ -160,9 +160,9 @@ def _overflows(original: Function) -> Function:
     return overflows
 
 
-def _decided(reduce: Function, found: torch.Tensor, answer: bool) -> Any:
+def _decided(reduce: Function, tensor: torch.Tensor, answer: bool) -> Any:
     """Reduce a tensor, and attach the value that `bool(result)` will return in the trace."""
-    decided: Any = reduce(found)
+    decided: Any = reduce(tensor)
     decided.branch = answer
     return decided
 

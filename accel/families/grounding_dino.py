@@ -17,10 +17,10 @@ class GroundingDino(Family):
     def fill(self, feeds: Tensors, config: Any) -> None:
         """Write a separator at every third position that is not padding, so that the sample contains several phrases."""
         ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
-        known = [token for token in _ENDS_OF_PHRASES if token < config.text_config.vocab_size]
-        if ids is None or mask is None or not known:
+        separators = [token for token in _ENDS_OF_PHRASES if token < config.text_config.vocab_size]
+        if ids is None or mask is None or not separators:
             return
-        for place, token in zip(range(0, ids.shape[-1], 3), cycle(known), strict=False):
+        for place, token in zip(range(0, ids.shape[-1], 3), cycle(separators), strict=False):
             ids[..., place].masked_fill_(mask[..., place] != 0, token)
 
 

@@ -51,12 +51,12 @@ class LightGlue(Family):
         return LightGlueMatcher(model) if hasattr(model, "_keypoint_processing") else model
 
 
-def _cleared(found: Any) -> Tensors:
+def _cleared(output: Any) -> Tensors:
     """Return the outputs for one pair of images in the shapes that transformers documents, without matches of padding."""
-    mask = found.mask
-    matches = found.matches.reshape(mask.shape).masked_fill(mask == 0, -1)
-    scores = found.matching_scores.reshape(mask.shape).masked_fill(matches < 0, 0.0)
-    return {"matches": matches, "matching_scores": scores, "keypoints": found.keypoints, "mask": mask}
+    mask = output.mask
+    matches = output.matches.reshape(mask.shape).masked_fill(mask == 0, -1)
+    scores = output.matching_scores.reshape(mask.shape).masked_fill(matches < 0, 0.0)
+    return {"matches": matches, "matching_scores": scores, "keypoints": output.keypoints, "mask": mask}
 
 
 def _together(pairs: list[Tensors]) -> Tensors:
@@ -65,10 +65,10 @@ def _together(pairs: list[Tensors]) -> Tensors:
 
     def filled(name: str, value: float) -> torch.Tensor:
         tensors = [pair[name] for pair in pairs]
-        whole = tensors[0].new_full((len(tensors), 2, points, *tensors[0].shape[3:]), value)
-        for row, tensor in zip(whole, tensors, strict=True):
+        batch = tensors[0].new_full((len(tensors), 2, points, *tensors[0].shape[3:]), value)
+        for row, tensor in zip(batch, tensors, strict=True):
             row[:, : tensor.shape[2]] = tensor[0]
-        return whole
+        return batch
 
     return {name: filled(name, -1 if name == "matches" else 0) for name in pairs[0]}
 

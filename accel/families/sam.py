@@ -66,7 +66,9 @@ class Sam(Family):
         }
         encoder = _ImageEncoder(model).eval()
         with torch.inference_mode():
-            dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+            dtype = next(
+                (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
+            )
             embedded = encoder(pixel_values=pixels.to(dtype))
         # All samples are in float32, also for models in half precision.
         embedded = {name: value.float().clone() for name, value in embedded.items()}

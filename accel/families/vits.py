@@ -42,13 +42,13 @@ def _spline(
 
     # With this derivative, the spline has the slope 1 at both ends of its range.
     end = torch.full_like(derivatives[..., :1], math.log(math.exp(1 - min_derivative) - 1))
-    found, determinant = modeling_vits._rational_quadratic_spline(
+    values, determinant = modeling_vits._rational_quadratic_spline(
         inputs=inputs.clamp(-tail_bound, tail_bound), unnormalized_widths=widths, unnormalized_heights=heights,
         unnormalized_derivatives=torch.cat([end, derivatives, end], dim=-1), reverse=reverse, tail_bound=tail_bound,
         min_bin_width=min_bin_width, min_bin_height=min_bin_height, min_derivative=min_derivative,
     )  # fmt: skip
     inside = inputs.abs() <= tail_bound
-    return torch.where(inside, found, inputs), torch.where(inside, determinant, torch.zeros_like(determinant))
+    return torch.where(inside, values, inputs), torch.where(inside, determinant, torch.zeros_like(determinant))
 
 
 class _FixedNoise(TorchFunctionMode):

@@ -78,9 +78,9 @@ def _near(
     far = query @ key.index_select(2, chosen).transpose(2, 3)
     far = far.masked_fill(~is_global.index_select(1, chosen)[:, None, None], least)
     probabilities = _softmax(torch.cat([near, _blocks(far, size)], dim=-1))
-    found = (probabilities[..., : 3 * size] @ _around(value, size)).flatten(2, 3)
-    found = found + probabilities[..., 3 * size :].flatten(2, 3) @ value.index_select(2, chosen)
-    return found[:, :, :length].transpose(1, 2).flatten(2)
+    attended = (probabilities[..., : 3 * size] @ _around(value, size)).flatten(2, 3)
+    attended = attended + probabilities[..., 3 * size :].flatten(2, 3) @ value.index_select(2, chosen)
+    return attended[:, :, :length].transpose(1, 2).flatten(2)
 
 
 def _far(layer: Any, hidden: torch.Tensor, is_masked: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

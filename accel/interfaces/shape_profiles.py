@@ -47,7 +47,7 @@ def read_profile(text: str) -> dict[str, AxisSizes]:
     Raises:
         ConfigError: The text has another format.
     """
-    found: dict[str, AxisSizes] = {}
+    profile: dict[str, AxisSizes] = {}
     for entry in text.split(",") if text.strip() else ():
         match = _ENTRY.match(entry)
         if match is None:
@@ -56,8 +56,8 @@ def read_profile(text: str) -> dict[str, AxisSizes]:
                 fix='write the profile like "batch=1:8:32,sequence=16:128:384".',
             )
         numbers = [int(number) for number in match["sizes"].split(":")]
-        found[match["axis"]] = AxisSizes(*(numbers if len(numbers) == 3 else numbers * 3))
-    return found
+        profile[match["axis"]] = AxisSizes(*(numbers if len(numbers) == 3 else numbers * 3))
+    return profile
 
 
 def axes_of(component: Component) -> tuple[str, ...]:

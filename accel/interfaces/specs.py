@@ -163,11 +163,11 @@ class Capability:
 
     def takes(self, scheme: str) -> tuple[str, ...]:
         """Return the names of the settings that a scheme accepts."""
-        return next((one.names for one in self.settings if one.scheme == scheme), ())
+        return next((entry.names for entry in self.settings if entry.scheme == scheme), ())
 
     def scheme_trials(self, scheme: str, task: str) -> tuple[OptionTrial, ...]:
         """Return the values of a scheme's settings that a search measures for a task."""
-        trials = next((one.trials for one in self.settings if one.scheme == scheme), ())
+        trials = next((entry.trials for entry in self.settings if entry.scheme == scheme), ())
         return tuple(trial for trial in trials if "*" in trial.tasks or among(task, trial.tasks))
 
     def does(self, task: str) -> bool:
@@ -269,4 +269,7 @@ class BackendSpec:
             and (format is None or capability.consumes == format)
             and (produces is None or capability.produces == produces)
         ]
-        return next((one for one in fitting if task and among(task, one.tasks)), next(iter(fitting), None))
+        return next(
+            (fitting_capability for fitting_capability in fitting if task and among(task, fitting_capability.tasks)),
+            next(iter(fitting), None),
+        )

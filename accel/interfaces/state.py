@@ -335,7 +335,7 @@ class State:
 
         start, check = self._length, self.check_step
         steps = [run(check.single(feeds, start, place)) for place in range(new)]
-        whole = {name: torch.cat([step[name] for step in steps], dim=1) for name in steps[0]}
+        joined = {name: torch.cat([step[name] for step in steps], dim=1) for name in steps[0]}
         if check.kept is None:
-            return whole
-        return {name: tensor.index_select(1, feeds[check.kept]) for name, tensor in whole.items()}
+            return joined
+        return {name: tensor.index_select(1, feeds[check.kept]) for name, tensor in joined.items()}

@@ -295,7 +295,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
     values = read_json(path)
     # transformers creates a name for each label, also in nested configs. A very large `num_labels` would fill the memory.
-    labels = [one.get("num_labels") for one in (values, *values.values()) if isinstance(one, dict)]
+    labels = [part.get("num_labels") for part in (values, *values.values()) if isinstance(part, dict)]
     if any(isinstance(count, int) and count > _MOST_LABELS for count in labels):
         raise IntegrityError(
             f"num_labels in {path} is larger than {_MOST_LABELS:,}, so the file is probably damaged.",

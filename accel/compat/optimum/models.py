@@ -348,10 +348,10 @@ def _of_kind(name: str, kind: type[OptimumModelMixin], original: type[base.ORTMo
         kinds = (OptimumEncoderDecoderMixin, kind)
     elif issubclass(original, Generator):
         kinds = (OptimumGenerationMixin, kind)
-    made = type(name, (*kinds, original), facts)
+    cls = type(name, (*kinds, original), facts)
     # pickle looks the class up by its name in this module.
-    globals()[name] = made
-    return made
+    globals()[name] = cls
+    return cls
 
 
 @functools.cache

@@ -37,13 +37,17 @@ def translated(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: `INFERENCE_PRECISION_HINT` has an invalid value.
     """
-    given = dict(arguments)
+    translated_arguments = dict(arguments)
     for name in _WITHOUT_EFFECT:
-        if name in given:
-            logger.debug("accel ignores the argument %s=%r of optimum-intel's from_pretrained.", name, given.pop(name))
-    if isinstance(given.get("device"), str):
-        given["device"] = given["device"].lower().replace(".", ":")
-    options = dict(given.pop("ov_config", None) or {})
+        if name in translated_arguments:
+            logger.debug(
+                "accel ignores the argument %s=%r of optimum-intel's from_pretrained.",
+                name,
+                translated_arguments.pop(name),
+            )
+    if isinstance(translated_arguments.get("device"), str):
+        translated_arguments["device"] = translated_arguments["device"].lower().replace(".", ":")
+    options = dict(translated_arguments.pop("ov_config", None) or {})
     precision = options.pop("INFERENCE_PRECISION_HINT", None)
     if precision is not None:
         if str(precision) not in _PRECISIONS:
@@ -52,12 +56,12 @@ def translated(arguments: dict[str, Any]) -> dict[str, Any]:
                 f"{did_you_mean(str(precision), _PRECISIONS)}",
                 fix=f"use one of {', '.join(_PRECISIONS)}.",
             )
-        session = session_options_of(given.get("session_options")) or SessionOptions()
-        given["session_options"] = replace(session, compute_dtype=_PRECISIONS[str(precision)])  # type: ignore[arg-type]
+        session = session_options_of(translated_arguments.get("session_options")) or SessionOptions()
+        translated_arguments["session_options"] = replace(session, compute_dtype=_PRECISIONS[str(precision)])  # type: ignore[arg-type]
     if options:
-        given["provider_options"] = {**options, **(given.get("provider_options") or {})}
-    given.setdefault("backend", BACKEND)
-    return given
+        translated_arguments["provider_options"] = {**options, **(translated_arguments.get("provider_options") or {})}
+    translated_arguments.setdefault("backend", BACKEND)
+    return translated_arguments
 
 
 class _Settings:
@@ -70,18 +74,18 @@ class _Settings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Create settings from a result of `to_dict`."""
-        known = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
-        return cls(**{name: value for name, value in values.items() if name in known})
+        field_names = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
+        return cls(**{name: value for name, value in values.items() if name in field_names})
 
 
 def _refusing_others(cls: type[_T]) -> type[_T]:
     """Let a settings dataclass ignore unknown arguments with the value `None` or `False`, and raise an error for other values."""
-    known = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+    field_names = {item.name for item in fields(cls)}  # type: ignore[arg-type]
     make: Any = cls.__init__
 
     @functools.wraps(make)
     def init(self: _T, *values: Any, **settings: Any) -> None:
-        _refuse(cls.__name__, {name: settings.pop(name) for name in settings.keys() - known})
+        _refuse(cls.__name__, {name: settings.pop(name) for name in settings.keys() - field_names})
         make(self, *values, **settings)
 
     cls.__init__ = init  # type: ignore[method-assign, assignment]
@@ -401,7 +405,7 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
             texts = [{"text": text} for text in texts]
         elif isinstance(texts, str) and (texts in PREDEFINED or texts in OTHERS):
             texts = predefined_rows(texts, ours.samples)
-        made = quantize_with_data(model.artifact, target, calibration=texts, config=ours, backend=BACKEND)
+        quantized = quantize_with_data(model.artifact, target, calibration=texts, config=ours, backend=BACKEND)
     else:
         if rows is None and isinstance(config, OVQuantizationConfig):
             raise QuantizeError(
@@ -409,8 +413,8 @@ def quantize_in_place(model: Any, config: Quantization, rows: Sequence[Mapping[s
                 fix="pass calibration_dataset=..., or set dataset=[...] in the OVQuantizationConfig to a list of texts.",
             )
         needed = rows if ours.scheme == "static-int8" or ours.scale_estimation or ours.algorithm != "rtn" else None
-        made = quantize(model.artifact, target, calibration=needed, config=ours, backend=BACKEND)
-    model.replace_artifact(without_mark(made))
+        quantized = quantize(model.artifact, target, calibration=needed, config=ours, backend=BACKEND)
+    model.replace_artifact(without_mark(quantized))
 
 
 def quantized_on_the_way(model: Any, config: Any, *, load_in_8bit: bool | None, calibration: Any) -> None:

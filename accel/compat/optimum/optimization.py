@@ -244,19 +244,28 @@ class ORTOptimizer:
             )
         config = optimization_config.to_accel()
         with scratch() as folder:
-            made = self._source
+            optimized = self._source
             if not optimization_config.changes_nothing:
-                made = optimize(made, folder / "made", config=config, backend=optimization_config.backend)
-            target = place(made, save_dir, file_suffix)
+                optimized = optimize(optimized, folder / "made", config=config, backend=optimization_config.backend)
+            target = place(optimized, save_dir, file_suffix)
         ORTConfig(optimization=optimization_config).save_pretrained(target)
         return target
 
     @staticmethod
     def get_fused_operators(onnx_model_path: str | os.PathLike[str]) -> dict[str, int]:
         """Return the number of fused operators in a graph, by operator type."""
-        own = {"LayerNormalization", "RMSNormalization", "Gelu", "SkipLayerNormalization", "FastGelu", "BiasGelu"}
+        fused_types = {
+            "LayerNormalization",
+            "RMSNormalization",
+            "Gelu",
+            "SkipLayerNormalization",
+            "FastGelu",
+            "BiasGelu",
+        }
         nodes = nodes_of(onnx_model_path)
-        return dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft" or node.op_type in own))
+        return dict(
+            Counter(node.op_type for node in nodes if node.domain == "com.microsoft" or node.op_type in fused_types)
+        )
 
     @staticmethod
     def get_nodes_number_difference(

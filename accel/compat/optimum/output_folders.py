@@ -144,23 +144,25 @@ def nodes_of(graph: str | os.PathLike[str]) -> list[onnx_ir.Node]:
     return list(onnx_ir.load(graph).graph)
 
 
-def without_mark(made: Artifact) -> Artifact:
+def without_mark(artifact: Artifact) -> Artifact:
     """Remove accel's mark from an OpenVINO graph, so that the graph can also be loaded without the manifest. Return the artifact.
 
     An artifact with several graphs or with a state is returned unchanged, because it needs its manifest.
     """
     from xml.etree import ElementTree as ET
 
-    component = made.components[0]
-    if len(made.components) != 1 or component.stateful:
-        return made
-    path = made.path / component.file
+    component = artifact.components[0]
+    if len(artifact.components) != 1 or component.stateful:
+        return artifact
+    path = artifact.path / component.file
     tree = ET.parse(path)
     facts = tree.getroot().find("rt_info")
     mark = facts.find(MARK.partition(".")[0]) if facts is not None else None
     if facts is None or mark is None:
-        return made
+        return artifact
     facts.remove(mark)
     tree.write(path, xml_declaration=True, encoding="utf-8")
     names = [[record.name for record in component.files]]
-    return Artifact.create(made.path, replace(made.manifest, components=with_files(made.path, made.components, names)))
+    return Artifact.create(
+        artifact.path, replace(artifact.manifest, components=with_files(artifact.path, artifact.components, names))
+    )

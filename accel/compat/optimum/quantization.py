@@ -167,7 +167,9 @@ class QuantizationConfig:
             logger.warning(
                 "accel ignores activations_symmetric=True, because unsigned activations (QUInt8) need a zero point."
             )
-        operators = tuple(one.value if isinstance(one, Enum) else str(one) for one in self.operators_to_quantize)
+        operators = tuple(
+            operator.value if isinstance(operator, Enum) else str(operator) for operator in self.operators_to_quantize
+        )
         values: dict[str, Any] = {
             "scheme": "static-int8" if self.is_static else "dynamic-int8",
             "preset": self.preset,
@@ -242,7 +244,7 @@ def _for(
     operators_to_quantize: Sequence[Any] | None = None,
     **settings: Any,
 ) -> QuantizationConfig:
-    made = QuantizationConfig(
+    config = QuantizationConfig(
         is_static=is_static,
         format=QuantFormat.QDQ if is_static else QuantFormat.QOperator,
         mode=QuantizationMode.QLinearOps if is_static else QuantizationMode.IntegerOps,
@@ -254,8 +256,8 @@ def _for(
         operators_to_quantize=list(operators_to_quantize or ()),
         **settings,
     )
-    made.target = preset
-    return made
+    config.target = preset
+    return config
 
 
 class ORTQuantizer:
@@ -407,8 +409,8 @@ class ORTQuantizer:
             config = QuantizeConfig.from_dict({**config.to_dict(), "exclude": (*config.exclude, *others)})
         calibration = RecordedBatches(ranges) if static and ranges else None
         with scratch() as folder:
-            made = quantize(self._source, folder / "made", calibration=calibration, config=config)
-            target = place(made, save_dir, file_suffix)
+            quantized = quantize(self._source, folder / "made", calibration=calibration, config=config)
+            target = place(quantized, save_dir, file_suffix)
         ORTConfig(quantization=quantization_config, use_external_data_format=use_external_data_format).save_pretrained(
             target
         )

@@ -79,19 +79,19 @@ class StepCheck:
 
     def __init__(self, component: Component, *, waits: bool = False) -> None:
         self._waits = waits
-        own = [spec for spec in component.inputs if spec.pair is None]
-        self._shapes = {spec.name: spec.shape for spec in own}
-        self.tokens = next((spec.name for spec in own if spec.shape[1:2] == ("sequence",)), "")
+        specs = [spec for spec in component.inputs if spec.pair is None]
+        self._shapes = {spec.name: spec.shape for spec in specs}
+        self.tokens = next((spec.name for spec in specs if spec.shape[1:2] == ("sequence",)), "")
         if not self.tokens:
             raise IntegrityError(
                 f"The decoder graph {component.name!r} has no input for token ids or embeddings.",
                 fix="export the model again with `accel export MODEL OUT`.",
             )
         # In encoder-decoder models of other tools, the decoder graph may have no mask of the decoder's tokens.
-        self.mask = next((spec.name for spec in own if spec.shape[-1] == "total"), None)
-        self.kept = next((spec.name for spec in own if spec.shape == ("kept",)), None)
-        self._ranks = {spec.name: spec.shape for spec in own if spec.name in (self.tokens, self.mask, self.kept)}
-        self._others = [(spec.name, spec.shape) for spec in own if spec.name not in (self.tokens, self.kept)]
+        self.mask = next((spec.name for spec in specs if spec.shape[-1] == "total"), None)
+        self.kept = next((spec.name for spec in specs if spec.shape == ("kept",)), None)
+        self._ranks = {spec.name: spec.shape for spec in specs if spec.name in (self.tokens, self.mask, self.kept)}
+        self._others = [(spec.name, spec.shape) for spec in specs if spec.name not in (self.tokens, self.kept)]
 
     def __call__(self, feeds: Feeds, batch: int, length: int) -> int:
         """Check the inputs of a call, and return the number of new tokens.
