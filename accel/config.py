@@ -63,11 +63,11 @@ def check_type(subject: str, value: object, kinds: tuple[type, ...], taker: str 
     Raises:
         ConfigError: The type is wrong. The message has the value and the accepted types.
     """
-    name = f"The argument {subject} of {taker}" if taker else subject
+    requirement = f"{taker} accepts only" if taker else "it must be"
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         words = " or ".join(dict.fromkeys(_WORDS.get(kind, kind.__name__) for kind in kinds))
         raise ConfigError(
-            f"{name} is {reprlib.repr(value)} (type {type(value).__name__}), but it must be {words}.",
+            f"{subject} is {reprlib.repr(value)} (type {type(value).__name__}), but {requirement} {words}.",
             fix=f"pass {words} for {subject}.",
         )
     if isinstance(value, str) and "\0" in value:

@@ -42,7 +42,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home, access = tmp_path / "home", os.access
     home.mkdir()
     monkeypatch.setenv("ACCEL_HOME", str(home))
-    monkeypatch.setattr("accel.artifact.accel_home.os.access", lambda path, mode: path != home and access(path, mode))
+    monkeypatch.setattr("os.access", lambda path, mode: path != home and access(path, mode))
 
 
 def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

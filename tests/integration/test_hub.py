@@ -267,7 +267,7 @@ def test_other_failing_requests_raise(
         hub.refuses = (how, "")
     started = time.monotonic()
     if request_of == "an upload":
-        with pytest.raises(ArtifactError, match="Uploading to 'org/new' failed"):
+        with pytest.raises(ArtifactError, match="could not be uploaded to the Hub repository 'org/new'"):
             model.push_to_hub("org/new", token="hf_x")
     else:
         with pytest.raises(ArtifactNotFoundError) as caught:

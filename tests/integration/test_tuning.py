@@ -160,7 +160,7 @@ def test_second_run_measures_nothing_again(
     # Leave out the crashing plugin, because the search tries a crashed candidate again: the machine may have caused the
     # crash.
     how = {**HOW, "backends": ["toy"]}
-    monkeypatch.setattr("accel.tuning.timer.Worker", refuse)
+    monkeypatch.setattr("accel.tuning.timer.VariantProcess", refuse)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
     assert again.winner.name == found.winner.name
     assert again.winner.value == found.winner.value

@@ -82,7 +82,7 @@ def test_every_error_is_documented_and_pickled() -> None:
 def test_devices() -> None:
     assert str(DeviceSpec.parse("CUDA:1")) == "cuda:1"
     assert str(DeviceSpec.parse("cpu")) == "cpu"
-    with pytest.raises(ConfigError, match="'gpu 0' is not a device"):
+    with pytest.raises(ConfigError, match="'gpu 0' is not the name of a device"):
         DeviceSpec.parse("gpu 0")
 
 

@@ -330,7 +330,7 @@ class TestEvaluate:
             accel.evaluate(tiny_artifact(), [{"text": "my card", "label": "lost_card"}])
 
     def test_missing_labels_raise(self, tiny_artifact: Callable[..., Artifact]) -> None:
-        with pytest.raises(InputError, match="1 of 1 labels of rows are missing"):
+        with pytest.raises(InputError, match="1 of 1 labels in rows are missing"):
             accel.evaluate(tiny_artifact(), [{"text": "my card", "label": -1}])
 
     def test_unknown_original_model_raises(self, tmp_path: Path, tiny_artifact: Callable[..., Artifact]) -> None:
