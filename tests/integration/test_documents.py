@@ -96,7 +96,7 @@ def test_invalid_boxes_are_refused(
     boxes = torch.tensor([[[0, 0, 10, 10], box, [5, 5, 6, 6]]])
     with pytest.raises(IndexError):
         original(folder, DOCUMENTS)(input_ids=ids, bbox=boxes)
-    with pytest.raises(InputError, match="Boxes"):
+    with pytest.raises(InputError, match="bbox has coordinates"):
         model(input_ids=ids, bbox=boxes)
 
 
@@ -124,7 +124,7 @@ def test_token_classification_reads_bounding_boxes(backend: str, tmp_path: Path)
         with torch.no_grad():
             torch.testing.assert_close(ours(**given).logits, model(**given).logits, rtol=0, atol=1e-5)
     assert not torch.allclose(ours(**placed).logits, ours(**texts).logits, atol=1e-2)
-    with pytest.raises(InputError, match="Boxes"):
+    with pytest.raises(InputError, match="bbox has coordinates"):
         ours(**texts, bbox=placed["bbox"] + 60)
 
 
@@ -139,7 +139,7 @@ def test_every_session_refuses_invalid_boxes(
     feeds = {name: torch.ones(1, 3, dtype=torch.int64) for name in ("input_ids", "attention_mask", "token_type_ids")}
     boxes = torch.tensor([[[0, 0, 10, 10], [5, 5, 6, 6], [5, 5, 6, 6]]])
     before = session.run({**feeds, "bbox": boxes})
-    with pytest.raises(InputError, match="'bbox' holds"):
+    with pytest.raises(InputError, match="'bbox' contains the value"):
         session.run({**feeds, "bbox": boxes.index_fill(2, torch.tensor([2]), place)})
     for name, tensor in session.run({**feeds, "bbox": boxes}).items():
         assert torch.equal(tensor, before[name])

@@ -95,7 +95,7 @@ class TestDetection:
 
     def test_objects_without_boxes_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
         rows = [{"image": picture(60, 80), "objects": {"category": [0]}}]
-        with pytest.raises(InputError, match=r"none of bbox"):
+        with pytest.raises(InputError, match=r"one of the fields bbox"):
             measured("detr", tiny_folder("detr", self.TASK), rows)
 
 

@@ -346,7 +346,7 @@ def test_invalid_arguments_raise(tiny_artifact: Callable[..., Artifact]) -> None
         accel.pipeline("feature-extractionn")
     with pytest.raises(TaskError, match="not a task|does not exist"):
         accel.pipeline("text-clasification", model=tiny_artifact().path)
-    with pytest.raises(TaskError, match="does not serve"):
+    with pytest.raises(TaskError, match="cannot use the model"):
         accel.pipeline("fill-mask", model=accel.ORTModelForSequenceClassification(tiny_artifact()))
     with pytest.raises(TaskError, match="use ORTModelForSequenceClassification"):
         accel.pipeline("fill-mask", model=tiny_artifact().path)
@@ -398,22 +398,22 @@ def test_quantization_while_loading_is_refused(tiny_folder: Callable[..., Path],
 @pytest.mark.parametrize(
     ("arguments", "kind", "word"),
     [
-        ({"batch_size": "a"}, ConfigError, "batch_size is 'a'"),
+        ({"batch_size": "a"}, ConfigError, "batch_size of pipeline is 'a'"),
         ({"batch_size": 0}, ConfigError, "at least 1"),
         ({"batch_size": -1}, ConfigError, "at least 1"),
-        ({"batch_size": True}, ConfigError, "batch_size is True"),
+        ({"batch_size": True}, ConfigError, "batch_size of pipeline is True"),
         ({"batch_size": 1.5}, ConfigError, "whole number"),
         ({"num_workers": "a"}, ConfigError, "num_workers is 'a'"),
-        ({"task": 5}, ConfigError, "task is 5"),
-        ({"task": b"x"}, ConfigError, "task is b.x."),
+        ({"task": 5}, ConfigError, "task of pipeline is 5"),
+        ({"task": b"x"}, ConfigError, "task of pipeline is b.x."),
         ({"model": 5}, ConfigError, "model is 5|5 is not a model"),
-        ({"model_kwargs": 5}, ConfigError, "model_kwargs is 5"),
-        ({"tokenizer": 5}, ConfigError, "5 is no tokenizer"),
-        ({"tokenizer": []}, ConfigError, "no tokenizer"),
-        ({"tokenizer": "/nope"}, ArtifactNotFoundError, "/nope has no tokenizer"),
-        ({"tokenizer": Path("/nope")}, ArtifactNotFoundError, "/nope has no tokenizer"),
-        ({"tokenizer": "no/such"}, ArtifactNotFoundError, "no/such has no tokenizer"),
-        ({"feature_extractor": 5}, ConfigError, "no feature extractor"),
+        ({"model_kwargs": 5}, ConfigError, "model_kwargs of pipeline is 5"),
+        ({"tokenizer": 5}, ConfigError, "tokenizer is 5, which is neither"),
+        ({"tokenizer": []}, ConfigError, "neither a loaded tokenizer"),
+        ({"tokenizer": "/nope"}, ArtifactNotFoundError, "/nope contains no tokenizer"),
+        ({"tokenizer": Path("/nope")}, ArtifactNotFoundError, "/nope contains no tokenizer"),
+        ({"tokenizer": "no/such"}, ArtifactNotFoundError, "no/such contains no tokenizer"),
+        ({"feature_extractor": 5}, ConfigError, "neither a loaded feature extractor"),
     ],
 )
 def test_invalid_argument_values_raise(

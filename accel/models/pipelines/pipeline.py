@@ -301,6 +301,6 @@ def _check_model(task: str, model: ORTModel) -> None:
         return
     if not any(isinstance(model, model_class(spec.name)) for spec in specs_for(task)):
         raise TaskError(
-            f"The model is a {type(model).__name__}, which the pipeline {task!r} cannot use.",
+            f"The pipeline {task!r} cannot use the model, whose class is {type(model).__name__}.",
             fix=f"load the model with {model_class(spec_of_task.name).__name__}.from_pretrained, or pass another task.",
         )
