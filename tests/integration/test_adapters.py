@@ -230,7 +230,7 @@ def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(save_base(tmp_path / "base"))
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     peft.get_peft_model(model, prompts).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ExportError, match="of the kind PROMPT_TUNING") as error:
+    with pytest.raises(ExportError, match="has the type PROMPT_TUNING") as error:
         accel.export(tmp_path / "adapter", tmp_path / "out")
     assert "LoRA" in str(error.value.fix)
 
