@@ -156,7 +156,7 @@ def test_triton(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None
     package.__path__ = [str(folder)]
     sys.modules["front"] = package
     batches = importlib.import_module("front.text_batches")
-    front = batches.TextBatches(folder)
+    front = batches.TextRequestHandler(folder)
     with ORTModelForSpanExtraction(artifact) as model:
 
         def call(feeds: Any) -> dict[str, Any]:
