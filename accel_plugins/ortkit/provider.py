@@ -115,7 +115,7 @@ class ProviderBackend:
             devices, reason = (), Reason("library", error.message, error.fix or self.install)
         # Third-party libraries may raise anything: report every exception as a reason instead of crashing.
         except Exception as error:  # noqa: BLE001
-            message = f"looking for its devices failed: {type(error).__name__}: {error}"
+            message = f"the search for devices of {self.provider} failed: {type(error).__name__}: {error}"
             devices, reason = (), Reason("probe-failed", message, self.install)
         return Probe(devices=devices, reasons=() if reason is None else (reason,), versions=versions)
 
@@ -217,15 +217,15 @@ class ProviderBackend:
         if others:
             return (), Reason(
                 "provider-name",
-                f"{path.name} brought {', '.join(others)}, and no {self.provider}",
-                f"set provider to {' or '.join(map(repr, others))} in the plugin",
+                f"the library {path.name} registers {', '.join(others)}, but not {self.provider}",
+                f"set the attribute `provider` of the plugin's backend class to {' or '.join(map(repr, others))}",
             )
         have = ", ".join(map(str, specs)) or "none"
         types = " or ".join(self._run_types())
         return (), Reason(
             "no-device",
-            f"{path.name} found no device of type {types} for {self.provider} (devices: {have})",
-            "check the device and its driver",
+            f"the library {path.name} found no device of type {types} for {self.provider} (its devices: {have})",
+            "check that the device is present and that its driver is installed, then run `accel doctor`",
         )
 
     def _loaded_library(self) -> Path | None:
@@ -243,8 +243,10 @@ class ProviderBackend:
         # The `library` method of a plugin may raise anything, mostly ImportError.
         except Exception as error:
             raise BackendUnavailableError(
-                f"{self.provider}: its library was not found: {type(error).__name__}: {error}",
-                fix=self.install if isinstance(error, ImportError | OSError) else "report this to the plugin's author.",
+                f"The library of {self.provider} was not found: {type(error).__name__}: {error}",
+                fix=self.install
+                if isinstance(error, ImportError | OSError)
+                else "report this error to the author of the plugin.",
             ) from error
         return path
 
@@ -266,7 +268,7 @@ class ProviderBackend:
         if not chosen:
             raise BackendUnavailableError(
                 f"{self.provider} has no device {device}, only {', '.join(map(str, specs)) or 'none'}.",
-                fix="run `accel doctor`.",
+                fix="run `accel doctor` to see the devices of this machine, and pass one of them as device=...",
             )
         return chosen
 
@@ -275,8 +277,8 @@ class ProviderBackend:
         known = capability.options if capability is not None else ()
         if options and not known:
             raise ConfigError(
-                f"{self.provider} has no options of its own, not {sorted(options)}.",
-                fix="pass ONNX Runtime's settings as session_options=SessionOptions(native={...}).",
+                f"{self.provider} accepts no provider options, but the call passes {sorted(options)}.",
+                fix="leave the options out. Pass settings of ONNX Runtime as session_options=SessionOptions(native={...}).",
             )
         check_option_names(options, known, {}, self.provider)
 
@@ -286,7 +288,7 @@ class ProviderBackend:
         if session.compute_dtype not in (None, floats):
             kernels = f"ONNX Runtime's {self.provider.removesuffix('ExecutionProvider')} kernels"
             raise ConfigError(
-                f"{kernels} compute in {floats}, not in {session.compute_dtype}.",
+                f"compute_dtype={session.compute_dtype!r} is not possible: {kernels} compute in {floats}, not in {session.compute_dtype}.",
                 fix="leave compute_dtype out, or use another backend (`accel doctor` lists them).",
             )
         return "int8" if artifact.manifest.quantization and not is_float8(artifact) else floats

@@ -187,8 +187,8 @@ def test_levels_are_nested() -> None:
     ("settings", "message"),
     [
         ({"disable": ("atention",)}, "Did you mean 'attention'"),
-        ({"enable": ("rotary",), "disable": ("rotary",)}, "both enabled and disabled"),
-        ({"level": "O4", "enable": ("bfloat16",)}, "exclude each other"),
+        ({"enable": ("rotary",), "disable": ("rotary",)}, "is in both enable"),
+        ({"level": "O4", "enable": ("bfloat16",)}, "are both enabled"),
         ({"enable": ("bfloat16",)}, "no bfloat16 kernels"),
     ],
 )
@@ -242,7 +242,7 @@ def _move_last_node_first(model: ir.Model) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(_rename_output, "changed inputs or outputs"), (_move_last_node_first, "read before it is made")],
+    [(_rename_output, "changed the inputs or outputs"), (_move_last_node_first, "before another node produces it")],
 )
 def test_rewrite_checks_its_postconditions(tiny_artifact: Get, change: Callable[[ir.Model], None], said: str) -> None:
     model = _graph(tiny_artifact("bert"))

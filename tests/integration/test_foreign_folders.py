@@ -413,7 +413,8 @@ def _beyond(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "word"), [(_outside, "outside of its folder"), (_no_number, "no place"), (_beyond, "truncated")]
+    ("change", "word"),
+    [(_outside, "outside of the folder"), (_no_number, "must be whole numbers"), (_beyond, "truncated")],
 )
 def test_missing_external_weights_raise(change: Any, word: str, copied: Any) -> None:
     path = copied("optimum/llama-external")

@@ -42,7 +42,7 @@ THOROUGH = (
 FOLDERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
 UNREADABLE = {
     "exported/llama-single-openvino": "accepts only one token per call",
-    "exported/t5-single-onnx": "names no encoder's graph",
+    "exported/t5-single-onnx": "has no graph of the encoder",
 }
 # These OpenVINO IR decoders have their KV cache as inputs and outputs.
 OUTER_CACHES = ("llama-stateless",)

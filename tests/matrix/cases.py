@@ -378,7 +378,8 @@ REFUSALS: tuple[Refusal, ...] = (
         takes_long=True,  # tests/backends/test_aotinductor.py also checks this error
     ),
     Refusal(
-        lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'), "needs another backend"
+        lambda c: c.quantizer == "cpu" and _sets(c, 'algorithm="awq"', 'algorithm="gptq"'),
+        "is not available in this backend",
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'algorithm="hqq"'), "does not support the algorithm"),
     Refusal(lambda c: c.quantizer == "neural-compressor" and _sets(c, 'algorithm="hqq"'), "not available"),

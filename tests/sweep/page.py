@@ -111,7 +111,8 @@ _PLAIN_WORDS = (
         r"The code of the model has a branch that depends on the values of a tensor (\1), which a graph cannot contain.",
     ),
     (
-        r"Nothing is left to quantize: the graph has no product with a constant\.",
+        r"(?:Nothing|No layer) is left to quantize: the graph has no "
+        r"(?:product with a constant|matrix product with constant weights \(MatMul, Gemm\))\.",
         "The graph contains no matrix product with a constant weight, so there is nothing to quantize.",
     ),
     (

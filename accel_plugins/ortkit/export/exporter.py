@@ -73,7 +73,8 @@ class OnnxExporter:
         """Export the graphs of a generative model, which share one file of weights."""
         if not config.external_data:
             raise ConfigError(
-                "Graphs that share weights keep them in a file of their own.", fix="leave external_data=False out."
+                "external_data=False is not possible for this model: its graphs share their weights, so the weights need a separate file.",
+                fix="leave external_data=False out.",
             )
         models, components = {}, []
         for part in parts:
@@ -93,7 +94,10 @@ def _inline(model: ir.Model, out: Path) -> None:
     """
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     if size > _INLINE_LIMIT_BYTES:
-        raise ExportError(f"{size} bytes of weights do not fit into one file.", fix="leave external_data=False out.")
+        raise ExportError(
+            f"The weights have {size} bytes; accel writes at most {_INLINE_LIMIT_BYTES} bytes of weights into the ONNX file itself.",
+            fix="leave external_data=False out.",
+        )
     (out / f"{GRAPH}.data").unlink(missing_ok=True)
     write_graph(model, out / GRAPH)
 

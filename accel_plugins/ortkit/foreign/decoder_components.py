@@ -73,14 +73,14 @@ def adopt_decoders(
     encoder = bool(config.get("is_encoder_decoder", spec.encoder_decoder)) or bool(spec.encoder_decoder)
     if encoder is not (spec.encoder_decoder is not False):
         raise TaskError(
-            f"The config of {folder} is of a model with an encoder, which models for {spec.name} have not.",
-            fix="pass another task=..., or use another class.",
+            f"config.json in {folder} describes a model with an encoder; models for the task {spec.name} have no encoder.",
+            fix="pass another task=..., such as task='text2text-generation', or load the model with another class.",
         )
     named = description.files if file_name is None and variant is None else {}
     files = named or several_graphs(folder, candidates, file_name, variant, encoder=encoder)
     if encoder and "encoder" not in files:
         raise ArtifactNotFoundError(
-            f"{folder} names no encoder's graph beside {', '.join(files.values())}.",
+            f"The model has an encoder, but {folder} has no graph of the encoder; its graphs are: {', '.join(files.values())}.",
             fix="export the model with accel: `accel export MODEL OUT`.",
         )
     read: dict[Part, OnnxFile] = {part: read_onnx(folder, file) for part, file in files.items()}
@@ -153,7 +153,8 @@ def _merged(folder: Path, prompt: OnnxFile, following: OnnxFile) -> OnnxFile:
     pasts = [str(value.name) for value in second.graph.inputs if str(value.name).startswith("past_key_values.")]
     if not pasts:
         raise IntegrityError(
-            f"{folder / following.name} reads no past keys and values.", fix="export the model again, with its cache."
+            f"{folder / following.name} has no inputs for the keys and values of earlier tokens (the KV cache).",
+            fix="export the model again with its KV cache: `accel export MODEL OUT`.",
         )
     return replace(prompt, model=graph_merge.merged(first, second, pasts[0]))
 
@@ -218,7 +219,7 @@ def _component(name: str, file: OnnxFile, settings: _Settings, folder: Path, *, 
     odd = [v.name for v in inputs if v.name not in names and not str(v.name).startswith("cross.")]
     if odd:
         raise IntegrityError(
-            f"{where} takes {odd}, which a decoder here is not given.",
+            f"The decoder graph {where} has the inputs {odd}, for which accel has no values.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
     input_specs = [_spec(value, whole, settings, pairs) for value in inputs]
@@ -259,7 +260,8 @@ def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]
         present = ours.get(our.replace("past_key_values", "present", 1))
         if present is None:
             raise IntegrityError(
-                f"{where} takes {name!r} and returns nothing for it.", fix="export the model again, with its cache."
+                f"{where} has the cache input {name!r}, but no output with the new keys and values for it.",
+                fix="export the model again with its KV cache: `accel export MODEL OUT`.",
             )
         pairs[name] = present
     return pairs
@@ -286,7 +288,7 @@ def _spec(
         axes = ("batch", None, "encoder_sequence", None)
     if len(axes) != len(sizes):
         raise IntegrityError(
-            f"{name!r} has {len(sizes)} axes, {sizes}; a decoder here has {len(axes)} for it.",
+            f"The tensor {name!r} of the decoder graph has {len(sizes)} axes {sizes}; accel supports only {len(axes)} axes for it.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
     shape = tuple(
@@ -321,26 +323,29 @@ def _check(
     """
     logits = next((spec for spec in outputs if spec.name == "logits"), None)
     if logits is None:
-        raise IntegrityError(f"{where} returns no logits.", fix="export the model for generation.")
+        raise IntegrityError(
+            f"The decoder graph {where} has no output 'logits'; its outputs are {[spec.name for spec in outputs]}.",
+            fix="export the model again: `accel export MODEL OUT --task text-generation`, or another task that generates.",
+        )
     words = logits.shape[-1]
     if settings.vocabulary is not None and isinstance(words, int) and words != settings.vocabulary:
         raise IntegrityError(
-            f"{where} returns logits of {words} tokens; its config.json names {settings.vocabulary}.",
-            fix="copy the config.json of the model that was exported beside it.",
+            f"{where} returns logits for a vocabulary of {words} tokens, but vocab_size in its config.json is {settings.vocabulary}.",
+            fix="copy the config.json of the exported model into the folder of the graph.",
         )
     layers = sum(spec.pair is not None for spec in inputs) // 2
     if continues != "none" and settings.layers is not None and layers != settings.layers:
         raise IntegrityError(
-            f"{where} keeps keys and values of {layers} layers; its config.json names {settings.layers}.",
-            fix="copy the config.json of the model that was exported beside it.",
+            f"{where} has a KV cache for {layers} layers, but its config.json declares {settings.layers} layers.",
+            fix="copy the config.json of the exported model into the folder of the graph.",
         )
     tokens = next((spec for spec in inputs if spec.name in ("input_ids", "inputs_embeds")), None)
     fixed = [spec.name for spec in inputs if spec.pair is not None and not all(map(_free, spec.shape, range(4)))]
     if tokens is None or tokens.shape[:2] != ("batch", "sequence") or fixed:
         shapes = {spec.name: spec.shape for spec in inputs if spec is tokens or spec.name in fixed[:1]}
         raise IntegrityError(
-            f"{where} does not take prompts of any length: {shapes}.",
-            fix="add the graph that reads the prompt (decoder_model.onnx), or export the model again.",
+            f"{where} does not accept prompts of variable length; the shapes of its inputs are {shapes}.",
+            fix="copy the graph for prompts (decoder_model.onnx) into the folder, or export the model again: `accel export MODEL OUT`.",
         )
 
 
@@ -376,7 +381,9 @@ def _kept(
         try:
             return Artifact.load(out)
         except AccelError as error:
-            logger.warning("%s Reading %s again.", error.message, folder)
+            logger.warning(
+                "%s The stored conversion is discarded, and the model in %s is converted again.", error.message, folder
+            )
     discard(out)
     placed = [replace(component, file=f"{component.name}.onnx") for component in components]
     try:
@@ -392,8 +399,8 @@ def _kept(
         if (out / MANIFEST).is_file():
             return Artifact.load(out)
         raise OutputFolderError(
-            f"The graphs of {folder} cannot be kept: {error.message}",
-            fix="set ACCEL_HOME to a folder that can be written and has room.",
+            f"The converted graphs of {folder} cannot be written: {error.message}",
+            fix="set the environment variable ACCEL_HOME to a folder that is writable and has enough free space.",
         ) from error
-    logger.info("brought the graphs of %s to one form, kept in %s", folder, out)
+    logger.info("converted the graphs of %s to the form that accel runs, stored in %s", folder, out)
     return Artifact(out, artifact.manifest)

@@ -87,8 +87,8 @@ def _exported(folder: Path) -> dict[Part, str]:
     }  # fmt: skip
     if kind not in _FORMATS or not names or not set(names) <= set(_PARTS):
         raise ArtifactNotFoundError(
-            f"{folder / EXPORT} names {sorted(names) or 'no graphs'} in the format {kind!r}; read are a model, or prefill and "
-            f"decode, in {' or '.join(_FORMATS)}.",
+            f"{folder / EXPORT} lists the graphs {sorted(names)} in the format {kind!r}. accel reads the graphs "
+            f"{', '.join(_PARTS)} in the formats {', '.join(_FORMATS)}.",
             fix="export the model with accel: `accel export MODEL OUT`.",
         )
     if kind != "onnx":
@@ -102,10 +102,14 @@ def _genai(folder: Path, config: dict[str, Any]) -> Description:
     others = [name for name in _OTHERS if isinstance(model, dict) and model.get(name)]
     file = decoder.get("filename") if isinstance(decoder, dict) else None
     if not isinstance(model, dict) or not isinstance(decoder, dict) or not isinstance(file, str) or others:
-        have = f"is of a model with {', '.join(others)}" if others else "names no decoder's graph"
+        content = (
+            f"describes a model with {', '.join(others)}"
+            if others
+            else "does not contain the file name of a decoder graph"
+        )
         raise ArtifactNotFoundError(
-            f"{folder / GENAI} {have}; of onnxruntime-genai's folders those of decoders alone are read.",
-            fix="run it with onnxruntime-genai, or export the original: `accel export MODEL OUT`.",
+            f"{folder / GENAI} {content}. accel reads folders of onnxruntime-genai only if the model is a single decoder.",
+            fix="run the folder with onnxruntime-genai, or export the original model: `accel export MODEL OUT`.",
         )
     files: dict[Part, str] = {"model": checked_file(folder, file)}
     tokens = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if model.get(key) is not None}
@@ -137,8 +141,8 @@ def _search(folder: Path) -> dict[str, Any]:
     if unknown or unread:
         name = (unknown or unread)[0]
         raise IntegrityError(
-            f"{folder / GENAI} sets {name!r} to {settings[name]!r} for its search, which accel does not do.",
-            fix=f"remove it, or write the model's settings into {GENERATION}, which goes before.",
+            f"The search setting {name!r} in {folder / GENAI} is {settings[name]!r}; accel does not support this setting.",
+            fix=f"remove the setting from {GENAI}, or write a {GENERATION}, which accel reads instead of these settings.",
         )
     kept = {
         *_SEARCH,

@@ -156,13 +156,14 @@ def several_graphs(
         if one is None:
             if encoder:
                 raise ArtifactNotFoundError(
-                    f"{file_name!r} does not say by its name which part of the model it is.",
-                    fix="name it as Optimum does: decoder_model.onnx, beside encoder_model.onnx.",
+                    f"The file name {file_name!r} does not show whether the graph is the encoder or the decoder of the model.",
+                    fix="rename the files as Optimum does: decoder_model.onnx and encoder_model.onnx.",
                 )
             return {"model": file_name}
         if variant is not None and wanted != one.variant:
             raise ArtifactNotFoundError(
-                f"{file_name!r} is not of the variant {variant!r}.", fix="leave variant=... out."
+                f"file_name={file_name!r} and variant={variant!r} contradict each other: the file is not of this variant.",
+                fix="leave variant=... out.",
             )
         wanted, where, asked = one.variant, PurePosixPath(file_name).parent, one.part
         candidates = sorted({*candidates, *_neighbours(folder, file_name)})
@@ -229,17 +230,19 @@ def checked_file(folder: Path, file_name: str, candidates: list[str] | None = No
 def _no_graph(folder: Path | str, file_name: str, candidates: list[str]) -> ArtifactNotFoundError:
     return ArtifactNotFoundError(
         f"{folder} has no graph {file_name!r}.{did_you_mean(file_name, candidates)} It has: {_listing(candidates)}.",
-        fix="pass one of these as file_name=...",
+        fix="pass one of its graphs as file_name=..."
+        if candidates
+        else "export the model first: `accel export MODEL OUT`.",
     )
 
 
 def _missing(
     folder: Path, file: str, what: str, parts: dict[Part, str], candidates: list[str]
 ) -> ArtifactNotFoundError:
-    beside = f", in the variant of {', '.join(sorted(parts.values()))}" if parts else ""
+    same_variant = f" of the same variant as {', '.join(sorted(parts.values()))}" if parts else ""
     return ArtifactNotFoundError(
-        f"{folder} has no {file}, {what}{beside}; its graphs are: {_listing(candidates)}.",
-        fix="copy that file, too, or export the model again: `accel export MODEL OUT`.",
+        f"{folder} has no {file} ({what}){same_variant}; its graphs are: {_listing(candidates)}.",
+        fix=f"copy {file} into the folder, or export the model again: `accel export MODEL OUT`.",
     )
 
 
@@ -247,19 +250,25 @@ def _no_variant(folder: Path | str, variant: str, known: list[NamedGraphFile]) -
     have = sorted({one.variant or _WHOLE[1] for one in known})
     if not have:
         return ArtifactNotFoundError(
-            f"{folder} has no graph whose name says its variant (model_{variant}.onnx), and variant={variant!r} chooses one of them.",
-            fix="leave variant=... out; weights are read as model.safetensors, not as model.fp16.safetensors.",
+            f"variant={variant!r} selects the ONNX graph model_{variant}.onnx, but no graph in {folder} has a variant in "
+            "its name.",
+            fix="leave variant=... out. Variants of PyTorch weights (model.fp16.safetensors) are not supported.",
         )
     return ArtifactNotFoundError(
-        f"{folder} has no graphs of the variant {variant!r}.{did_you_mean(variant, have)} It has: {_listing(have)}.",
-        fix="pass one of these as variant=...",
+        f"{folder} has no graphs of the variant {variant!r}.{did_you_mean(variant, have)} Its variants are: {_listing(have)}.",
+        fix="pass one of its variants as variant=...",
     )
 
 
 def _unclear(folder: Path, candidates: list[str]) -> ArtifactNotFoundError:
+    if not candidates:
+        return ArtifactNotFoundError(
+            f"{folder} has no model.onnx and no other ONNX graph.",
+            fix="export the model first: `accel export MODEL OUT`.",
+        )
     return ArtifactNotFoundError(
-        f"{folder} has no model.onnx, and which of its graphs to take is not clear: {_listing(candidates)}.",
-        fix="pass one of these as file_name=..." if candidates else "export the model first: `accel export MODEL OUT`.",
+        f"{folder} has no model.onnx, and the choice among its other graphs is not clear: {_listing(candidates)}.",
+        fix="pass the name of one of these graphs as file_name=...",
     )
 
 

@@ -74,8 +74,9 @@ def branches(model: ir.Model, where: Path) -> tuple[ir.Model, ir.Model]:
     count = len(_branching(model))
     if count != 1:
         raise IntegrityError(
-            f"{where} has {count} nodes that read {BRANCH}; the graphs for the prompt and for later tokens are under one node.",
-            fix="use decoder_model.onnx and decoder_with_past_model.onnx, or export the model again.",
+            f"{count} If nodes of {where} read the input {BRANCH}; accel needs exactly one If node, with a branch for the prompt "
+            "and a branch for later tokens.",
+            fix="use decoder_model.onnx and decoder_with_past_model.onnx, or export the model again: `accel export MODEL OUT`.",
         )
     return _lifted(model, "else_branch"), _lifted(model, "then_branch")
 
@@ -145,7 +146,8 @@ def cross_attention(prompt: ir.Model, where: Path) -> ir.Model:
     names = _names_read(graph)
     if names != {HIDDEN}:
         raise IntegrityError(
-            f"{where} makes the keys and values of the encoder's output from {sorted(names)}, not from {HIDDEN} alone.",
+            f"{where} computes the keys and values of cross-attention from {sorted(names)}; accel needs a graph that computes "
+            f"them only from {HIDDEN}.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
     _fill_other_inputs(graph)
@@ -248,14 +250,16 @@ def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
     versions = [model.opset_imports for model in (prompt, following)]
     if any(versions[0].get(domain, version) != version for domain, version in versions[1].items()):
         raise IntegrityError(
-            f"The two graphs of the decoder are for different operators: {versions[0]} and {versions[1]}.",
-            fix="export both with one version.",
+            f"The decoder graph for prompts and the decoder graph for later tokens use different operator sets (opsets): "
+            f"{dict(versions[0])} and {dict(versions[1])}.",
+            fix="export both graphs again with the same opset.",
         )
     names = [[str(value.name) for value in model.graph.outputs] for model in (prompt, following)]
     if set(names[0]) != set(names[1]):
         raise IntegrityError(
-            f"The two graphs of the decoder return different outputs: only one has {sorted(set(names[0]) ^ set(names[1]))}.",
-            fix="copy both from one export.",
+            f"Only one of the two decoder graphs (for prompts and for later tokens) has the outputs "
+            f"{sorted(set(names[0]) ^ set(names[1]))}; both graphs need the same outputs.",
+            fix="copy both graphs from the same export.",
         )
     # The prompt's shapes are valid for both graphs: they come last, so they replace those of `following`.
     values = [value for model in (following, prompt) for value in (*model.graph.inputs, *model.graph.outputs)]

@@ -48,7 +48,8 @@ def with_mask(model: ir.Model, where: Path) -> ir.Model:
     tokens = next((name for name in ("input_ids", "inputs_embeds") if name in inputs), None)
     if _MASK not in inputs or tokens is None or set(caches) != written:
         raise IntegrityError(
-            f"{where} has attention that counts tokens, and not the inputs and the cache that go with it.",
+            f"{where} has GroupQueryAttention nodes, but lacks the input attention_mask, the input input_ids or inputs_embeds, "
+            "or a KV cache that all these nodes write.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
     dtype = inputs["past_key_values.0.key"].dtype

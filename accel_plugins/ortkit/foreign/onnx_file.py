@@ -91,23 +91,26 @@ def read_onnx(folder: Path, name: str) -> OnnxFile:
     except (DecodeError, OSError, ValueError) as error:
         raise IntegrityError(f"{path} cannot be read as ONNX: {error}.", fix=_AGAIN) from error
     if not model.graph.output:
-        raise IntegrityError(f"{path} holds no graph: truncated?", fix=_AGAIN)
+        raise IntegrityError(f"{path} contains no graph with outputs; the file may be truncated.", fix=_AGAIN)
     if any(entry.key == MARK for entry in model.metadata_props):
         raise lost_manifest(path)
     tensors = []
     for message in _messages(model):
         if not all(isinstance(text, str) for text in _texts(message)):
-            raise IntegrityError(f"{path} has names that are no text: damaged?", fix=_AGAIN)
+            raise IntegrityError(
+                f"{path} contains names that are not valid UTF-8 text; the file may be damaged.", fix=_AGAIN
+            )
         if isinstance(message, onnx.TypeProto.Tensor) and message.elem_type not in onnx.TensorProto.DataType.values():
             raise IntegrityError(
-                f"{path} declares elements of the type {message.elem_type}, which ONNX does not have.", fix=_AGAIN
+                f"{path} declares a tensor with elements of the type {message.elem_type}, which does not exist in ONNX.",
+                fix=_AGAIN,
             )
         if isinstance(message, onnx.TensorProto):
             tensors.append(message)
             if message.raw_data and len(message.raw_data) != _bytes_of(message):
                 raise IntegrityError(
-                    f"The tensor {message.name[:_LONGEST]!r} in {path} has {len(message.raw_data)} bytes and not "
-                    f"{_bytes_of(message)}, as its shape says.",
+                    f"The tensor {message.name[:_LONGEST]!r} in {path} has {len(message.raw_data)} bytes, but its shape "
+                    f"and data type require {_bytes_of(message)} bytes.",
                     fix=_AGAIN,
                 )
     external = [tensor for tensor in tensors if tensor.data_location == tensor.EXTERNAL]
@@ -148,8 +151,8 @@ def _bytes_of(tensor: onnx.TensorProto) -> int:
     bits = ir.DataType(tensor.data_type).bitwidth if known and tensor.data_type not in (0, tensor.STRING) else 0
     if not bits or any(size < 0 for size in tensor.dims):
         raise IntegrityError(
-            f"The tensor {tensor.name[:_LONGEST]!r} has the shape {list(tensor.dims)[:8]} and the type {tensor.data_type}, which "
-            "cannot be.",
+            f"The tensor {tensor.name[:_LONGEST]!r} has the invalid shape {list(tensor.dims)[:8]} or the unknown data type "
+            f"{tensor.data_type}.",
             fix=_AGAIN,
         )
     count: int = math.prod(tensor.dims)
@@ -167,27 +170,31 @@ def _external_files(tensors: Iterable[onnx.TensorProto], folder: Path, name: str
         place, offset, length = _external_place(tensor)
         if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts or not place:
             raise IntegrityError(
-                f"{folder / name} keeps weights in {place[:_LONGEST]!r}, which is outside of its folder.",
-                fix="use a model that keeps its weights next to the graph.",
+                f"{folder / name} keeps weights in {place[:_LONGEST]!r}, which is outside of the folder of the graph.",
+                fix="use a model whose weight files are in the same folder as the graph.",
             )
         needed = _bytes_of(tensor)
         if length and length < needed:
             raise IntegrityError(
-                f"{folder / name} keeps {length} bytes of the weight {tensor.name[:_LONGEST]!r}, whose shape takes {needed}.",
+                f"{folder / name} declares {length} bytes for the weight {tensor.name[:_LONGEST]!r}, but its shape and data type "
+                f"require {needed} bytes.",
                 fix=_AGAIN,
             )
         ends[place] = max(ends.get(place, 0), offset + max(length, needed))
     for place, end in ends.items():
         path = folder / parent / place
         try:
-            size = check_file(path, folder, fix="copy that file itself next to the graph.").st_size
+            size = check_file(
+                path, folder, fix="copy the file itself (not a link) into the folder of the graph."
+            ).st_size
         except IntegrityError as error:
             raise IntegrityError(
-                f"{folder / name} keeps weights in {place[:_LONGEST]!r}: {error.message[:_LONGEST]}", fix=error.fix
+                f"The weights of {folder / name} are in {place[:_LONGEST]!r}, which cannot be used: {error.message[:_LONGEST]}",
+                fix=error.fix,
             ) from error
         if size < end:
             raise IntegrityError(
-                f"{path} has {size} bytes; {name} reads {end} of it: truncated?",
+                f"The weight file {path} has {size} bytes, but {name} needs {end} bytes of it; the file may be truncated.",
                 fix="copy or download the file again.",
             )
     return sorted((parent / place).as_posix() for place in ends)
@@ -199,9 +206,9 @@ def _external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
     numbers = [entries.get(key) or "0" for key in ("offset", "length")]
     if not all(map(_NUMBER.match, numbers)):
         raise IntegrityError(
-            f"The weight {tensor.name[:_LONGEST]!r} begins at {numbers[0][:_LONGEST]!r} and has {numbers[1][:_LONGEST]!r} bytes, "
-            "which is no place.",
-            fix="export the model again.",
+            f"The weight {tensor.name[:_LONGEST]!r} has the offset {numbers[0][:_LONGEST]!r} and the length "
+            f"{numbers[1][:_LONGEST]!r} in its file; both must be whole numbers of bytes.",
+            fix="export the model again: `accel export MODEL OUT`.",
         )
     return entries.get("location", ""), int(numbers[0]), int(numbers[1])
 

@@ -74,8 +74,8 @@ def _adopted(
     past = [name for name in file.input_names if our_name(name) is not None]
     if past and not spec.any_graph:
         raise TaskError(
-            f"{folder / name} takes the keys and values of earlier tokens ({past[0]}, ...), as graphs that generate do; a model for "
-            f"{spec.name} is given none.",
+            f"The graph {folder / name} takes the keys and values of earlier tokens ({past[0]}, ...), so it was exported for "
+            f"generation; a model for {spec.name} has no such inputs.",
             fix=f"export the original model: `accel export MODEL OUT --task {spec.name}`.",
         )
     pad = config.get("pad_token_id")

@@ -88,7 +88,7 @@ def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
     # For damaged files, onnx_ir raises errors of protobuf, of NumPy and of its own.
     except Exception as error:
         raise IntegrityError(
-            f"{path} cannot be read as ONNX: {error}.", fix="copy or export the file again."
+            f"{path} cannot be read as ONNX: {error}.", fix="copy the file again, or export the model again."
         ) from error
     return model
 

@@ -35,7 +35,9 @@ class Rewrite(InPlacePass):  # type: ignore[misc]  # mypy skips onnx_ir
         """Check that all inputs and outputs have names."""
         self._signature = _signature(model)
         if not all(name for name, *_ in self._signature):
-            raise PreconditionError(f"{self._name}: an input or output has no name.")
+            raise PreconditionError(
+                f"The graph rewrite {self._name!r} cannot run: an input or output of the graph has no name."
+            )
 
     def call(self, model: ir.Model) -> PassResult:
         """Rewrite the graph and remove the nodes that are unused afterwards."""
@@ -47,10 +49,14 @@ class Rewrite(InPlacePass):  # type: ignore[misc]  # mypy skips onnx_ir
         """Check that inputs and outputs did not change and that each value is produced before it is read."""
         after = _signature(model)
         if not _is_kept(self._signature, after, len(model.graph.inputs)):
-            raise PostconditionError(f"{self._name} changed inputs or outputs: {self._signature} to {after}.")
+            raise PostconditionError(
+                f"The graph rewrite {self._name!r} changed the inputs or outputs of the graph from {self._signature} to {after}."
+            )
         unmade = _read_before_made(model.graph, set())
         if unmade is not None:
-            raise PostconditionError(f"{self._name}: {unmade} is read before it is made.")
+            raise PostconditionError(
+                f"After the graph rewrite {self._name!r}, a node reads {unmade} before another node produces it."
+            )
 
     def apply(self, model: ir.Model) -> int:
         """Run the pass and return the number of changed places."""

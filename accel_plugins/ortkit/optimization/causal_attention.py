@@ -31,7 +31,7 @@ Later, at least the longest row's length.
 _LENGTHS, _TOTAL, _BIAS = 5, 6, 10
 # A file with embedded weights would be loaded into memory a second time.
 _LARGE_BYTES = 256 << 20
-_FIX = "open it on the CPU: backend='cpu'."
+_FIX = "run the model on the CPU: backend='cpu'."
 
 
 class NoCausalFormError(SessionError):
@@ -134,7 +134,8 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     mask = next((value for value in graph.inputs if len(sizes := dims(value) or []) == 2 and sizes[1] == "total"), None)
     if not attentions or mask is None:
         raise NoCausalFormError(
-            f"{name} keeps its cache without GroupQueryAttention, the operator that a GPU needs.", fix=_FIX
+            f"{name} has a KV cache but no GroupQueryAttention nodes with an attention mask; accel needs them to run a decoder on a GPU.",
+            fix=_FIX,
         )
     seen = [_seen_by(node, mask, name) for node in attentions]
     lengths = _lengths_input(graph)
@@ -150,8 +151,8 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     if mask.uses():
         users = sorted({use.node.op_type for use in mask.uses()})
         raise NoCausalFormError(
-            f"The result of {name} depends on {mask.name} outside its attention ({', '.join(users)}), which the GPU's "
-            "form of a decoder does not have.",
+            f"The result of {name} depends on {mask.name} outside its attention (in the operators {', '.join(users)}). On a "
+            "GPU, accel replaces this mask by the length of each row, so other operators cannot read it.",
             fix=_FIX,
         )
     graph.inputs.remove(mask)
@@ -166,7 +167,10 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
     """
     bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
     if bias is None:
-        raise SessionError(f"An attention of {name} ({node.name}) ignores padding.", fix="export it again.")
+        raise SessionError(
+            f"The attention node {node.name} of {name} does not read the attention mask, so it would attend to padding.",
+            fix="export the model again: `accel export MODEL OUT`.",
+        )
     choice = producer(bias, "Where")
     low = scalar(choice.inputs[2]) if choice is not None else None
     visible = None
@@ -174,8 +178,8 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
         visible = _read(choice.inputs[0], mask)
     if visible is None or not (visible.causal and visible.padding):
         raise NoCausalFormError(
-            f"An attention of {name} ({node.name}) has a bias that is more than causal order, padding and a window; ONNX "
-            "Runtime's CUDA kernel takes none.",
+            f"The attention node {node.name} of {name} has a bias that is more than causal order, padding and a sliding window; "
+            "ONNX Runtime's CUDA kernel of GroupQueryAttention does not support a bias.",
             fix=_FIX,
         )
     return visible

@@ -94,8 +94,9 @@ def _check(node: ir.Node, name: str) -> None:
     attributes = {key for key, value in node.attributes.items() if key in _ATTRIBUTES or value.value}
     if not (kept and needed and attributes <= _ATTRIBUTES):
         raise SessionError(
-            f"An attention of {name} ({node.name}) cannot be spelled out for the GPU.",
-            fix="open it on the CPU: backend='cpu'.",
+            f"The GroupQueryAttention node {node.name} of {name} has inputs or attributes that accel cannot express in basic ONNX "
+            "operators, which replace GroupQueryAttention on this GPU.",
+            fix="run the model on the CPU: backend='cpu'.",
         )
 
 

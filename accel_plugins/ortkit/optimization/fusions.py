@@ -121,11 +121,15 @@ def chosen_fusions(config: OptimizeConfig, target: FusionTarget = CPU) -> list[F
     for name in (*config.enable, *config.disable):
         if name not in known:
             raise ConfigError(
-                f"There is no fusion {name!r}.{did_you_mean(name, known)}", fix=f"use one of {', '.join(known)}."
+                f"There is no fusion {name!r} for this backend.{did_you_mean(name, known)}",
+                fix=f"use one of {', '.join(known)}.",
             )
     both = set(config.enable) & set(config.disable)
     if both:
-        raise ConfigError(f"{', '.join(sorted(both))} is both enabled and disabled.", fix="leave one of them out.")
+        raise ConfigError(
+            f"{', '.join(sorted(both))} is in both enable=... and disable=....",
+            fix="remove the name from enable=... or from disable=....",
+        )
     levels = _LEVELS[: _LEVELS.index(config.level) + 1]
     instead = set(config.enable) & set(target.half_dtypes)
     return [

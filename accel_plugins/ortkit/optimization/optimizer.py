@@ -46,14 +46,14 @@ class OrtOptimizer:
         """
         if artifact.manifest.quantization is not None and not self._target.rewrites_quantized:
             raise OptimizeError(
-                f"{artifact.path} is quantized; its graph is no longer the one that fusions look for.",
-                fix="optimize first, then quantize.",
+                f"{artifact.path} is quantized; the fusions work only on the graph before quantization.",
+                fix="optimize the float32 artifact first, then quantize the result.",
             )
         fusions = chosen_fusions(config, self._target)
         dtype = self._half(artifact, [fusion.name for fusion in fusions if fusion.rewrite is None])
         if calibration is not None and dtype is None:
             raise ConfigError(
-                f"Level {config.level} has no use for calibration data: only half precision has.",
+                f"The optimization level {config.level} has no use for calibration data: only the conversion to half precision uses it.",
                 fix="leave calibration=... (--calibration) out, or use level O4.",
             )
         models = load_graphs(artifact)
@@ -73,7 +73,7 @@ class OrtOptimizer:
                 report[dtype] = conversion if dtype not in report else _added(report[dtype], conversion)
         report |= {"fused": dict(counts), "nodes": {"before": before, "after": after}}
         done = ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "nothing fused"
-        logger.info("%s: %d nodes became %d (%s)", config.level, before, after, done)
+        logger.info("Level %s reduced the graphs from %d nodes to %d nodes (%s)", config.level, before, after, done)
         step = Step(
             stage="optimize",
             backend=self._backend,
@@ -94,21 +94,22 @@ class OrtOptimizer:
             return None
         if len(names) > 1:
             raise ConfigError(
-                f"{' and '.join(names)} exclude each other.", fix=f"disable one: disable=({names[0]!r},)."
+                f"The conversions to {' and '.join(names)} are both enabled, but a graph can have only one of these data types.",
+                fix=f"disable one of them, for example disable=({names[0]!r},).",
             )
         half_dtypes = self._target.half_dtypes
         if names[0] not in half_dtypes:
             raise ConfigError(
-                f"The backend {self._backend!r} has no {names[0]} kernels.",
-                fix=f"use {' or '.join(half_dtypes) or 'a lower level'}.",
+                f"The backend {self._backend!r} has no {names[0]} kernels, so it cannot run a graph in {names[0]}.",
+                fix=f"enable {' or '.join(half_dtypes)} instead." if half_dtypes else "use level O3 or lower.",
             )
         if artifact.dtype == names[0] and artifact.manifest.quantization is None:
             return None
         if artifact.dtype != "float32" or artifact.manifest.quantization is not None:
             what = "quantized" if artifact.manifest.quantization is not None else artifact.dtype
             raise OptimizeError(
-                f"{artifact.path} is {what} already; {names[0]} is made from float32.",
-                fix="start from the float32 artifact, or use level O3.",
+                f"{artifact.path} is {what} already; accel converts only float32 artifacts to {names[0]}.",
+                fix="optimize the float32 artifact, or use level O3, which keeps the data type.",
             )
         return names[0]
 

@@ -79,7 +79,9 @@ def convert(
         with Calibrator(watched, component, names, batches, samples=_ALL_ROWS) as calibrator:
             out_of_range = calibrator.beyond(_TARGETS[dtype][1])
     except QuantizeError as error:
-        raise OptimizeError(f"Looking for what must stay float32 failed. {error.message}", fix=error.fix) from error
+        raise OptimizeError(
+            f"The test run that finds the nodes to keep in float32 failed. {error.message}", fix=error.fix
+        ) from error
     source = "random inputs" if completed is None else "calibration data"
     return {"clamped": clamped, **to_half(model, dtype, out_of_range), "watched": source}
 

@@ -178,8 +178,8 @@ class Calibrator:
                 low, high = _channel_extremes(array)
                 if not (np.isfinite(low).all() and np.isfinite(high).all()):
                     raise QuantizeError(
-                        f"The calibration data leads to values that are not finite in {name!r}.",
-                        fix="look for missing or infinite values in the data, or exclude the layer that makes them.",
+                        f"The calibration data produces infinite or NaN values in the activation {name!r}.",
+                        fix="remove missing or infinite values from the data, or exclude the layer that produces them: exclude=...",
                     )
                 seen = ranges.setdefault(name, ChannelRange(low, high))
                 if seen.low.shape != low.shape:
@@ -236,8 +236,8 @@ class Calibrator:
                 counters[name].add(array / divisors[name] if name in divisors else array, rows)
         if not self._rows:
             raise QuantizeError(
-                "The calibration data could be read only once; this method reads it twice.",
-                fix="pass a list or another object that can be iterated again, or use calibration='minmax'.",
+                f"The calibration data can be iterated only once, but calibration={method!r} reads it twice.",
+                fix="pass a list of batches, or use calibration='minmax', which reads the data once.",
             )
         if method == "moving_average":
             return {name: mean.limits for name, mean in means.items()}
@@ -254,8 +254,8 @@ class Calibrator:
             missing = [name for name in names if name not in batch]
             if missing:
                 raise QuantizeError(
-                    f"A calibration batch holds {sorted(batch)}; the graph also takes {missing}.",
-                    fix="make the batches with the model's own tokenizer or processor.",
+                    f"A calibration batch contains {sorted(batch)}, but the graph also needs the inputs {missing}.",
+                    fix="create the batches with the tokenizer or processor of this model.",
                 )
             left = self._samples - self._rows
             if left <= 0:
@@ -265,7 +265,8 @@ class Calibrator:
                 array = batch[spec.name][:left].detach().cpu().numpy()
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     raise QuantizeError(
-                        f"A calibration batch holds values of {spec.name!r} that are not finite.", fix="clean the data."
+                        f"A calibration batch contains infinite or NaN values in {spec.name!r}.",
+                        fix="remove these values from the calibration data.",
                     )
                 feeds[spec.name] = np.ascontiguousarray(array.astype(spec.dtype, copy=False))
             rows = len(next(iter(feeds.values())))
@@ -277,8 +278,8 @@ class Calibrator:
             except Exception as error:
                 shapes = {name: array.shape for name, array in feeds.items()}
                 raise QuantizeError(
-                    f"The graph does not run on a calibration batch {shapes}: {' '.join(str(error).split())[:300]}",
-                    fix="check the data's shapes and types.",
+                    f"The graph does not run on a calibration batch with the shapes {shapes}: {' '.join(str(error).split())[:300]}",
+                    fix="pass batches whose shapes and data types match the inputs of the graph.",
                 ) from error
             self._rows += rows
             values = dict(zip(watched, results, strict=True))

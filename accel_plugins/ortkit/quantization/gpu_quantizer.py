@@ -70,7 +70,7 @@ class GpuQuantizer(GraphQuantizer):
         config, layers, opset = graph_layers.config, graph_layers.layers, model.opset_imports.get("", 0)
         if opset < _FIRST_OPSET:
             raise QuantizeError(
-                f"{graph_layers.component.file} has opset {opset}; these Q/DQ pairs need {_FIRST_OPSET}.",
+                f"The graph {graph_layers.component.file} has opset {opset}; Q/DQ pairs for GPUs need opset {_FIRST_OPSET} or newer.",
                 fix=f"export the model with opset={_FIRST_OPSET} or newer.",
             )
         products = _products(model) if ATTENTION in (config.operators or ()) else []
@@ -95,21 +95,29 @@ def check(artifact: Artifact, config: QuantizeConfig, calibration: Iterable[Feed
     """
     if config.scheme not in STEPS:
         raise ConfigError(
-            f"GPUs are quantized with {' or '.join(STEPS)}, not {config.scheme!r}.{did_you_mean(config.scheme, STEPS)}",
+            f"Quantization for GPUs supports the schemes {' and '.join(STEPS)}, not {config.scheme!r}."
+            f"{did_you_mean(config.scheme, STEPS)}",
             fix=f"use scheme={INT8!r} or {FP8!r}.",
         )
     for name, allowed in (("preset", ("auto", "tensorrt")), ("symmetric", (None, True))):
         if getattr(config, name) not in allowed:
             raise ConfigError(
-                f"{config.scheme} for GPUs does not take {name}={getattr(config, name)!r}: it writes symmetric Q/DQ pairs.",
+                f"The scheme {config.scheme} for GPUs does not support {name}={getattr(config, name)!r}: it always writes symmetric Q/DQ "
+                "pairs, for TensorRT.",
                 fix=f"leave {name}=... out.",
             )
     for operator in config.operators or ():
         check_operator(operator, (*OPERATORS, ATTENTION))
     if artifact.dtype not in ("float32", "float16"):
-        raise QuantizeError(f"{artifact.path} is {artifact.dtype}.", fix="quantize a float32 or float16 artifact.")
+        raise QuantizeError(
+            f"{artifact.path} is a {artifact.dtype} artifact; quantization for GPUs needs float32 or float16.",
+            fix="quantize a float32 or float16 artifact.",
+        )
     if calibration is None:
-        raise QuantizeError("Activation ranges need calibration data, and none was given.", fix="pass calibration=...")
+        raise QuantizeError(
+            f"The scheme {config.scheme} measures ranges of activations and needs calibration data, but the call has none.",
+            fix="pass batches of typical inputs as calibration=...",
+        )
 
 
 def _products(model: ir.Model) -> list[ir.Node]:

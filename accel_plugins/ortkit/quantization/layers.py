@@ -58,8 +58,8 @@ class QuantizableLayer:
         assert array is not None
         if not np.isfinite(array).all():
             raise QuantizeError(
-                f"The weight of {self.name} holds values that are infinite or no numbers.",
-                fix="repair the model, or leave the layer out: exclude=...",
+                f"The weight of the layer {self.name} contains infinite or NaN values, which cannot be quantized.",
+                fix=f"use a model without such weights, or exclude the layer: exclude=({self.name!r},).",
             )
         if self.node.op_type == "Gemm":
             if self.node.attributes.get_int("transB", 0):
@@ -76,7 +76,8 @@ def check_operator(operator: str, known: Sequence[str]) -> None:
     """
     if operator not in known:
         raise ConfigError(
-            f"{operator!r} cannot be quantized.{did_you_mean(operator, known)}", fix=f"use one of {', '.join(known)}."
+            f"The operator {operator!r} cannot be quantized.{did_you_mean(operator, known)}",
+            fix=f"use one of {', '.join(known)}.",
         )
 
 
@@ -128,8 +129,12 @@ def split_excluded(
     kept = [layer for i, layer in enumerate(layers) if i not in excluded]
     if not kept:
         raise QuantizeError(
-            "Nothing is left to quantize: "
-            + (f"exclude takes all {len(layers)} layers." if layers else "the graph has no product with a constant."),
-            fix="exclude fewer layers." if layers else "quantize another graph.",
+            "No layer is left to quantize: "
+            + (
+                f"exclude=... matches all {len(layers)} layers."
+                if layers
+                else "the graph has no matrix product with constant weights (MatMul, Gemm)."
+            ),
+            fix="exclude fewer layers." if layers else "quantize a graph that has linear layers.",
         )
     return kept, [layer for i, layer in enumerate(layers) if i in excluded]

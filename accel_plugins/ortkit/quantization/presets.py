@@ -40,7 +40,7 @@ class Preset:
     schemes: tuple[str, ...] = SCHEMES
 
 
-_SATURATES = "adds pairs of products in 16 bits, which saturates: weights keep 7 bits"
+_SATURATES = "adds pairs of products in 16 bits, which can saturate, so weights keep 7 bits"
 # Faster presets come first.
 _PRESETS = (
     Preset("amx", ("amx_int8",), "AMX multiplies 8-bit tiles at full range: unsigned activations, signed weights"),
@@ -51,7 +51,7 @@ _PRESETS = (
     ),
     Preset("avx512", ("avx512f",), f"AVX-512 without VNNI {_SATURATES}", reduce_range=True),
     Preset("avx2", ("avx2",), f"AVX2 {_SATURATES}", reduce_range=True),
-    Preset("arm64", ("asimd",), "ARM's dot product (SDOT) wants signed activations and signed weights", "int8"),
+    Preset("arm64", ("asimd",), "ARM's dot product (SDOT) needs signed activations and signed weights", "int8"),
     Preset("ppc64le", ("ppc64le",), "POWER's MMA multiplies signed weights by unsigned activations at full range"),
     Preset(
         "tensorrt",
@@ -80,22 +80,23 @@ def choose_preset(name: str, flags: Sequence[str]) -> tuple[Preset, str]:
             have.add("avx512_vnni")
         best = next((preset for preset in _PRESETS if preset.requires and have.issuperset(preset.requires)), None)
         if best is None:
-            return PRESETS[
-                "avx2"
-            ], f"no known flag among {', '.join(flags) or 'none'}: the recipe that is safe anywhere"
+            return (
+                PRESETS["avx2"],
+                f"none of the CPU flags ({', '.join(flags) or 'no flags'}) has a preset: settings that are safe on any CPU",
+            )
         return best, f"this CPU has {', '.join(best.requires)}: {best.why}"
     if name not in PRESETS:
         raise ConfigError(
-            f"There is no preset {name!r}.{did_you_mean(name, PRESETS)}",
-            fix=f"use auto, {', '.join(PRESETS)}.",
+            f"There is no quantization preset {name!r}.{did_you_mean(name, PRESETS)}",
+            fix=f"use one of auto, {', '.join(PRESETS)}.",
         )
     preset = PRESETS[name]
     missing = [flag for flag in preset.requires if flag not in flags]
     if missing:
         logger.warning(
-            "This CPU has no %s: the artifact for the preset %s will run here, with slower kernels. "
-            "Use preset='auto' for this machine.",
+            "This CPU does not have the instructions %s, which the preset %s is made for. The quantized model will run on this "
+            "machine with slower kernels. Use preset='auto' to quantize for this machine.",
             ", ".join(missing),
             name,
         )
-    return preset, f"asked for: {preset.why}"
+    return preset, f"requested by the caller: {preset.why}"

@@ -122,12 +122,18 @@ class GraphQuantizer(ABC):
                 Rewrite(config.scheme, partial(self._rewrite, graph_layers)).apply(model)
         if not report["layers"]:
             raise QuantizeError(
-                "All layers are in the branches of an If, whose activations cannot be calibrated.",
+                "All layers of the graph are in the branches of an If node; accel cannot calibrate the activations there.",
                 fix="use scheme='dynamic-int8', or export the original model: `accel export MODEL OUT`.",
             )
         counts = len(report["layers"]), len(report["excluded"])
         why = report.get("why", "for TensorRT")
-        logger.info("%s with the preset %s (%s): %d layers, %d left in float", config.scheme, preset, why, *counts)
+        logger.info(
+            "Quantized with the scheme %s and the preset %s (%s): %d layers quantized, %d layers kept in floating point",
+            config.scheme,
+            preset,
+            why,
+            *counts,
+        )
         step = Step(
             stage="quantize",
             backend=self._backend,
@@ -210,30 +216,38 @@ def check(artifact: Artifact, config: QuantizeConfig, preset: Preset, calibratio
     scheme, tensorrt = config.scheme, preset.name == "tensorrt"
     if scheme not in preset.schemes:
         raise ConfigError(
-            f"The preset {preset.name!r} cannot do {scheme!r}: {preset.why}.",
+            f"The preset {preset.name!r} does not support the scheme {scheme!r}: {preset.why}.",
             fix=f"use the scheme {' or '.join(preset.schemes)}, or another preset.",
         )
     if tensorrt and config.format == "qoperator":
-        raise ConfigError("TensorRT reads Q/DQ pairs only.", fix="use format='qdq'.")
+        raise ConfigError(
+            "format='qoperator' is not possible with the preset 'tensorrt': TensorRT reads only Q/DQ pairs.",
+            fix="use format='qdq'.",
+        )
     if tensorrt and config.symmetric is False:
-        raise ConfigError("TensorRT takes symmetric weights only.", fix="leave symmetric=... out.")
+        raise ConfigError(
+            "symmetric=False is not possible with the preset 'tensorrt': TensorRT reads only symmetric weights.",
+            fix="leave symmetric=... out.",
+        )
     if config.algorithm not in ("rtn", "hqq"):
         raise ConfigError(
-            f"algorithm={config.algorithm!r} needs another backend; here there are rtn and hqq.", fix="use rtn or hqq."
+            f"algorithm={config.algorithm!r} is not available in this backend, which has the algorithms rtn and hqq.",
+            fix="use algorithm='rtn' or algorithm='hqq'.",
         )
     if config.algorithm == "hqq" and config.symmetric is True:
         raise ConfigError(
-            "hqq moves zero points, which symmetric weights do not have.", fix="leave symmetric=... out, or use rtn."
+            "algorithm='hqq' optimizes zero points, but symmetric=True stores weights without zero points.",
+            fix="leave symmetric=... out, or use algorithm='rtn'.",
         )
     if artifact.dtype != "float32":
         raise QuantizeError(
-            f"{artifact.path} is {artifact.dtype}; integer kernels take float32 activations.",
-            fix="quantize the float32 artifact that it was made from.",
+            f"{artifact.path} is a {artifact.dtype} artifact; the integer kernels on CPUs accept only float32 activations.",
+            fix="quantize a float32 artifact of this model.",
         )
     if scheme == STATIC and calibration is None:
         raise QuantizeError(
-            "A static scheme needs calibration data, and none was given.",
-            fix="pass calibration=..., or use scheme='dynamic-int8'.",
+            f"The scheme {scheme} measures ranges of activations and needs calibration data, but the call has none.",
+            fix="pass batches of typical inputs as calibration=..., or use scheme='dynamic-int8'.",
         )
 
 

@@ -116,8 +116,8 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
     active = session.get_providers()[0]
     if active != provider:
         raise BackendUnavailableError(
-            f"ONNX Runtime runs {name} on {active} although {provider} was asked for: its libraries did not load.",
-            fix="run `accel doctor`.",
+            f"ONNX Runtime runs {name} on {active} although {provider} was requested, because its libraries did not load.",
+            fix="run `accel doctor`, which shows the missing libraries.",
         )
     assignment = assignment_of(session, provider)
     if assignment is None:
@@ -125,14 +125,14 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
     if assignment.useless:
         who = ", ".join(other for other in assignment.operators if other != provider)
         raise BackendUnavailableError(
-            f"{provider} took {assignment.taken} of the {assignment.nodes} nodes of {name} and none of its arithmetic; "
-            f"{who or 'nobody'} would run it.",
-            fix="use the backend cpu for this graph, or a graph with the operators, types and (where the provider needs "
-            "them) fixed shapes that the provider has kernels for; `accel doctor` shows what this machine has.",
+            f"{provider} took {assignment.taken} of the {assignment.nodes} nodes of {name}, and none of its matrix products, "
+            f"convolutions or attention nodes; {who or 'no other provider'} would run them.",
+            fix="use the backend cpu for this graph, or export a graph with other operators, another data type or fixed shapes, for "
+            "which the provider has kernels; `accel doctor` shows the providers of this machine.",
         )
     if assignment.left_to_cpu:
         logger.info(
-            "%s: %s took %d of %d nodes; %d run on the CPU",
+            "%s: %s runs %d of %d nodes; %d nodes run on the CPU",
             name,
             provider,
             assignment.taken,
@@ -148,7 +148,8 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
 def _warn(name: str, provider: str, operators: str, left: int) -> None:
     """Warn about arithmetic on the CPU, once for each graph: with shape buckets, the same graph is opened several times."""
     logger.warning(
-        "%s has no kernels for part of %s: %s run on the CPU, of %d nodes there, and their tensors are copied to and fro. "
-        "A graph of another precision, or one optimized for another backend (accel optimize --backend ...), may fit.",
+        "%s has no kernels for some nodes of %s. The nodes %s run on the CPU (%d nodes in all), and their tensors are copied "
+        "between the device and the CPU. Fix: try a graph of another data type, or a graph that was optimized for this "
+        "backend (accel optimize --backend ...).",
         provider, name, operators, left,
     )  # fmt: skip

@@ -31,12 +31,12 @@ def register_library(provider: str, path: Path) -> None:
         if provider in _registered:
             if _registered[provider] != library:
                 raise BackendUnavailableError(
-                    f"{provider}: this process has loaded {_registered[provider]}, and is now to load {library}.",
-                    fix="keep one of the two installed.",
+                    f"This process has already loaded {_registered[provider]} for {provider}, and cannot load a second library {library}.",
+                    fix="uninstall one of the two packages that contain these libraries, and restart the process.",
                 )
             return
         if not library.is_file():
-            raise BackendUnavailableError(f"{provider}: there is no library {library}")
+            raise BackendUnavailableError(f"The library of {provider} was not found: there is no library {library}")
         before = {device.ep_name for device in ort.get_ep_devices()}
         try:
             ort.register_execution_provider_library(provider, str(library))
@@ -44,9 +44,9 @@ def register_library(provider: str, path: Path) -> None:
         except Exception as error:
             text = " ".join(str(error).split())[:600]
             raise BackendUnavailableError(
-                f"{provider}: ONNX Runtime cannot load {library}: {text}",
-                fix="install the libraries that it names, or a build of the provider for ONNX Runtime "
-                f"{ort.__version__}; the file itself is there.",
+                f"ONNX Runtime cannot load {library} for {provider}, although the file exists: {text}",
+                fix="install the missing libraries in the message above, or a build of the provider for ONNX Runtime "
+                f"{ort.__version__}.",
             ) from error
         _registered[provider] = library
         _brought[provider] = tuple(sorted({device.ep_name for device in ort.get_ep_devices()} - before))

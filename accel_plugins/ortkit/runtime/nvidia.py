@@ -112,7 +112,7 @@ def _torch(facts: NvidiaFacts) -> Reason | None:
         return None
     return Reason(
         "torch-without-cuda",
-        "this PyTorch is built without CUDA, so tensors cannot live on the GPU",
+        "this build of PyTorch has no CUDA support, so it cannot store tensors on the GPU",
         "pip install torch --index-url https://download.pytorch.org/whl/cu130",
     )
 
@@ -146,10 +146,14 @@ def device_index(options: Mapping[str, object], device: DeviceSpec) -> int:
     """
     device_id = str(options.get("device_id", device.index))
     if not device_id.isdigit():
-        raise ConfigError(f"device_id is {device_id!r}.", fix="use a whole number from 0 on.")
+        raise ConfigError(
+            f"The provider option device_id is {device_id!r}, which is not the index of a GPU.",
+            fix="use a whole number, 0 or larger.",
+        )
     if int(device_id) != device.index:
         raise ConfigError(
-            f"device_id={device_id} contradicts the device {device}.", fix=f"pass device='cuda:{device_id}' instead."
+            f"The provider option device_id={device_id} contradicts the device {device} of the call.",
+            fix=f"pass device='cuda:{device_id}' instead.",
         )
     return int(device_id)
 
@@ -168,7 +172,9 @@ def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapp
     """
     for name in options:
         if name in taken:
-            raise ConfigError(f"{name!r} is set by accel.", fix=taken[name])
+            raise ConfigError(
+                f"The option {name!r} of {provider} is set by accel and cannot be passed.", fix=taken[name]
+            )
         if name not in known:
             raise ConfigError(
                 f"{provider} has no option {name!r}.{did_you_mean(name, known)}", fix=f"use one of {', '.join(known)}."

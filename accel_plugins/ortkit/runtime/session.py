@@ -109,7 +109,7 @@ def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[s
             setattr(native, name, value)
         else:
             raise ConfigError(
-                f"onnxruntime.SessionOptions has no {name!r}.{did_you_mean(name, known)}",
+                f"onnxruntime.SessionOptions has no setting {name!r}.{did_you_mean(name, known)}",
                 fix=f"use one of {', '.join(known)}, or a configuration key with a dot in it.",
             )
     return native, disabled
@@ -172,14 +172,14 @@ def open_runtime(
     """
     if devices and OPTIONS_OBJECT in options.native:
         raise ConfigError(
-            f"{provider} comes from a library of its own, and is added to the session options for each session: your own "
-            f"{OPTIONS_OBJECT} object cannot be used.",
-            fix="pass its settings as session_options=SessionOptions(native={...}).",
+            f"{provider} is in a separate library and needs new session options for each session, so accel cannot use your "
+            f"{OPTIONS_OBJECT} object.",
+            fix="pass the settings of your object as session_options=SessionOptions(native={...}).",
         )
     if not devices and provider not in ort.get_available_providers():
         raise BackendUnavailableError(
             f"This build of ONNX Runtime has no {provider}, only {', '.join(ort.get_available_providers())}.",
-            fix="run `accel doctor`.",
+            fix="run `accel doctor`, which shows the command to install a build with this provider.",
         )
     native, disabled = native_options(options)
     if model is not None:
@@ -205,7 +205,8 @@ def open_runtime(
         )
     except INVALID_GRAPH_ERRORS as error:
         raise SessionError(
-            f"ONNX Runtime refuses {path}: {_one_line(error)}", fix="export the model again; see docs/troubleshooting."
+            f"ONNX Runtime reports that the graph {path} is invalid: {_one_line(error)}",
+            fix="export the model again: `accel export MODEL OUT`; see docs/troubleshooting.md.",
         ) from error
     except INVALID_OPTION_ERRORS as error:
         raise SessionError(
@@ -215,12 +216,12 @@ def open_runtime(
     except PROVIDER_ERRORS as error:
         raise SessionError(
             f"{provider} cannot compile {path}: {_one_line(error)}",
-            fix="try a graph of another precision, or of fixed shapes (SessionOptions(buckets=...)), or another backend.",
+            fix="try a graph of another data type, fixed shapes (SessionOptions(buckets=...)), or another backend.",
         ) from error
     except RuntimeError as error:
         raise BackendUnavailableError(
             f"ONNX Runtime cannot start {provider} for {path.name}: {_SOURCE_LOCATION.sub('', _one_line(error))}",
-            fix="check the provider's options and libraries; `accel doctor` shows what is here.",
+            fix="check the options and libraries of the provider; `accel doctor` shows the installed libraries.",
         ) from error
     check_assignment(session, provider, path.name)
     if model is None:
@@ -240,10 +241,11 @@ def _check_declared(session: ort.InferenceSession, component: Component, path: P
             session.get_outputs(), component.outputs
         )
     except UnicodeDecodeError as error:
-        wrong = f"has a name that is no text ({error.reason})"
+        wrong = f"has a name that is not valid UTF-8 text ({error.reason})"
     if wrong:
         raise IntegrityError(
-            f"{path} {wrong}: the graph is not the one that is described.", fix="make the artifact again."
+            f"The graph {path} {wrong}. It does not match the manifest accel.json of its artifact.",
+            fix="create the artifact again: `accel export MODEL OUT`.",
         )
 
 
@@ -253,11 +255,11 @@ def _undeclared(found: Sequence[Any], declared: Sequence[TensorSpec]) -> str:
     for spec in declared:
         one = arguments.get(spec.name)
         if one is None:
-            return f"has no {spec.name[:80]!r}"
+            return f"has no input or output {spec.name[:80]!r}"
         if one.shape and len(one.shape) != len(spec.shape):
-            return f"has {spec.name!r} of {len(one.shape)} axes instead of {len(spec.shape)}"
+            return f"has {len(one.shape)} axes for {spec.name!r} instead of {len(spec.shape)}"
         if one.type in _ELEMENT_TYPES and _ELEMENT_TYPES[one.type] != spec.dtype:
-            return f"has {spec.name!r} of {_ELEMENT_TYPES[one.type]} instead of {spec.dtype}"
+            return f"has the data type {_ELEMENT_TYPES[one.type]} for {spec.name!r} instead of {spec.dtype}"
     return ""
 
 

@@ -149,8 +149,9 @@ class OrtState(State):
         """
         if self._front is not None and stop <= int(self._front.max()):
             raise InputError(
-                f"Of {stop} tokens, rows that joined with fewer have none.",
-                fix="let those rows leave first (reorder).",
+                f"Cropping the KV cache to {stop} columns would leave a row without tokens: a row that joined the batch later has only "
+                f"padding in its first {int(self._front.max())} columns.",
+                fix="remove these rows from the batch first, with the method reorder of the state.",
             )
         buffers = dict(self._buffers)
         # Rows with stored tokens before column `start` must move to the left.
@@ -283,7 +284,8 @@ class OrtState(State):
         mask, columns = feeds[self._mask], torch.arange(total)
         if bool(mask[columns < front.unsqueeze(1)].any()):
             raise InputError(
-                "The mask keeps columns in front of rows that joined with fewer tokens.", fix="put zeros there."
+                "The attention mask has ones in padding columns of a row that joined the batch with fewer tokens than the other rows.",
+                fix="pass zeros in attention_mask for the padding columns at the start of this row.",
             )
         places = torch.arange(total - int(front.min())) + front.unsqueeze(1)
         placed = mask.gather(1, places.clamp(max=total - 1)) * (places < total)
