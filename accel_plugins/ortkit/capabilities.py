@@ -1,4 +1,7 @@
-"""Capabilities of ONNX Runtime backends, for use in their specs. Imports only `accel.interfaces.specs`."""
+"""Capabilities that the backends for ONNX Runtime declare in their specs.
+
+This module imports only `accel.interfaces.specs`, so that a spec can be read without an import of ONNX Runtime.
+"""
 
 from accel.interfaces.specs import Capability, OptionTrial, SchemeSettings
 

@@ -1,8 +1,8 @@
 """ONNX Runtime's attention operators for decoders, inserted into the trace of a generative model.
 
-`GroupQueryAttention` appends the new keys and values to the past, in place when past and present share a buffer. It
-attends without repeating the key-value heads. `MultiHeadAttention` is used for cross-attention, whose keys and values
-do not change. Specification: docs/ContribOperators.md of ONNX Runtime.
+`GroupQueryAttention` appends the new keys and values to the KV cache, without a copy if the past input and the present
+output share a buffer. The operator does not repeat the key-value heads in memory. `MultiHeadAttention` is used for
+cross-attention, whose keys and values do not change. Specification: docs/ContribOperators.md of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEAD_SIZE_MULTIPLE = 8
 
 
 class OrtAttention:
-    """Adds ONNX Runtime's attention operators to the trace as nodes; see `accel.capture.FusedAttention` for the shapes."""
+    """Attention functions that add ONNX Runtime's operators to a trace; see `accel.capture.FusedAttention` for the shapes."""
 
     def cached(
         self,
@@ -33,10 +33,10 @@ class OrtAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Trace `GroupQueryAttention`; return `None` for head sizes that it does not support.
+        """Add `GroupQueryAttention` to the trace; return `None` for head sizes that the operator does not support.
 
-        The attention output has the shape `(batch, sequence, heads, head_size)`; the keys and values are the whole
-        cache.
+        The attention output has the shape `(batch, sequence, heads, head_size)`. The returned keys and values are the
+        complete KV cache: those of earlier tokens and of the new tokens.
         """
         batch, heads, sequence, size = query.shape
         kv_heads = key.shape[1]
@@ -66,9 +66,11 @@ class OrtAttention:
         bias: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
-        """Trace `MultiHeadAttention`; return `None` for numbers of heads or head sizes that it does not support.
+        """Add `MultiHeadAttention` to the trace; return `None` for heads that the operator does not support.
 
-        Keys and values are split into heads, as in the KV cache. The output is `(batch, sequence, heads, head_size)`.
+        The operator requires the same number of heads and the same head size for queries, keys and values. Keys and
+        values have the shape `(batch, heads, sequence, head_size)`.
+        The output has the shape `(batch, sequence, heads, head_size)`.
         """
         batch, heads, sequence, size = query.shape
         if key.shape[1] != heads or value.shape[3] != size:

@@ -70,7 +70,7 @@ class OnnxExporter:
     def _parts(
         self, parts: tuple[Source, ...], config: ExportConfig, out: Path
     ) -> tuple[tuple[Component, ...], int | None]:
-        """Export the graphs of a generative model, which share one file of weights."""
+        """Export the graphs of a generative model; all graphs share one file of weights."""
         if not config.external_data:
             raise ConfigError(
                 "external_data=False is not possible for this model: its graphs share their weights, so the weights need a separate file.",
@@ -103,10 +103,11 @@ def _inline(model: ir.Model, out: Path) -> None:
 
 
 def _captured(source: Source, config: ExportConfig, file: str) -> tuple[ir.Model, Any, Component]:
-    """Trace a model and rewrite the graph to operators that runtimes support.
+    """Trace a model and replace the operators that runtimes do not support.
 
     Returns:
-        The graph, transformers' export, and the component. The component's files are recorded after they are written.
+        The graph, the export object of transformers, and the component. The caller adds the component's file records
+        after the files are written.
     """
     model, exported = capture_onnx(source, config)
     expand_recurrences(model)
@@ -118,7 +119,7 @@ def _captured(source: Source, config: ExportConfig, file: str) -> tuple[ir.Model
 
 
 def _component(source: Source, model: ir.Model, file: str, unused: tuple[str, ...]) -> Component:
-    """Return the manifest entry of a graph; its files are recorded after they are written."""
+    """Return the manifest entry of a graph; the caller adds the file records after the files are written."""
     return Component(
         name=source.name,
         file=file,

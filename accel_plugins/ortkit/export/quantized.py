@@ -50,7 +50,7 @@ def lower_quantized_layers(model: ir.Model) -> int:
 
 
 class _StoredIntegers(IntegerRewriter):
-    """Rewriter that uses the integers stored in quantized layers instead of rounding weights."""
+    """Rewriter that uses the integers that the quantized layers already contain, so it does not round weights again."""
 
     def _weight_key(self, layer: QuantizableLayer) -> object:
         return tuple(constant_key(layer.node.inputs[place]) for place in (3, 4, 5))
@@ -66,7 +66,7 @@ class _StoredIntegers(IntegerRewriter):
 
 
 def _put_blocks(layer: QuantizableLayer, stored: dict[object, BlockConstants]) -> None:
-    """Replace a layer by `MatMulNBits`; layers with the same blocks share the constants in `stored`."""
+    """Replace a layer by `MatMulNBits`; layers with the same quantized weight share the constants in `stored`."""
     sizes = {name: layer.node.attributes.get_int(name, 0) for name in ("bits", "block_size", "inner")}
     packed, scales, zeros = (_held(layer, place) for place in (1, 2, 3))
     key = tuple(constant_key(layer.node.inputs[place]) for place in (1, 2, 3))
@@ -79,10 +79,10 @@ def _put_blocks(layer: QuantizableLayer, stored: dict[object, BlockConstants]) -
 
 
 def _far_apart(layer: QuantizableLayer, inner: int) -> bool:
-    """Return whether a layer's inputs are multiplied by factors of very different sizes, as by AWQ after a ReLU (0.006 to 170).
+    """Return whether the graph multiplies a layer's inputs by factors of very different sizes.
 
-    If one block of such inputs is quantized to 8 bits, the small inputs are lost: the error is 0.14 of the largest
-    logit, compared with 4e-7 in float32.
+    AWQ adds such factors, for example 0.006 to 170 after a ReLU. If a kernel rounds one block of the multiplied inputs
+    to 8 bits, the small inputs are lost: the error is 0.14 of the largest logit, compared with 4e-7 in float32.
     """
     node = layer.activation.producer()
     if node is None or node.op_type != "Mul":

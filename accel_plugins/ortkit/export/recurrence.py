@@ -1,7 +1,7 @@
 """Conversion of recurrent layers to ONNX loops: `accel::recurrence` becomes a `Scan` over the tokens.
 
 `Scan` passes the state from token to token and collects the output of each token, so one graph accepts any number of
-tokens and any initial state. The body of the loop has six operators, nine with the delta rule.
+tokens and any initial state. The body of the loop has six operators, or nine operators for layers with the delta rule.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _scan(node: ir.Node, name: str) -> ir.Node:
     assert state is not None
     assert rate is not None
     scanned = [decay, *tokens]
-    before = ir.Value(name=f"{name}_state", shape=state.shape, type=ir.TensorType(_FLOAT))
+    old_state = ir.Value(name=f"{name}_state", shape=state.shape, type=ir.TensorType(_FLOAT))
     parts = []
     for value, what in zip(scanned, ("decay", "key", "value", "query", "beta"), strict=False):
         assert value is not None
@@ -57,25 +57,25 @@ def _scan(node: ir.Node, name: str) -> ir.Node:
     body: list[ir.Node] = []
 
     def add(kind: str, inputs: Sequence[ir.Value], what: str, **attributes: int) -> ir.Value:
-        body.append(made := ir.node(kind, inputs, attributes or None, name=f"{name}_{what}_node"))
-        made.outputs[0].name = f"{name}_{what}"
-        made.outputs[0].dtype = _FLOAT
-        return made.outputs[0]
+        body.append(added := ir.node(kind, inputs, attributes or None, name=f"{name}_{what}_node"))
+        added.outputs[0].name = f"{name}_{what}"
+        added.outputs[0].dtype = _FLOAT
+        return added.outputs[0]
 
     step, key, value, query = parts[:4]
-    decayed = add("Mul", [before, add("Exp", [add("Mul", [step, rate], "exponent")], "factor")], "decayed")
+    decayed = add("Mul", [old_state, add("Exp", [add("Mul", [step, rate], "exponent")], "factor")], "decayed")
     if delta:
         axes = ir.Value(
             name=f"{name}_axes", const_value=ir.tensor([2], dtype=ir.DataType.INT64), type=ir.TensorType(ir.DataType.INT64),
             shape=ir.Shape([1]),
         )  # fmt: skip
-        known = add("ReduceSum", [add("Mul", [decayed, key], "read"), axes], "known", keepdims=1)
-        value = add("Mul", [add("Sub", [value, known], "unknown"), parts[4]], "correction")
-    after = add("Add", [decayed, add("Mul", [key, value], "written")], "after")
-    result = add("MatMul", [query, after], "result")
-    result.shape, after.shape = parts[2].shape, before.shape
+        predicted = add("ReduceSum", [add("Mul", [decayed, key], "read"), axes], "known", keepdims=1)
+        value = add("Mul", [add("Sub", [value, predicted], "unknown"), parts[4]], "correction")
+    new_state = add("Add", [decayed, add("Mul", [key, value], "written")], "after")
+    result = add("MatMul", [query, new_state], "result")
+    result.shape, new_state.shape = parts[2].shape, old_state.shape
     graph = ir.Graph(
-        [before, *parts], [after, result], nodes=body, name=f"{name}_body",
+        [old_state, *parts], [new_state, result], nodes=body, name=f"{name}_body",
         initializers=[axes] if delta else [],
     )  # fmt: skip
     attributes = {

@@ -76,35 +76,39 @@ def adopt_decoders(
             f"config.json in {folder} describes a model with an encoder; models for the task {spec.name} have no encoder.",
             fix="pass another task=..., such as task='text2text-generation', or load the model with another class.",
         )
-    named = description.files if file_name is None and variant is None else {}
-    files = named or several_graphs(folder, candidates, file_name, variant, encoder=encoder)
+    manifest_files = description.files if file_name is None and variant is None else {}
+    files = manifest_files or several_graphs(folder, candidates, file_name, variant, encoder=encoder)
     if encoder and "encoder" not in files:
         raise ArtifactNotFoundError(
             f"The model has an encoder, but {folder} has no graph of the encoder; its graphs are: {', '.join(files.values())}.",
             fix="export the model with accel: `accel export MODEL OUT`.",
         )
-    read: dict[Part, OnnxFile] = {part: read_onnx(folder, file) for part, file in files.items()}
-    if "first" in read and graph_merge.BRANCH in read["first"].input_names:
-        # Some exporters name a file with both branches `decoder.onnx`, as if it were the graph for the prompt only.
-        read = {("merged" if part == "first" else part): one for part, one in read.items() if part != "following"}
+    onnx_files: dict[Part, OnnxFile] = {part: read_onnx(folder, file) for part, file in files.items()}
+    if "first" in onnx_files and graph_merge.BRANCH in onnx_files["first"].input_names:
+        # Some exporters give a merged graph (with the input `use_cache_branch`) the file name of the graph for prompts.
+        onnx_files = {
+            ("merged" if part == "first" else part): one for part, one in onnx_files.items() if part != "following"
+        }
     settings = _Settings.of(config, encoder=encoder)
     if encoder:
-        graphs, continues = _encoder_decoder(folder, read)
+        graphs, continues = _encoder_decoder(folder, onnx_files)
     else:
-        graphs, continues = _decoder_alone(folder, read)
+        graphs, continues = _decoder_alone(folder, onnx_files)
     components = [
         _component(name, one, settings, folder, continues=continues if name in ("model", "decoder") else "any")
         for name, one in graphs.items()
     ]
-    manifest = manifest_of(spec.name, config, folder, [one.model for one in read.values()])
-    if not description.written and all(any(one is other for other in read.values()) for one in graphs.values()):
-        # No graph was changed, so the artifact refers to the files in their folder.
-        placed = tuple(
+    manifest = manifest_of(spec.name, config, folder, [one.model for one in onnx_files.values()])
+    if not description.written and all(
+        any(one is original for original in onnx_files.values()) for one in graphs.values()
+    ):
+        # accel changed no graph, so the artifact refers to the original files and copies nothing.
+        components_with_files = tuple(
             replace(component, file=one.name, files=stamp_files(folder, one.files))
             for component, one in zip(components, graphs.values(), strict=True)
         )
-        return Artifact(folder.absolute(), replace(manifest, components=placed))
-    return _kept(folder, manifest, components, graphs, [*read.values()], description.written)
+        return Artifact(folder.absolute(), replace(manifest, components=components_with_files))
+    return _kept(folder, manifest, components, graphs, [*onnx_files.values()], description.written)
 
 
 def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[str, OnnxFile], Continues]:
@@ -121,8 +125,8 @@ def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[st
             return {"model": replace(file, model=model)}, "any"
         return {"model": file}, "any"
     pair = _branches(folder, read["merged"]) if "merged" in read else (read["first"], read["following"])
-    # transformers' exporter writes graphs that take one token after a cache, or several; only the latter have a named
-    # token axis.
+    # transformers' exporter writes two kinds of graphs for a prompt that was already processed: graphs that accept one
+    # new token, and graphs that accept several new tokens. Only graphs for several tokens have a named token axis.
     tokens = next((value for value in pair[1].model.graph.inputs if value.name == "input_ids"), None)
     several = tokens is not None and isinstance(dimensions(tokens)[1], str)
     free = several and any("past_key_values.layers" in name for name in pair[1].input_names)
@@ -148,18 +152,20 @@ def _branches(folder: Path, file: OnnxFile) -> tuple[OnnxFile, OnnxFile]:
 
 
 def _merged(folder: Path, prompt: OnnxFile, following: OnnxFile) -> OnnxFile:
-    """Merge both graphs under an `If` node, with accel's input and output names."""
-    first, second = (graph_merge.with_our_names(file.model) for file in (prompt, following))
-    pasts = [str(value.name) for value in second.graph.inputs if str(value.name).startswith("past_key_values.")]
-    if not pasts:
+    """Merge the graph for prompts and the graph for later tokens under an `If` node, with accel's input and output names."""
+    prompt_model, following_model = (graph_merge.with_our_names(file.model) for file in (prompt, following))
+    past_names = [
+        str(value.name) for value in following_model.graph.inputs if str(value.name).startswith("past_key_values.")
+    ]
+    if not past_names:
         raise IntegrityError(
             f"{folder / following.name} has no inputs for the keys and values of earlier tokens (the KV cache).",
             fix="export the model again with its KV cache: `accel export MODEL OUT`.",
         )
-    return replace(prompt, model=graph_merge.merged(first, second, pasts[0]))
+    return replace(prompt, model=graph_merge.merged(prompt_model, following_model, past_names[0]))
 
 
-# Component specs: inputs and outputs
+# The following functions describe the inputs and outputs of a component.
 
 Continues = Literal["any", "one", "none"]
 
@@ -178,7 +184,7 @@ class _Settings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, encoder: bool) -> _Settings:
-        """Read the settings from the decoder's part of the config if it has one, else from the config itself."""
+        """Read the settings from the `decoder` or `text_config` section of a config, or from the config without these sections."""
         inner = next((config[key] for key in ("decoder", "text_config") if isinstance(config.get(key), dict)), config)
 
         def number(*names: str, among: Mapping[str, Any] = inner) -> int | None:
@@ -208,23 +214,23 @@ def _component(name: str, file: OnnxFile, settings: _Settings, folder: Path, *, 
     where, domains = folder / file.name, operator_domains(file.model)
     inputs, outputs = given_inputs(file.model.graph), list(file.model.graph.outputs)
     if name in ("encoder", "cross_attention"):
-        known = _ENCODERS if name == "encoder" else _CROSS
-        takes = tuple(_spec(value, known, settings) for value in inputs)
-        returns = tuple(_spec(value, known, settings) for value in outputs if _returned(name, str(value.name)))
+        axis_names = _ENCODERS if name == "encoder" else _CROSS
+        takes = tuple(_spec(value, axis_names, settings) for value in inputs)
+        returns = tuple(_spec(value, axis_names, settings) for value in outputs if _returned(name, str(value.name)))
         return Component(name=name, file="", files=(), inputs=takes, outputs=returns, domains=domains)
     cached = continues != "none"
     pairs = _pairs([str(v.name) for v in inputs], [str(v.name) for v in outputs], where) if cached else {}
-    whole = {**_KNOWN, "attention_mask": ("batch", "total" if cached else "sequence")}
-    names = {*whole, *pairs, "logits_to_keep", "num_logits_to_keep"}
-    odd = [v.name for v in inputs if v.name not in names and not str(v.name).startswith("cross.")]
-    if odd:
+    decoder_axes = {**_KNOWN, "attention_mask": ("batch", "total" if cached else "sequence")}
+    names = {*decoder_axes, *pairs, "logits_to_keep", "num_logits_to_keep"}
+    unknown_names = [v.name for v in inputs if v.name not in names and not str(v.name).startswith("cross.")]
+    if unknown_names:
         raise IntegrityError(
-            f"The decoder graph {where} has the inputs {odd}, for which accel has no values.",
+            f"The decoder graph {where} has the inputs {unknown_names}, for which accel has no values.",
             fix="export the model again: `accel export MODEL OUT`.",
         )
-    input_specs = [_spec(value, whole, settings, pairs) for value in inputs]
+    input_specs = [_spec(value, decoder_axes, settings, pairs) for value in inputs]
     output_specs = [
-        _spec(value, whole, settings, {v: k for k, v in pairs.items()}, output=True)
+        _spec(value, decoder_axes, settings, {v: k for k, v in pairs.items()}, output=True)
         for value in outputs
         if value.name == "logits" or value.name in pairs.values()
     ]
@@ -250,14 +256,14 @@ def _returned(component: str, name: str) -> bool:
 
 
 def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]:
-    """Return, for each past input of the cache, the name of its present output."""
-    ours = {our: name for name in outputs if (our := graph_merge.our_name(name, output=True)) is not None}
+    """Return a map from each past input of the KV cache to the present output of the same layer, by name."""
+    presents = {own_name: name for name in outputs if (own_name := graph_merge.our_name(name, output=True)) is not None}
     pairs = {}
     for name in inputs:
-        our = graph_merge.our_name(name)
-        if our is None or not our.startswith("past_key_values."):
+        own_name = graph_merge.our_name(name)
+        if own_name is None or not own_name.startswith("past_key_values."):
             continue
-        present = ours.get(our.replace("past_key_values", "present", 1))
+        present = presents.get(own_name.replace("past_key_values", "present", 1))
         if present is None:
             raise IntegrityError(
                 f"{where} has the cache input {name!r}, but no output with the new keys and values for it.",
@@ -278,13 +284,18 @@ def _spec(
     sizes = tuple(settings.fixed.get(size, size) if isinstance(size, str) else size for size in dimensions(value))
     name = str(value.name)
     axes: tuple[str | None, ...] = known.get(name, ("batch", *(None for _ in sizes[1:])))
-    our = graph_merge.our_name(name, output=output) or name
+    accel_name = graph_merge.our_name(name, output=output) or name
     pair = (pairs or {}).get(name)
     if pair is not None:
-        # If the file uses the same name for the token axis of past and present, both are one buffer with free capacity.
-        one = sizes[2] == CAPACITY
-        axes = ("batch", None, CAPACITY if one else "past" if our.startswith("past_key_values.") else "total", None)
-    elif our.startswith("cross."):
+        # The axis name `CAPACITY` means that past and present are one buffer with space for more tokens.
+        is_buffer = sizes[2] == CAPACITY
+        axes = (
+            "batch",
+            None,
+            CAPACITY if is_buffer else "past" if accel_name.startswith("past_key_values.") else "total",
+            None,
+        )
+    elif accel_name.startswith("cross."):
         axes = ("batch", None, "encoder_sequence", None)
     if len(axes) != len(sizes):
         raise IntegrityError(
@@ -294,11 +305,11 @@ def _spec(
     shape = tuple(
         axis if axis is not None and isinstance(size, str) else size for axis, size in zip(axes, sizes, strict=True)
     )
-    if pair is not None or our.startswith("cross."):
-        # If the file has names for the head axes, the sizes come from the config.
+    if pair is not None or accel_name.startswith("cross."):
+        # Some files have names instead of numbers for these two axes; the config contains the numbers.
         heads, size = (
-            given if isinstance(found, str) and given is not None else found
-            for found, given in ((shape[1], settings.heads), (shape[3], settings.head_size))
+            configured if isinstance(declared, str) and configured is not None else declared
+            for declared, configured in ((shape[1], settings.heads), (shape[3], settings.head_size))
         )
         shape = (shape[0], heads, shape[2], size)
     bounded = name == "input_ids" and settings.vocabulary is not None
@@ -327,10 +338,10 @@ def _check(
             f"The decoder graph {where} has no output 'logits'; its outputs are {[spec.name for spec in outputs]}.",
             fix="export the model again: `accel export MODEL OUT --task text-generation`, or another task that generates.",
         )
-    words = logits.shape[-1]
-    if settings.vocabulary is not None and isinstance(words, int) and words != settings.vocabulary:
+    vocabulary = logits.shape[-1]
+    if settings.vocabulary is not None and isinstance(vocabulary, int) and vocabulary != settings.vocabulary:
         raise IntegrityError(
-            f"{where} returns logits for a vocabulary of {words} tokens, but vocab_size in its config.json is {settings.vocabulary}.",
+            f"{where} returns logits for a vocabulary of {vocabulary} tokens, but vocab_size in its config.json is {settings.vocabulary}.",
             fix="copy the config.json of the exported model into the folder of the graph.",
         )
     layers = sum(spec.pair is not None for spec in inputs) // 2
@@ -340,9 +351,9 @@ def _check(
             fix="copy the config.json of the exported model into the folder of the graph.",
         )
     tokens = next((spec for spec in inputs if spec.name in ("input_ids", "inputs_embeds")), None)
-    fixed = [spec.name for spec in inputs if spec.pair is not None and not all(map(_free, spec.shape, range(4)))]
-    if tokens is None or tokens.shape[:2] != ("batch", "sequence") or fixed:
-        shapes = {spec.name: spec.shape for spec in inputs if spec is tokens or spec.name in fixed[:1]}
+    wrong_caches = [spec.name for spec in inputs if spec.pair is not None and not all(map(_free, spec.shape, range(4)))]
+    if tokens is None or tokens.shape[:2] != ("batch", "sequence") or wrong_caches:
+        shapes = {spec.name: spec.shape for spec in inputs if spec is tokens or spec.name in wrong_caches[:1]}
         raise IntegrityError(
             f"{where} does not accept prompts of variable length; the shapes of its inputs are {shapes}.",
             fix="copy the graph for prompts (decoder_model.onnx) into the folder, or export the model again: `accel export MODEL OUT`.",
@@ -350,11 +361,14 @@ def _check(
 
 
 def _free(size: int | str, axis: int) -> bool:
-    """Return whether an axis of a cache tensor is correct: rows and tokens have variable size, heads and head size are fixed."""
+    """Return whether the size of a KV cache axis is of the right kind.
+
+    The axes of rows and tokens must have a variable size; the axes of heads and of the head size must have a number.
+    """
     return isinstance(size, str) is (axis in (0, 2))
 
 
-# Storage of converted graphs
+# The following function stores converted graphs.
 
 
 def _kept(
@@ -365,7 +379,7 @@ def _kept(
     read: list[OnnxFile],
     written: Mapping[str, dict[str, Any]],
 ) -> Artifact:
-    """Store the converted graphs under `ACCEL_HOME`, or load those stored earlier for the same files."""
+    """Store the converted graphs under `ACCEL_HOME`, or load the graphs that an earlier call stored for the same files."""
     names = [file for one in read for file in one.files]
     names += [path.name for path in sorted(folder.iterdir()) if is_companion(path)]
     key = {
@@ -385,16 +399,18 @@ def _kept(
                 "%s The stored conversion is discarded, and the model in %s is converted again.", error.message, folder
             )
     discard(out)
-    placed = [replace(component, file=f"{component.name}.onnx") for component in components]
+    named_components = [replace(component, file=f"{component.name}.onnx") for component in components]
     try:
         with staging(out) as temporary:
             copy_companions(folder, temporary)
             for name, values in written.items():
                 (temporary / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            models = {c.file: one.model for c, one in zip(placed, graphs.values(), strict=True)}
+            models = {c.file: one.model for c, one in zip(named_components, graphs.values(), strict=True)}
             weights = save_graphs(models, temporary)
-            recorded = with_files(temporary, placed, [[c.file, *weights] for c in placed])
-            artifact = Artifact.create(temporary, replace(manifest, components=recorded))
+            components_with_files = with_files(
+                temporary, named_components, [[c.file, *weights] for c in named_components]
+            )
+            artifact = Artifact.create(temporary, replace(manifest, components=components_with_files))
     except OutputFolderError as error:
         if (out / MANIFEST).is_file():
             return Artifact.load(out)

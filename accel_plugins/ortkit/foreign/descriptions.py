@@ -18,7 +18,7 @@ CONFIG = "config.json"
 # transformers' names for the graphs of a decoder.
 _PARTS: dict[str, Part] = {"model": "model", "prefill": "first", "decode": "following"}
 _FORMATS = ("onnx", "openvino")
-# Parts of onnxruntime-genai models that are not a text decoder; models with these parts are not supported.
+# Keys in `genai_config.json` for parts other than a text decoder; accel does not support models with these parts.
 _OTHERS = ("encoder", "encoder_decoder_init", "vision", "speech", "embedding", "joiner")
 GENERATION = "generation_config.json"
 _SEARCH = (
@@ -54,14 +54,14 @@ class Description:
     def task(self, folder: Path) -> str:
         """Infer the task from the config and the folder."""
         if self.written:
-            # Only manifests of onnxruntime-genai lead to extra files, and accel supports only those of plain text
-            # decoders.
+            # `written` has files only for folders of onnxruntime-genai, and accel supports only text decoders of
+            # onnxruntime-genai.
             return text_decoder_task()
         return infer_task(self.config, folder)
 
 
 def describe(folder: Path) -> Description:
-    """Read the config of a folder and the manifest in it.
+    """Read the config of a folder and the manifest that another tool wrote into the folder.
 
     Raises:
         IntegrityError: A file is not a regular file, is a link to a file outside of the folder, or is not JSON.
@@ -128,7 +128,7 @@ def _genai(folder: Path, config: dict[str, Any]) -> Description:
 
 
 def _search(folder: Path) -> dict[str, Any]:
-    """Return onnxruntime-genai's search settings that have an effect, under their names in transformers.
+    """Return the search settings of onnxruntime-genai that change generation, by their names in transformers.
 
     Raises:
         IntegrityError: accel does not support a setting.
@@ -144,9 +144,9 @@ def _search(folder: Path) -> dict[str, Any]:
             f"The search setting {name!r} in {folder / GENAI} is {settings[name]!r}; accel does not support this setting.",
             fix=f"remove the setting from {GENAI}, or write a {GENERATION}, which accel reads instead of these settings.",
         )
-    kept = {
+    used_names = {
         *_SEARCH,
         *(_SAMPLING if settings.get("do_sample") else ()),
         *(_BEAMS if settings.get("num_beams", 1) > 1 else ()),
     }
-    return {name: value for name, value in settings.items() if name in kept}
+    return {name: value for name, value in settings.items() if name in used_names}

@@ -10,7 +10,7 @@ from accel.artifact.json_reading import read_json
 from accel.errors import ArtifactNotFoundError, did_you_mean
 from accel.interfaces.folder_reader import Part
 
-# Longer names come first, because `decoder_model` is a prefix of `decoder_model_merged`.
+# The first matching name is used. Longer names come first, because `decoder_model` also matches `decoder_model_merged`.
 _STEMS: tuple[tuple[str, Part], ...] = (
     ("decoder_with_past_model", "following"),
     ("decoder_with_past", "following"),
@@ -52,14 +52,14 @@ def descriptions_in(folder: Path) -> set[str]:
 
 def graph_files(folder: Path, subfolder: str = "") -> list[str]:
     """Return the ONNX files of one subfolder, or of the folder and its subfolder `onnx`, relative to the folder."""
-    places = [folder / subfolder] if subfolder else [folder, folder / _SUBFOLDER]
-    return sorted(path.relative_to(folder).as_posix() for place in places for path in place.glob(f"*{_SUFFIX}"))
+    folders = [folder / subfolder] if subfolder else [folder, folder / _SUBFOLDER]
+    return sorted(path.relative_to(folder).as_posix() for parent in folders for path in parent.glob(f"*{_SUFFIX}"))
 
 
 def graphs_to_fetch(
     name: str, files: Sequence[str], *, file_name: str | None = None, variant: str | None = None
 ) -> list[str]:
-    """Return the graphs to download from a repository: one variant, and only the parts that `several_graphs` selects.
+    """Return the graphs to download from a repository: the graphs of one variant that the model needs.
 
     Args:
         name: The repository, for error messages.
@@ -68,35 +68,40 @@ def graphs_to_fetch(
         variant: The requested variant: the suffix of the file names.
 
     Returns:
-        The file names. If the selection is ambiguous, all graphs, so that the downloaded folder can be inspected.
+        The file names. If it is not clear which graphs the model needs, the names of all graphs, so that the caller can
+        inspect the downloaded folder.
 
     Raises:
-        ArtifactNotFoundError: The file or the variant does not exist; the message lists the available ones.
+        ArtifactNotFoundError: The file or the variant does not exist; the message lists the existing files or variants.
     """
     candidates = [file for file in files if _is_graph(file)]
-    known = [one for file in candidates if (one := named(file)) is not None]
+    graphs = [graph for file in candidates if (graph := named(file)) is not None]
     if file_name is not None:
         if file_name not in files:
             raise _no_graph(name, file_name, candidates)
-        asked, place = named(file_name), PurePosixPath(file_name).parent
-        if asked is None or not file_name.endswith(_SUFFIX):
+        requested, place = named(file_name), PurePosixPath(file_name).parent
+        if requested is None or not file_name.endswith(_SUFFIX):
             return [file_name]
-        same = [one for file in files if file.endswith(_SUFFIX) and (one := named(file)) is not None]
-        return [one.file for one in same if PurePosixPath(one.file).parent == place and one.variant == asked.variant]
+        named_files = [graph for file in files if file.endswith(_SUFFIX) and (graph := named(file)) is not None]
+        return [
+            graph.file
+            for graph in named_files
+            if PurePosixPath(graph.file).parent == place and graph.variant == requested.variant
+        ]
     if variant is None and not {EXPORT, GENAI}.isdisjoint(files):
-        # The manifest selects graphs later, so return all graphs of its folder.
+        # After the download, the manifest in the folder decides which graphs are used, so download all graphs.
         return [file for file in candidates if "/" not in file] or candidates
-    wanted = "" if variant in (None, *_WHOLE) else variant
-    for place in sorted({PurePosixPath(one.file).parent for one in known}, key=lambda place: len(place.parts)):
-        chosen = [one for one in known if one.variant == wanted and PurePosixPath(one.file).parent == place]
+    suffix = "" if variant in (None, *_WHOLE) else variant
+    for place in sorted({PurePosixPath(graph.file).parent for graph in graphs}, key=lambda place: len(place.parts)):
+        chosen = [graph for graph in graphs if graph.variant == suffix and PurePosixPath(graph.file).parent == place]
         if chosen:
-            parts = {one.part for one in chosen}
+            parts = {graph.part for graph in chosen}
             if "model" in parts and "encoder" not in parts:
-                return [one.file for one in chosen if one.part == "model"]
+                return [graph.file for graph in chosen if graph.part == "model"]
             unread = ("first", "following") if "merged" in parts else ()
-            return [one.file for one in chosen if one.part not in unread]
+            return [graph.file for graph in chosen if graph.part not in unread]
     if variant is not None and candidates:
-        raise _no_variant(name, variant, known)
+        raise _no_variant(name, variant, graphs)
     return candidates
 
 
@@ -105,12 +110,12 @@ def _is_graph(file: str) -> bool:
 
 
 def named(file: str) -> NamedGraphFile | None:
-    """Parse the part and the variant from a file name; return `None` for an unknown name."""
+    """Return the part of the model and the variant that a file name contains; `None` for an unknown name."""
     stem = PurePosixPath(file).name.removesuffix(_SUFFIX)
-    for known, part in _STEMS:
-        rest = stem.removeprefix(known)
-        if stem.startswith(known) and (not rest or rest.startswith("_")):
-            return NamedGraphFile(file, part, rest[1:])
+    for prefix, part in _STEMS:
+        suffix = stem.removeprefix(prefix)
+        if stem.startswith(prefix) and (not suffix or suffix.startswith("_")):
+            return NamedGraphFile(file, part, suffix[1:])
     return None
 
 
@@ -122,13 +127,13 @@ def one_graph(folder: Path, candidates: list[str], file_name: str | None = None,
     """
     if file_name is not None:
         return checked_file(folder, file_name, candidates)
-    known = [one for file in candidates if (one := named(file)) is not None and one.part == "model"]
-    wanted = "" if variant in (None, *_WHOLE) else variant
-    for one in sorted(known, key=lambda one: one.file.count("/")):
-        if one.variant == wanted:
+    graphs = [one for file in candidates if (one := named(file)) is not None and one.part == "model"]
+    suffix = "" if variant in (None, *_WHOLE) else variant
+    for one in sorted(graphs, key=lambda one: one.file.count("/")):
+        if one.variant == suffix:
             return one.file
     if variant is not None:
-        raise _no_variant(folder, variant, known)
+        raise _no_variant(folder, variant, graphs)
     if len(candidates) != 1:
         raise _unclear(folder, candidates)
     return candidates[0]
@@ -149,45 +154,45 @@ def several_graphs(
     Raises:
         ArtifactNotFoundError: A graph is missing, or the choice is ambiguous; the message lists the candidates.
     """
-    wanted = "" if variant in _WHOLE else variant
-    where, asked = None, None
+    suffix = "" if variant in _WHOLE else variant
+    parent, requested_part = None, None
     if file_name is not None:
-        one = named(checked_file(folder, file_name, candidates))
-        if one is None:
+        graph = named(checked_file(folder, file_name, candidates))
+        if graph is None:
             if encoder:
                 raise ArtifactNotFoundError(
                     f"The file name {file_name!r} does not show whether the graph is the encoder or the decoder of the model.",
                     fix="rename the files as Optimum does: decoder_model.onnx and encoder_model.onnx.",
                 )
             return {"model": file_name}
-        if variant is not None and wanted != one.variant:
+        if variant is not None and suffix != graph.variant:
             raise ArtifactNotFoundError(
                 f"file_name={file_name!r} and variant={variant!r} contradict each other: the file is not of this variant.",
                 fix="leave variant=... out.",
             )
-        wanted, where, asked = one.variant, PurePosixPath(file_name).parent, one.part
+        suffix, parent, requested_part = graph.variant, PurePosixPath(file_name).parent, graph.part
         candidates = sorted({*candidates, *_neighbours(folder, file_name)})
-    known = [one for file in candidates if (one := named(file)) is not None]
-    if where is None:
-        # The folder itself has priority over its subfolder, as for single graphs.
-        places = sorted({PurePosixPath(one.file).parent for one in known}, key=lambda place: len(place.parts))
-        where = places[0] if places else PurePosixPath()
-    known = [one for one in known if PurePosixPath(one.file).parent == where]
-    variants = {one.variant for one in known}
-    if wanted is None:
-        wanted = "" if "" in variants or not variants else next(iter(variants)) if len(variants) == 1 else None
-    if wanted is None:
+    graphs = [graph for file in candidates if (graph := named(file)) is not None]
+    if parent is None:
+        # The shortest path comes first: graphs in the folder have priority over graphs in its subfolder.
+        folders = sorted({PurePosixPath(graph.file).parent for graph in graphs}, key=lambda place: len(place.parts))
+        parent = folders[0] if folders else PurePosixPath()
+    graphs = [graph for graph in graphs if PurePosixPath(graph.file).parent == parent]
+    variants = {graph.variant for graph in graphs}
+    if suffix is None:
+        suffix = "" if "" in variants or not variants else next(iter(variants)) if len(variants) == 1 else None
+    if suffix is None:
         raise _unclear(folder, candidates)
-    parts: dict[Part, str] = {one.part: one.file for one in known if one.variant == wanted}
+    parts: dict[Part, str] = {graph.part: graph.file for graph in graphs if graph.variant == suffix}
     if variant is not None and not parts:
-        raise _no_variant(folder, variant, known)
-    return _complete(folder, parts, candidates, asked, encoder=encoder)
+        raise _no_variant(folder, variant, graphs)
+    return _complete(folder, parts, candidates, requested_part, encoder=encoder)
 
 
 def _complete(
     folder: Path, parts: dict[Part, str], candidates: list[str], asked: Part | None, *, encoder: bool
 ) -> dict[Part, str]:
-    """Select the parts of a complete model from the available parts; a part requested by name has priority."""
+    """Select the graph files that form a complete model; a part that the caller requested by file name has priority."""
     chosen: dict[Part, str] = {}
     if encoder:
         if "encoder" not in parts:
@@ -247,15 +252,15 @@ def _missing(
 
 
 def _no_variant(folder: Path | str, variant: str, known: list[NamedGraphFile]) -> ArtifactNotFoundError:
-    have = sorted({one.variant or _WHOLE[1] for one in known})
-    if not have:
+    variants = sorted({graph.variant or _WHOLE[1] for graph in known})
+    if not variants:
         return ArtifactNotFoundError(
             f"variant={variant!r} selects the ONNX graph model_{variant}.onnx, but no graph in {folder} has a variant in "
             "its name.",
             fix="leave variant=... out. Variants of PyTorch weights (model.fp16.safetensors) are not supported.",
         )
     return ArtifactNotFoundError(
-        f"{folder} has no graphs of the variant {variant!r}.{did_you_mean(variant, have)} Its variants are: {_listing(have)}.",
+        f"{folder} has no graphs of the variant {variant!r}.{did_you_mean(variant, variants)} Its variants are: {_listing(variants)}.",
         fix="pass one of its variants as variant=...",
     )
 

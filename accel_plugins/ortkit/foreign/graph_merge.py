@@ -28,8 +28,8 @@ BRANCH = "use_cache_branch"
 _CACHE = re.compile(
     r"(?P<when>past_key_values|past|present_key_values|present)[._](?P<layer>\d+)[._](?:(?P<whose>decoder|encoder)[._])?(?P<kind>key|value)s?\Z"
 )
-# transformers' exporter gives an input and its output the same name; if a graph has both tensors, the exporter adds a
-# prefix.
+# transformers' exporter gives the past input and the present output of a layer the same name. If a graph has both
+# tensors, the exporter adds the prefix `input.` or `output.`.
 _LAYERS = re.compile(
     r"(?:(?:input|output)\.)?past_key_values\.(?:(?P<whose>self|cross)_attention_cache\.)?layers\.(?P<layer>\d+)\.(?P<kind>key|value)s\Z"
 )
@@ -41,10 +41,10 @@ _FIRST |= {"SimplifiedLayerNormalization"}
 
 
 def our_name(name: str, *, output: bool = False) -> str | None:
-    """Return accel's name for a cache tensor by its name in a file; `None` for other tensors.
+    """Return accel's name for a KV cache tensor with this name in a file; `None` for other tensors.
 
     `past_key_values.0.decoder.key` becomes `past_key_values.0.key`. The names of cross-attention tensors (`encoder`)
-    become `cross.0.key` for the past and `new_cross.0.key` for the present.
+    become `cross.0.key` for past inputs and `new_cross.0.key` for present outputs.
     """
     match = _CACHE.match(name) or _LAYERS.match(name)
     if match is None:
@@ -56,7 +56,7 @@ def our_name(name: str, *, output: bool = False) -> str | None:
 
 
 def with_our_names(model: ir.Model) -> ir.Model:
-    """Return a copy of the graph with accel's names for the cache tensors."""
+    """Return a copy of the graph in which the KV cache inputs and outputs have accel's names."""
     copy = model.clone()
     names = {value: our_name(str(value.name), output=True) for value in copy.graph.outputs}
     names |= {value: our_name(str(value.name)) for value in copy.graph.inputs}
@@ -86,7 +86,7 @@ def _branching(model: ir.Model) -> list[ir.Node]:
 
 
 def _lifted(model: ir.Model, branch: str) -> ir.Model:
-    """Return one branch of an `If` node as a model, including the outer nodes and weights that the branch reads."""
+    """Return one branch of an `If` node as a model, with the nodes and weights outside of the branch that the branch reads."""
     copy = model.clone()
     graph, (node,) = copy.graph, _branching(copy)
     inner = node.attributes[branch].as_graph()
@@ -105,9 +105,10 @@ def _lifted(model: ir.Model, branch: str) -> ir.Model:
 
 
 def _made(value: ir.Value, graph: ir.Graph, before: ir.Node | None = None) -> ir.Value:
-    """Return a value that can be a graph output: it is the output of a node and not yet a graph output.
+    """Return a value that can become a graph output, with the same content.
 
-    Other values (inputs, constants, graph outputs) are copied with an `Identity` node.
+    A node output that is not yet a graph output is returned unchanged. For other values (inputs, constants, graph
+    outputs), an `Identity` node is added and its output is returned.
     """
     if value.producer() is not None and not value.is_graph_output():
         return value
@@ -118,13 +119,15 @@ def _made(value: ir.Value, graph: ir.Graph, before: ir.Node | None = None) -> ir
 
 
 def keep_outputs(model: ir.Model, keeps: Callable[[str], bool] = bool) -> None:
-    """Remove all outputs for which `keeps(name)` is false, and the nodes, weights and inputs that become unused."""
+    """Remove every output whose name `keeps` rejects, and the nodes, weights and inputs that become unused."""
     graph = model.graph
-    kept = [value for value in graph.outputs if keeps(str(value.name))]
+    outputs = [value for value in graph.outputs if keeps(str(value.name))]
     graph.outputs.clear()
-    graph.outputs.extend(kept)
+    graph.outputs.extend(outputs)
     passes.RemoveUnusedNodesPass()(model)
-    for value in [one for one in graph.inputs if not one.uses() and not one.is_graph_output()]:
+    for value in [
+        graph_input for graph_input in graph.inputs if not graph_input.uses() and not graph_input.is_graph_output()
+    ]:
         graph.inputs.remove(value)
         graph.initializers.pop(str(value.name), None)
 
@@ -132,9 +135,9 @@ def keep_outputs(model: ir.Model, keeps: Callable[[str], bool] = bool) -> None:
 def cross_attention(prompt: ir.Model, where: Path) -> ir.Model:
     """Return the part of the prompt's graph (with accel's names) that computes cross-attention keys and values.
 
-    These depend only on the encoder's output, not on the decoder's tokens. Where the graph takes the number of rows of
-    the batch from the tokens, the result takes it from the encoder's output. Other shapes are those of one token in
-    each row.
+    Keys and values of cross-attention depend on the encoder's output, not on the decoder's tokens. The prompt's graph
+    may read the number of rows of the batch from the token ids; the returned graph reads this number from the encoder's
+    output. The token ids are replaced by one constant token in each row.
 
     Raises:
         IntegrityError: The keys and values depend on more than the encoder's output.
@@ -157,7 +160,7 @@ def cross_attention(prompt: ir.Model, where: Path) -> ir.Model:
 
 
 def _take_rows_of_hidden(graph: ir.Graph) -> None:
-    """Take the number of rows of the batch from the encoder's output instead of from other tensors with the batch as first axis."""
+    """Change a graph to read the number of rows of the batch only from the encoder's output, not from other tensors."""
     rows = {value for value in graph.inputs if value.name in ("input_ids", "encoder_attention_mask", HIDDEN)}
     hidden = next((value for value in graph.inputs if value.name == HIDDEN), None)
     if hidden is None:
@@ -165,8 +168,8 @@ def _take_rows_of_hidden(graph: ir.Graph) -> None:
     shape_of_hidden = ir.node("Shape", [hidden])
     graph.insert_before(graph[0], shape_of_hidden)
     for node in graph:
-        read = node.inputs[1:2] if node.op_type == "Gather" else node.inputs[: 2 if node.op_type in _BOTH else 1]
-        if node.op_type in _BOTH | _FIRST | {"Gather"} and rows & set(read):
+        operands = node.inputs[1:2] if node.op_type == "Gather" else node.inputs[: 2 if node.op_type in _BOTH else 1]
+        if node.op_type in _BOTH | _FIRST | {"Gather"} and rows & set(operands):
             rows.add(node.outputs[0])
         shape = producer(node.inputs[0], "Shape") if node.op_type == "Gather" else None
         if shape is None or shape.attributes or shape.inputs[0] not in rows:
@@ -177,22 +180,22 @@ def _take_rows_of_hidden(graph: ir.Graph) -> None:
 
 
 def _names_read(graph: ir.Graph) -> set[str]:
-    """Return the names of the inputs whose values (not only shapes) the outputs depend on."""
-    needed = set(graph.outputs)
+    """Return the names of the inputs whose values change the outputs; inputs of which only the shape is read do not count."""
+    used_values = set(graph.outputs)
     for node in reversed(graph):
-        if node.op_type != "Shape" and not needed.isdisjoint(node.outputs):
-            needed.update(_read_by(node))
-    return {str(value.name) for value in graph.inputs if value in needed}
+        if node.op_type != "Shape" and not used_values.isdisjoint(node.outputs):
+            used_values.update(_read_by(node))
+    return {str(value.name) for value in graph.inputs if value in used_values}
 
 
 def _read_by(node: ir.Node) -> set[ir.Value]:
     """Return the values that a node and its subgraphs read."""
-    read = {value for value in node.inputs if value is not None}
+    values = {value for value in node.inputs if value is not None}
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             inner = attribute.as_graph()
-            read.update(inner.outputs, *map(_read_by, inner))
-    return read
+            values.update(inner.outputs, *map(_read_by, inner))
+    return values
 
 
 def _fill_other_inputs(graph: ir.Graph) -> None:
@@ -201,14 +204,14 @@ def _fill_other_inputs(graph: ir.Graph) -> None:
     others = [value for value in graph.inputs if value is not hidden]
     tape = ir.tape.Tape()
     shape = tape.op("Shape", [hidden])
-    whole = tape.op("Gather", [shape, _integers(graph, 0, 1)], {"axis": 0})
-    row = tape.op("Gather", [shape, _integers(graph, 0)], {"axis": 0})
-    tokens = tape.op("Concat", [row, _integers(graph, 1)], {"axis": 0})
+    mask_shape = tape.op("Gather", [shape, _integers(graph, 0, 1)], {"axis": 0})
+    row_count = tape.op("Gather", [shape, _integers(graph, 0)], {"axis": 0})
+    token_shape = tape.op("Concat", [row_count, _integers(graph, 1)], {"axis": 0})
     for value in others:
         assert value.dtype is not None
-        filling = ir.tensor([int(str(value.name).endswith("mask"))], dtype=value.dtype)
-        size = whole if value.name == "encoder_attention_mask" else tokens
-        value.replace_all_uses_with(tape.op("ConstantOfShape", [size], {"value": filling}))
+        fill_value = ir.tensor([int(str(value.name).endswith("mask"))], dtype=value.dtype)
+        shape_of_input = mask_shape if value.name == "encoder_attention_mask" else token_shape
+        value.replace_all_uses_with(tape.op("ConstantOfShape", [shape_of_input], {"value": fill_value}))
         graph.inputs.remove(value)
     if others:
         graph.insert_before(graph[0], tape.nodes)
@@ -219,13 +222,13 @@ def _integers(graph: ir.Graph, *values: int) -> ir.Value:
 
 
 def with_cross_inputs(prompt: ir.Model) -> ir.Model:
-    """Return the prompt's graph (with accel's names) with cross-attention keys and values as inputs instead of outputs."""
+    """Return a copy of the prompt's graph that reads the cross-attention keys and values as inputs instead of computing them."""
     copy = prompt.clone()
     graph = copy.graph
     cross = [value for value in graph.outputs if str(value.name).startswith("new_cross.")]
-    kept = [value for value in graph.outputs if value not in cross]
+    other_outputs = [value for value in graph.outputs if value not in cross]
     graph.outputs.clear()
-    graph.outputs.extend(kept)
+    graph.outputs.extend(other_outputs)
     for value in cross:
         cross_input = ir.Value(name=str(value.name).removeprefix("new_"), type=value.type, shape=value.shape)
         value.replace_all_uses_with(cross_input)
@@ -235,9 +238,9 @@ def with_cross_inputs(prompt: ir.Model) -> ir.Model:
 
 
 def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
-    """Merge two graphs with the same outputs (and accel's names) into one with an `If` node.
+    """Merge two graphs with the same outputs and with accel's names into one graph with an `If` node.
 
-    The `If` node runs `following` if the input `past` holds tokens, else `prompt`.
+    The `If` node runs `following` if the input `past` contains tokens, and `prompt` if `past` is empty.
 
     Args:
         prompt: The graph that reads no cache; changed in place.
@@ -261,7 +264,7 @@ def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
             f"{sorted(set(names[0]) ^ set(names[1]))}; both graphs need the same outputs.",
             fix="copy both graphs from the same export.",
         )
-    # The prompt's shapes are valid for both graphs: they come last, so they replace those of `following`.
+    # The shapes of `prompt` are valid for both graphs. `prompt` comes last, so `outer` keeps the shapes of `prompt`.
     values = [value for model in (following, prompt) for value in (*model.graph.inputs, *model.graph.outputs)]
     outer = {str(value.name): ir.Value(name=value.name, type=value.type, shape=value.shape) for value in values}
     inputs = dict.fromkeys(str(value.name) for model in (following, prompt) for value in model.graph.inputs)
@@ -269,12 +272,12 @@ def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
         [outer[name] for name in inputs], [], nodes=[], name="decoder", opset_imports=versions[0] | versions[1]
     )
     shared: dict[bytes, ir.Value] = {}
-    for word, model in (("prompt", prompt), ("following", following)):
-        _make_branch(model.graph, word, names[1], outer, graph, shared)
+    for prefix, model in (("prompt", prompt), ("following", following)):
+        _make_branch(model.graph, prefix, names[1], outer, graph, shared)
     tape = ir.tape.Tape()
-    axis, none = (add_initializer(graph, "tokens", np.array(number, np.int64)) for number in (2, 0))
+    axis, zero = (add_initializer(graph, "tokens", np.array(number, np.int64)) for number in (2, 0))
     tokens = tape.op("Gather", [tape.op("Shape", [outer[past]]), axis], {"axis": 0})
-    has_past = tape.op("Greater", [tokens, none])
+    has_past = tape.op("Greater", [tokens, zero])
     attributes = [ir.AttrGraph("then_branch", following.graph), ir.AttrGraph("else_branch", prompt.graph)]
     node = ir.Node("", "If", [has_past], attributes, outputs=[outer[name] for name in names[1]])
     graph.extend([*tape.nodes, node])
@@ -301,8 +304,8 @@ def _make_branch(
 ) -> None:
     """Turn a graph into a branch of an `If` node.
 
-    The branch reads the inputs of the outer graph, its names get a prefix, and its large weights move to `root`, each
-    once.
+    The branch reads the inputs of the outer graph, and the names in the branch get a prefix. Large weights move to the
+    outer graph `root`; a weight of both branches is stored once.
     """
     results = {str(value.name): value for value in graph.outputs}
     graph.outputs.clear()
@@ -327,5 +330,5 @@ def _make_branch(
         for value in (*inner.initializers.values(), *(output for node in inner for output in node.outputs)):
             value.name = f"{word}/{value.name}" if value.name else value.name
             if value not in branch_outputs:
-                # Axis names of the two graphs can conflict, so shapes inside a branch are removed.
+                # The two branches may use one axis name for different sizes, so remove the shapes inside a branch.
                 value.shape = value.shape if value.is_initializer() else None

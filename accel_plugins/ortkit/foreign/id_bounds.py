@@ -1,4 +1,4 @@
-"""Bounds of input ids, from the number of rows of the embedding tables that the graph looks them up in."""
+"""Bounds of input ids: an id must be smaller than the number of rows of the embedding table that the id indexes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LOOKUPS = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
 
 
 def with_bounds(specs: Iterable[TensorSpec], graph: ir.Graph) -> tuple[TensorSpec, ...]:
-    """Return the input specs with bounds for ids that index stored tables without further computation.
+    """Return the input specs with bounds for inputs that the graph uses directly as indices into a stored table.
 
-    Callers need the bounds because runtimes wrap or clamp ids outside of them.
+    Runtimes do not report ids outside of the bounds: they wrap or clamp the ids, so accel must check the ids itself.
     """
     rows: dict[str, int] = {}
     sizes = {name: int(value.shape[0]) for name, value in graph.initializers.items() if value.shape}

@@ -1,9 +1,9 @@
 """Conversion of decoders that use ONNX Runtime's `GroupQueryAttention`, from onnxruntime-genai and onnx-community.
 
-These graphs compute the length of a row from its mask. This is correct only if padding comes after the tokens, but
-transformers' `generate` pads in front of them. The conversion passes the mask to each node as an attention bias and
-gives every row the full length. Rotary positions are then shifted by the padding, which does not change the difference
-between two positions. Specification: docs/ContribOperators.md of ONNX Runtime.
+These graphs compute the length of a row from the row's attention mask. The length is correct only if padding comes
+after the tokens, but transformers' `generate` adds padding in front of the tokens. The conversion passes the mask to
+each node as an attention bias and gives every row the full length. Rotary positions are then shifted by the padding,
+which does not change the difference between two positions. Specification: docs/ContribOperators.md of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def with_mask(model: ir.Model, where: Path) -> ir.Model:
 
     Args:
         model: The graph, with accel's names.
-        where: The path of its file, for error messages.
+        where: The path of the graph file, for error messages.
 
     Raises:
         IntegrityError: The graph has no input with accel's name for the mask or the tokens, or a cache that the
@@ -56,15 +56,15 @@ def with_mask(model: ir.Model, where: Path) -> ir.Model:
     assert dtype is not None
     mask, tape = inputs[_MASK], ir.tape.Tape()
     one, axes = (add_initializer(graph, "bias_axes", np.array(values, np.int64)) for values in ([1], [1, 2]))
-    hidden, seen = (add_initializer(graph, "bias", np.array(number, dtype.numpy())) for number in (dtype.min, 0))
+    hidden, visible = (add_initializer(graph, "bias", np.array(number, dtype.numpy())) for number in (dtype.min, 0))
     rows = tape.op("Shape", [mask], {"start": 0, "end": 1})
     total = tape.op("Shape", [mask], {"start": 1, "end": 2})
-    new = tape.op("Shape", [inputs[tokens]], {"start": 1, "end": 2})
-    flat = tape.op("Where", [tape.op("Cast", [mask], {"to": ir.DataType.BOOL}), seen, hidden])
-    shape = tape.op("Concat", [rows, one, new, total], {"axis": 0})
+    new_tokens = tape.op("Shape", [inputs[tokens]], {"start": 1, "end": 2})
+    flat = tape.op("Where", [tape.op("Cast", [mask], {"to": ir.DataType.BOOL}), visible, hidden])
+    shape = tape.op("Concat", [rows, one, new_tokens, total], {"axis": 0})
     bias = tape.op("Expand", [tape.op("Unsqueeze", [flat, axes]), shape])
-    last = tape.op("Cast", [tape.op("Sub", [total, one])], {"to": ir.DataType.INT32})
-    lengths = tape.op("Expand", [last, rows])
+    last_position = tape.op("Cast", [tape.op("Sub", [total, one])], {"to": ir.DataType.INT32})
+    lengths = tape.op("Expand", [last_position, rows])
     graph.insert_before(graph[0], tape.nodes)
     for node in attention:
         node.resize_inputs(max(len(node.inputs), _BIAS + 1))

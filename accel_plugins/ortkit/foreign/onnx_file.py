@@ -44,7 +44,7 @@ _TEXT: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence")
 )
 _TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("batch",))
-# Limit the digits, so that the number fits into 64 bits.
+# A number with more digits than this may not fit into 64 bits.
 _NUMBER = re.compile(r"\d{1,18}\Z")
 _LONGEST = 400
 _COPY = "copy the file itself into the folder, or export the model again."
@@ -58,7 +58,7 @@ class OnnxFile:
     Attributes:
         name: The file name, relative to the folder.
         model: The graph; external weights stay in their files.
-        external_files: The files with its external weights, relative to the folder.
+        external_files: The files with the graph's external weights, relative to the folder.
     """
 
     name: str
@@ -67,7 +67,7 @@ class OnnxFile:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The ONNX file and the files with its weights."""
+        """Names of the ONNX file and of the files with its weights."""
         return (self.name, *self.external_files)
 
     @property
@@ -119,9 +119,9 @@ def read_onnx(folder: Path, name: str) -> OnnxFile:
 
 
 def _messages(message: Message) -> Iterator[Message]:
-    """Iterate over a protobuf message and all messages inside it: subgraphs, functions, sparse tensors, training info."""
+    """Iterate over a protobuf message and all messages inside the message: subgraphs, functions, sparse tensors, training info."""
     yield message
-    # Do not list all fields of a tensor: that would copy its data.
+    # `ListFields` of a tensor would copy the tensor's data, so read only the field with the external files.
     fields = [message.external_data] if isinstance(message, onnx.TensorProto) else [v for _, v in message.ListFields()]
     for value in fields:
         items = [value] if isinstance(value, Message | str | bytes | int | float) else value
@@ -147,8 +147,8 @@ def _bytes_of(tensor: onnx.TensorProto) -> int:
     Raises:
         IntegrityError: An axis size is negative, or the data type is unknown.
     """
-    known = tensor.data_type in onnx.TensorProto.DataType.values()
-    bits = ir.DataType(tensor.data_type).bitwidth if known and tensor.data_type not in (0, tensor.STRING) else 0
+    is_known = tensor.data_type in onnx.TensorProto.DataType.values()
+    bits = ir.DataType(tensor.data_type).bitwidth if is_known and tensor.data_type not in (0, tensor.STRING) else 0
     if not bits or any(size < 0 for size in tensor.dims):
         raise IntegrityError(
             f"The tensor {tensor.name[:_LONGEST]!r} has the invalid shape {list(tensor.dims)[:8]} or the unknown data type "
@@ -167,29 +167,29 @@ def _external_files(tensors: Iterable[onnx.TensorProto], folder: Path, name: str
     """
     parent, ends = PurePosixPath(name).parent, dict[str, int]()
     for tensor in tensors:
-        place, offset, length = _external_place(tensor)
-        if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts or not place:
+        location, offset, length = _external_place(tensor)
+        if PurePosixPath(location).is_absolute() or ".." in PurePosixPath(location).parts or not location:
             raise IntegrityError(
-                f"{folder / name} keeps weights in {place[:_LONGEST]!r}, which is outside of the folder of the graph.",
+                f"{folder / name} keeps weights in {location[:_LONGEST]!r}, which is outside of the folder of the graph.",
                 fix="use a model whose weight files are in the same folder as the graph.",
             )
-        needed = _bytes_of(tensor)
-        if length and length < needed:
+        size_needed = _bytes_of(tensor)
+        if length and length < size_needed:
             raise IntegrityError(
                 f"{folder / name} declares {length} bytes for the weight {tensor.name[:_LONGEST]!r}, but its shape and data type "
-                f"require {needed} bytes.",
+                f"require {size_needed} bytes.",
                 fix=_AGAIN,
             )
-        ends[place] = max(ends.get(place, 0), offset + max(length, needed))
-    for place, end in ends.items():
-        path = folder / parent / place
+        ends[location] = max(ends.get(location, 0), offset + max(length, size_needed))
+    for location, end in ends.items():
+        path = folder / parent / location
         try:
             size = check_file(
                 path, folder, fix="copy the file itself (not a link) into the folder of the graph."
             ).st_size
         except IntegrityError as error:
             raise IntegrityError(
-                f"The weights of {folder / name} are in {place[:_LONGEST]!r}, which cannot be used: {error.message[:_LONGEST]}",
+                f"The weights of {folder / name} are in {location[:_LONGEST]!r}, which cannot be used: {error.message[:_LONGEST]}",
                 fix=error.fix,
             ) from error
         if size < end:
@@ -197,7 +197,7 @@ def _external_files(tensors: Iterable[onnx.TensorProto], folder: Path, name: str
                 f"The weight file {path} has {size} bytes, but {name} needs {end} bytes of it; the file may be truncated.",
                 fix="copy or download the file again.",
             )
-    return sorted((parent / place).as_posix() for place in ends)
+    return sorted((parent / location).as_posix() for location in ends)
 
 
 def _external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
@@ -215,12 +215,12 @@ def _external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
 
 def dtype_word(value: ir.Value) -> str:
     """Return the name of a value's data type: `int64`, `float32`, ..."""
-    word = value.dtype.name.lower() if value.dtype is not None else "undefined"
-    return _WORDS.get(word, word)
+    dtype_name = value.dtype.name.lower() if value.dtype is not None else "undefined"
+    return _WORDS.get(dtype_name, dtype_name)
 
 
 def dimensions(value: ir.Value) -> tuple[int | str, ...]:
-    """Return the axis sizes of a value as in the file: numbers, and names of variable axes.
+    """Return the axis sizes of a value as the file declares them: numbers, and names of variable axes.
 
     A name that consists of digits becomes a number. Expressions in names are never evaluated.
     """
@@ -235,7 +235,8 @@ def dimensions(value: ir.Value) -> tuple[int | str, ...]:
 def axes_of(inputs: Iterable[ir.Value]) -> dict[str, str]:
     """Return a map from a file's axis names to accel's axis names.
 
-    The map contains common names of other tools. Names that `torch.export` generates are resolved by well-known inputs.
+    The map contains names that other tools use often. For a name that `torch.export` generates, such as `s72`, the map
+    uses the inputs that have an axis with this name: for example, axis 0 of `input_ids` is the batch.
     """
     axes = dict(AXES)
     for value in inputs:
@@ -246,7 +247,7 @@ def axes_of(inputs: Iterable[ir.Value]) -> dict[str, str]:
 
 
 def fixed_axes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return sizes of named axes that the model's weights determine: the number of image channels."""
+    """Return the sizes of named axes that are fixed for a model: the number of image channels, from the config."""
     parts = (config.get("encoder"), config.get("vision_config"), config)
     sizes = (part.get("num_channels") for part in parts if isinstance(part, Mapping))
     channels = next((size for size in sizes if isinstance(size, int)), None)
@@ -279,7 +280,7 @@ def manifest_of(
     models: Sequence[ir.Model],
     components: tuple[Component, ...] = (),
 ) -> Manifest:
-    """Return a manifest for a folder of another tool; data type, opset and quantization are those of its graphs."""
+    """Return a manifest for a folder of another tool, with the data type, opset and quantization that its graphs have."""
     dtype, quantization = precision(models)
     return Manifest(
         format="onnx",
@@ -294,7 +295,7 @@ def manifest_of(
 
 
 def precision(models: Iterable[ir.Model]) -> tuple[str, Quantization | None]:
-    """Return the floating-point type of graphs and their quantization, detected from weights and operators."""
+    """Return the floating-point type and the quantization of graphs, as the weights and operators show them."""
     types, operators = set[ir.DataType | None](), set[str]()
     for model in models:
         for graph in model.graphs():

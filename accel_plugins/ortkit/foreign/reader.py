@@ -54,7 +54,7 @@ class OnnxFolderReader:
             TaskError: The graph has cache inputs, but the task does not generate.
         """
         if subfolder and descriptions_in(folder / subfolder):
-            # The manifest in the subfolder lists graphs and settings relative to the subfolder.
+            # The paths in another tool's manifest are relative to the subfolder that contains the manifest.
             folder, subfolder = folder / subfolder, ""
         file_name = f"{subfolder}/{file_name}" if subfolder and file_name is not None else file_name
         return _adopted(folder, graph_files(folder, subfolder), file_name, task, variant)
