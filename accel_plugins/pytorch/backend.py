@@ -134,18 +134,23 @@ class PytorchBackend:
             if name not in self.options:
                 raise ConfigError(
                     f"The backend {self.name!r} has no option {name!r}.{did_you_mean(name, self.options)}",
-                    fix=f"use {' or '.join(self.options)}, or leave it out.",
+                    fix=f"use one of the options {', '.join(self.options)}, or leave {name} out."
+                    if self.options
+                    else f"leave {name} out; this backend has no options.",
                 )
         check_type("cuda_graph", request.options.get("cuda_graph", False), (bool,))
         if request.options.get("cuda_graph") and request.device.type != "cuda":
             raise ConfigError(
-                f"A CUDA graph needs an NVIDIA GPU, and PyTorch runs on {request.device} here.",
-                fix="pass device='cuda' (--device).",
+                f"The option cuda_graph=True needs an NVIDIA GPU, but the device of this session is {request.device}.",
+                fix="pass device='cuda' (--device cuda), or leave cuda_graph out.",
             )
         default = SessionOptions()
         for name in ("native", "profile", "graph_optimization"):
             if getattr(request.session, name) != getattr(default, name):
-                raise ConfigError(f"PyTorch has no setting for SessionOptions.{name}.", fix="leave it out.")
+                raise ConfigError(
+                    f"The backend {self.name!r} does not support SessionOptions.{name}.",
+                    fix=f"leave {name} out of the session options.",
+                )
 
     def module(self, model: torch.nn.Module, request: OpenRequest) -> Module:
         """Return the module that runs a component without a KV cache."""

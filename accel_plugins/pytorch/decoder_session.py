@@ -90,8 +90,9 @@ class ModuleDecoderSession(ModuleSession):
             return self._call(model, tensors, state)
         if not bool(mask[:, length:].all()):
             raise InputError(
-                "Tokens behind others are padded; PyTorch's functions for one token take it for a real one.",
-                fix="pass turns of one length, or use a backend that runs graphs (backend='cpu').",
+                f"attention_mask marks some of the {new} new tokens of each row as padding. After the first call, the PyTorch code "
+                "of this model processes one token at a time and cannot skip padding.",
+                fix="pass the same number of new tokens in each row, or use a backend that runs ONNX graphs (backend='cpu').",
             )
 
         def run(part: Feeds) -> dict[str, torch.Tensor]:

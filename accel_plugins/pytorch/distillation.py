@@ -44,8 +44,8 @@ class Distillation:
         if loss is None:
             if not self._told:
                 logger.warning(
-                    "The model answered in training without a loss of its own, so nothing is distilled: pass labels, and leave "
-                    "return_dict=False and label smoothing out."
+                    "The model returned no loss in training mode, so distillation has no effect. Pass labels to the model, and "
+                    "use neither return_dict=False nor label smoothing."
                 )
             self._told = True
             return output
@@ -67,8 +67,9 @@ class Distillation:
         names = ["logits"] if "logits" in output else [name for name in output if name.endswith("_logits")]
         if not names:
             raise PrepareError(
-                f"A {type(model).__name__} answers with {', '.join(output)}, and no logits that could be distilled.",
-                fix="prepare the model without distillation.",
+                f"The outputs of {type(model).__name__} are {', '.join(output)}. Distillation needs an output 'logits', or outputs "
+                "whose names end in '_logits'.",
+                fix="leave distillation=... out of accel.prepare_qat.",
             )
         return names
 
@@ -103,9 +104,10 @@ class Distillation:
                 matching = ["nothing"]
             if not matching:
                 raise PrepareError(
-                    "The model divides its loss by num_items_in_batch, and not as transformers counts them, so that it cannot be said "
-                    "how much what is distilled counts.",
-                    fix="train with gradient_accumulation_steps=1 and without num_items_in_batch, or without distillation.",
+                    f"{type(self._teacher).__name__} uses num_items_in_batch, but its loss is not the sum of the losses of all labels "
+                    "divided by this number. accel therefore cannot scale the distillation loss like the loss of the model.",
+                    fix="train with gradient_accumulation_steps=1 and do not pass num_items_in_batch to the model, or leave "
+                    "distillation=... out of accel.prepare_qat.",
                 )
             self._counts = matching[-1]
             return self._weight(args, kwargs)

@@ -55,8 +55,8 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
     names = _weight_files(folder)
     if not names:
         raise ExportError(
-            f"{folder} holds no weights by a name of transformers.",
-            fix="save them as model.safetensors in this folder.",
+            f"{folder} contains no file of weights with a name that transformers uses, such as model.safetensors.",
+            fix="save the weights as model.safetensors in this folder, for example with model.save_pretrained(folder).",
         )
     file = next((name for name in names if not name.endswith(".json")), names[0])
     files = stamp_files(folder, names)

@@ -36,7 +36,7 @@ class ModuleSession(BaseSession[Module]):
 
     runtime_name = "PyTorch"
     run_errors = RUN_ERRORS
-    advice = "check the inputs against what the model takes; with too little memory, use smaller batches."
+    advice = "check the names, shapes and values of the inputs. If the memory is full, use smaller batches."
 
     def __init__(
         self, module: Module, component: Component, device: DeviceSpec, dtype: str, shapes: Mapping[str, int]

@@ -69,8 +69,8 @@ class _Trained(torch.nn.Linear):
     def _check_float32(self) -> None:
         if self.weight.dtype is not torch.float32:
             raise PrepareError(
-                f"The model was turned to {self.weight.dtype}; steps are learned in float32.",
-                fix="call model.float(), and train under torch.autocast, or with TrainingArguments(bf16=True).",
+                f"The weights of the model were converted to {self.weight.dtype}. Quantization-aware training needs float32 weights.",
+                fix="call model.float(). To train in bfloat16, use torch.autocast or TrainingArguments(bf16=True).",
             )
 
     def _float_bias(self) -> torch.Tensor | None:
@@ -273,20 +273,25 @@ class TrainingPreparer:
         """
         if not isinstance(config, QatConfig) or config.scheme != SCHEME:
             raise ConfigError(
-                f"PyTorch does not prepare models with {config.scheme!r} and a {type(config).__name__}.",
-                fix=f"use the scheme {SCHEME!r} with a QatConfig: accel.prepare_qat(model, ...).",
+                f"The backend 'pytorch' prepares models only with the scheme {SCHEME!r} and a QatConfig, not with the scheme "
+                f"{config.scheme!r} and a {type(config).__name__}.",
+                fix="call accel.prepare_qat(model, ...).",
             )
         layers = _chosen(model, config)
         ranges: Mapping[str, tuple[float, float]] = {}
         if config.preset != "int4":
             if calibration is None:
                 raise ConfigError(
-                    f"The preset {config.preset!r} needs calibration data, for the range in which activations are rounded.",
-                    fix="pass calibration=..., a hundred rows of real inputs or more; the preset int4 needs none.",
+                    f"The preset {config.preset!r} needs calibration data to measure the range of the activations.",
+                    fix="pass calibration=... with at least a hundred rows of real inputs, or use preset='int4', which needs no "
+                    "calibration data.",
                 )
             ranges = _ranges(model, layers, calibration, config.samples)
         elif calibration is not None:
-            raise ConfigError("The preset 'int4' rounds no activations.", fix="leave calibration out.")
+            raise ConfigError(
+                "The preset 'int4' does not round activations, so it uses no calibration data.",
+                fix="leave calibration=... out.",
+            )
         made = {layer: _trained(name, layer, ranges, config) for name, layer in layers.items()}
         _check_adapters(model, made)
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if config.distillation else None
@@ -326,12 +331,21 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
             before.
     """
     if any(isinstance(one, _Trained) for one in model.modules()):
-        raise PrepareError("The model is prepared already.", fix="train it, or load the float model again.")
+        raise PrepareError(
+            "The model is already prepared for quantization-aware training.",
+            fix="train the model as it is, or load the float model again and prepare the new model.",
+        )
     if any("acceleration" in vars(one) for one in model.modules()):
-        raise PrepareError("The model is accelerated, which is for inference.", fix="call model.restore() first.")
+        raise PrepareError(
+            "The model is accelerated by accel.accelerate, and accelerated models cannot be trained.",
+            fix="call model.restore() first.",
+        )
     half = next((p for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     if half is not None:
-        raise PrepareError(f"The model is {half.dtype}; steps are learned in float32.", fix="pass model.float().")
+        raise PrepareError(
+            f"The model has parameters in {half.dtype}. Quantization-aware training needs a model in float32.",
+            fix="pass model.float().",
+        )
     tied = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
     adapters = _adapters(model)
     layers = {
@@ -344,21 +358,26 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
     others = [name for name, one in model.named_modules() if isinstance(one, Conv1D)]
     if not layers:
         raise PrepareError(
-            "The model has no linear layer to round"
-            + (f": {others[0]} and {len(others) - 1} others are of the kind Conv1D." if others else "."),
+            "The model has no torch.nn.Linear layer that accel can quantize, or exclude=... matches all of these layers."
+            + (
+                f" {others[0]} and {len(others) - 1} other layers have the class Conv1D, which is not supported."
+                if others
+                else ""
+            ),
             fix="exclude fewer layers, or prepare another model.",
         )
     if others:
         logger.warning(
-            "%d layers of the kind Conv1D (%s, ...) stay in floating point: only linear layers are trained for integers, of which the "
-            "model has %d.", len(others), others[0], len(layers),
+            "%d layers of the class Conv1D (%s, ...) stay in floating point. accel quantizes only the %d layers of the class "
+            "torch.nn.Linear.", len(others), others[0], len(layers),
         )  # fmt: skip
     if config.preset == "int4":
         undivided = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
         if undivided is not None:
             raise ConfigError(
-                f"block_size {config.block_size} does not divide the {layers[undivided].in_features} inputs of {undivided}.",
-                fix="use a smaller block_size, or exclude the layer.",
+                f"block_size={config.block_size} does not divide the number of input features of the layer {undivided}, which is "
+                f"{layers[undivided].in_features}.",
+                fix=f"use a smaller block_size, or exclude=[{undivided!r}].",
             )
     return layers
 
@@ -390,8 +409,9 @@ def _check_adapters(model: torch.nn.Module, made: Mapping[torch.nn.Linear, torch
         layer = made.get(below) if isinstance(below, torch.nn.Linear) else None
         if isinstance(layer, TrainedLinear | TrainedBlocks) and needs_float_weights(one, layer):
             raise PrepareError(
-                f"The adapter {name} ({type(one).__name__}) computes with the weights of the layer below it, which become integers.",
-                fix="merge it first (model.merge_and_unload()), or use plain LoRA; DoRA reads them.",
+                f"The adapter {name} ({type(one).__name__}) computes with the weights of its base layer. This is not possible after "
+                "the weights of the base layer are quantized.",
+                fix="merge the adapter first (model = model.merge_and_unload()), or use LoRA without DoRA (use_dora=False).",
             )
 
 
@@ -410,7 +430,7 @@ def _ranges(
             low, high = ranges.get(name, (math.inf, -math.inf))
             least, most = float(args[0].min()), float(args[0].max())
             if not math.isfinite(least) or not math.isfinite(most):
-                raise ValueError(f"the inputs of {name} are not all finite")
+                raise ValueError(f"the inputs of the layer {name} contain NaN or infinity")
             ranges[name] = (min(low, least), max(high, most))
 
         return hook
@@ -434,7 +454,7 @@ def _ranges(
     except Exception as error:
         raise PrepareError(
             f"The model does not run on the calibration data: {type(error).__name__}: {error}",
-            fix="pass batches as the model takes them: dictionaries of tensors by the names of its inputs.",
+            fix="pass batches that model(**batch) accepts: dictionaries with input names as keys and tensors as values.",
         ) from error
     finally:
         for one in training:
@@ -444,6 +464,13 @@ def _ranges(
             hook.remove()
     missing = sorted(set(layers) - set(ranges))
     if not rows or missing:
-        what = "is empty" if not rows else f"does not reach {', '.join(missing[:3])}"
-        raise PrepareError(f"The calibration data {what}.", fix="pass real inputs, or exclude those layers.")
+        names = ", ".join(missing[:3])
+        raise PrepareError(
+            f"The model does not use the layers {names} for the calibration data, so the range of their inputs is unknown."
+            if rows
+            else "The calibration data contains no rows.",
+            fix="pass inputs for which the model uses these layers, or exclude the layers with exclude=[...]."
+            if rows
+            else "pass batches of real inputs as calibration=...",
+        )
     return ranges

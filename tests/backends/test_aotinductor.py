@@ -70,10 +70,10 @@ class TestAotInductor(BackendConformance):
         monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "another-user"))
         monkeypatch.setattr(packages, "_COMPILED", set())
         load = accel.ORTModelForSequenceClassification.from_pretrained
-        with pytest.raises(ConfigError, match="native code that was not compiled here"):
+        with pytest.raises(ConfigError, match="native code that was not compiled on this machine"):
             load(artifact.path)
         assert load(artifact.path, trust_remote_code=True).backend == "aotinductor"
-        with pytest.raises(ConfigError, match="native code that was not compiled here"):
+        with pytest.raises(ConfigError, match="native code that was not compiled on this machine"):
             load(artifact.path)
 
     def test_changed_byte_is_detected_before_code_is_loaded(self, artifact: Artifact, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ class TestAotInductor(BackendConformance):
         monkeypatch.setattr(backend, "opened", load)
         implementation.open(held, OpenRequest(device=where))
         assert loaded == [ours]
-        with pytest.raises(ConfigError, match="native code that was not compiled here"):
+        with pytest.raises(ConfigError, match="native code that was not compiled on this machine"):
             implementation.open(held, OpenRequest(device=where))
         assert loaded == [ours]
 

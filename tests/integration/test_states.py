@@ -79,7 +79,7 @@ def test_pytorch_backend_keeps_states(family: str, rows: dict[str, torch.Tensor]
     original = tiny_generator(family)
     assert (continued(model, rows) - logits_of(original, rows)[:, 7:]).abs().max() <= 1e-3
     padded = {**rows, "attention_mask": rows["attention_mask"].index_fill(1, torch.tensor([9]), 0)}
-    with pytest.raises(InputError, match="Tokens behind others are padded"):
+    with pytest.raises(InputError, match="new tokens of each row as padding"):
         continued(model, padded)
     expected = original.generate(**rows, max_new_tokens=8, num_beams=2)
     assert torch.equal(model.generate(**rows, max_new_tokens=8, num_beams=2), expected)

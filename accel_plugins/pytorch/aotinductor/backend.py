@@ -52,8 +52,8 @@ class AotInductorBackend(PytorchBackend):
         dtype = request.session.compute_dtype or artifact.dtype
         if dtype != artifact.dtype:
             raise ConfigError(
-                f"{artifact.path} was compiled to compute in {artifact.dtype}, not in {dtype}.",
-                fix=f"leave compute_dtype out, or export it with dtype={dtype!r}.",
+                f"{artifact.path} was compiled to compute in {artifact.dtype}, so compute_dtype={dtype!r} is not possible.",
+                fix=f"leave compute_dtype out, or export the model again with dtype={dtype!r}.",
             )
         check_target(artifact)
         if request.session.threads is not None:

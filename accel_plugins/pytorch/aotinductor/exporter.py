@@ -32,9 +32,15 @@ class PackageExporter:
             ExportError: The model cannot be traced or compiled.
         """
         if config.opset is not None:
-            raise ConfigError("Compiled code has no opset to choose.", fix="leave opset out.")
+            raise ConfigError(
+                f"opset={config.opset} was passed, but the backend 'aotinductor' writes no ONNX graph and uses no opset.",
+                fix="leave opset out.",
+            )
         if cpp_compiler() is None:
-            raise BackendUnavailableError("Nothing here compiles code.", fix=f"{REMEDIES['cpu']}.")
+            raise BackendUnavailableError(
+                "The backend 'aotinductor' needs a C++ compiler, and none was found on this machine.",
+                fix=f"{REMEDIES['cpu']}.",
+            )
         described = components_of(source)
         components = tuple(
             self._component(part, component, out) for part, component in zip(split(source), described, strict=True)
@@ -68,7 +74,7 @@ class PackageExporter:
                 compile_package(program, out / file)
         except Exception as error:  # The compiler may raise any exception.
             raise ExportError(
-                f"PyTorch's compiler cannot make code of {part.architecture}: {first_lines(error)}",
-                fix="run it with backend='pytorch', or export it to another format.",
+                f"PyTorch's compiler cannot compile {part.architecture}: {first_lines(error)}",
+                fix="run the model with backend='pytorch', or export the model to another format.",
             ) from error
         return replace(component, file=file, files=record_files(out, (file,)))

@@ -44,7 +44,8 @@ def remember(component: Component) -> None:
         mark.touch()
     except (OSError, ConfigError) as error:
         logger.warning(
-            "it cannot be noted that this was compiled here (%s): in other processes the package opens with trust_remote_code=True.",
+            "accel cannot store the checksum of the compiled package in ACCEL_HOME (%s). Other processes therefore open the package "
+            "only with trust_remote_code=True.",
             error,
         )
 
@@ -71,13 +72,14 @@ def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
             checksum = sha256(copy)
         except OSError as error:
             raise SessionError(
-                f"{package} cannot be copied into the folder for temporary files, where its code is checked: {error}",
-                fix="set TMPDIR to a folder with room for it that can be written.",
+                f"{package} cannot be copied into the folder for temporary files, where accel checks the file: {error}",
+                fix="set the environment variable TMPDIR to a writable folder with enough free space.",
             ) from error
         if checksum not in _COMPILED and not _mark(checksum).is_file():
             raise ConfigError(
-                f"{package.parent} holds native code that was not compiled here, which may do anything once it is loaded.",
-                fix="pass trust_remote_code=True (--trust-remote-code) where you trust who compiled it, or export the model yourself.",
+                f"{package.parent} contains native code that was not compiled on this machine. Native code from an unknown author "
+                "can harm your machine.",
+                fix="pass trust_remote_code=True (--trust-remote-code) if you trust the author, or export the model yourself.",
             )
         yield copy
 
@@ -106,8 +108,9 @@ def check_target(artifact: Artifact) -> None:
     ):
         return
     raise TargetMismatchError(
-        f"{artifact.path} was compiled for {dict(target)}, which does not run here (torch {_torch_version()}).",
-        fix="export the model here (--backend aotinductor), or open it on a machine like that.",
+        f"{artifact.path} was compiled for {dict(target)}. This machine has a different processor or a different version of "
+        f"PyTorch (torch {_torch_version()}).",
+        fix="export the model again on this machine (--backend aotinductor), or run it on a machine that matches these values.",
     )
 
 
@@ -128,7 +131,9 @@ def opened(package: Path) -> Any:
         with quiet():
             return load_package(package)
     except Exception as error:
-        raise SessionError(f"PyTorch cannot load {package}: {error}", fix="export the model again.") from error
+        raise SessionError(
+            f"PyTorch cannot load the package {package}: {error}", fix="export the model again."
+        ) from error
 
 
 def _torch_version() -> str:

@@ -99,15 +99,15 @@ class Acceleration:
         """
         if self._model.training:
             raise PrepareError(
-                "An accelerated model is for inference, and this one is in training mode.",
-                fix="call model.eval(), or model.restore() to train it.",
+                f"{type(self._model).__name__} is accelerated for inference, but the model is in training mode.",
+                fix="call model.eval(), or call model.restore() to train the model.",
             )
         if torch.is_grad_enabled() and any(
             isinstance(one, torch.Tensor) and one.requires_grad for one in (*args, *kwargs.values())
         ):
             raise InputError(
-                "An accelerated model passes no gradients on, and inputs want some.",
-                fix="call it under torch.no_grad(), or model.restore().",
+                "An accelerated model computes no gradients, but an input of this call has requires_grad=True.",
+                fix="call the model under torch.no_grad(), or call model.restore() to compute gradients.",
             )
         # On a GPU, check after the launch, so that the check runs while the GPU computes.
         on_gpu = self.engine.device.type == "cuda"
@@ -126,8 +126,8 @@ class Acceleration:
         """
         if why := self._watch.changed():
             raise PrepareError(
-                f"The model is not what it was when it was accelerated: {why}. Compiled code would answer as before.",
-                fix="call model.restore(), then accel.accelerate again.",
+                f"The model was changed after accel.accelerate: {why}. The compiled code would ignore this change.",
+                fix="call model.restore(), and then accel.accelerate(model) again.",
             )
 
     def warmup(self, shapes: Iterable[Sequence[int] | Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
@@ -153,8 +153,9 @@ class Acceleration:
             batch, length = _text_shape(shape)
             if engine.longest is not None and length > engine.longest:
                 raise ConfigError(
-                    f"{type(self._model).__name__} has positions for {engine.longest} tokens, not for {length}.",
-                    fix=f"warm up at most (rows, {engine.longest}).",
+                    f"{type(self._model).__name__} supports at most {engine.longest} tokens per row, but the shape {(batch, length)} has "
+                    f"{length} tokens per row.",
+                    fix=f"pass shapes with at most {engine.longest} tokens per row.",
                 )
             ids = self._tokens(batch, length)
             if self._generates:
@@ -168,8 +169,10 @@ class Acceleration:
         if slower and len(slower) == len(measured) and not engine.config.keep_slower:
             self.restore()
             raise PrepareError(
-                "It is not faster than before: " + "; ".join(f"for {form.name} {form.why}" for form in slower) + ".",
-                fix="try dtype= or quantization=, or pass keep_slower=True. The model is as it was.",
+                f"The compiled {type(self._model).__name__} is not faster than the original model: "
+                + "; ".join(f"for {form.name}, {form.why}" for form in slower)
+                + ". The model is restored and runs without compiled code.",
+                fix="pass a different dtype=... or quantization=..., or pass keep_slower=True to use the compiled code.",
             )
         return engine.report()
 
@@ -177,8 +180,9 @@ class Acceleration:
         vocabulary = getattr(self._model.config.get_text_config(), "vocab_size", None)
         if self._model.main_input_name != "input_ids" or vocabulary is None:
             raise ConfigError(
-                f"{type(self._model).__name__} reads {self._model.main_input_name}, not texts of so many tokens.",
-                fix="pass example inputs: warmup([{'pixel_values': images}]).",
+                f"accel cannot create an input of the shape {(batch, length)} (rows, tokens) for {type(self._model).__name__}: the main "
+                f"input of the model is {self._model.main_input_name!r}, and vocab_size in its config is {vocabulary}.",
+                fix="pass example inputs by name, such as warmup([{'pixel_values': images}]).",
             )
         first = min(10, vocabulary - 1)
         ids = torch.randint(first, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
@@ -214,8 +218,8 @@ class Acceleration:
 
 def _no_copy() -> PrepareError:
     return PrepareError(
-        "An accelerated model is not copied: its compiled code belongs to this one in this process.",
-        fix="call model.restore() first; model.save_pretrained() works as it is.",
+        "An accelerated model cannot be copied or pickled, because its compiled code works only for this object in this process.",
+        fix="call model.restore() first. To save the model, call model.save_pretrained(), which needs no restore.",
     )
 
 
@@ -223,14 +227,18 @@ def _listed(shapes: object) -> list[Any]:
     if isinstance(shapes, Iterable) and not isinstance(shapes, (str, Mapping, torch.Tensor)):
         return list(shapes)
     raise ConfigError(
-        f"{shapes!r} is no list of shapes to warm up.", fix="use [(rows, tokens), ...], or a list of example inputs."
+        f"Expected a list of shapes to compile for, not {shapes!r}.",
+        fix="pass [(rows, tokens), ...], such as [(1, 128)], or a list of example inputs.",
     )
 
 
 def _text_shape(shape: object) -> tuple[int, int]:
     numbers = tuple(shape) if isinstance(shape, Iterable) else ()
     if len(numbers) != 2 or not all(type(n) is int and n > 0 for n in numbers):
-        raise ConfigError(f"{shape!r} is no shape to warm up.", fix="use (rows, tokens), such as (1, 128).")
+        raise ConfigError(
+            f"{shape!r} is not a valid shape to compile for: expected two positive integers (rows, tokens).",
+            fix="pass (rows, tokens), such as (1, 128), or example inputs by name.",
+        )
     return numbers[0], numbers[1]
 
 
@@ -247,7 +255,7 @@ def _set_attention(model: Any, wanted: str | None) -> str | None:
         model.set_attn_implementation(wanted)
     except ValueError as error:
         raise ConfigError(
-            f"{type(model).__name__} has no attention {wanted!r}: {error}", fix="leave attention out."
+            f"{type(model).__name__} does not support attention={wanted!r}: {error}", fix="leave attention=... out."
         ) from error
     return before
 
@@ -266,16 +274,22 @@ class Accelerator:
                 fix="use accel.accelerate(model).",
             )
         if calibration is not None:
-            raise ConfigError("Accelerating a model reads no calibration data.", fix="leave it out.")
+            raise ConfigError(
+                "Calibration data was passed, but the acceleration of a model uses no calibration data.",
+                fix="leave calibration=... out.",
+            )
         inside = next(
             (n for n, m in model.named_modules() if isinstance(vars(m).get("acceleration"), Acceleration)), None
         )
         if inside is not None:
             raise InputError(
-                f"{f'The part {inside} of the model' if inside else 'The model'} is accelerated already.",
+                f"{f'The submodule {inside} of the model' if inside else 'The model'} is already accelerated.",
                 fix=f"call model.{f'{inside}.' if inside else ''}restore() first.",
             )
         if model.training:
-            raise ConfigError("Only a model in evaluation mode is accelerated.", fix="call model.eval() first.")
+            raise ConfigError(
+                "The model is in training mode, but accel.accelerate needs a model in evaluation mode.",
+                fix="call model.eval() first.",
+            )
         Acceleration(model, config).install()
         return model

@@ -38,7 +38,7 @@ class InductorBackend(PytorchBackend):
         probe = super().probe()
         compilable = {"cpu": cpp_compiler() is not None, "cuda": gpu_compiler()}
         reasons = [
-            Reason("no-compiler", f"nothing here compiles code for {kind}", REMEDIES[kind])
+            Reason("no-compiler", f"no compiler for code on {kind!r} devices is installed", REMEDIES[kind])
             for kind in sorted({device.type for device in probe.devices})
             if not compilable[kind]
         ]
@@ -104,17 +104,20 @@ def _check_steps(artifact: Artifact, request: OpenRequest) -> None:
     instead = "load the model with transformers and call accel.accelerate(model), or use backend='pytorch'."
     if request.device.type != "cuda":
         raise ConfigError(
-            f"The backend 'inductor' opens decoders on NVIDIA GPUs, not on {request.device}.",
-            fix=f"pass device='cuda' (--device), or {instead}",
+            f"The backend 'inductor' runs models that generate text only on NVIDIA GPUs, not on {request.device}.",
+            fix=f"pass device='cuda' (--device cuda), or {instead}",
         )
     if len(artifact.components) > 1 or not artifact.components[0].croppable:
         raise ConfigError(
-            f"The backend 'inductor' opens decoders that keep keys and values of each token, and nothing else; {artifact.task} of "
-            "this model needs more.",
+            f"The backend 'inductor' supports only decoders whose KV cache stores keys and values of every token. This model for the "
+            f"task {artifact.task!r} has other components, or states of another kind.",
             fix=instead,
         )
     if request.options.get("quantization"):
-        raise ConfigError("The backend 'inductor' computes decoders in their own type.", fix="leave quantization out.")
+        raise ConfigError(
+            f"The backend 'inductor' does not support quantization={request.options['quantization']!r} for models that generate text.",
+            fix="leave quantization out.",
+        )
 
 
 def _config(request: OpenRequest) -> AccelerateConfig:

@@ -29,8 +29,8 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _ROOM_BYTES = 64 << 20
 _NAMES = itertools.count()
 REMEDIES = {
-    "cpu": "install a C++ compiler, such as `apt-get install g++`, or name one in CXX",
-    "cuda": "install triton, which PyTorch's builds for GPUs bring along",
+    "cpu": "install a C++ compiler (such as `apt-get install g++`), or set the environment variable CXX to the path of a compiler",
+    "cuda": "install a build of PyTorch for NVIDIA GPUs, which includes Triton",
 }
 """Instructions to install a compiler, by device type."""
 
@@ -51,9 +51,9 @@ def keep_compiled_code() -> None:
             folder = accel_home() / "inductor"
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
-                raise PermissionError(f"{folder} cannot be written")
+                raise PermissionError(f"the folder {folder} is not writable")
             if shutil.disk_usage(folder).free < _ROOM_BYTES:
-                raise OSError(f"the disk of {folder} is full")
+                raise OSError(f"the disk of the folder {folder} is full")
         except (OSError, ConfigError) as error:
             _tell_not_kept(str(error))
             return
@@ -63,8 +63,9 @@ def keep_compiled_code() -> None:
 @functools.cache
 def _tell_not_kept(why: str) -> None:
     logger.warning(
-        "compiled code is not kept for later processes: %s Fix: set ACCEL_HOME to a folder that can be written.",
-        why.partition("\n")[0],
+        "Compiled code cannot be stored for later processes: %s.\nFix: set the environment variable ACCEL_HOME to a folder that is "
+        "writable and has free disk space.",
+        why.partition("\n")[0].rstrip("."),
     )
 
 

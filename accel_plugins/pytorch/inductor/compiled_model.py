@@ -142,15 +142,17 @@ class CompiledModel:
                 call.update(value)
             elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
                 raise InputError(
-                    f"{type(self.model).__name__}.forward has no name for input {len(call) + 1}, and calls are told apart by names.",
-                    fix="pass inputs by name, or accelerate a module around it whose forward names them.",
+                    f"The positional input {len(call) + 1} of {type(self.model).__name__}.forward has no parameter name, but accel needs a "
+                    "name for every input.",
+                    fix="pass inputs as keyword arguments, or accelerate a wrapper module whose forward has named parameters.",
                 )
             else:
                 call[name] = value
         call = {name: value for name, value in call.items() if value is not None}
         if "labels" in call:
             raise InputError(
-                "An accelerated model computes answers, no loss.", fix="leave labels out, or call model.restore()."
+                "The call contains labels, but an accelerated model computes no loss.",
+                fix="leave labels out, or call model.restore() to compute the loss with the original model.",
             )
         return call
 
@@ -186,7 +188,7 @@ class CompiledModel:
     def _tell(self, why: str) -> None:
         """Log once why calls run without compiled code. Calls beyond the limit of compiled forms are counted."""
         self.uncompiled_calls += not why
-        told = why or f"{self.config.graphs} sizes are compiled already, and it was called with others"
+        told = why or f"{self.config.graphs} input sizes are compiled already, which is the limit"
         if told in self._told:
             return
         self._told.add(told)
@@ -195,7 +197,10 @@ class CompiledModel:
             # Such calls are normal during generation, so they are logged at INFO level.
             logger.info("%s: %s", name, why)
         else:
-            logger.warning("%s: %s. Those run as the model is; pass lengths=... or graphs=....", name, told)
+            logger.warning(
+                "%s: %s. Calls with other sizes run the original model. Pass graphs=... to compile more sizes, or lengths=... to "
+                "pad the inputs to fewer sizes.", name, told,
+            )  # fmt: skip
 
     def _sizes(self, call: Mapping[str, Any]) -> CallSizes:
         if cache_of(call) is not None:
@@ -296,8 +301,8 @@ class CompiledModel:
 
     def _new_form(self, call: Mapping[str, Any], want: CallSizes, tokens: Tokens) -> CompiledForm:
         cache = cache_of(call)
-        name = str(want) if cache is None else f"one token behind {shape_of(cache)}"
-        form = CompiledForm(name if tokens is None else f"{name}, {tokens} of them computed", want, tokens=tokens)
+        name = str(want) if cache is None else f"one token with {shape_of(cache)}"
+        form = CompiledForm(name if tokens is None else f"{name}, {tokens} tokens computed", want, tokens=tokens)
         graphs = self.device.type == "cuda" and self.config.cuda_graph
         form.replayed = graphs and cache is not None
         compute = self._compute
@@ -315,11 +320,15 @@ class CompiledModel:
     def _why_eager(self, call: Mapping[str, Any]) -> str:
         cache = cache_of(call)
         if cache is not None:
-            why = "calls with several tokens, or with a cache that grows or slides, run as the model is"
+            why = "calls with several new tokens, or with a KV cache that is not a static cache, run the original model"
             return "" if is_decoding(call, cache) else why
         generates = callable(getattr(self.model, "can_generate", None)) and self.model.can_generate()
         caches = generates and call.get("use_cache", getattr(self.model.config, "use_cache", False))
-        return "a call that returns a new cache runs as the model is (use_cache=False compiles it)" if caches else ""
+        return (
+            "calls that return a new KV cache run the original model; pass use_cache=False to run compiled code"
+            if caches
+            else ""
+        )
 
     def _run(
         self,
@@ -422,7 +431,8 @@ class CompiledModel:
             raise PrepareError(
                 f"{type(self.model).__name__} cannot be compiled for {form.name}: {type(error).__name__}: "
                 f"{first_lines(error)}",
-                fix="call model.restore() to go on as it was; an operation that the compiler cannot take is upstream's.",
+                fix="call model.restore() to use the original model. If PyTorch's compiler does not support an operation of the model, "
+                "report the error to PyTorch.",
             ) from error
 
     def _other_cache(
@@ -443,29 +453,34 @@ class CompiledModel:
             PrepareError: The outputs differ without these changes as well.
         """
         self._drop(form)
-        why = f"it differs by {gap:.2g} of the largest value; {self.tolerance:.2g} is accepted"
+        why = f"the outputs differ by {gap:.2g} of the largest value; at most {self.tolerance:.2g} is accepted"
         if form.attends or (form.fuses and not any(kind) and cache_of(call) is None):
             return self._plainer(form, call, why)
         if any(kind) and self._pads:
             self._pads = False
             logger.warning(
-                "Padding changes what %s answers (by %.2g of the largest value; %.2g is accepted): it is compiled for each "
-                "size by itself, at most %d of them.",
+                "Padding changes the outputs of %s by %.2g of the largest value; at most %.2g is accepted. From now on, accel does "
+                "not pad the inputs and compiles the model for each input size, up to %d sizes.",
                 type(self.model).__name__, gap, self.tolerance, self.config.graphs,
             )  # fmt: skip
             return self.answer(call)
         raise PrepareError(
-            f"{type(self.model).__name__} compiled for {form.name} differs from what it answered before by {gap:.2g} "
-            f"of the largest value; {self.tolerance:.2g} is accepted in {self.compute_dtype}.",
-            fix="use another dtype, leave quantization out, or call model.restore().",
+            f"The outputs of {type(self.model).__name__} compiled for {form.name} differ from the outputs of the original model by "
+            f"{gap:.2g} of the largest value; at most {self.tolerance:.2g} is accepted in {self.compute_dtype}.",
+            fix="pass another dtype=..., leave quantization out, or call model.restore() to use the original model.",
         )
 
     def _plainer(self, form: CompiledForm, call: dict[str, Any], why: str) -> Any:
         """Turn off packed attention, or joined matrix products, from now on, and compute the call again."""
-        part = "attention of our own, and with its padding" if form.attends else "joining products"
+        part = "packed attention" if form.attends else "joined matrix products"
         self._encoder, self._fuses = (None, self._fuses) if form.attends else (self._encoder, False)
         self._repeats.forget()
-        logger.warning("%s is compiled without %s: otherwise %s.", type(self.model).__name__, part, why)
+        logger.warning(
+            "From now on, %s is compiled without %s, which may be slower. Reason: %s",
+            type(self.model).__name__,
+            part,
+            why,
+        )
         return self.answer(call)
 
     def _drop(self, form: CompiledForm) -> None:
@@ -501,9 +516,10 @@ class CompiledModel:
         form.eager_ms, form.ms = min(times["eager"]) * 1e3, min(times["compiled"]) * 1e3
         if slower():
             form.call = None
-            form.why = f"compiled code takes {form.ms:.3g} ms, the model as it was {form.eager_ms:.3g}"
+            form.why = f"compiled code takes {form.ms:.3g} ms and the original model takes {form.eager_ms:.3g} ms"
             logger.warning(
-                "%s is not faster for %s: %s. Such calls run as it was; keep_slower=True keeps the compiled code.",
+                "Compiled code of %s is not faster for %s: %s. Calls of this size run the original model. Pass keep_slower=True to run "
+                "the compiled code.",
                 type(self.model).__name__, form.name, form.why,
             )  # fmt: skip
 

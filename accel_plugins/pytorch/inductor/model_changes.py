@@ -75,14 +75,14 @@ class ModelSnapshot:
         try:
             objects = self._parts.values()
         except KeyError:
-            return "parts of it were taken away"
+            return "a parameter, buffer or submodule was removed"
         if not all(map(operator.is_, objects, self._objects)):
             places = zip(self._parts.names, objects, self._objects, strict=True)
             return f"{next(name for name, new, old in places if new is not old)} was replaced"
         if self._written() != self._state or not all(
             torch.equal(torch.stack(group), before) for group, before in zip(self._samples, self._sampled, strict=True)
         ):
-            return "its weights were changed or moved"
+            return "its weights were changed or moved to another device or data type"
         return self._other_settings() or self._other_hooks()
 
     def _written(self) -> tuple[object, ...]:
@@ -105,18 +105,18 @@ class ModelSnapshot:
         try:
             values = self._settings.values()
         except KeyError:
-            return "settings of its parts were taken away"
+            return "an attribute of a submodule or of a config was removed"
         if values == self._values:
             return ""
         places = zip(self._settings.names, values, self._values, strict=True)
-        return next((f"{name} was {old!r} and is {new!r}" for name, new, old in places if new != old), "")
+        return next((f"{name} was {old!r} and is now {new!r}" for name, new, old in places if new != old), "")
 
     def _other_hooks(self) -> str:
         if self._last_hook == RemovableHandle.next_id and not self._hooks:
             return ""
         last, found = RemovableHandle.next_id, self._hooked()
         if len(found) != len(self._hooks) or not all(map(operator.is_, found, self._hooks)):
-            return "hooks of its parts were added or removed"
+            return "hooks of its submodules were added or removed"
         self._last_hook = last
         return ""
 

@@ -62,19 +62,23 @@ def check_quantization(scheme: str, device: torch.device) -> None:
         ConfigError: The scheme cannot be used; the message names a remedy.
     """
     if scheme == "int8" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"quantization={scheme!r} is done by torchao, which is not installed.", fix=_EXTRA)
+        raise ConfigError(f"quantization={scheme!r} needs the package torchao, which is not installed.", fix=_EXTRA)
     if scheme == "int8" and device.type == "cuda":
         raise ConfigError(
-            "torchao's product of 8-bit integers on GPUs takes no fewer than 17 rows, and sizes that are multiples of 8: heads cannot "
-            "be compiled.",
-            fix="use quantization='float8', or leave it out and compute in float16.",
+            "quantization='int8' is not supported on GPUs. The int8 matrix product of torchao needs at least 17 rows and sizes that "
+            "are multiples of 8, so the last layers of most models cannot be compiled.",
+            fix="use quantization='float8', or leave quantization out and pass dtype='float16'.",
         )
     if scheme == "float8":
         if device.type != "cuda":
-            raise ConfigError(f"float8 is for NVIDIA GPUs, not for {device}.", fix="use quantization='int8'.")
+            raise ConfigError(
+                f"quantization='float8' is supported only on NVIDIA GPUs, not on {device}.",
+                fix="use quantization='int8'.",
+            )
         if torch.cuda.get_device_capability(device) < (8, 9):
             raise ConfigError(
-                "This GPU computes in no float8 (it came with sm_89).", fix="leave it out and compute in float16."
+                "This GPU does not support float8: quantization='float8' needs compute capability 8.9 (sm_89) or higher.",
+                fix="leave quantization out and pass dtype='float16'.",
             )
 
 
@@ -82,7 +86,8 @@ def _quantize(model: Any, scheme: str) -> None:
     if scheme == "float8":
         if not round_layers(model):
             raise PrepareError(
-                f"{type(model).__name__} has no linear layer that gains by 8-bit floats.", fix="leave quantization out."
+                f"{type(model).__name__} has no linear layer that would be faster in float8.",
+                fix="leave quantization out.",
             )
         return
     try:
@@ -92,4 +97,6 @@ def _quantize(model: Any, scheme: str) -> None:
 
             quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     except Exception as error:
-        raise PrepareError(f"torchao cannot quantize {type(model).__name__} to {scheme}: {error}") from error
+        raise PrepareError(
+            f"torchao cannot quantize {type(model).__name__} to {scheme}: {error}", fix="leave quantization out."
+        ) from error

@@ -73,7 +73,7 @@ def _attend(
     """
     odd = [name for name, told in others.items() if told is not None and name not in _HARMLESS]
     if odd or dropout:
-        raise NotImplementedError(f"attention with {', '.join(odd) or 'dropout'}")
+        raise NotImplementedError(f"compiled steps do not support attention with {', '.join(odd) or 'dropout'}")
     rows, heads, _, size = query.shape
     shared, capacity = key.shape[1:3]
     scale = size**-0.5 if scaling is None else scaling
@@ -320,8 +320,8 @@ class CompiledStepsSession(ModuleDecoderSession):
                 if not self._told:
                     self._told = True
                     logger.warning(
-                        "Steps are compiled for %d sizes, and no more: those of %d rows with room for %d tokens run as the model "
-                        "is. provider_options={'graphs': ...} allows more.", self._most, *key,
+                        "Decoding steps are compiled for %d sizes, which is the limit. Steps for %d rows of up to %d tokens run "
+                        "without compiled code. Pass provider_options={'graphs': ...} to compile more sizes.", self._most, *key,
                     )  # fmt: skip
                 return super()._extend(model, tensors, state, new)
             state.enter(self._slot(key, state.cache.layers))
@@ -342,7 +342,7 @@ class CompiledStepsSession(ModuleDecoderSession):
         config = model.config.get_text_config(decoder=True)
         if odd := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
             # Some models apply these layer types only in their attention mask, and the mask is replaced here.
-            raise NotImplementedError(f"layers with {', '.join(sorted(odd))}")
+            raise NotImplementedError(f"compiled steps do not support layers with {', '.join(sorted(odd))}")
         batch, capacity = key
         slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._step_code)
         slot.fill(state.cache.layers, state.length)
@@ -353,7 +353,9 @@ class CompiledStepsSession(ModuleDecoderSession):
     ) -> torch.Tensor:
         """Compile for these sizes, compare one step with the original model, and return the original model's logits."""
         logger.info(
-            "compiling steps of %s, %d rows with room for %d tokens: this may take minutes", type(model).__name__, *key
+            "compiling decoding steps of %s for %d rows of up to %d tokens: this may take minutes",
+            type(model).__name__,
+            *key,
         )
         trial = state.clone()
         assert isinstance(trial, StepState)
@@ -370,12 +372,12 @@ class CompiledStepsSession(ModuleDecoderSession):
                 # The second call replays the CUDA graph.
                 found = trial.slot.run(tensors, trial.length) if self.where.type == "cuda" else found
             gap = difference(found, expected)
-            why = f"they differ by {gap:.2g} of the largest value" if not gap <= self._tolerance else ""
+            why = f"the logits differ by {gap:.2g} of the largest value" if not gap <= self._tolerance else ""
         # The compiler may raise any exception.
         except Exception as error:  # noqa: BLE001
             why = f"{type(error).__name__}: {first_lines(error)}"
         if why:
-            logger.warning("Steps of %s run as the model is, not compiled: %s", type(model).__name__, why)
+            logger.warning("Decoding steps of %s run without compiled code. Reason: %s", type(model).__name__, why)
             self._why_eager = why
             trial.slot = None
             self._steps.clear()
