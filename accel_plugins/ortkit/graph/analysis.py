@@ -1,4 +1,4 @@
-"""Static analysis of graph values: producers and readers, axis sizes, shapes computed from sizes, and bounds of elements."""
+"""Static analysis of graph values: producers and readers, axis sizes, shapes computed from axis sizes, and value bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _DEPTH = 24
 
 
 def dims(value: ir.Value | None) -> list[Dim] | None:
-    """Return the axis sizes of a value; equal entries are equal sizes. Return `None` if the rank is unknown."""
+    """Return the axis sizes of a value as numbers or axis names; `None` if the rank is unknown.
+
+    Two axes with equal entries have the same size.
+    """
     if value is None or value.shape is None:
         return None
     sizes: list[Dim] = []
@@ -35,7 +38,7 @@ def producer(value: ir.Value | None, operator: str, domain: str = "") -> ir.Node
 
 
 def unwrapped(value: ir.Value | None, *operators: str) -> ir.Value | None:
-    """Skip the operators of these types that produce a value, following their first inputs; return the value before them."""
+    """Return the value from which operators of these types computed `value`, following the first input of each operator."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type not in operators or not node.inputs:
             break
@@ -51,7 +54,7 @@ def only_user(value: ir.Value | None) -> ir.Node | None:
 
 
 def constant_term(node: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
-    """Return (other operand, vector) of a node that combines a value with a constant vector, for example a bias."""
+    """Return (other operand, vector) if one operand of a node is a constant vector, for example a bias; else `None`."""
     if node is None:
         return None
     for value, vector in (node.inputs, reversed(node.inputs)):
@@ -90,7 +93,10 @@ class Linear:
 
 
 def linear(value: ir.Value | None) -> Linear | None:
-    """Return the product with a constant matrix, with an optional constant bias, that produces a value, else `None`."""
+    """Return the linear layer that produces a value: a product with a constant matrix and an optional constant bias.
+
+    Return `None` if the value is not the result of a linear layer.
+    """
     product, bias = value, None
     term = constant_term(producer(value, "Add"))
     if term is not None:
@@ -111,7 +117,7 @@ Split = tuple[ir.Value, int, int]
 
 
 def split_heads(value: ir.Value | None) -> Split | None:
-    """Return the value that `(batch, heads, length, depth)` was split from, else `None`."""
+    """Return the value before its split into heads `(batch, heads, length, depth)`; `None` if there was no split."""
     transpose = producer(value, "Transpose")
     if transpose is None or list(transpose.attributes.get_ints("perm", [])) != [0, 2, 1, 3]:
         return None
@@ -119,7 +125,7 @@ def split_heads(value: ir.Value | None) -> Split | None:
 
 
 def reshaped_heads(value: ir.Value | None) -> Split | None:
-    """Return the value that `(batch, length, heads, depth)` was reshaped from, else `None`."""
+    """Return the value before its reshape to `(batch, length, heads, depth)`; `None` if there was no reshape."""
     reshape = producer(value, "Reshape")
     if reshape is None or reshape.inputs[0] is None:
         return None
@@ -143,7 +149,10 @@ def readers(value: ir.Value | None) -> list[ir.Node]:
 
 
 def shape_value(value: ir.Value | None, depth: int = _DEPTH) -> list[Dim] | None:
-    """Return the elements of an integer vector or scalar that is computed only from axis sizes and constants, else `None`."""
+    """Return the elements of an integer vector or scalar as numbers and axis names.
+
+    Return `None` if the value is computed from anything other than axis sizes and constants.
+    """
     if value is None or depth == 0:
         return None
     array = constant(value)
@@ -250,7 +259,7 @@ def _comparison(operator: str, left: tuple[float, float], right: tuple[float, fl
 
 
 def _reduced(node: ir.Node, item: tuple[float, float]) -> tuple[float, float]:
-    """Return the bounds of a sum over axes; an axis of unknown size has at least one element."""
+    """Return the bounds of a sum over axes, from the bounds of an item; an axis of unknown size has at least one item."""
     sizes = dims(node.inputs[0])
     axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if sizes is None or axes is None:
@@ -259,7 +268,7 @@ def _reduced(node: ir.Node, item: tuple[float, float]) -> tuple[float, float]:
     if all(isinstance(count, int) for count in counts):
         total = math.prod(count for count in counts if isinstance(count, int))
         return item[0] * total, item[1] * total
-    # Every unknown size is at least 1, so only the bound on the side of zero is finite.
+    # The number of items is unknown but at least 1: a sum of items that are at least 2, for example, is at least 2.
     low = item[0] if item[0] >= 0 else -math.inf
     high = item[1] if item[1] <= 0 else math.inf
     return low, high

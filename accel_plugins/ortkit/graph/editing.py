@@ -41,8 +41,8 @@ _CACHE_TYPES: Mapping[ir.DataType | None, str] = {
 }
 INLINE_BYTES = 256
 """Weights with fewer bytes are stored in the graph file."""
-# Large weights are aligned to pages, because runtimes memory-map them page by page. For small weights, the alignment of
-# elements is enough.
+# Large weights start at a page boundary, because runtimes memory-map files page by page. Small weights start at a
+# multiple of the element size.
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1 << 20
 _ELEMENT_BYTES = 16
@@ -59,7 +59,9 @@ def load_graph(artifact: Artifact, component: Component) -> ir.Model:
 
 
 def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
-    """Return the graph in a file. Initializers stay on disk until they are read; weights in node attributes are loaded.
+    """Return the graph in a file; initializers stay on disk until they are read.
+
+    Weights in node attributes are loaded immediately.
 
     The weight files are in the folder of `path.resolve()`.
 
@@ -85,7 +87,7 @@ def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
                         attribute.value.base_dir = path.parent
                         tensor = _resolved_link(attribute.value, path)
                         node.attributes[name] = ir.AttrTensor(name, _in_memory(tensor))
-    # For damaged files, onnx_ir raises errors of protobuf, of NumPy and of its own.
+    # For damaged files, onnx_ir raises many types of errors: those of protobuf and of NumPy, and its own types.
     except Exception as error:
         raise IntegrityError(
             f"{path} cannot be read as ONNX: {error}.", fix="copy the file again, or export the model again."
@@ -94,7 +96,9 @@ def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
 
 
 def _resolved_link(tensor: ir.ExternalTensor, graph: Path) -> ir.ExternalTensor:
-    """Return a weight with the target of its file's symbolic link as location, if the target is next to the graph's target.
+    """Return a weight whose location is the target of the weight file's symbolic link.
+
+    The weight stays unchanged if this target is not in the folder of the target of the graph file's link.
 
     In a Hub snapshot, each file is a link to a file with another name in another folder. onnx_ir and ONNX Runtime
     refuse to read weights through such links.
@@ -120,7 +124,7 @@ def _in_memory(tensor: ir.ExternalTensor) -> ir.Tensor:
 
 
 def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]:
-    """Write graphs and one file with the weights of all of them next to the graphs.
+    """Write graphs into a folder, and one file with the weights of all graphs next to the graph files.
 
     Weights with the same bytes are stored once, for example tied weights, embeddings that are also the output layer,
     and tables that both the encoder and the decoder contain.
@@ -134,15 +138,15 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
     """
     for model in models.values():
         if len(list(model.graphs())) > 1:
-            # New nodes were named within their own graph, but a name must be unique across a graph and its outer
-            # graphs.
+            # `NewNodes` makes names unique within one graph only, but ONNX requires names that are unique across a
+            # graph and its subgraphs.
             passes.NameFixPass()(model)
     first = Path(next(iter(models)))
     weights = first.with_name(f"{first.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
     base = (folder / weights).parent
     base.mkdir(parents=True, exist_ok=True)
     offsets: dict[object, tuple[int, int]] = {}
-    places: dict[bytes, tuple[int, int]] = {}
+    stored: dict[bytes, tuple[int, int]] = {}
     replaced: list[tuple[ir.Value, Any]] = []
     with (folder / weights).open("wb") as file:
         for model in models.values():
@@ -151,21 +155,21 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
                     tensor = value.const_value
                     if tensor is None or tensor.nbytes < INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
                         if isinstance(tensor, ir.ExternalTensor):
-                            # Files of other tools may store even small weights externally.
+                            # Another tool stored this small weight externally; accel stores it in the graph.
                             value.const_value = _in_memory(tensor)
                         continue
                     key = identity(tensor)
                     if key not in offsets:
                         digest = content(tensor)
-                        if digest not in places:
+                        if digest not in stored:
                             alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
                             file.write(b"\0" * (-file.tell() % alignment))
-                            places[digest] = (file.tell(), tensor.nbytes)
+                            stored[digest] = (file.tell(), tensor.nbytes)
                             if hasattr(tensor, "tofile"):
                                 tensor.tofile(file)
                             else:
                                 file.write(tensor.tobytes())
-                        offsets[key] = places[digest]
+                        offsets[key] = stored[digest]
                     replaced.append((value, tensor))
     for value, tensor in replaced:
         offset, length = offsets[identity(tensor)]
@@ -179,7 +183,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
             model.metadata_props[MARK] = MANIFEST
             write_graph(model, folder / name)
     finally:
-        # Restore the original weights of the caller's graphs, which may be in memory or in another file.
+        # Give the caller's graphs their original weights again, because only `write_graph` needed weights in the new file.
         for value, tensor in replaced:
             value.const_value = tensor
     if not offsets:
@@ -188,19 +192,19 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
 
 
 def merge_initializers(model: ir.Model) -> None:
-    """Let layers that share a weight in memory use one initializer, without reading the weights.
+    """Use a single initializer for all layers that share a weight in memory; weights are not read.
 
-    The exporter's optimizer transposes a shared weight once for each layer that uses it, which duplicates the
-    initializer.
+    The optimizer that the exporter runs transposes a shared weight once for each layer that uses the weight. The result
+    is several initializers with the same memory.
     """
     for graph in model.graphs():
-        first: dict[object, ir.Value] = {}
+        initializers: dict[object, ir.Value] = {}
         for name, value in list(graph.initializers.items()):
             if value.const_value is None or value.is_graph_input() or value.is_graph_output():
                 continue
-            kept = first.setdefault((identity(value.const_value), str(value.shape)), value)
-            if kept is not value:
-                value.replace_all_uses_with(kept)
+            initializer = initializers.setdefault((identity(value.const_value), str(value.shape)), value)
+            if initializer is not value:
+                value.replace_all_uses_with(initializer)
                 del graph.initializers[name]
 
 
@@ -210,7 +214,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
-    """Write a graph file without changes to the graph, except that `value_info` of initializers is left out.
+    """Write a graph file; only the `value_info` entries of initializers are left out.
 
     Initializers already have types and shapes. ONNX Runtime's `quantize_dynamic` transposes some initializers and fails
     if the shape is also recorded in `value_info`.
@@ -234,7 +238,10 @@ def content(tensor: Any) -> bytes:
 
 
 def identity(tensor: Any) -> object:
-    """Return a key that is equal for weights in the same memory or at the same file position, while the weights are alive."""
+    """Return a key that is equal for weights in the same memory or at the same file position.
+
+    The key is valid as long as the weights exist.
+    """
     if isinstance(tensor, ir.ExternalTensor):
         return str(tensor.path), tensor.offset, tensor.length
     raw: Any = getattr(tensor, "raw", None)
@@ -256,9 +263,9 @@ def write_artifact(
 ) -> Artifact:
     """Write an artifact with the graphs that a stage made; copy the tokenizer and other companion files.
 
-    The manifest is the parent's, extended by a step. Component specs stay the same, because a stage never changes
-    inputs and outputs. Only the data types of KV cache buffers, which are internal, and the operator domains come from
-    the graphs.
+    The manifest is the manifest of the input artifact with one more step. Component specs stay the same, because a
+    stage never changes inputs and outputs. Only the operator domains and the data types of the KV cache buffers, which
+    are internal, are read from the graphs.
     """
     parent = _as_in_graphs(parent, models)
     weights = save_graphs({component.file: models[component.name] for component in parent.components}, out)
@@ -278,7 +285,7 @@ def write_artifact(
 
 
 def _as_in_graphs(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
-    """Return the artifact with the graphs' operator domains and the graphs' data types of KV cache inputs and outputs."""
+    """Return the artifact with operator domains, and data types of KV cache inputs and outputs, as the graphs have them."""
 
     def typed(spec: TensorSpec, kinds: Mapping[str | None, ir.DataType | None]) -> TensorSpec:
         return spec if spec.pair is None else replace(spec, dtype=_CACHE_TYPES.get(kinds.get(spec.name), spec.dtype))
@@ -297,14 +304,18 @@ def _as_in_graphs(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifac
 def operator_domains(model: ir.Model) -> tuple[str, ...]:
     """Return the sorted domains of the operators in a graph.
 
-    For functions that the file defines, the operators inside them count.
+    If the file defines ONNX functions, the operators inside the functions count, not the functions themselves.
     """
-    own = {(key[0], key[1]) for key in model.functions}
-    inside = [node for function in model.functions.values() for node in function.all_nodes()]
-    used = [*(node for graph in model.graphs() for node in graph), *inside]
+    defined_functions = {(key[0], key[1]) for key in model.functions}
+    function_nodes = [node for function in model.functions.values() for node in function.all_nodes()]
+    candidates = [*(node for graph in model.graphs() for node in graph), *function_nodes]
     return tuple(
         sorted(
-            {"" if node.domain == "ai.onnx" else node.domain for node in used if (node.domain, node.op_type) not in own}
+            {
+                "" if node.domain == "ai.onnx" else node.domain
+                for node in candidates
+                if (node.domain, node.op_type) not in defined_functions
+            }
         )
     )
 
@@ -340,7 +351,7 @@ def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     unique, n = name, 1
     while unique in graph.initializers:
         unique, n = f"{name}_{n}", n + 1
-    # Unlike `ascontiguousarray`, `asarray` keeps scalars without axes.
+    # Do not use `ascontiguousarray` here: it would give a scalar an axis.
     tensor = ir.tensor(np.asarray(array, order="C"), name=unique)
     value = ir.Value(name=unique, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
     graph.register_initializer(value)
@@ -436,7 +447,7 @@ def replace_node(old: ir.Node, new: ir.Node) -> None:
 
 
 def insert_after(value: ir.Value, graph: ir.Graph, new_nodes: Sequence[ir.Node]) -> None:
-    """Insert nodes after the producer of a value, or at the start of the graph if the producer is not a node in it."""
+    """Insert nodes after the producer of a value, or at the start of the graph if no node of this graph produces the value."""
     maker = value.producer()
     if maker is not None and maker.graph is graph:
         graph.insert_after(maker, new_nodes)

@@ -92,16 +92,18 @@ def _is_kept(before: Signature, after: Signature, inputs: int) -> bool:
 
 def _read_before_made(graph: ir.Graph, outer: set[ir.Value | None]) -> str | None:
     """Return the first value that is read before a node produces it, or `None`."""
-    known = {None, *outer, *graph.inputs, *graph.initializers.values()}
+    available = {None, *outer, *graph.inputs, *graph.initializers.values()}
     for node in graph:
         for value in node.inputs:
-            if value not in known:
+            if value not in available:
                 return str(value)
         for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH and (inner := _read_before_made(attribute.as_graph(), known)):
+            if attribute.type == ir.AttributeType.GRAPH and (
+                inner := _read_before_made(attribute.as_graph(), available)
+            ):
                 return inner
-        known.update(node.outputs)
-    return next((str(value) for value in graph.outputs if value not in known), None)
+        available.update(node.outputs)
+    return next((str(value) for value in graph.outputs if value not in available), None)
 
 
 Made = Callable[[], Rewrite]
@@ -109,14 +111,14 @@ Made = Callable[[], Rewrite]
 
 
 def graph_rewrite(rewrite: Callable[[ir.Model], int]) -> Made:
-    """Turn a function that changes a graph and returns the number of changed places into a pass."""
+    """Turn a function into a pass; the function must change a graph and return the number of changed places."""
     return lambda: Rewrite(rewrite.__name__, rewrite)
 
 
 def node_rewrite(*operators: str, domain: str = "") -> Callable[[Callable[[ir.Node], bool]], Made]:
-    """Decorate a function that rewrites one node and returns whether it did.
+    """Turn a function that rewrites one node into a pass; the function must return whether it changed the node.
 
-    The pass applies it to all nodes of these operators.
+    The pass calls the function for every node with one of these operator types.
     """
 
     def decorate(rewrite: Callable[[ir.Node], bool]) -> Made:

@@ -2,8 +2,8 @@
 
 `torch.export` writes attention as many operators: three products with biases, three splits into heads, a scaled
 product, an additive mask computed from a boolean tensor over (query, key), `Softmax`, a product, a `Where` that zeroes
-fully masked rows, and a merge of heads. The fused operators take the `(batch, sequence)` padding mask itself, and are
-correct for any mask.
+fully masked rows, and a merge of heads. The fused operators read the `(batch, sequence)` padding mask directly. Their
+result is correct for any mask.
 Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
 
@@ -34,10 +34,10 @@ class AttentionBlock:
         scale: The factor of the scores.
         padding: The `(batch, sequence)` graph value that is non-zero for the keys to attend to, or `None`.
         biases: Further terms added to the scores, each `(batch or 1, heads or 1, sequence, sequence)`.
-        empty: `(batch, 1, sequence, 1) bool`, true for queries whose result is set to zero. `None` if there are none,
-            or if they follow from `padding`.
+        empty: `(batch, 1, sequence, 1) bool`, true for queries whose result is set to zero. `None` if no result is
+            set to zero, or if `padding` alone decides which results are zero.
         zero_empty: Whether the result is zero in batch rows where `padding` masks every key.
-        low: The number that is added to the scores of masked keys.
+        low: The number that the graph adds to the scores of masked keys.
         result: The output of the whole block, `(batch, sequence, heads * depth)`.
     """
 
@@ -98,7 +98,7 @@ def _is_whole(bias: ir.Value, block: AttentionBlock) -> bool:
     return sizes[0] in (1, query[0]) and sizes[2:] == [query[1], key[1]]
 
 
-# Matching of attention blocks
+# The following functions find attention blocks in a graph.
 
 
 def _match(softmax: ir.Node, *, reads_padding: bool = True) -> AttentionBlock | None:
@@ -134,7 +134,8 @@ def _match(softmax: ir.Node, *, reads_padding: bool = True) -> AttentionBlock | 
     end, empty = _after(product)
     zero_empty = False
     if empty is not None:
-        # Queries without any key follow from the padding alone, or from a separate condition, which the block keeps.
+        # `empty` marks queries without a visible key. If the graph computes `empty` from the padding, the block needs
+        # only the padding. If not, the block keeps `empty` as a separate condition.
         if condition is not None and counted_condition(empty) is condition:
             zero_empty, empty = True, None
         elif len(dims(empty) or ()) != 4 or (dims(empty) or [])[1::2] != [1, 1]:
@@ -180,7 +181,10 @@ def _scores(term: ir.Value) -> tuple[Split, Split, float] | None:
 
 
 def _after(product: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """Return the product's result and `None`, or, if a `Where` zeroes masked rows, its output and its condition."""
+    """Return the result of the product of weights and values, and the condition that sets masked rows of it to zero.
+
+    The condition is the first input of a `Where` after the product; `None` if there is no `Where`.
+    """
     value = product.outputs[0]
     user = only_user(value)
     if user is not None and user.op_type == "Where" and user.inputs[2] is value and scalar(user.inputs[1]) == 0.0:
@@ -189,7 +193,7 @@ def _after(product: ir.Node) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _merge(value: ir.Value, hidden: int) -> ir.Value | None:
-    """Return the value after the heads are merged again, else `None`."""
+    """Return the value after the merge of heads (`Transpose` and `Reshape`) that follows a value; `None` without a merge."""
     transpose = only_user(value)
     if transpose is None or transpose.op_type != "Transpose":
         return None
@@ -210,7 +214,7 @@ def _is_bias(value: ir.Value, heads: int) -> bool:
     return sizes is not None and len(sizes) == 4 and sizes[1] in (1, heads) and sizes[2] != 1
 
 
-# Replacement of attention blocks
+# The following functions replace attention blocks.
 
 
 def _replace(block: AttentionBlock, softmax: ir.Node, packed: Packed | None) -> None:
@@ -219,15 +223,16 @@ def _replace(block: AttentionBlock, softmax: ir.Node, packed: Packed | None) -> 
     Args:
         block: The attention block.
         softmax: The `Softmax` node of the block.
-        packed: Weights packed so far. `None`: keep the separate products for query, key and value.
+        packed: The concatenated weights that earlier calls added, reused for equal weights. If this is `None`, the
+            separate products for query, key and value are kept.
     """
     end = block.result.producer()
     assert end is not None
     new = NewNodes(root_graph(softmax), f"{softmax.name}.attention")
     attributes: dict[str, Any] = {"num_heads": block.heads, "scale": block.scale}
     if block.padding is not None and not block.zero_empty:
-        # Very low numbers absorb the scores by rounding. Then a row whose keys are all masked gives its keys equal weights, as in
-        # the original graph.
+        # A row whose keys are all masked must give all keys the same weight, as in the original graph. Adding a very low
+        # number has this effect, because the scores are lost by rounding.
         attributes["mask_filter_value"] = max(block.low, float(np.finfo(np.float32).min))
     mask = key_mask(block.padding, new.graph) if block.padding is not None else None
     bias = None
@@ -251,7 +256,7 @@ def _replace(block: AttentionBlock, softmax: ir.Node, packed: Packed | None) -> 
         else:
             empty = new.op("Squeeze", block.empty, new.constant([1]))
             if packed is None:
-                # `Mul` needs one pass over memory; on the CPU, `Where` needs three.
+                # ONNX Runtime's CPU kernel of `Where` passes over memory three times; `Mul` passes over memory once.
                 keep = new.op("Cast", new.op("Not", empty), to=dtype, dtype=dtype)
                 result = new.op("Mul", result, keep, like=block.result)
             else:

@@ -20,12 +20,13 @@ _HEAD_SIZE_MULTIPLE = 16
 
 @graph_rewrite
 def fuse_inner_rotary(model: ir.Model) -> int:
-    """Fuse `Split` and `RotaryEmbedding` into the following attention with a KV cache: a GPU launches one kernel instead of four.
+    """Fuse `Split` and both `RotaryEmbedding` nodes into `GroupQueryAttention`: one kernel launch replaces four.
 
-    The operator looks up angles by each token's position id, and needs a table with as many rows as the cache has
-    tokens. The table is the one that the graph computed for the tokens of this call (see `fuse_rotary`), so it is
-    correct for any scaling of positions; rows that are never read are appended. Graphs with attention windows, soft
-    caps or sinks are not changed, because flash attention computes them.
+    `GroupQueryAttention` reads the cosine and sine of each token from a table, by the token's position id. The table
+    contains the values that the graph computed for the tokens of this call (see `fuse_rotary`), so the result is
+    correct for any scaling of positions. The operator requires one table row for each token of the KV cache, so rows
+    that are never read are appended. Graphs with attention windows, soft caps or sinks are not changed, because ONNX
+    Runtime computes their attention with flash attention.
     """
     count = 0
     if not all(map(_is_plain, nodes(model, _OPERATOR, domain=MICROSOFT))):
@@ -54,7 +55,7 @@ def fuse_inner_rotary(model: ir.Model) -> int:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Return whether an attention has no window, no soft cap and no sinks."""
+    """Return whether a `GroupQueryAttention` node has no window, no soft cap and no sinks."""
     window, cap = node.attributes.get_int("local_window_size", -1), node.attributes.get_float("softcap", 0.0)
     return window <= 0 and cap == 0 and all(value is None for value in node.inputs[_SINKS:])
 
@@ -79,17 +80,20 @@ def _fits(node: ir.Node, query: ir.Node) -> bool:
 
 
 def _packed(inputs: list[ir.Value | None], users: list[ir.Node]) -> ir.Value | None:
-    """Return the value that is split into query, key and value, if each part is read only by the matching node of `users`."""
+    """Return the packed value that a `Split` divides into query, key and value; else `None`.
+
+    Also return `None` if a node other than the matching node of `users` reads a part.
+    """
     split = producer(inputs[0], "Split")
     if split is None or len(split.outputs) != len(users) or split.attributes.get_int("axis", 0) not in (-1, 2):
         return None
     parts = zip(inputs, split.outputs, users, strict=False)
-    own = all(part is output and only_user(output) is user for part, output, user in parts)
-    return split.inputs[0] if own else None
+    is_private = all(part is output and only_user(output) is user for part, output, user in parts)
+    return split.inputs[0] if is_private else None
 
 
 def _longer(wave: ir.Value | None, node: ir.Node, tables: dict[int, ir.Value]) -> ir.Value:
-    """Append rows to a table `(tokens, depth / 2)`: as many as the cache has capacity for tokens."""
+    """Return a table `(tokens, depth / 2)` with more rows; the number of added rows is the token capacity of the KV cache."""
     assert wave is not None
     if id(wave) in tables:
         return tables[id(wave)]
@@ -106,7 +110,7 @@ def _longer(wave: ir.Value | None, node: ir.Node, tables: dict[int, ir.Value]) -
 
 
 def _replace(node: ir.Node, inputs: list[ir.Value | None]) -> None:
-    """Replace an attention node by one with other inputs, including the rotary tables."""
+    """Replace a `GroupQueryAttention` node by a node that reads `inputs`, including the rotary tables."""
     attributes = [*node.attributes.values(), ir.AttrInt64("do_rotary", 1)]
     attention = ir.Node(MICROSOFT, _OPERATOR, inputs, attributes, num_outputs=len(node.outputs), name=node.name)
     root_graph(node).insert_before(node, attention)

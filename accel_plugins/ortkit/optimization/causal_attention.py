@@ -1,10 +1,10 @@
 """Decoder graphs without an attention mask, for attention kernels that take the length of each row of the batch.
 
 The graph in an artifact gives `GroupQueryAttention` an additive bias that marks the visible keys of each query. ONNX
-Runtime's CUDA kernel does not support that bias. If the bias means only "no later tokens, no padding, no tokens outside
-the window", the operator does not need it: it is causal, it takes the length of each row, and it has a window. In the
-graphs that this module writes, the lengths are inputs and there is no mask. Each row's tokens start at the beginning of
-its cache buffers; the state of a session moves them there.
+Runtime's CUDA kernel does not support a bias. If the bias hides only later tokens, padding and tokens outside of a
+window, the operator does not need the bias: the operator is causal, reads the length of each row, and has an attribute
+for the window. In the graphs that this module writes, the lengths are inputs and there is no mask. The tokens of each
+row start at the beginning of the row's cache buffers; the state of a session moves the tokens to this position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOTAL = "accel.total"
 Later, at least the longest row's length.
 """
 _LENGTHS, _TOTAL, _BIAS = 5, 6, 10
-# A file with embedded weights would be loaded into memory a second time.
+# For files with embedded weights above this size, `lengths_form` returns `None`: it would load the weights twice.
 _LARGE_BYTES = 256 << 20
 _FIX = "run the model on the CPU: backend='cpu'."
 
@@ -45,8 +45,8 @@ class CausalForm:
     Attributes:
         model: The serialized graph; its weights stay in the files next to the original.
         windowed: Whether a layer attends only to a window of the last tokens.
-        rotary_inside: Whether `GroupQueryAttention` rotates queries and keys. Flash attention would ignore the given
-            position ids in that case.
+        rotary_inside: Whether `GroupQueryAttention` rotates queries and keys. If so, flash attention must not run,
+            because it ignores the position ids of the graph.
     """
 
     model: bytes
@@ -56,7 +56,7 @@ class CausalForm:
 
 @dataclass(frozen=True, slots=True)
 class _VisibleKeys:
-    """The keys that a condition over (query, key) makes visible; all of the restrictions apply.
+    """The keys that a condition over (query, key) makes visible: keys that no attribute hides.
 
     Attributes:
         causal: Keys after the query are hidden.
@@ -94,13 +94,14 @@ def lengths_form(path: Path) -> bytes | None:
     """Return the serialized decoder graph of a file with the additional input `accel.lengths (batch,) int32`.
 
     The graph of an artifact computes the position of each row's last token from the width of the mask. With lengths as
-    an input, each row can start at the first column of its cache buffers, so each row is computed exactly as in a batch
-    of one. Padding in front would round sums in another order. The mask stays an input, and the weights stay in their
-    files.
+    an input, each row can start at the first column of its cache buffers, and the graph computes each row exactly as in
+    a batch of one row. With padding in front of the tokens, sums would be rounded in another order. The mask stays an
+    input, and the weights stay in their files.
 
     Returns:
-        The graph, or `None` if rows cannot have different lengths: an attention uses other keys than the unmasked
-        tokens up to the query, or the mask is read elsewhere. Also `None` for a large file with embedded weights.
+        The graph, or `None` if rows cannot have different lengths: the visible keys of an attention are not exactly the
+        unmasked tokens up to the query, or nodes outside of attention read the mask. Also `None` for a large file with
+        embedded weights.
     """
     if path.stat().st_size > _LARGE_BYTES:
         return None
@@ -125,9 +126,9 @@ def _lengths_input(graph: ir.Graph) -> ir.Value:
 
 
 def take_lengths(model: ir.Model, name: str) -> bool:
-    """Rewrite a decoder graph to take lengths instead of a mask; see `causal_form`.
+    """Rewrite a decoder graph in place to read row lengths instead of a mask; see `causal_form`.
 
-    Return whether a layer has a window.
+    Return whether any attention has a window.
     """
     graph = model.graph
     attentions = list(nodes(model, "GroupQueryAttention", domain=MICROSOFT))
@@ -137,16 +138,16 @@ def take_lengths(model: ir.Model, name: str) -> bool:
             f"{name} has a KV cache but no GroupQueryAttention nodes with an attention mask; accel needs them to run a decoder on a GPU.",
             fix=_FIX,
         )
-    seen = [_seen_by(node, mask, name) for node in attentions]
+    visible_keys = [_seen_by(node, mask, name) for node in attentions]
     lengths = _lengths_input(graph)
     total = ir.Value(name=TOTAL, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
     graph.inputs.append(total)
-    for node, one in zip(attentions, seen, strict=True):
+    for node, visible in zip(attentions, visible_keys, strict=True):
         node.replace_input_with(_LENGTHS, lengths)
         node.replace_input_with(_TOTAL, total)
         node.replace_input_with(_BIAS, None)
-        if one.window:
-            node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", one.window)
+        if visible.window:
+            node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", visible.window)
     passes.RemoveUnusedNodesPass()(model)
     if mask.uses():
         users = sorted({use.node.op_type for use in mask.uses()})
@@ -156,14 +157,15 @@ def take_lengths(model: ir.Model, name: str) -> bool:
             fix=_FIX,
         )
     graph.inputs.remove(mask)
-    return any(one.window for one in seen)
+    return any(visible.window for visible in visible_keys)
 
 
 def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
-    """Return which keys an attention makes visible.
+    """Return the keys that an attention node makes visible.
 
     Raises:
-        NoCausalFormError: The attention needs a bias, because the operator has no attribute or input for its condition.
+        NoCausalFormError: The attention node needs its bias, because the bias hides other keys than later tokens,
+            padding and tokens outside of a window.
     """
     bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
     if bias is None:
@@ -186,15 +188,15 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
 
 
 def _read(condition: ir.Value | None, mask: ir.Value) -> _VisibleKeys | None:
-    """Return which keys a condition makes visible; `None` if any part of the condition is unknown."""
+    """Return the keys that a condition makes visible; `None` if accel does not recognize a part of the condition."""
     if condition is None:
         return None
     if bounds(condition) == (1.0, 1.0):
         return _VisibleKeys()
-    both = producer(condition, "And")
-    if both is not None:
-        one, other = (_read(item, mask) for item in both.inputs)
-        return one.also(other) if one is not None and other is not None else None
+    conjunction = producer(condition, "And")
+    if conjunction is not None:
+        left, right = (_read(item, mask) for item in conjunction.inputs)
+        return left.also(right) if left is not None and right is not None else None
     source = padding_source(condition)
     if source is not None:
         return _VisibleKeys(padding=True) if _same(source) is mask else None
@@ -202,17 +204,20 @@ def _read(condition: ir.Value | None, mask: ir.Value) -> _VisibleKeys | None:
 
 
 def _same(value: ir.Value | None) -> ir.Value | None:
-    """Return the original of a value, before casts, `Identity` and reshapes to the same shape."""
+    """Return the value before casts, `Identity` nodes and reshapes to the same shape."""
     while value is not None and (node := value.producer()) is not None:
-        kept = node.op_type == "Reshape" and dims(node.inputs[0]) == dims(value)
-        if node.domain or not (kept or node.op_type in ("Cast", "Identity")):
+        keeps_shape = node.op_type == "Reshape" and dims(node.inputs[0]) == dims(value)
+        if node.domain or not (keeps_shape or node.op_type in ("Cast", "Identity")):
             break
         value = node.inputs[0]
     return value
 
 
 def _comparison(condition: ir.Value) -> _VisibleKeys | None:
-    """Parse the comparisons `key <= query` (causal) and `key > query - window`, in any equivalent form."""
+    """Return the keys that a comparison of key and query positions makes visible, else `None`.
+
+    The comparison must be equivalent to `key <= query` (causal) or `key > query - window`.
+    """
     node = condition.producer()
     if node is None or node.domain or node.op_type not in ("LessOrEqual", "Less", "GreaterOrEqual", "Greater"):
         return None
@@ -221,19 +226,20 @@ def _comparison(condition: ir.Value) -> _VisibleKeys | None:
     left, right = _place(small), _place(large)
     if left is None or right is None:
         return None
-    (what, moved), (other, shift) = left, right
-    if (what, other) == ("key", "query"):
-        # The condition is key + moved <= query + shift, or the same with <.
-        return _VisibleKeys(causal=True) if shift - moved - strict == 0 else None
-    if (what, other) == ("query", "key"):
-        # The condition is query + moved < key + shift: the last (shift - moved) keys are visible; with <=, one more.
-        window = shift - moved + (not strict)
+    (small_kind, small_offset), (large_kind, large_offset) = left, right
+    if (small_kind, large_kind) == ("key", "query"):
+        # The condition is key + small_offset <= query + large_offset, or < instead of <= if `strict` is true.
+        return _VisibleKeys(causal=True) if large_offset - small_offset - strict == 0 else None
+    if (small_kind, large_kind) == ("query", "key"):
+        # The condition is query + small_offset < key + large_offset. It makes the last `large_offset - small_offset`
+        # keys visible; with <= instead of <, one more key is visible.
+        window = large_offset - small_offset + (not strict)
         return _VisibleKeys(window=window) if window > 0 else None
     return None
 
 
 def _place(value: ir.Value | None) -> tuple[str, int] | None:
-    """Return `("query", n)` or `("key", n)` if a value holds the positions of queries or keys plus `n`, else `None`.
+    """Return `("query", n)` or `("key", n)` if a value contains the positions of queries or keys plus `n`, else `None`.
 
     Query positions have the shape `(.., sequence, 1)`, key positions `(.., 1, total)`.
     """
@@ -243,15 +249,19 @@ def _place(value: ir.Value | None) -> tuple[str, int] | None:
     counted = _counted(value)
     if counted is None:
         return None
-    what, moved = counted
-    laid = sizes[-2:] == (["sequence", 1] if what == "query" else [1, "total"]) and all(
+    kind, offset = counted
+    has_layout = sizes[-2:] == (["sequence", 1] if kind == "query" else [1, "total"]) and all(
         size == 1 for size in sizes[:-2]
     )
-    return (what, moved) if laid else None
+    return (kind, offset) if has_layout else None
 
 
 def _counted(value: ir.Value | None) -> tuple[str, int] | None:
-    """Return what a value counts, and its offset: `key` counts from 0 to `total`, `query` from `total - sequence` to `total`."""
+    """Return the kind of positions that a value counts, and the constant that the graph adds to them; else `None`.
+
+    `key` positions count from 0 to `total`, `query` positions from `total - sequence` to `total`, and `new` positions
+    from 0 to `sequence`.
+    """
     node = value.producer() if value is not None else None
     if node is None or node.domain:
         return None
@@ -272,25 +282,29 @@ def _counted(value: ir.Value | None) -> tuple[str, int] | None:
 
 
 def _moved(node: ir.Node) -> tuple[str, int] | None:
-    """Return the counted positions of a sum or difference of positions and a constant."""
+    """Return the kind of positions and the offset (see `_counted`) of a sum or difference with a constant; else `None`."""
     pairs = [(0, 1), (1, 0)] if node.op_type == "Add" else [(0, 1)]
-    for one, other in pairs:
-        counted = _counted(node.inputs[one])
+    for index, other_index in pairs:
+        counted = _counted(node.inputs[index])
         if counted is None:
             continue
-        number = scalar(node.inputs[other])
+        number = scalar(node.inputs[other_index])
         if number is not None and number == int(number):
             return counted[0], counted[1] + (int(number) if node.op_type == "Add" else -int(number))
-        if counted[0] == "new" and node.op_type == "Add" and _size(node.inputs[other]) == "past":
+        if counted[0] == "new" and node.op_type == "Add" and _size(node.inputs[other_index]) == "past":
             return "query", counted[1]
     return None
 
 
 def _size(value: ir.Value | None) -> str | None:
-    """Return `total` or `sequence` if a value is the size of this axis, `past` if it is their difference, else `None`."""
+    """Return the name of the size that a value contains: `total`, `sequence`, or `past` for `total - sequence`; else `None`."""
     difference = producer(value, "Sub")
     if difference is not None:
         parts = [_size(item) for item in difference.inputs]
         return "past" if parts == ["total", "sequence"] else None
-    known = shape_value(value)
-    return str(known[0]) if known is not None and len(known) == 1 and known[0] in ("total", "sequence") else None
+    elements = shape_value(value)
+    return (
+        str(elements[0])
+        if elements is not None and len(elements) == 1 and elements[0] in ("total", "sequence")
+        else None
+    )

@@ -1,9 +1,9 @@
-"""Decoder graphs with attention as basic operators, for providers without a `GroupQueryAttention` kernel that takes a bias.
+"""Decoder graphs with attention as basic operators, for providers whose `GroupQueryAttention` kernel accepts no bias.
 
-ONNX Runtime's CUDA kernel of `GroupQueryAttention` does not take a bias, and no GPU kernel of it computes float32. In
-the graphs that this module writes, keys and values are concatenated to the past, so the cache is a longer tensor after
-each call. Attention is computed by `MatMul` and `Softmax`, and every bias of the model is added unchanged. The cost is
-a copy of the KV cache for each token.
+ONNX Runtime's CUDA kernel of `GroupQueryAttention` does not accept a bias, and no GPU kernel of this operator computes
+in float32. In the graphs that this module writes, new keys and values are concatenated to the past keys and values, so
+the KV cache is a longer tensor after each call. The graph computes attention by `MatMul` and `Softmax`, and adds every
+bias of the model unchanged. The cost is a copy of the KV cache for each token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READ = {
     6,
     _BIAS,
     _SINKS,
-}  # 5 and 6 are lengths; the bias contains them
+}  # Inputs 5 and 6 are row lengths; the bias contains the same information.
 _ATTRIBUTES = {"num_heads", "kv_num_heads", "scale", "softcap"}
 _TOKENS = 2
 """The token axis of keys and values `(batch, heads, tokens, size)`, which grows with each call."""
@@ -54,7 +54,7 @@ def growing_form(path: Path, component: Component) -> GrowingForm:
     """Return the decoder graph of a file, rewritten to basic operators and a growing cache.
 
     Raises:
-        SessionError: An attention has inputs or attributes that the basic operators do not cover.
+        SessionError: A `GroupQueryAttention` node has inputs or attributes that this module cannot replace.
     """
     model = read_graph(path)
     grown: set[str] = set()
@@ -85,14 +85,14 @@ def _check(node: ir.Node, name: str) -> None:
     """Check that a `GroupQueryAttention` node can be replaced by basic operators.
 
     Raises:
-        SessionError: The node has other inputs or attributes.
+        SessionError: The node has inputs or attributes that this module cannot replace.
     """
     present = {i for i, value in enumerate(node.inputs) if value is not None}
-    pasts = [node.inputs[i] if i in present else None for i in (_PAST_KEY, _PAST_VALUE)]
-    kept = all(past is not None and past.is_graph_input() for past in pasts)
-    needed = {_QUERY, _KEY, _VALUE, _BIAS} <= present <= _READ
+    past_values = [node.inputs[i] if i in present else None for i in (_PAST_KEY, _PAST_VALUE)]
+    are_inputs = all(past is not None and past.is_graph_input() for past in past_values)
+    has_supported_inputs = {_QUERY, _KEY, _VALUE, _BIAS} <= present <= _READ
     attributes = {key for key, value in node.attributes.items() if key in _ATTRIBUTES or value.value}
-    if not (kept and needed and attributes <= _ATTRIBUTES):
+    if not (are_inputs and has_supported_inputs and attributes <= _ATTRIBUTES):
         raise SessionError(
             f"The GroupQueryAttention node {node.name} of {name} has inputs or attributes that accel cannot express in basic ONNX "
             "operators, which replace GroupQueryAttention on this GPU.",
@@ -130,8 +130,8 @@ def _spell_out(node: ir.Node) -> None:
 
     query = op("Mul", by_head(node.inputs[_QUERY], heads), number(scale))
     present = []
-    for token, before in ((_KEY, _PAST_KEY), (_VALUE, _PAST_VALUE)):
-        present.append(op("Concat", node.inputs[before], by_head(node.inputs[token], kv_heads), axis=_TOKENS))
+    for new_index, past_index in ((_KEY, _PAST_KEY), (_VALUE, _PAST_VALUE)):
+        present.append(op("Concat", node.inputs[past_index], by_head(node.inputs[new_index], kv_heads), axis=_TOKENS))
     key, value = map(of_query_heads, present)
     scores = op("MatMul", query, op("Transpose", key, perm=[0, 1, 3, 2]))
     if cap:
@@ -139,11 +139,12 @@ def _spell_out(node: ir.Node) -> None:
     scores = op("Add", scores, node.inputs[_BIAS])
     weights = op("Softmax", scores, axis=-1)
     if len(node.inputs) > _SINKS and node.inputs[_SINKS] is not None:
-        # An attention sink adds a term to the denominator of the softmax. All weights shrink by sigmoid(total - sink).
+        # An attention sink adds a term to the denominator of the softmax. This is the same as a multiplication of all
+        # weights by sigmoid(total - sink).
         total = op("ReduceLogSumExp", op("Cast", scores, to=ir.DataType.FLOAT), sizes([-1]), keepdims=1)
         sink = op("Reshape", op("Cast", node.inputs[_SINKS], to=ir.DataType.FLOAT), sizes([1, heads, 1, 1]))
-        share = op("Sigmoid", op("Sub", total, sink))
-        weights = op("Mul", weights, op("Cast", share, to=query_type))
+        factor = op("Sigmoid", op("Sub", total, sink))
+        weights = op("Mul", weights, op("Cast", factor, to=query_type))
     merged = op("Transpose", op("MatMul", weights, value), perm=[0, 2, 1, 3])
     result = op("Reshape", merged, sizes([0, 0, heads * size]))
     graph.insert_before(node, new.nodes)

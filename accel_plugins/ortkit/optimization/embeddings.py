@@ -24,9 +24,12 @@ def fold_single_rows(gather: ir.Node) -> bool:
     add = only_user(gather.outputs[0])
     if add is None or add.op_type != "Add":
         return False
-    other, joined = add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0], add.outputs[0]
-    lookup = producer(other, "Gather")
-    if lookup is None or only_user(lookup.outputs[0]) is not add or dims(other) != dims(joined):
+    other_embedding, embedding_sum = (
+        add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0],
+        add.outputs[0],
+    )
+    lookup = producer(other_embedding, "Gather")
+    if lookup is None or only_user(lookup.outputs[0]) is not add or dims(other_embedding) != dims(embedding_sum):
         return False
     rows = constant(lookup.inputs[0])
     if rows is None or rows.ndim != 2 or rows.shape[1] != table.shape[1]:
@@ -36,7 +39,7 @@ def fold_single_rows(gather: ir.Node) -> bool:
     source = lookup.inputs[0]
     assert source is not None
     lookup.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
-    replace_value(joined, lookup.outputs[0])
+    replace_value(embedding_sum, lookup.outputs[0])
     graph.remove(add, safe=True)
     return True
 
@@ -45,41 +48,41 @@ def fold_single_rows(gather: ir.Node) -> bool:
 def count_tokens(total: ir.Node) -> bool:
     """Simplify position ids that count non-padding tokens (RoBERTa) to one integer type; this removes four operators.
 
-    In the graph of `torch.export`, `cumsum(ids != padding) * (ids != padding)` has five casts between integer types.
-    Each cast is a separate kernel on a GPU.
+    The position ids are `cumsum(ids != padding) * (ids != padding)`. In the graph of `torch.export`, this expression
+    has five casts between integer types, and each cast is a separate kernel on a GPU.
     """
     negation = producer(_unconverted(total.inputs[0]), "Not")
-    same = negation.inputs[0] if negation is not None else None
+    is_padding = negation.inputs[0] if negation is not None else None
     product = _converted_user(total.outputs[0])
-    if negation is None or same is None or product is None or product.op_type != "Mul":
+    if negation is None or is_padding is None or product is None or product.op_type != "Mul":
         return False
     if {id(_unconverted(factor)) for factor in product.inputs} != {id(total.outputs[0]), id(negation.outputs[0])}:
         return False
-    after = only_user(product.outputs[0])
-    result = after.outputs[0] if after is not None and after.op_type == "Cast" else product.outputs[0]
+    last_cast = only_user(product.outputs[0])
+    result = last_cast.outputs[0] if last_cast is not None and last_cast.op_type == "Cast" else product.outputs[0]
     if result.dtype != ir.DataType.INT64:
         return False
     new = NewNodes(root_graph(total), f"{total.name}.counted")
-    kept = new.op("Where", same, new.constant(0), new.constant(1), like=result)
-    counted = new.op("CumSum", kept, total.inputs[1], like=result)
+    is_token = new.op("Where", is_padding, new.constant(0), new.constant(1), like=result)
+    counted = new.op("CumSum", is_token, total.inputs[1], like=result)
     new.nodes[-1].attributes.update(total.attributes)
-    placed = new.op("Mul", counted, kept, like=result)
-    maker = result.producer()
-    assert maker is not None
-    new.graph.insert_before(maker, new.nodes)
-    replace_value(result, placed)
+    position_ids = new.op("Mul", counted, is_token, like=result)
+    last_node = result.producer()
+    assert last_node is not None
+    new.graph.insert_before(last_node, new.nodes)
+    replace_value(result, position_ids)
     return True
 
 
 def _unconverted(value: ir.Value | None) -> ir.Value | None:
-    """Return the value before casts between integer types; these do not change numbers up to the length of a sequence."""
+    """Return the value before casts between integer types; the casts do not change numbers as small as a sequence length."""
     while (cast := producer(value, "Cast")) is not None and cast.outputs[0].dtype in INTEGERS:
         value = cast.inputs[0]
     return value
 
 
 def _converted_user(value: ir.Value) -> ir.Node | None:
-    """Return the only node that reads a value, after skipping casts between integer types; else `None`."""
+    """Return the only node that reads a value, or reads the value after casts between integer types; else `None`."""
     user = only_user(value)
     while user is not None and user.op_type == "Cast" and user.outputs[0].dtype in INTEGERS:
         user = only_user(user.outputs[0])
@@ -103,18 +106,19 @@ def fuse_embeddings(model: ir.Model) -> int:
         if not all(_is_lookup(g, norm) for g in lookups):
             continue
         counted = [g for g in lookups if _counts_up(g.inputs[1])]
-        # If all rows of the batch have the same position ids, the operator takes a single row of them.
-        alike = [g for g in lookups if g not in counted and (dims(g.inputs[1]) or [0])[0] == 1]
-        looked_up = [g for g in lookups if g not in counted and g not in alike]
+        # For position ids that are the same in all rows of the batch, the graph has a tensor with a single row.
+        shared = [g for g in lookups if g not in counted and (dims(g.inputs[1]) or [0])[0] == 1]
+        looked_up = [g for g in lookups if g not in counted and g not in shared]
         shapes = [dims(g.inputs[1]) for g in looked_up]
-        if len(counted) + len(alike) > 1 or not shapes or len(shapes[0] or ()) != 2:
+        if len(counted) + len(shared) > 1 or not shapes or len(shapes[0] or ()) != 2:
             continue
-        if any(shape != shapes[0] for shape in shapes) or any(len(dims(g.inputs[1]) or ()) != 2 for g in alike):
+        if any(shape != shapes[0] for shape in shapes) or any(len(dims(g.inputs[1]) or ()) != 2 for g in shared):
             continue
-        # Without shared position ids, the position inputs of the operator can be used for another embedding table.
-        word, *rest = looked_up
-        position = (counted or alike or rest[:1])[0]
-        rest = [g for g in rest if g is not position]
+        # The operator has inputs for word, position and segment embeddings. If no table has shared position ids, use
+        # the position inputs for another embedding table.
+        word, *others = looked_up
+        position = (counted or shared or others[:1])[0]
+        others = [g for g in others if g is not position]
         new = NewNodes(root_graph(norm), f"{norm.name}.embed")
 
         def narrow(value: ir.Value | None, new: NewNodes = new) -> ir.Value:
@@ -125,7 +129,7 @@ def fuse_embeddings(model: ir.Model) -> int:
                 casts[id(value)] = new.op("Cast", value, to=_INT32, like=value, dtype=_INT32)
             return casts[id(value)]
 
-        segments = rest[0] if rest else None
+        segments = others[0] if others else None
         fused = ir.node(
             "EmbedLayerNormalization",
             [

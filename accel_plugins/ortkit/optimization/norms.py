@@ -19,7 +19,7 @@ def fuse_rms_norms(model: ir.Model) -> int:
 
 
 def _rms_rules() -> Any:
-    # Not cached: a rule of onnxscript (0.7) keeps the last graph that it was tried on, with its weights.
+    # Create the rules for each graph: a rule of onnxscript (0.7) keeps the last graph and its weights in memory.
     from onnxscript.rewriter import pattern
 
     def spelled_out(op: Any, x: Any, weight: Any, epsilon: Any, axes: Any) -> Any:
@@ -73,7 +73,7 @@ def fuse_skip_rms_norms(norm: ir.Node) -> bool:
 
 
 def _residual_sum(norm: ir.Node) -> ir.Node | None:
-    """Return the `Add` node before a norm if both terms have the norm's shape `(batch, length, hidden)`, else `None`."""
+    """Return the `Add` node before a normalization if both terms have the shape `(batch, length, hidden)`, else `None`."""
     add, sizes = producer(norm.inputs[0], "Add"), dims(norm.outputs[0])
     if add is None or sizes is None or len(sizes) != 3 or any(output.uses() for output in norm.outputs[1:]):
         return None
@@ -92,12 +92,13 @@ def _put_skip_norm(add: ir.Node, norm: ir.Node, inputs: Sequence[ir.Value | None
         name=f"{norm.name}.skip",
     )
     graph = root_graph(norm)
-    # Insert the fused node directly after the sum, because other nodes that read the sum may come before the norm.
+    # Insert the fused node directly after the sum: nodes between the sum and the normalization may read the sum.
     graph.insert_after(add, fused)
     replace_value(norm.outputs[0], fused.outputs[0])
     graph.remove(norm, safe=True)
     if shared:
-        # The outputs for mean and inverse standard deviation are not computed at inference.
+        # ONNX Runtime does not compute outputs 1 and 2 (mean and inverse standard deviation) at inference. An empty
+        # name means that an output is not used.
         for output in fused.outputs[1:3]:
             output.name = ""
         replace_value(total, fused.outputs[3])

@@ -1,4 +1,4 @@
-"""Optimizer of ONNX artifacts: fusions for the kernels of a target, then conversion to half precision."""
+"""Optimizer of ONNX artifacts: graph fusions for one kind of kernels, and conversion to half precision."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class OrtOptimizer:
         return write_artifact(artifact, models, out, step=step, dtype=dtype)
 
     def _half(self, artifact: Artifact, names: list[str]) -> str | None:
-        """Return the half precision to convert to, or `None` if none is requested or the artifact already has it.
+        """Return the half-precision type to convert to; `None` if no type is requested or the artifact already has the type.
 
         Raises:
             ConfigError: Two precisions are enabled, or the target does not support the precision.

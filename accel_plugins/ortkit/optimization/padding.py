@@ -19,14 +19,14 @@ ROWS_NAME = "accel.rows_with_keys"
 """Name of the `(batch, 1, 1) bool` value that is false for batch rows in which every key is masked."""
 
 
-# Detection of padding masks
+# The following functions detect padding masks.
 
 
 def keep_condition(term: ir.Value) -> tuple[ir.Value | None, float]:
     """Return the condition of an additive mask, and the large negative number added where the condition is false.
 
-    A mask `(1 - mask) * number` also matches: an integer mask of 0 and 1 is then the condition itself. Return `(None,
-    0.0)` for other terms.
+    A term `(1 - mask) * number` also matches; the condition is then the integer mask of 0 and 1. For other terms,
+    return `(None, 0.0)`.
     """
     choice = producer(term, "Where")
     if choice is not None:
@@ -56,21 +56,21 @@ def _low(value: ir.Value | None) -> float:
 
 
 def padding_source(keep: ir.Value) -> ir.Value | None:
-    """Return the `(batch, sequence)` value that is non-zero for visible keys, if the condition is only a padding mask.
+    """Return the `(batch, sequence)` padding mask from which a condition over (query, key) was computed, else `None`.
 
-    In that case, entry `[b, 0, q, k]` of the condition is `source[b, k]` for every query `q`. Else return `None`.
+    Entry `[b, 0, q, k]` of the condition must be true exactly if entry `[b, k]` of the padding mask is non-zero.
     """
-    both = producer(keep, "And")
-    if both is not None:
-        certain = [bounds(item) == (1.0, 1.0) for item in both.inputs]
+    conjunction = producer(keep, "And")
+    if conjunction is not None:
+        certain = [bounds(item) == (1.0, 1.0) for item in conjunction.inputs]
         if certain == [True, False]:
-            return padding_source(both.inputs[1]) if both.inputs[1] is not None else None
+            return padding_source(conjunction.inputs[1]) if conjunction.inputs[1] is not None else None
         if certain == [False, True]:
-            return padding_source(both.inputs[0]) if both.inputs[0] is not None else None
+            return padding_source(conjunction.inputs[0]) if conjunction.inputs[0] is not None else None
         return None
     for operator in ("Expand", "Unsqueeze"):
         node = producer(keep, operator)
-        # Only the shape (batch, 1, 1, sequence) matches: the last axis must be the key.
+        # `_key_shaped` checks that the result has the shape (batch, 1, 1, sequence), with the keys on the last axis.
         if node is not None and node.inputs[0] is not None and _key_shaped(keep, node.inputs[0], operator):
             return padding_source(node.inputs[0])
     gather = producer(keep, "GatherND")
@@ -83,18 +83,23 @@ def padding_source(keep: ir.Value) -> ir.Value | None:
 
 
 def _key_shaped(value: ir.Value, source: ir.Value, operator: str) -> bool:
-    have, want = dims(source), dims(value)
-    if have is None or want is None or len(want) != 4:
+    source_sizes, sizes = dims(source), dims(value)
+    if source_sizes is None or sizes is None or len(sizes) != 4:
         return False
     if operator == "Expand":
-        return len(have) == 4 and have[0] == want[0] and have[3] == want[3] and have[1] == have[2] == 1
-    return len(have) == 2 and want == [have[0], 1, 1, have[1]]
+        return (
+            len(source_sizes) == 4
+            and source_sizes[0] == sizes[0]
+            and source_sizes[3] == sizes[3]
+            and source_sizes[1] == source_sizes[2] == 1
+        )
+    return len(source_sizes) == 2 and sizes == [source_sizes[0], 1, 1, source_sizes[1]]
 
 
 def _truth(value: ir.Value | None) -> ir.Value | None:
-    """Return the value that a `(batch, sequence)` boolean was cast from.
+    """Return the mask from which a `(batch, sequence)` boolean was cast.
 
-    Booleans and integer masks are returned as they are.
+    Booleans that were not cast, and integer masks, are returned unchanged. For other values, return `None`.
     """
     sizes = dims(value)
     if value is None or sizes is None or len(sizes) != 2:
@@ -128,7 +133,10 @@ def _addresses_keys(indices: ir.Value | None) -> bool:
 
 
 def counted_condition(empty: ir.Value) -> ir.Value | None:
-    """Return the condition if `empty` means that a row has no true entry in it: `sum(cast(condition)) < 1`; else `None`."""
+    """Return the condition in `empty = sum(cast(condition)) < 1`; `None` if `empty` is computed differently.
+
+    `empty` is true for queries for which the condition has no true entry.
+    """
     less = producer(empty, "Less")
     if less is None or scalar(less.inputs[1]) != 1.0:
         return None
@@ -140,23 +148,23 @@ def counted_condition(empty: ir.Value) -> ir.Value | None:
     return cast.inputs[0] if cast is not None else None
 
 
-# Creation of shared masks
+# The following functions create masks that all attention nodes of a graph share.
 
 
 def key_mask(source: ir.Value, graph: ir.Graph) -> ir.Value:
-    """Return a mask `(batch, sequence) int32` that is 1 for visible keys, else 0; it is created once for each graph."""
+    """Return a mask `(batch, sequence) int32` that is 1 for visible keys, else 0; all calls for a graph return one value."""
     mask = made_by_name(graph, MASK_NAME)
     if mask is None:
         new = NewNodes(graph, MASK_NAME)
-        kept = new.op("Cast", source, to=ir.DataType.BOOL, like=source, dtype=ir.DataType.BOOL)
-        mask = new.op("Cast", kept, to=ir.DataType.INT32, like=source, dtype=ir.DataType.INT32)
+        is_visible = new.op("Cast", source, to=ir.DataType.BOOL, like=source, dtype=ir.DataType.BOOL)
+        mask = new.op("Cast", is_visible, to=ir.DataType.INT32, like=source, dtype=ir.DataType.INT32)
         mask.name = MASK_NAME
         insert_after(source, graph, new.nodes)
     return mask
 
 
 def rows_with_keys(source: ir.Value, graph: ir.Graph) -> ir.Value:
-    """Return a value `(batch, 1, 1) bool` that is true for rows with a visible key; it is created once for each graph."""
+    """Return a value `(batch, 1, 1) bool`, true for rows with a visible key; all calls for a graph return one value."""
     rows = made_by_name(graph, ROWS_NAME)
     if rows is None:
         mask, new = key_mask(source, graph), NewNodes(graph, ROWS_NAME)

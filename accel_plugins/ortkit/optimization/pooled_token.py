@@ -27,9 +27,9 @@ _TOKENWISE = {
 def compute_pooled_token(model: ir.Model) -> int:
     """Select the token that the model's head reads before the last layer's products instead of after them.
 
-    If the head reads only one token of the last hidden state (`[CLS]`), all operators after the last attention are
-    computed for this token alone. This saves 6 % of the arithmetic of an encoder with 12 layers, and 12 % with 6
-    layers.
+    If the head reads only one token of the last hidden state (`[CLS]`), the graph computes all operators after the last
+    attention for this token alone. The rewrite saves 6 % of the arithmetic of an encoder with 12 layers, and 12 % of an
+    encoder with 6 layers.
     """
     count = 0
     for gather in nodes(model, "Gather"):
@@ -38,19 +38,21 @@ def compute_pooled_token(model: ir.Model) -> int:
             continue
         if len(dims(value) or ()) != 3 or dims(gather.inputs[1]) != []:
             continue
-        moved = _movable(gather)
-        if moved:
-            _move(gather, moved)
-            count += len(moved)
+        movable = _movable(gather)
+        if movable:
+            _move(gather, movable)
+            count += len(movable)
     return count
 
 
 def token_inputs(node: ir.Node, *, more_outputs: bool = False) -> list[int]:
-    """Return the indices of the inputs that hold one vector per token; empty if the node combines different tokens.
+    """Return the indices of the inputs that contain one vector for each token.
+
+    The list is empty if the node combines different tokens.
 
     Args:
         node: The node.
-        more_outputs: Whether other nodes may read outputs other than the first.
+        more_outputs: Whether other nodes may read the second and later outputs of the node.
     """
     positions = []
     for position in _TOKENWISE.get((node.domain, node.op_type), ()):
@@ -74,7 +76,10 @@ def token_inputs(node: ir.Node, *, more_outputs: bool = False) -> list[int]:
 
 
 def _movable(gather: ir.Node) -> dict[int, ir.Node]:
-    """Return the nodes before `gather`, by id, whose other tokens are not needed by any node except through `gather`."""
+    """Return the nodes before `gather`, by id, that can be computed for the selected token alone.
+
+    No node outside of the result, except `gather`, reads the outputs of these nodes.
+    """
     candidates: dict[int, ir.Node] = {}
     waiting = [gather.inputs[0]]
     while waiting:
@@ -102,11 +107,11 @@ def _movable(gather: ir.Node) -> dict[int, ir.Node]:
 def _move(gather: ir.Node, moved: dict[int, ir.Node]) -> None:
     graph = root_graph(gather)
     index = gather.inputs[1]
-    taken: dict[int, ir.Value] = {}
+    token_values: dict[int, ir.Value] = {}
 
     def one_token(value: ir.Value) -> ir.Value:
-        if id(value) in taken:
-            return taken[id(value)]
+        if id(value) in token_values:
+            return token_values[id(value)]
         node = value.producer()
         if node is not None and id(node) in moved:
             inputs: list[ir.Value | None] = list(node.inputs)
@@ -128,7 +133,7 @@ def _move(gather: ir.Node, moved: dict[int, ir.Node]) -> None:
         assert value.shape is not None
         result.shape = ir.Shape([value.shape[0], value.shape[2]])
         graph.insert_before(gather, moved_node)
-        taken[id(value)] = result
+        token_values[id(value)] = result
         return result
 
     assert gather.inputs[0] is not None

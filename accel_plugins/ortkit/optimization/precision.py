@@ -1,6 +1,7 @@
 """Conversion of graphs to half precision (float16 or bfloat16).
 
-Operators that need float32 are not converted: some are known by type, others are found by running the graph on data.
+Operators that need float32 are not converted. Some of these operators are listed by type; accel finds others by running
+the graph on data.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ digits. For example, ONNX Runtime's float16 Softplus has an error of 5e-3 on a G
 _MOST_NODES = 64
 # Operators that move or copy values without arithmetic.
 _MOVES = ("Slice", "Gather", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Identity")
-# A score loses digits that matter for the softmax if a large number is added to it: above 8, float16 rounds by up to
-# 0.004.
+# The sum of an attention score and a larger number is too inexact for the softmax: float16 rounds numbers above 8 by up
+# to 0.004.
 _LARGEST_BIAS = 8.0
-# Larger constants represent minus infinity, for example in a mask; the smallest finite value has the same effect.
+# Constants with a larger absolute value represent minus infinity, for example in a mask. Half of the lowest number of
+# the half-precision type has the same effect.
 _FILL = 1e30
 _ALL_ROWS = 1 << 30
 
@@ -63,7 +65,7 @@ def convert(
 
     Returns:
         A report: the number of `clamped` constants and of `converted` nodes, the names of nodes `kept` in float32, and
-        the kind of data on which values were `watched`.
+        the kind of data (`watched`) with which the value ranges were measured.
 
     Raises:
         OptimizeError: The graph does not run on the data.
@@ -102,7 +104,7 @@ def _designed(artifact: Artifact, component: Component) -> list[Feeds]:
 
 
 def _completed(calibration: Iterable[Feeds], component: Component) -> Iterable[Feeds] | None:
-    """Return the calibration data with all inputs of a graph.
+    """Return the calibration data, extended by the KV cache inputs that a graph needs.
 
     Return `None` if the data belongs to another graph: for example, a decoder also needs the encoder's output.
     """
@@ -135,10 +137,10 @@ def clamp_fills(model: ir.Model, dtype: str) -> int:
 def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[str, Any]:
     """Convert the main graph to half precision.
 
-    Inputs and outputs keep their data types, except the buffers of a KV cache, which attention writes in place. These
-    nodes stay in float32: nodes that read or write a value in `out_of_range`; `ISLANDS`; scatter operators that add;
-    the computation of positions; the choice of experts; scores to which large numbers are added; operators without a
-    half-precision version; and nodes with a subgraph.
+    Inputs and outputs keep their data types, except the buffers of a KV cache, which attention writes in place. The
+    following nodes stay in float32: nodes that read or write a value in `out_of_range`; the operators in `ISLANDS`;
+    scatter operators that add; nodes that compute positions; nodes that choose experts; nodes that add large numbers to
+    attention scores; operators without a half-precision version; and nodes with a subgraph.
 
     Args:
         model: The float32 graph; changed in place.
@@ -152,18 +154,18 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     target = _TARGETS[dtype][0]
     graph = model.graph
     opset = model.opset_imports.get("") or 18
-    kept = {id(node) for node in graph if _stays(node, out_of_range, opset, target)}
-    kept |= _position_nodes(model) | _biased_scores(model) | _routers(model)
-    names = [
+    float32_nodes = {id(node) for node in graph if _stays(node, out_of_range, opset, target)}
+    float32_nodes |= _position_nodes(model) | _biased_scores(model) | _routers(model)
+    float32_names = [
         str(node.name)
         for node in graph
-        if id(node) in kept and any(v is not None and v.dtype == _FLOAT for v in (*node.inputs, *node.outputs))
+        if id(node) in float32_nodes and any(v is not None and v.dtype == _FLOAT for v in (*node.inputs, *node.outputs))
     ]
-    # Each value is cast to the other precision at most once.
+    # Remember the cast of each value, so that each value is cast to half precision or to float32 at most once.
     halves: dict[int, ir.Value] = {}
     singles: dict[int, ir.Value] = {}
-    converted = {id(v) for node in graph if id(node) not in kept for v in node.outputs if v.dtype == _FLOAT}
-    for value in _cache_inputs(graph, kept):
+    converted = {id(v) for node in graph if id(node) not in float32_nodes for v in node.outputs if v.dtype == _FLOAT}
+    for value in _cache_inputs(graph, float32_nodes):
         value.type = ir.TensorType(target)
         converted.add(id(value))
 
@@ -184,7 +186,7 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
         return singles[id(value)]
 
     for node in list(graph):
-        half = id(node) not in kept
+        half = id(node) not in float32_nodes
         for index, value in enumerate(node.inputs):
             if value is None or (value.dtype != _FLOAT and id(value) not in converted):
                 continue
@@ -200,22 +202,26 @@ def to_half(model: ir.Model, dtype: str, out_of_range: frozenset[str]) -> dict[s
     _keep_outside(graph, converted, as_single)
     _keep_names(graph, dtype)
     passes.RemoveUnusedNodesPass()(model)
-    halved = [n for n in graph if id(n) not in kept and n.op_type != "Cast" and target in [v.dtype for v in n.outputs]]
-    return {"converted": len(halved), "kept": names}
+    halved = [
+        n
+        for n in graph
+        if id(n) not in float32_nodes and n.op_type != "Cast" and target in [v.dtype for v in n.outputs]
+    ]
+    return {"converted": len(halved), "kept": float32_names}
 
 
 def _keep_names(graph: ir.Graph, dtype: str) -> None:
     """Rename half-precision weights to the names of their float32 originals if the originals are not used anymore.
 
-    Layers are identified by the names of their weights.
+    Later stages find layers by the names of their weights.
     """
     for name, half in list(graph.initializers.items()):
         original = graph.initializers.get(name.removesuffix(f".{dtype}"))
         if original is None or original is half or original.uses() or original.is_graph_output():
             continue
-        kept = str(original.name)
-        ir.convenience.rename_values([original, half], [f"{kept}.float32", kept])
-        del graph.initializers[f"{kept}.float32"]
+        original_name = str(original.name)
+        ir.convenience.rename_values([original, half], [f"{original_name}.float32", original_name])
+        del graph.initializers[f"{original_name}.float32"]
 
 
 def _stays(node: ir.Node, out_of_range: frozenset[str], opset: int, target: ir.DataType) -> bool:
@@ -225,8 +231,8 @@ def _stays(node: ir.Node, out_of_range: frozenset[str], opset: int, target: ir.D
         return True
     if node.domain:
         return False
-    # Adding scatter operators stay in float32 (mixtures of experts). ONNX Runtime's CPU provider, where results are
-    # checked, supports them only in float32.
+    # Scatter operators that add (in mixtures of experts) stay in float32, because ONNX Runtime's CPU provider supports
+    # them only in float32. accel checks the results of graphs with this provider.
     scatters = node.op_type in ("ScatterElements", "ScatterND")
     sums = scatters and node.attributes.get_string("reduction", "none") != "none"
     return sums or node.op_type in ISLANDS or not _has_half_form(node, opset, target)
@@ -250,9 +256,9 @@ def _has_half_form(node: ir.Node, opset: int, target: ir.DataType) -> bool:
 def _position_nodes(model: ir.Model) -> set[int]:
     """Return the ids of nodes that compute positions.
 
-    These are the angles of rotary position embeddings up to sine and cosine, and floats that become integers (the
-    buckets of relative positions in T5 and MPNet). They stay in float32, as in transformers: float16 cannot represent
-    odd positions above 2048, and a logarithm rounded to float16 may give another bucket.
+    The nodes compute the angles of rotary position embeddings up to sine and cosine, or floats that are cast to
+    integers (the buckets of relative positions in T5 and MPNet). The nodes stay in float32, as in transformers: float16
+    cannot represent odd positions above 2048, and a logarithm rounded to float16 may give another bucket.
     """
     integers = [node for node in nodes(model, "Cast") if node.attributes.get_int("to", 0) in INTEGERS]
     return {node for end in (*nodes(model, "Sin", "Cos"), *integers) for node in _producers(end)}
@@ -261,8 +267,8 @@ def _position_nodes(model: ir.Model) -> set[int]:
 def _routers(model: ir.Model) -> set[int]:
     """Return the ids of nodes that select experts: from the product that scores the experts to the selection.
 
-    They stay in float32, as in transformers, because a token that rounding sends to another expert gets a different
-    result.
+    The nodes stay in float32, as in transformers: if rounding changes the selected expert of a token, the result of the
+    token is different.
     """
     return {node for end in nodes(model, "TopK", "ArgMax") for node in _producers(end, ("MatMul", "Gemm"))}
 
@@ -270,7 +276,7 @@ def _routers(model: ir.Model) -> set[int]:
 def _producers(end: ir.Node, last: Sequence[str] = ()) -> set[int]:
     """Return the ids of a node and of the nodes that compute its float inputs, back to the first operators of types `last`.
 
-    Return an empty set if there are more than `_MOST_NODES` of them.
+    Return an empty set if there are more than `_MOST_NODES` such nodes.
     """
     producers: set[int] = set()
     waiting = [end]
@@ -290,8 +296,8 @@ def _producers(end: ir.Node, last: Sequence[str] = ()) -> set[int]:
 def _biased_scores(model: ir.Model) -> set[int]:
     """Return the ids of nodes that add a table of large numbers to attention scores, up to the softmax.
 
-    An example is MPT, which counts distances from the end of the text: the largest distances are those that matter
-    most.
+    An example is MPT. Its table contains distances from the end of the text, and the largest numbers have the largest
+    effect.
     """
     biased: set[int] = set()
     for softmax in nodes(model, "Softmax"):
@@ -301,12 +307,12 @@ def _biased_scores(model: ir.Model) -> set[int]:
             if node.op_type == "Where":
                 value = next((v for v in node.inputs[1:] if v is not None and v.producer() is not None), None)
                 continue
-            for bias, rest in (node.inputs, tuple(reversed(node.inputs))):
-                moved, table = _table_of(bias)
+            for bias, other_term in (node.inputs, tuple(reversed(node.inputs))):
+                selecting_nodes, table = _table_of(bias)
                 if table is not None and _is_large(table):
-                    biased |= {id(kept) for kept in (*chain, *moved)}
+                    biased |= {id(selected) for selected in (*chain, *selecting_nodes)}
                 if table is not None:
-                    value = rest
+                    value = other_term
                     break
             else:
                 break
@@ -314,15 +320,15 @@ def _biased_scores(model: ir.Model) -> set[int]:
 
 
 def _table_of(value: ir.Value | None) -> tuple[list[ir.Node], np.ndarray | None]:
-    """Return the operators that take a value out of a constant table, and the table; `([], None)` if there is no table."""
-    moved: list[ir.Node] = []
+    """Return the nodes that select a value from a constant table, and the table; `([], None)` if there is no table."""
+    selecting_nodes: list[ir.Node] = []
     while value is not None and constant(value) is None:
         node = value.producer()
         if node is None or node.op_type not in _MOVES:
             return [], None
-        moved.append(node)
+        selecting_nodes.append(node)
         value = node.inputs[0]
-    return moved, constant(value) if value is not None else None
+    return selecting_nodes, constant(value) if value is not None else None
 
 
 def _is_large(table: np.ndarray) -> bool:
@@ -371,7 +377,7 @@ def _convert_attributes(node: ir.Node, target: ir.DataType, dtype: str) -> None:
 
 
 def _keep_outside(graph: ir.Graph, converted: set[int], as_single: Callable[[ir.Value], ir.Value]) -> None:
-    """Keep graph outputs, and values that subgraphs read, in float32; cache outputs keep the type that attention writes."""
+    """Cast graph outputs, and values that subgraphs read, back to float32, except outputs of the KV cache."""
     for index, value in enumerate(list(graph.outputs)):
         producer = value.producer()
         if id(value) not in converted or producer is None or _is_cache(value, producer):

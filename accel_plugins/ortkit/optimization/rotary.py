@@ -30,10 +30,11 @@ class _Rotation:
 
 @graph_rewrite
 def fuse_rotary(model: ir.Model) -> int:
-    """Fuse rotary position embeddings into `RotaryEmbedding`, if possible before the heads of a projection are transposed.
+    """Fuse rotary position embeddings into ONNX Runtime's `RotaryEmbedding`.
 
-    The operator looks up cosines in a table by position. The fusion passes the cosines that the graph computed, with
-    one table row for each token, so the result is correct for any scaling of positions.
+    The operator reads cosines and sines from tables, by the position of a token. The fusion passes the cosines and
+    sines that the graph computed as tables with one row for each token, so the result is correct for any scaling of
+    positions. If possible, the new node comes before the transpose of the heads.
     """
     count = 0
     tables: dict[tuple[int, int, int], list[ir.Value]] = {}
@@ -51,8 +52,8 @@ def fuse_rotary(model: ir.Model) -> int:
 
 
 def _match(added: ir.Node) -> _Rotation | None:
-    for one, other in (added.inputs, reversed(added.inputs)):
-        straight, crossed = producer(one, "Mul"), producer(other, "Mul")
+    for direct, rotated in (added.inputs, reversed(added.inputs)):
+        straight, crossed = producer(direct, "Mul"), producer(rotated, "Mul")
         if straight is None or crossed is None:
             return None
         for source, wave in (straight.inputs, reversed(straight.inputs)):
@@ -69,7 +70,7 @@ def _match(added: ir.Node) -> _Rotation | None:
 def _doubled(value: ir.Value | None, operator: str) -> ir.Value | None:
     """Return the cosines or sines `(batch, length, depth)` before an `Unsqueeze` to `(batch, 1, length, depth)`.
 
-    Return `None` if the two halves of the last axis are not the same value.
+    Return `None` if the two halves of the last axis are not computed from the same value.
     """
     spread = producer(value, "Unsqueeze")
     axis = constant(spread.inputs[1]) if spread is not None else None
@@ -115,11 +116,17 @@ def _is_slice(value: ir.Value | None, source: ir.Value, start: int, end: int) ->
     cut = producer(value, "Slice")
     if cut is None or cut.inputs[0] is not source or len(cut.inputs) < 4:
         return False
-    first, last, axis = (scalar(item) for item in cut.inputs[1:4])
+    slice_start, slice_end, axis = (scalar(item) for item in cut.inputs[1:4])
     step = scalar(cut.inputs[4]) if len(cut.inputs) > 4 else 1
     depth = (dims(source) or [0])[-1]
     assert isinstance(depth, int)
-    return first == start and last is not None and min(last, depth) == end and axis in (3, -1) and step == 1
+    return (
+        slice_start == start
+        and slice_end is not None
+        and min(slice_end, depth) == end
+        and axis in (3, -1)
+        and step == 1
+    )
 
 
 def _table(added: ir.Node, wave: ir.Value) -> ir.Value:
@@ -133,7 +140,7 @@ def _table(added: ir.Node, wave: ir.Value) -> ir.Value:
 
 
 def _positions(added: ir.Node, wave: ir.Value) -> ir.Value:
-    """Return the table row of each token, `(batch, length)`; only the first row's index if all rows share their positions."""
+    """Return the table row of each token, `(batch, length)`; the single index 0 if all rows of the batch share positions."""
     new, integer = NewNodes(root_graph(added), f"{wave.name}.positions"), ir.DataType.INT64
     if (dims(wave) or [0])[0] == 1:
         return new.constant([0])
@@ -149,27 +156,27 @@ def _positions(added: ir.Node, wave: ir.Value) -> ir.Value:
 def _turn(added: ir.Node, source: ir.Value, tables: Sequence[ir.Value]) -> ir.Value:
     """Return the rotated value `(batch, heads, length, depth)`.
 
-    If the heads come from a transpose, the value before the transpose is rotated, because attention fusions expect the
-    transpose to be the last operator.
+    If a transpose produces the heads, the rotation is inserted before the transpose, because the attention fusions
+    expect the transpose as the last operator.
     """
     new, old = NewNodes(root_graph(added), f"{added.name}.rotary"), added.outputs[0]
     transpose = producer(source, "Transpose")
     split = transpose.inputs[0] if transpose is not None else None
     sizes = dims(split)
     if sizes is None or transpose is None or list(transpose.attributes.get_ints("perm", [])) != [0, 2, 1, 3]:
-        turned = new.op("RotaryEmbedding", source, *tables, domain=MICROSOFT, like=old)
+        rotated = new.op("RotaryEmbedding", source, *tables, domain=MICROSOFT, like=old)
     else:
         assert split is not None
         assert split.shape is not None
-        heads, before = split_heads(source), sizes[2:]
+        heads, head_sizes = split_heads(source), sizes[2:]
         flat = heads[0] if heads is not None else None
         if flat is None:
-            width = math.prod(size for size in before if isinstance(size, int))
+            width = math.prod(size for size in head_sizes if isinstance(size, int))
             flat = new.op(
                 "Reshape", split, new.constant([0, 0, width]), dtype=split.dtype, shape=[*split.shape[:2], width]
             )
-        turned = new.op("RotaryEmbedding", flat, *tables, domain=MICROSOFT, like=flat)
-        back = new.op("Reshape", turned, new.constant([0, 0, *before]), like=split)
-        turned = new.op("Transpose", back, perm=[0, 2, 1, 3], like=old)
+        rotated = new.op("RotaryEmbedding", flat, *tables, domain=MICROSOFT, like=flat)
+        unflattened = new.op("Reshape", rotated, new.constant([0, 0, *head_sizes]), like=split)
+        rotated = new.op("Transpose", unflattened, perm=[0, 2, 1, 3], like=old)
     new.graph.insert_before(added, new.nodes)
-    return turned
+    return rotated

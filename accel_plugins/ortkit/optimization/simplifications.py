@@ -1,4 +1,4 @@
-"""Rewrites that reduce the number of operators without a change of the result, for any runtime."""
+"""Rewrites that reduce the number of operators without changing the result; every runtime can run the rewritten graph."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def count_nodes(model: ir.Model) -> int:
 def fold_constants(model: ir.Model) -> int:
     """Compute all values that do not depend on inputs.
 
-    Graphs with an `If` node are not changed. There, onnxscript's optimizer (0.7) treats sizes of values outside of a
-    branch as constants, and a BART decoder with two branches then worked for a batch of one row only.
+    Graphs with an `If` node are not changed, because onnxscript's optimizer (0.7) treats the sizes of values outside of
+    a branch as constants. For example, an optimized BART decoder with two branches worked only for a batch of one row.
     """
     from onnxscript.optimizer import optimize
 
@@ -47,7 +47,7 @@ def merge_duplicates(model: ir.Model) -> int:
 
 @node_rewrite("Reshape")
 def fix_reshapes(node: ir.Node) -> bool:
-    """Give `Reshape` a constant shape if it only copies sizes: 0 keeps the input's size on that axis."""
+    """Give a `Reshape` a constant shape if the shape only copies sizes of the input; 0 means the input's size on that axis."""
     if constant(node.inputs[1]) is not None:
         return False
     target = _reshape_target(node)
@@ -61,7 +61,7 @@ def fix_reshapes(node: ir.Node) -> bool:
 
 
 def _reshape_target(node: ir.Node) -> list[int] | None:
-    """Return the equivalent constant shape with at most one -1, else `None`."""
+    """Return a constant shape, with at most one -1, that is equivalent to the shape input of a `Reshape`, else `None`."""
     source = dims(node.inputs[0])
     sizes = shape_value(node.inputs[1])
     result = dims(node.outputs[0])
@@ -72,14 +72,14 @@ def _reshape_target(node: ir.Node) -> list[int] | None:
     assert sizes is not None
     target: list[int] = []
     for position, size in enumerate(sizes):
-        known: Dim = size
+        dim: Dim = size
         if result is not None and (size == -1 or not isinstance(size, int)) and isinstance(result[position], int):
-            known = result[position]
-        if isinstance(known, int):
-            if known == 0:
+            dim = result[position]
+        if isinstance(dim, int):
+            if dim == 0:
                 return None
-            target.append(known)
-        elif position < len(source) and source[position] == known:
+            target.append(dim)
+        elif position < len(source) and source[position] == dim:
             target.append(0)
         else:
             target.append(-1)
@@ -90,7 +90,7 @@ def _reshape_target(node: ir.Node) -> list[int] | None:
 def fix_key_transposes(model: ir.Model) -> int:
     """Replace the operators that swap the last two axes of a key by one `Transpose`.
 
-    `torch.export` writes them as a reshape to three axes, a transpose and a reshape back.
+    `torch.export` writes a reshape to three axes, a transpose, and a reshape to four axes.
     """
     count = 0
     for outer in nodes(model, "Reshape"):
@@ -120,7 +120,7 @@ def fix_key_transposes(model: ir.Model) -> int:
 
 
 def _result_dims(reshape: ir.Node) -> list[Dim] | None:
-    """Return the sizes after a `Reshape` from its shape input; sizes of -1 are taken from its output."""
+    """Return the sizes that the shape input of a `Reshape` gives; a size of -1 is replaced by the size of the output."""
     target, result = shape_value(reshape.inputs[1]), dims(reshape.outputs[0])
     if target is None:
         return result
@@ -136,7 +136,7 @@ def _result_dims(reshape: ir.Node) -> list[Dim] | None:
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Infer shapes and data types that are missing after rewrites; existing ones are kept."""
+    """Infer shapes and data types that are missing after rewrites; existing shapes and data types are kept."""
     passes.ShapeInferencePass()(model)
 
 
@@ -146,10 +146,10 @@ def drop_certain_conditions(node: ir.Node) -> bool:
 
     Examples are `And` with true, `Where` with a constant condition, and the addition of an all-zero mask.
     """
-    kept = _certain(node)
-    if kept is None or not _same_shape(kept, node.outputs[0]):
+    unchanged = _certain(node)
+    if unchanged is None or not _same_shape(unchanged, node.outputs[0]):
         return False
-    replace_value(node.outputs[0], kept)
+    replace_value(node.outputs[0], unchanged)
     root_graph(node).remove(node, safe=True)
     return True
 
@@ -168,5 +168,5 @@ def _certain(node: ir.Node) -> ir.Value | None:
 
 
 def _same_shape(kept: ir.Value, old: ir.Value) -> bool:
-    have, want = dims(kept), dims(old)
-    return have is not None and have == want
+    new_sizes, old_sizes = dims(kept), dims(old)
+    return new_sizes is not None and new_sizes == old_sizes

@@ -138,8 +138,8 @@ class Acceleration:
                 tokens)` is the shape of a prompt.
 
         Returns:
-            One dictionary for each compiled form (code for one set of input sizes): times in milliseconds, difference of the
-            outputs, and whether compiled code is used.
+            One dictionary for each compiled form (code for one set of input sizes): times in milliseconds, difference
+            of the outputs, and whether compiled code is used.
 
         Raises:
             PrepareError: Compiled code is slower for all shapes (the model is restored), or its outputs differ.

@@ -161,7 +161,8 @@ class CompiledModel:
 
         Args:
             call: The inputs by name.
-            seen: Key of the call, from `seen_of`. Later calls with this key replay the same CUDA graph. `None`: remember nothing.
+            seen: Key of the call, from `seen_of`. Later calls with this key replay the same CUDA graph. `None`:
+            remember nothing.
         """
         plan = self._plan(call)
         have = plan.have
