@@ -140,7 +140,7 @@ def test_inconsistent_files_are_refused(saved: Callable[[str], Artifact], tmp_pa
     text = (broken / "accel_quantized.json").read_text(encoding="utf-8")
     (broken / "accel_quantized.json").write_text(text.replace('"block_size": 16', '"block_size": 32'), encoding="utf-8")
     (broken / "accel.json").unlink()
-    with pytest.raises(IntegrityError, match="does not fit"):
+    with pytest.raises(IntegrityError, match="does not match its config.json"):
         accel.export(broken, tmp_path / "out")
 
 

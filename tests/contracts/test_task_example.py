@@ -130,7 +130,7 @@ def test_text_tensors_must_be_rectangular(values: list[Any]) -> None:
         def tensor_values(self, answer: Any, model: Any) -> Mapping[str, Any]:
             return {"SCORES": answer}
 
-    with pytest.raises(PluginError, match="no rectangular tensor 'SCORES'"):
+    with pytest.raises(PluginError, match="for the output 'SCORES' that do not form a rectangular tensor"):
         arrays_of(Scores("scores"), values, cast("Any", None))
 
 

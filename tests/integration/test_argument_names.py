@@ -42,7 +42,7 @@ def test_subclasses_keep_their_class_and_task(artifact: Artifact, tiny_folder: C
         model = Mine.from_pretrained(source, **settings)
         assert isinstance(model, Mine)
         assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).shape == (1, 3)
-    with pytest.raises(TaskError, match="does not do fill-mask"):
+    with pytest.raises(TaskError, match="does not support the task 'fill-mask'"):
         Mine.from_pretrained(artifact.path, task="fill-mask")
 
 
@@ -58,9 +58,9 @@ def test_ignored_arguments_are_accepted(artifact: Artifact, caplog: pytest.LogCa
             force_download=False,
             providers=["CPUExecutionProvider"],
         )
-    assert "use_io_binding=True changes nothing here." in caplog.text
+    assert "The argument use_io_binding=True of from_pretrained has no effect" in caplog.text
     assert model.backend == "cpu"
-    with pytest.raises(ConfigError, match="differ"):
+    with pytest.raises(ConfigError, match="but the first entry of providers is"):
         cls.from_pretrained(artifact.path, provider="CUDAExecutionProvider", providers=["CPUExecutionProvider"])
     with pytest.raises(ConfigError, match="force_download"):
         cls.from_pretrained(artifact.path, force_download=True)
@@ -129,8 +129,8 @@ def test_default_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     with pytest.raises(TaskError, match="enough"):
         accel.pipeline("sentiment-analysis")
     assert asked == [("sentiment-analysis", *usual)]
-    assert "No model was given" in caplog.text
-    with pytest.raises(ConfigError, match="No model was given"):
+    assert "called without a model" in caplog.text
+    with pytest.raises(ConfigError, match="called without a model"):
         accel.pipeline()
 
     # For a pipeline that transformers 5 removed, the default model is the default model of transformers 4.

@@ -186,7 +186,7 @@ def test_doctor_lists_broken_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads(run("doctor", "--json").stdout)
     assert "no_such_module" in report["broken_tasks"]["horoscope"]
     assert "horoscope" not in report["tasks"]
-    assert "no  The task 'horoscope' cannot be loaded" in run("doctor").stdout
+    assert "no  The task 'horoscope' cannot be imported" in run("doctor").stdout
 
 
 def test_files_of_an_interrupted_cache_clear_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

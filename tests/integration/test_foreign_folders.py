@@ -224,7 +224,7 @@ def test_number_of_encoder_rows_in_openvino_ir_is_fixed(opened: Any) -> None:
     expected = model(**features, decoder_input_ids=tokens).logits
     cache = model.new_cache()
     model(**features, decoder_input_ids=tokens[:, :2], past_key_values=cache)
-    with pytest.raises(InputError, match="for 2 rows, not 3"):
+    with pytest.raises(InputError, match="has 2 rows, which cannot be changed to 3"):
         cache.reorder_cache(torch.tensor([1, 0, 1]))
     model(**features, decoder_input_ids=tokens[:, 2:], past_key_values=cache)
     assert torch.equal(model(**features, decoder_input_ids=tokens).logits, expected)

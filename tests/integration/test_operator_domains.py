@@ -89,7 +89,9 @@ def test_tensorrt_refuses_domains_before_opening(
     real = registry.probe
     monkeypatch.setattr(registry, "probe", lambda spec: gpu if spec.name == "tensorrt" else real(spec))
     monkeypatch.setattr(registry, "load", lambda spec: pytest.fail("opened"))
-    with pytest.raises(BackendUnavailableError, match="no operators of com.microsoft, which this graph uses") as info:
+    with pytest.raises(
+        BackendUnavailableError, match="uses operators of com.microsoft, which this backend does not have"
+    ) as info:
         open_plan(make_plan(fused, RunPreferences(backend="tensorrt")))
     assert "accel optimize EXPORT OUT --backend tensorrt" in str(info.value.fix)
     assert make_plan(tiny_artifact(), RunPreferences(backend="tensorrt")).why_not is None

@@ -146,5 +146,5 @@ def test_videos_with_too_few_frames_are_refused(
 def test_model_with_unknown_number_of_frames_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     model.config = transformers.ViTConfig()  # type: ignore[assignment]
-    with pytest.raises(ExportError, match="None frames"):
+    with pytest.raises(ExportError, match="number of frames in its config is None"):
         video_sample(model, None)

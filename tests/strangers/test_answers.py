@@ -277,7 +277,7 @@ def test_setfit_classifiers_are_refused(folders: Path) -> None:
         lambda: accel.Engine({"model": str(folder)}).start(),
         lambda: accel.export(folder, folder.parent / "out"),
     ):
-        with pytest.raises(TaskError, match="model_head.pkl, a pickle"):
+        with pytest.raises(TaskError, match="in the pickle file model_head.pkl"):
             refused()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .text_batches import option, sigmoid
-from .tokens import Array, GraphRow, Refused, Tokens
+from .tokens import Array, GraphRow, InvalidRequestError, Tokens
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SpanFinder:
         option(options, "threshold", 0.5, float)
         text, labels = texts["TEXT"][0], list(texts["LABELS"])
         if not labels:
-            raise Refused("there are no labels")
+            raise InvalidRequestError("there are no labels")
         (encoding, *_) = self._tokens.encode(", ".join(labels), text, cut="only_second")
         starts = itertools.accumulate((len(label) + len(", ") for label in labels[:-1]), initial=0)
         places = [encoding.char_to_token(start, 0) for start in starts]
