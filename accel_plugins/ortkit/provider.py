@@ -20,7 +20,7 @@ from .runtime.nvidia import check_option_names
 from .runtime.session import OrtSession, for_float8, is_float8, open_runtime
 
 _HALF = ("float16", "bfloat16")
-# Smaller graphs keep prepacking, so that they are compared with the same kernels that run later.
+# Smaller graphs keep prepacking, so that accel compares them with the kernels that run them later.
 _LARGE_BYTES = 1 << 28
 _WITHOUT_COPIES = {"session.disable_prepacking": "1", "enable_cpu_mem_arena": False}
 
@@ -28,9 +28,9 @@ _WITHOUT_COPIES = {"session.disable_prepacking": "1", "enable_cpu_mem_arena": Fa
 def without_copies(session: SessionOptions) -> SessionOptions:
     """Return session options with which ONNX Runtime reads weights from the memory-mapped file.
 
-    By default, ONNX Runtime copies weights into the layout of its kernels. Without the copies, 28 layers of RoBERTa
-    (952 MB) open in 0.1 instead of 1.8 s and use 27 instead of 786 MB of private memory. A call then adds the same
-    products in another order (results differ by 3e-7) and takes 1.5 times as long.
+    By default, ONNX Runtime copies weights into the layout of its kernels. Without the copies, a session with 28 layers
+    of RoBERTa (952 MB) opens in 0.1 s instead of 1.8 s and uses 27 MB of private memory instead of 786 MB. However, a
+    call takes 1.5 times as long, and results differ by 3e-7, because the kernels add products in another order.
     """
     return replace(session, native={**_WITHOUT_COPIES, **session.native})
 
@@ -42,14 +42,15 @@ class ProviderBackend:
 
     The execution provider is part of the ONNX Runtime build, or comes in a separate library (`library`). Inputs and
     outputs are in CPU memory. ONNX Runtime's exporter, optimizer and quantizer run the stages that the spec declares.
-    Options that the spec's `run` capability lists are passed to the provider; other options raise an error.
+    The backend passes options to the provider if the spec's `run` capability lists them; other options raise an error.
 
     Attributes:
         spec: The backend's spec.
         provider: ONNX Runtime's name of the execution provider.
-        install: The command that installs a build or a library with the provider; shown as the fix when it is missing.
-        kernel_dtype: The floating-point type that the kernels compute in for every graph. `None`: the data type of the
-            graph.
+        install: The command that installs a build or a library with the provider; error messages show the command if
+            the provider is missing.
+        kernel_dtype: The floating-point type in which the kernels compute every graph. `None` means the data type of
+            the graph.
         own_lengths: Whether the provider's `GroupQueryAttention` kernel accepts a different length for each row of the
             batch.
     """
@@ -60,19 +61,21 @@ class ProviderBackend:
     kernel_dtype: ClassVar[str | None] = None
     own_lengths: ClassVar[bool] = False
 
-    # Methods that a provider may override
+    # A subclass may override the following methods.
 
     def library(self) -> Path | None:
         """Return the path of the provider's library, or `None` when the provider is part of the ONNX Runtime build.
 
-        An exception that this method raises is reported as a reason of the probe, with `install` as its fix.
+        If this method raises an exception, `probe` reports the exception as the reason why the provider is not
+        available, and `install` as the fix.
         """
         return None
 
     def devices(self) -> tuple[DeviceSpec, ...]:
-        """Return the devices of a provider in the build.
+        """Return the devices of a provider that is part of the ONNX Runtime build.
 
-        Called only if the build has the provider; a provider in a separate library lists its devices itself.
+        This method is not called if the build lacks the provider, or if the provider comes in a separate library: ONNX
+        Runtime lists the devices of such a library.
         """
         return (DeviceSpec(self._run_types()[0]),)
 
@@ -84,7 +87,7 @@ class ProviderBackend:
         Args:
             artifact: The artifact.
             component: The component that is opened.
-            device: The device that it runs on.
+            device: The device that the component runs on.
             options: The user's options; the spec lists all of their names.
 
         Raises:
@@ -93,7 +96,7 @@ class ProviderBackend:
         return options
 
     def session_options(self, artifact: Artifact, session: SessionOptions) -> SessionOptions:
-        """Return the session options for an artifact: the user's options and those that its graphs need."""
+        """Return the session options for an artifact: the user's options, and options that the graphs require."""
         return for_float8(session, artifact)
 
     def disabled_optimizers(self, artifact: Artifact, component: Component) -> Sequence[str]:
@@ -104,10 +107,10 @@ class ProviderBackend:
         """Return the CPU instruction sets that the quantization preset depends on (`avx512_vnni`, ...)."""
         return ()
 
-    # Methods of `Backend`
+    # The following methods implement the protocol `Backend`.
 
     def probe(self) -> Probe:
-        """Return the provider's devices, or the reason why there are none. Never raises."""
+        """Return the provider's devices, or the reason why there are no devices. Never raises."""
         versions = {"onnxruntime": ort.__version__}
         try:
             devices, reason = self._found()
@@ -128,7 +131,7 @@ class ProviderBackend:
         return OnnxExporter(self.spec.name)
 
     def optimizer(self) -> Optimizer | None:
-        """Return the optimizer with ONNX Runtime's fusions, or `None` if the spec declares no optimization levels."""
+        """Return the optimizer with ONNX Runtime's fusions; `None` if the spec declares no optimization levels."""
         capability = self.spec.capability("optimize", "onnx")
         if capability is None:
             return None
@@ -139,9 +142,9 @@ class ProviderBackend:
         return OrtOptimizer(self.spec.name, replace(CPU, half_dtypes=halves))
 
     def quantizer(self) -> Quantizer | None:
-        """Return the quantizer with ONNX Runtime's schemes, or `None` if the spec declares none.
+        """Return the quantizer with ONNX Runtime's schemes; `None` if the spec declares no quantization schemes.
 
-        `cpu_flags` selects presets.
+        The quantizer chooses its preset from `cpu_flags`.
         """
         if not self._does("quantize"):
             return None
@@ -153,7 +156,8 @@ class ProviderBackend:
         """Open a session for every component; see `accel.interfaces.protocols.Backend.open`.
 
         Raises:
-            ConfigError: The spec does not list an option, or the kernels do not compute in the requested data type.
+            ConfigError: The spec does not list one of the options, or the kernels do not compute in the requested data
+                type.
             SessionError: ONNX Runtime cannot open a graph.
             BackendUnavailableError: The provider did not load, or runs none of a graph's arithmetic operators.
         """
@@ -182,7 +186,7 @@ class ProviderBackend:
         }
 
     def _session_options(self, artifact: Artifact, request: OpenRequest) -> SessionOptions:
-        """Return the session options; a large artifact that serves few calls reads its weights from the mapped file."""
+        """Return the session options; for few calls, the weights of a large artifact stay in the memory-mapped file."""
         options = self.session_options(artifact, request.session)
         # Without prepacking, ONNX Runtime selects different integer kernels, so quantized graphs keep prepacking.
         if not request.few_calls or artifact.manifest.quantization is not None:
@@ -201,15 +205,15 @@ class ProviderBackend:
         return lengths_form(artifact.path / component.file)
 
     def _found(self) -> tuple[tuple[DeviceSpec, ...], Reason | None]:
-        """Return the devices and `None`, or no devices and the reason."""
+        """Return the provider's devices and `None`; if there are no devices, return an empty tuple and the reason."""
         path = self._loaded_library()
         if path is None:
             if self.provider in ort.get_available_providers():
                 return self.devices(), None
             return (), Reason("provider", f"this ONNX Runtime build has no {self.provider}", self.install)
         specs = device_specs(provider_devices(self.provider))
-        # A library may also list the CPU, for operators that it computes there. The spec defines the device types to
-        # use.
+        # A library may also list the CPU, because it computes some operators on the CPU. Keep only the device types
+        # that the spec declares.
         devices = tuple(spec for spec in specs if spec.type in self._run_types())
         if devices:
             return devices, None
@@ -220,11 +224,11 @@ class ProviderBackend:
                 f"the library {path.name} registers {', '.join(others)}, but not {self.provider}",
                 f"set the attribute `provider` of the plugin's backend class to {' or '.join(map(repr, others))}",
             )
-        have = ", ".join(map(str, specs)) or "none"
+        listed = ", ".join(map(str, specs)) or "none"
         types = " or ".join(self._run_types())
         return (), Reason(
             "no-device",
-            f"the library {path.name} found no device of type {types} for {self.provider} (its devices: {have})",
+            f"the library {path.name} found no device of type {types} for {self.provider} (its devices: {listed})",
             "check that the device is present and that its driver is installed, then run `accel doctor`",
         )
 
@@ -240,7 +244,7 @@ class ProviderBackend:
                 register_library(self.provider, path)
         except BackendUnavailableError as error:
             raise BackendUnavailableError(error.message, fix=error.fix or self.install) from error
-        # The `library` method of a plugin may raise anything, mostly ImportError.
+        # A plugin's `library` method can raise any exception; ImportError is the most frequent exception.
         except Exception as error:
             raise BackendUnavailableError(
                 f"The library of {self.provider} was not found: {type(error).__name__}: {error}",
@@ -251,7 +255,7 @@ class ProviderBackend:
         return path
 
     def _library_devices(self, device: DeviceSpec) -> tuple[ort.OrtEpDevice, ...]:
-        """Return ONNX Runtime's device object for a provider in a library; empty for a provider in the build.
+        """Return ONNX Runtime's device objects for a provider in a library; an empty tuple for a provider in the build.
 
         Raises:
             BackendUnavailableError: The library does not load, or has no such device.
@@ -274,16 +278,16 @@ class ProviderBackend:
 
     def _check_options(self, options: Mapping[str, object]) -> None:
         capability = self.spec.capability("run")
-        known = capability.options if capability is not None else ()
-        if options and not known:
+        names = capability.options if capability is not None else ()
+        if options and not names:
             raise ConfigError(
                 f"{self.provider} accepts no provider options, but the call passes {sorted(options)}.",
                 fix="leave the options out. Pass settings of ONNX Runtime as session_options=SessionOptions(native={...}).",
             )
-        check_option_names(options, known, {}, self.provider)
+        check_option_names(options, names, {}, self.provider)
 
     def _compute_dtype(self, artifact: Artifact, session: SessionOptions) -> str:
-        """Return the data type that the kernels compute in."""
+        """Return the data type in which the kernels compute a graph."""
         floats = self.kernel_dtype or artifact.dtype
         if session.compute_dtype not in (None, floats):
             kernels = f"ONNX Runtime's {self.provider.removesuffix('ExecutionProvider')} kernels"
@@ -294,10 +298,18 @@ class ProviderBackend:
         return "int8" if artifact.manifest.quantization and not is_float8(artifact) else floats
 
     def _does(self, stage: Any) -> bool:
-        return any(one.stage == stage and "onnx" in (one.consumes, one.produces) for one in self.spec.capabilities)
+        return any(
+            capability.stage == stage and "onnx" in (capability.consumes, capability.produces)
+            for capability in self.spec.capabilities
+        )
 
     def _run_types(self) -> tuple[str, ...]:
         """Return the device types that the spec runs on."""
         return tuple(
-            dict.fromkeys(kind for one in self.spec.capabilities if one.stage == "run" for kind in one.devices)
+            dict.fromkeys(
+                kind
+                for capability in self.spec.capabilities
+                if capability.stage == "run"
+                for kind in capability.devices
+            )
         )

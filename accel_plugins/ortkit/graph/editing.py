@@ -183,7 +183,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
             model.metadata_props[MARK] = MANIFEST
             write_graph(model, folder / name)
     finally:
-        # Give the caller's graphs their original weights again, because only `write_graph` needed weights in the new file.
+        # Give the caller's graphs their original weights again; only `write_graph` needed weights in the new file.
         for value, tensor in replaced:
             value.const_value = tensor
     if not offsets:

@@ -231,8 +231,8 @@ def _replace(block: AttentionBlock, softmax: ir.Node, packed: Packed | None) -> 
     new = NewNodes(root_graph(softmax), f"{softmax.name}.attention")
     attributes: dict[str, Any] = {"num_heads": block.heads, "scale": block.scale}
     if block.padding is not None and not block.zero_empty:
-        # A row whose keys are all masked must give all keys the same weight, as in the original graph. Adding a very low
-        # number has this effect, because the scores are lost by rounding.
+        # A row whose keys are all masked must give all keys the same weight, as in the original graph. The addition of
+        # a very low number has this effect, because rounding removes the scores.
         attributes["mask_filter_value"] = max(block.low, float(np.finfo(np.float32).min))
     mask = key_mask(block.padding, new.graph) if block.padding is not None else None
     bias = None

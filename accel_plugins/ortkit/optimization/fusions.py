@@ -65,8 +65,8 @@ class Fusion:
 
 
 # Fusions run in the order of this table. On CPUs, attention is fused after rotary embeddings, because the rotary fusion
-# finds no pattern inside fused attention. On GPUs, attention is fused before embeddings, because the attention
-# fusion must still find the padding mask in the graph. On GPUs, duplicates are removed first, so that the attention fusion
+# finds no pattern inside fused attention. On GPUs, attention is fused before embeddings, because the attention fusion
+# must still find the padding mask in the graph. On GPUs, duplicates are removed first, so that the attention fusion
 # recognizes that query, key and value are computed from the same value.
 FUSIONS = (
     Fusion("constant-folding", "O1", "computes what does not depend on inputs", simplifications.fold_constants),

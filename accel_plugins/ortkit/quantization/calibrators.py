@@ -1,7 +1,8 @@
 """Activation ranges from calibration data, with memory use that does not depend on the amount of data.
 
-The graph runs batch by batch with the activations as additional outputs. Only the range of each channel is kept for an
-activation. Methods that use the distribution make a second pass and keep a histogram of fixed size.
+The graph runs batch by batch with the activations as additional outputs. For each activation, only the range of each
+channel is stored. Methods that use the distribution of values read the data a second time and store a histogram of
+fixed size.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(slots=True)
 class MeanRange:
-    """Sums of the smallest and the largest values of batches, weighted by the number of rows; gives the mean range."""
+    """Mean range of batches: sums of the smallest and of the largest value of each batch, weighted by the number of rows."""
 
     low: float = 0.0
     high: float = 0.0
@@ -70,18 +71,18 @@ class _Histogram:
     counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
     def add(self, values: np.ndarray, rows: int) -> None:
-        # In float16, the bins of a narrow range would have a width of zero.
+        # NumPy would compute the bins in the data type of the values; in float16, bins of a narrow range have no width.
         self.counts += np.histogram(values.astype(np.float64), bins=BINS, range=(self.low, self.high))[0]
 
 
 def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds) -> dict[str, torch.Tensor]:
-    """Return the decoder inputs other than tokens `(batch, sequence)`, with an empty cache, for a prompt.
+    """Return the inputs of a decoder for a prompt with an empty KV cache, except the token ids `(batch, sequence)`.
 
     Args:
         component: The decoder's component.
         batch: The number of rows.
         sequence: The number of tokens in each row.
-        feeds: The given inputs; an attention mask in them is used.
+        feeds: The inputs that the caller already has; if they contain an attention mask, the mask is returned.
 
     Returns:
         The inputs by name. A growing cache has zero tokens; a buffer of fixed capacity has space for `sequence` tokens.
@@ -102,7 +103,10 @@ def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds)
 
 
 class DecoderCalibration:
-    """Calibration batches of a decoder, with its other inputs added; can be iterated as often as the original batches."""
+    """Calibration batches of a decoder, extended by the inputs for an empty KV cache.
+
+    The batches can be iterated as often as the original batches.
+    """
 
     def __init__(self, batches: Iterable[Feeds], component: Component) -> None:
         self._batches, self._component = batches, component
@@ -116,8 +120,8 @@ class DecoderCalibration:
 def batches_of(calibration: Iterable[Feeds], component: Component) -> Iterable[Feeds]:
     """Return the calibration batches of one graph.
 
-    A model with several graphs has separate batches for each graph. For a graph with a KV cache, cache inputs are
-    added.
+    For a model with several graphs, the calibration data may contain separate batches for each graph. For a graph with
+    a KV cache, the inputs for an empty cache are added to the batches.
     """
     parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
     batches = parts.get(component.name, calibration)
@@ -125,10 +129,10 @@ def batches_of(calibration: Iterable[Feeds], component: Component) -> Iterable[F
 
 
 class Calibrator:
-    """Runs a graph on calibration data and observes some of its values.
+    """Runner that computes a graph on calibration data and measures some of the graph's values.
 
     Args:
-        model: The graph. It cannot be used for anything else afterwards, because the observed values become outputs.
+        model: The graph; changed in place: the observed values become outputs. Do not use the graph afterwards.
         component: The component that describes the graph's inputs.
         names: The names of the values to observe, in the main graph.
         batches: The batches of inputs; must be iterable more than once for methods with a second pass.
@@ -181,14 +185,20 @@ class Calibrator:
                         f"The calibration data produces infinite or NaN values in the activation {name!r}.",
                         fix="remove missing or infinite values from the data, or exclude the layer that produces them: exclude=...",
                     )
-                seen = ranges.setdefault(name, ChannelRange(low, high))
-                if seen.low.shape != low.shape:
-                    # The last axis is not a channel axis if its size varies with the text length (softmax output,
-                    # transposed keys).
-                    seen.low, seen.high = seen.low.min(keepdims=True), seen.high.max(keepdims=True)
+                channel_range = ranges.setdefault(name, ChannelRange(low, high))
+                if channel_range.low.shape != low.shape:
+                    # A last axis whose size changes with the text length (softmax output, transposed keys) is not a
+                    # channel axis, so store one range for the whole activation.
+                    channel_range.low, channel_range.high = (
+                        channel_range.low.min(keepdims=True),
+                        channel_range.high.max(keepdims=True),
+                    )
                     low, high = low.min(keepdims=True), high.max(keepdims=True)
-                seen.low, seen.high = np.minimum(seen.low, low), np.maximum(seen.high, high)
-                seen.mean.add(array, rows)
+                channel_range.low, channel_range.high = (
+                    np.minimum(channel_range.low, low),
+                    np.maximum(channel_range.high, high),
+                )
+                channel_range.mean.add(array, rows)
         if not ranges:
             raise QuantizeError("The calibration data is empty.", fix="pass at least one batch of inputs.")
         return ranges
@@ -209,7 +219,7 @@ class Calibrator:
         percentile: float,
         divisors: Mapping[str, np.ndarray],
     ) -> dict[str, tuple[float, float]]:
-        """Return the quantization range of each activation; all methods except `minmax` may need a second pass.
+        """Return the quantization range of each activation; methods other than `minmax` may read the data a second time.
 
         Args:
             channels: The result of `channel_ranges`.
@@ -220,16 +230,19 @@ class Calibrator:
         Raises:
             QuantizeError: The data can be iterated only once.
         """
-        whole = {}
-        for name, seen in channels.items():
+        full_ranges = {}
+        for name, channel_range in channels.items():
             divisor = divisors.get(name, np.float32(1))
-            whole[name] = (min(float((seen.low / divisor).min()), 0.0), max(float((seen.high / divisor).max()), 0.0))
+            full_ranges[name] = (
+                min(float((channel_range.low / divisor).min()), 0.0),
+                max(float((channel_range.high / divisor).max()), 0.0),
+            )
         if method == "minmax":
-            return whole
+            return full_ranges
         if method == "moving_average" and not divisors:
-            return {name: seen.mean.limits for name, seen in channels.items()}
-        means = {name: MeanRange() for name in whole}
-        histograms = {name: _Histogram(*_widened(*limits)) for name, limits in whole.items()}
+            return {name: channel_range.mean.limits for name, channel_range in channels.items()}
+        means = {name: MeanRange() for name in full_ranges}
+        histograms = {name: _Histogram(*_widened(*limits)) for name, limits in full_ranges.items()}
         counters: Mapping[str, MeanRange | _Histogram] = means if method == "moving_average" else histograms
         for rows, values in self._observed():
             for name, array in values.items():
@@ -257,12 +270,12 @@ class Calibrator:
                     f"A calibration batch contains {sorted(batch)}, but the graph also needs the inputs {missing}.",
                     fix="create the batches with the tokenizer or processor of this model.",
                 )
-            left = self._samples - self._rows
-            if left <= 0:
+            remaining = self._samples - self._rows
+            if remaining <= 0:
                 return
             feeds = {}
             for spec in self._component.inputs:
-                array = batch[spec.name][:left].detach().cpu().numpy()
+                array = batch[spec.name][:remaining].detach().cpu().numpy()
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     raise QuantizeError(
                         f"A calibration batch contains infinite or NaN values in {spec.name!r}.",
@@ -293,14 +306,14 @@ def _channel_extremes(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """Return the range, widened if it is empty, because a histogram needs a non-empty range."""
+    """Return the range; if both ends are equal, return a slightly wider range, because a histogram requires two different ends."""
     return (low, high) if high > low else (low, low + 1e-6)
 
 
 def percentile_range(counts: np.ndarray, low: float, high: float, percentile: float) -> tuple[float, float]:
-    """Return the range that contains a percentage of the values; half of the rest is cut off on each side.
+    """Return the range that contains a percentage of the values.
 
-    Zero is included.
+    The same number of values is cut off at each end. The range is extended to include zero.
 
     Args:
         counts: `(bins,)`, the number of values in each of the equal bins between `low` and `high`.
@@ -309,18 +322,20 @@ def percentile_range(counts: np.ndarray, low: float, high: float, percentile: fl
         percentile: The percentage of values in the range.
     """
     edges = np.linspace(low, high, len(counts) + 1)
-    share = np.cumsum(counts) / max(int(counts.sum()), 1)
+    cumulative = np.cumsum(counts) / max(int(counts.sum()), 1)
     tail = (1 - percentile / 100) / 2
-    first = int(np.searchsorted(share, tail, side="right"))
-    last = int(np.searchsorted(share, 1 - tail, side="left"))
-    return min(float(edges[min(first, len(counts) - 1)]), 0.0), max(float(edges[min(last, len(counts) - 1) + 1]), 0.0)
+    first_bin = int(np.searchsorted(cumulative, tail, side="right"))
+    last_bin = int(np.searchsorted(cumulative, 1 - tail, side="left"))
+    return min(float(edges[min(first_bin, len(counts) - 1)]), 0.0), max(
+        float(edges[min(last_bin, len(counts) - 1) + 1]), 0.0
+    )
 
 
 def entropy_range(counts: np.ndarray, low: float, high: float) -> tuple[float, float]:
     """Return the range with the smallest Kullback-Leibler divergence between the 8-bit and the original distribution.
 
-    The method is from Migacz, "8-bit Inference with TensorRT" (GTC 2017). It tries thresholds on the absolute value
-    from 128 bins upwards; values above the threshold count as values at the threshold. The arguments are those of
+    The method is from Migacz, "8-bit Inference with TensorRT" (GTC 2017). The method tries thresholds for the absolute
+    value, beginning with 128 bins; values above a threshold count as values at the threshold. For the arguments, see
     `percentile_range`.
     """
     edges = np.linspace(low, high, len(counts) + 1)
@@ -338,12 +353,12 @@ def entropy_range(counts: np.ndarray, low: float, high: float) -> tuple[float, f
 
 
 def _divergence(reference: np.ndarray, kept: np.ndarray) -> float:
-    """Return the Kullback-Leibler divergence of a distribution quantized to `_LEVELS` steps from the reference."""
+    """Return the Kullback-Leibler divergence between a reference and a distribution that is quantized to `_LEVELS` steps."""
     groups = np.minimum(np.arange(len(kept)) * _LEVELS // len(kept), _LEVELS - 1)
     filled = kept > 0
     totals = np.bincount(groups, weights=kept, minlength=_LEVELS)
     sizes = np.bincount(groups, weights=filled, minlength=_LEVELS)
     quantized = np.where(filled, totals[groups] / np.maximum(sizes[groups], 1), 0.0)
     p, q = reference / max(reference.sum(), 1e-12), quantized / max(quantized.sum(), 1e-12)
-    seen = p > 0
-    return float(np.sum(p[seen] * np.log(p[seen] / np.maximum(q[seen], 1e-9))))
+    nonzero = p > 0
+    return float(np.sum(p[nonzero] * np.log(p[nonzero] / np.maximum(q[nonzero], 1e-9))))

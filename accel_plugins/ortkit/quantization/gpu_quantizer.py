@@ -1,8 +1,8 @@
-"""INT8 and FP8 quantization for GPUs: explicit Q/DQ pairs with calibrated, symmetric scales, as TensorRT expects them.
+"""INT8 and FP8 quantization for GPUs: explicit Q/DQ pairs with calibrated, symmetric scales, as TensorRT requires.
 
-Weights have one scale for each output channel, activations one scale for the whole tensor. The graph contains only
-standard ONNX operators and computes the same result on every runtime. The runtime decides which products it computes in
-8 bits.
+Weights have one scale for each output channel, and activations have one scale for the whole tensor. The graph contains
+only standard ONNX operators and computes the same result on every runtime. The runtime decides which products it
+computes in 8 bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .quantizer import GraphLayers, GraphQuantizer
 INT8, FP8 = "static-int8", "static-fp8"
 ATTENTION = "Attention"
 """Name in `QuantizeConfig.operators` for the products inside attention, which multiply two activations."""
-_FIRST_OPSET = 19  # this opset added float8, and scales other than float32
+_FIRST_OPSET = 19  # Opset 19 added float8, and scales of other data types than float32.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,17 @@ class EightBitType:
 
     Attributes:
         dtype: The ONNX data type.
-        largest: The largest number of the data type that is used.
+        largest: The largest number of the data type that quantized values may have.
     """
 
     dtype: ir.DataType
     largest: float
 
     def scale(self, largest: np.ndarray | float) -> np.ndarray:
-        """Return the scale for values up to `largest`, a number or `(channels,)`; 1 where `largest` is 0."""
+        """Return the scale for values up to `largest`, which is one number or one number for each channel.
+
+        The scale is 1 where `largest` is 0.
+        """
         scale = np.asarray(largest, np.float32) / self.largest
         return np.where(scale > 0, scale, 1.0).astype(np.float32)
 
@@ -121,7 +124,7 @@ def check(artifact: Artifact, config: QuantizeConfig, calibration: Iterable[Feed
 
 
 def _products(model: ir.Model) -> list[ir.Node]:
-    """Return the products of two activations: queries with keys, and softmax output with values."""
+    """Return the `MatMul` nodes with two activations: queries with keys, and softmax output with values."""
     return [
         node
         for node in nodes(model, "MatMul")
@@ -131,7 +134,7 @@ def _products(model: ir.Model) -> list[ir.Node]:
 
 
 class _Writer:
-    """Inserts Q/DQ pairs into a graph; an input or weight that several layers share is quantized once."""
+    """Writer of Q/DQ pairs into a graph; an input or a weight that several layers share is quantized once."""
 
     def __init__(self, steps: EightBitType, ranges: Mapping[str, tuple[float, float]], *, per_channel: bool) -> None:
         self._steps = steps
@@ -170,7 +173,7 @@ class _Writer:
         return self._pairs[id(source)]
 
     def _scale(self, new: NewNodes, scale: np.ndarray, like: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Add the scale, in the data type of `like`, and a zero point of zeros, in the 8-bit data type."""
+        """Add a scale in the data type of `like`, and a zero point of 0 in the 8-bit data type; return both constants."""
         dtype = (like.dtype or ir.DataType.FLOAT).numpy()
         zero = np.zeros(scale.shape, self._steps.dtype.numpy())
         return (

@@ -14,7 +14,7 @@ from .weights import Int8Weight, quantize_int8
 
 
 class IntegerRewriter:
-    """Replaces layers of one model by integer arithmetic; an input or weight that several layers share is quantized once.
+    """Rewriter of one model's layers to integer arithmetic; an input or weight that several layers share is quantized once.
 
     Args:
         per_channel: Whether weights have one scale for each output channel instead of one for the whole matrix.
@@ -30,7 +30,7 @@ class IntegerRewriter:
         self._weights: dict[tuple[int, object], tuple[Int8Weight, list[ir.Value]]] = {}
 
     def _stored(self, layer: QuantizableLayer) -> tuple[Int8Weight, list[ir.Value]]:
-        """Return a layer's quantized weight, and its integers, scale and zero point as constants of the graph."""
+        """Return a layer's quantized weight, and the constants of the graph with the weight's integers, scale and zero point."""
         graph, base = root_graph(layer.node), str(layer.node.name)
         key = (id(graph), self._weight_key(layer))
         if key not in self._weights:
@@ -54,7 +54,8 @@ class IntegerRewriter:
     def dynamic(self, layers: Sequence[QuantizableLayer]) -> None:
         """Rewrite layers so that activations are quantized at run time.
 
-        The operators are `DynamicQuantizeLinear` and `MatMulInteger`; ONNX Runtime fuses them into one kernel at load.
+        The new operators are `DynamicQuantizeLinear` and `MatMulInteger`. When ONNX Runtime loads the graph, it fuses
+        both operators into one kernel.
         """
         for layer in layers:
             new, (_, (values, scale, zero)) = (
@@ -72,7 +73,7 @@ class IntegerRewriter:
         """Rewrite layers with Q/DQ pairs: activations get fixed scales, weights are stored as integers.
 
         When ONNX Runtime loads the graph, it fuses the two `DequantizeLinear` nodes and the product into one integer
-        product. The results of products stay in floating point, because rounding them costs time.
+        product. The results of products stay in floating point, because rounding the results to 8 bits takes time.
 
         Args:
             layers: The layers to rewrite.
@@ -88,19 +89,19 @@ class IntegerRewriter:
                 new.op("DequantizeLinear", x, x_scale, x_zero, like=source),
                 new.op("DequantizeLinear", *constants, axis=1, like=source, shape=shape),
             ]
-            added = _bias_of(layer, shape[1])
-            if added is None or source.shape is None or source.shape.rank() != 2:
+            bias_add = _bias_of(layer, shape[1])
+            if bias_add is None or source.shape is None or source.shape.rank() != 2:
                 finish(layer, new, new.op("MatMul", *operands))
                 continue
-            # ONNX Runtime fuses a two-dimensional product and its bias to Gemm before it looks for Q/DQ pairs, and it
-            # converts Gemm to an integer operator only if the bias is an integer.
-            bias = _integer_bias(new, added[1], x_scale, weight.scale)
-            finish(layer, new, new.op("Gemm", *operands, bias), added)
+            # ONNX Runtime fuses a two-dimensional product and its bias to `Gemm` before it searches for Q/DQ pairs. It
+            # converts a `Gemm` with Q/DQ pairs to an integer operator only if the bias is an integer.
+            bias = _integer_bias(new, bias_add[1], x_scale, weight.scale)
+            finish(layer, new, new.op("Gemm", *operands, bias), bias_add)
 
     def static_operators(
         self, layers: Sequence[QuantizableLayer], ranges: Mapping[str, tuple[float, float]], *, signed: bool
     ) -> None:
-        """Rewrite layers like `static`, but directly with the integer operator that ONNX Runtime would create.
+        """Rewrite layers like `static`, but write the integer operator to which ONNX Runtime would convert the Q/DQ pairs.
 
         The operator is `com.microsoft.MatMulIntegerToFloat`, which also adds the bias.
         """
@@ -111,10 +112,10 @@ class IntegerRewriter:
             )
             x, x_scale, x_zero = self._static_activation(layer, ranges, signed)
             inputs = [x, values, x_scale, scale, x_zero, zero]
-            added = _bias_of(layer, weight.values.shape[1])
-            if added is not None:
-                inputs.append(added[1])
-            finish(layer, new, new.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT), added)
+            bias_add = _bias_of(layer, weight.values.shape[1])
+            if bias_add is not None:
+                inputs.append(bias_add[1])
+            finish(layer, new, new.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT), bias_add)
 
     def _static_activation(
         self, layer: QuantizableLayer, ranges: Mapping[str, tuple[float, float]], signed: bool
@@ -123,13 +124,13 @@ class IntegerRewriter:
         return self._rounded(layer, scale, zero)
 
     def _rounded(self, layer: QuantizableLayer, scale: np.ndarray, zero: np.ndarray) -> Sequence[ir.Value]:
-        """Return a layer's quantized activation, scale and zero point; layers with the same input and scale share them."""
+        """Return a layer's quantized activation, scale and zero point; layers with the same input and scale share all three."""
         source, new = layer.activation, NewNodes(root_graph(layer.node), str(layer.activation.name))
         key = (id(new.graph), id(source), scale.tobytes(), zero.tobytes(), str(zero.dtype))
         if key not in self._activations:
             constants = [
-                add_initializer(new.graph, f"{new.name}.{word}", array)
-                for word, array in (("scale", scale), ("zero_point", zero))
+                add_initializer(new.graph, f"{new.name}.{kind}", array)
+                for kind, array in (("scale", scale), ("zero_point", zero))
             ]
             dtype = ir.DataType.INT8 if zero.dtype == np.int8 else ir.DataType.UINT8
             rounded = new.op("QuantizeLinear", source, *constants, like=source, dtype=dtype)
@@ -148,17 +149,17 @@ class IntegerRewriter:
 
 
 def _integer_bias(new: NewNodes, bias: ir.Value, x_scale: ir.Value, w_scale: np.ndarray) -> ir.Value:
-    """Return the bias as int32 with the product's scale, followed by a `DequantizeLinear`."""
+    """Return a `DequantizeLinear` of the bias as int32; the scale is that of the integer product of activation and weight."""
     values, step = constant(bias), constant(x_scale)
     assert values is not None
     assert step is not None
     scale, limit = (step * w_scale).astype(np.float32), 2**31 - 1
     rounded = np.clip(np.rint(values.astype(np.float64) / scale), -limit, limit).astype(np.int32)
     inputs = [
-        add_initializer(new.graph, f"{new.name}.bias_{word}", array)
-        for word, array in (("quantized", rounded), ("scale", scale), ("zero_point", np.zeros(scale.shape, np.int32)))
+        add_initializer(new.graph, f"{new.name}.bias_{kind}", array)
+        for kind, array in (("quantized", rounded), ("scale", scale), ("zero_point", np.zeros(scale.shape, np.int32)))
     ]
-    # For a single scale, ONNX Runtime ignores the axis.
+    # The axis is for one scale for each channel; for a single scale, ONNX Runtime ignores the axis.
     return new.op("DequantizeLinear", *inputs, like=bias, axis=0)
 
 
@@ -197,7 +198,7 @@ def _bias_of(layer: QuantizableLayer, outer: int) -> tuple[ir.Node, ir.Value] | 
 def finish(
     layer: QuantizableLayer, new: NewNodes, product: ir.Value, added: tuple[ir.Node, ir.Value] | None = None
 ) -> None:
-    """Replace a layer by new nodes, and add the bias of a `Gemm`.
+    """Replace a layer by new nodes; if the layer is a `Gemm` whose bias the new nodes lack, add the bias.
 
     Args:
         layer: The layer to replace.
@@ -206,24 +207,24 @@ def finish(
         added: The result of `_bias_of` if the new nodes already add the bias.
     """
     node = layer.node
-    last = added[0] if added is not None else node
-    old = last.outputs[0]
-    product.type, product.shape = old.type, old.shape
+    last_node = added[0] if added is not None else node
+    old_result = last_node.outputs[0]
+    product.type, product.shape = old_result.type, old_result.shape
     bias = node.inputs[2] if added is None and node.op_type == "Gemm" and len(node.inputs) > 2 else None
     if bias is not None:
         beta = node.attributes.get_float("beta", 1.0)
         if beta != 1.0:
             bias = new.op("Mul", bias, new.constant(beta, (bias.dtype or ir.DataType.FLOAT).numpy()))
-        product = new.op("Add", product, bias, like=old)
+        product = new.op("Add", product, bias, like=old_result)
     new.graph.insert_before(node, new.nodes)
-    _take_name(old, product)
-    new.graph.remove(last, safe=True)
-    if last is not node:
+    _take_name(old_result, product)
+    new.graph.remove(last_node, safe=True)
+    if last_node is not node:
         new.graph.remove(node, safe=True)
 
 
 def _take_name(old: ir.Value, new: ir.Value) -> None:
-    """Replace `old` by `new` and give it the name of `old`, because calibrated ranges are looked up by name."""
+    """Replace `old` by `new`, and rename `new` to the name of `old`, because calibrated ranges are stored by name."""
     name, is_output = old.name, old.is_graph_output()
     replace_value(old, new)
     if not is_output:

@@ -1,4 +1,4 @@
-"""The layers that a quantizer can rewrite: products of an activation with a constant matrix."""
+"""Search for the layers that a quantizer can rewrite: products of an activation with a constant matrix."""
 
 from __future__ import annotations
 
@@ -98,13 +98,16 @@ def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list
 
 
 def constant_key(value: ir.Value | None) -> object:
-    """Return the `identity` key of a constant's tensor."""
+    """Return the key of a constant's tensor; constants with the same tensor have equal keys (see `editing.identity`)."""
     assert value is not None
     return identity(ir.convenience.get_const_tensor(value))
 
 
 def _matrix(value: ir.Value | None) -> np.ndarray | None:
-    """Return a constant matrix, also if it is transposed (as in an output layer with tied embeddings); else `None`."""
+    """Return the array of a constant matrix, or of a transposed constant matrix (an output layer with tied embeddings).
+
+    Return `None` for other values.
+    """
     array = constant(value)
     transpose = producer(value, "Transpose") if array is None else None
     if transpose is None:
@@ -119,15 +122,16 @@ def split_excluded(
 ) -> tuple[list[QuantizableLayer], list[QuantizableLayer]]:
     """Split layers into those to quantize and those to keep in floating point.
 
-    A pattern is the name of a node or a layer, or `re:` and a regular expression that is searched in both names.
+    A pattern is the name of a node or of a layer, or the prefix `re:` and a regular expression. The regular expression
+    is searched in the node name and in the layer name.
 
     Raises:
         ConfigError: A pattern matches no layer.
         QuantizeError: No layer is left to quantize.
     """
     excluded = matched_layers(patterns, [(layer.name, str(layer.node.name)) for layer in layers])
-    kept = [layer for i, layer in enumerate(layers) if i not in excluded]
-    if not kept:
+    included = [layer for i, layer in enumerate(layers) if i not in excluded]
+    if not included:
         raise QuantizeError(
             "No layer is left to quantize: "
             + (
@@ -137,4 +141,4 @@ def split_excluded(
             ),
             fix="exclude fewer layers." if layers else "quantize a graph that has linear layers.",
         )
-    return kept, [layer for i, layer in enumerate(layers) if i in excluded]
+    return included, [layer for i, layer in enumerate(layers) if i in excluded]

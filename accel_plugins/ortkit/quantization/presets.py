@@ -1,8 +1,9 @@
 """Presets of 8-bit quantization for processors.
 
 The choice depends on the processor's instructions. Processors with a dot product of unsigned activations and signed
-weights (VNNI, AMX, ARM's i8mm) run this combination at full speed. x86 processors without it add products in 16 bits,
-which saturates, so weights keep 7 bits. ARM's older dot product needs both operands signed.
+weights (VNNI, AMX, ARM's i8mm) run this combination at full speed. x86 processors without such an instruction add
+products in 16 bits. To prevent an overflow of the 16 bits, weights have only 7 bits on these processors. ARM's older
+dot product requires signed activations and signed weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Preset:
     Attributes:
         name: The name that users pass.
         requires: CPU flags that the kernels need; empty for targets other than CPUs.
-        why: The reason for the settings in one line, for reports.
+        why: The reason for the settings in one line; reports show the reason.
         activations: Data type of static activations, `uint8` or `int8`; dynamic activations are always `uint8`.
         reduce_range: Whether weights keep 7 bits.
         schemes: Schemes that support the preset.
@@ -65,20 +66,20 @@ PRESETS = {preset.name: preset for preset in _PRESETS}
 
 
 def choose_preset(name: str, flags: Sequence[str]) -> tuple[Preset, str]:
-    """Return the preset with a name and the reason; `auto` selects the fastest preset that the CPU flags allow.
+    """Return the preset with this name, and the reason for the choice.
 
-    If the CPU flags lack instructions of a named preset, log a warning and use the preset, because artifacts are often
-    made for another machine.
+    The name `auto` selects the fastest preset that the CPU flags allow. If the CPU flags lack instructions of another
+    requested preset, log a warning and use the preset, because users often quantize a model for another machine.
 
     Raises:
         ConfigError: The preset does not exist.
     """
     if name == "auto":
-        have = set(flags)
-        # AVX-VNNI is the same instruction with 256-bit registers.
-        if "avx_vnni" in have:
-            have.add("avx512_vnni")
-        best = next((preset for preset in _PRESETS if preset.requires and have.issuperset(preset.requires)), None)
+        available = set(flags)
+        # AVX-VNNI provides the instruction of AVX512-VNNI for 256-bit registers, so the same preset applies.
+        if "avx_vnni" in available:
+            available.add("avx512_vnni")
+        best = next((preset for preset in _PRESETS if preset.requires and available.issuperset(preset.requires)), None)
         if best is None:
             return (
                 PRESETS["avx2"],

@@ -43,7 +43,7 @@ class GraphLayers:
         layers: The layers, at least one.
         config: The quantization settings.
         calibration: Batches of inputs.
-        report: The report of the step; methods add entries to it.
+        report: The report of the quantization step; methods add entries to this dictionary.
     """
 
     artifact: Artifact
@@ -101,24 +101,26 @@ class GraphQuantizer(ABC):
         models = load_graphs(artifact)
         operators = None if config.operators is None else [name for name in config.operators if name in OPERATORS]
         layers = {name: find_layers(model, operators) for name, model in models.items()}
-        # Check patterns against all graphs at once: a pattern may match a layer of only one graph, and some graphs
-        # (embedding tables) have no layers.
-        chosen, _ = split_excluded([layer for found in layers.values() for layer in found], config.exclude)
+        # A pattern must match a layer of any graph, not of every graph, so check all graphs together. Some graphs have
+        # no layers, for example graphs with only an embedding table.
+        chosen, _ = split_excluded(
+            [layer for found_layers in layers.values() for layer in found_layers], config.exclude
+        )
         chosen_ids = {id(layer) for layer in chosen}
         excluded: list[str] = []
         for component in artifact.components:
             model = models[component.name]
-            kept: list[QuantizableLayer] = []
-            left: list[QuantizableLayer] = []
+            included: list[QuantizableLayer] = []
+            skipped: list[QuantizableLayer] = []
             for layer in layers[component.name]:
                 # Skip layers in branches of an `If` node: their activations cannot be calibrated.
                 reachable = config.scheme not in CALIBRATED or layer.node.graph is model.graph
-                (kept if id(layer) in chosen_ids and reachable else left).append(layer)
-            excluded += [str(layer.node.name) for layer in left]
-            report["layers"] += [layer.name for layer in kept]
-            report["excluded"] += [layer.name for layer in left]
-            if kept:
-                graph_layers = GraphLayers(artifact, component, kept, config, calibration, report)
+                (included if id(layer) in chosen_ids and reachable else skipped).append(layer)
+            excluded += [str(layer.node.name) for layer in skipped]
+            report["layers"] += [layer.name for layer in included]
+            report["excluded"] += [layer.name for layer in skipped]
+            if included:
+                graph_layers = GraphLayers(artifact, component, included, config, calibration, report)
                 Rewrite(config.scheme, partial(self._rewrite, graph_layers)).apply(model)
         if not report["layers"]:
             raise QuantizeError(
@@ -197,7 +199,7 @@ class OrtQuantizer(GraphQuantizer):
             limits, divisors = graph_layers.calibrated(list(grouped(layers)))
             if divisors:
                 report["smooth_quant"] = smooth(layers, divisors)
-                # After smoothing, layers that follow an inserted `Mul` read its output, so copy the ranges to that name.
+                # Smoothing inserts `Mul` nodes. Layers that read the output of a `Mul` need its range under the new name.
                 limits |= {f"{name}.smoothed": low_high for name, low_high in limits.items()}
             rewrite = rewriter.static if config.format == "qdq" else rewriter.static_operators
             rewrite(layers, limits, signed=preset.activations == "int8")
@@ -253,19 +255,19 @@ def check(artifact: Artifact, config: QuantizeConfig, preset: Preset, calibratio
 
 def _weight_only(layers: Sequence[QuantizableLayer], config: QuantizeConfig) -> dict[str, int]:
     """Quantize the layers' weights in blocks of 4 or 8 bits; return the number of layers for each number of bits."""
-    four = config.scheme == WEIGHT_4
-    # Zero points take 5 % of a decoding step, and least-squares scales are as accurate without them. `hqq` requires
-    # zero points.
-    symmetric = config.symmetric if config.symmetric is not None else not (four and config.algorithm == "hqq")
-    bits = [4 if four else 8] * len(layers)
-    if four and config.ratio < 1:
+    is_4_bit = config.scheme == WEIGHT_4
+    # By default, only `hqq` uses zero points. They take 5 % of the time of a decoding step, and least-squares scales
+    # without zero points are as accurate.
+    symmetric = config.symmetric if config.symmetric is not None else not (is_4_bit and config.algorithm == "hqq")
+    bits = [4 if is_4_bit else 8] * len(layers)
+    if is_4_bit and config.ratio < 1:
         errors = [relative_error(layer, block_size=config.block_size, symmetric=symmetric) for layer in layers]
         order = sorted(range(len(layers)), key=lambda i: errors[i])
         for i in order[max(1, round(config.ratio * len(layers))) :]:
             bits[i] = 8
-        # Layers with a shared weight must get the same number of bits, even if the ratio would split them.
-        first: dict[object, int] = {}
-        bits = [first.setdefault(layer.weight_key, width) for layer, width in zip(layers, bits, strict=True)]
+        # Layers that share a weight must have the same number of bits, even if the ratio gives them different numbers.
+        first_bits: dict[object, int] = {}
+        bits = [first_bits.setdefault(layer.weight_key, width) for layer, width in zip(layers, bits, strict=True)]
     algorithm: Literal["rtn", "hqq"] = "hqq" if config.algorithm == "hqq" else "rtn"
     quantize_weights(layers, bits=bits, block_size=config.block_size, symmetric=symmetric, algorithm=algorithm)
     return {str(width): bits.count(width) for width in sorted(set(bits))}

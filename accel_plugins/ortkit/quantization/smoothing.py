@@ -45,10 +45,12 @@ def smoothing_divisors(
 def smooth(layers: Sequence[QuantizableLayer], divisors: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Divide activations by the divisors `(channels,)` and multiply weights by them.
 
-    If only these layers read the output of a preceding norm, the division is folded into the norm's weights.
+    If a normalization computes the activation and only these layers read it, the division is folded into the
+    normalization's weights.
 
     Returns:
-        The number of divisions `folded` into norms, and of those `inserted` as `Mul` nodes.
+        The number of divisions that were `folded` into normalizations, and the number that were `inserted` as `Mul`
+        nodes.
     """
     report = {"folded": 0, "inserted": 0}
     for name, group in grouped(layers).items():
@@ -87,7 +89,7 @@ def smooth(layers: Sequence[QuantizableLayer], divisors: Mapping[str, np.ndarray
 
 
 def _set_weight(layer: QuantizableLayer, weight: np.ndarray) -> None:
-    """Set a layer's weight to a new matrix `(inner, outer)`; the old constant stays, because other layers may use it."""
+    """Give a layer a new weight `(inner, outer)`; the old constant stays in the graph, because other layers may read it."""
     node = layer.node
     if node.op_type == "Gemm":
         node.attributes["transB"] = ir.AttrInt64("transB", 0)

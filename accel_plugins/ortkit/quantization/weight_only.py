@@ -13,11 +13,13 @@ from ..graph.editing import MICROSOFT, NewNodes, add_initializer, root_graph
 from .integer import finish
 from .layers import QuantizableLayer
 
-# Allow kernels to round activations to 8 bits in blocks: several times faster on CPUs with 8-bit dot products.
+# Value of the attribute `accuracy_level` that allows kernels to round activations to 8 bits in blocks. Such kernels are
+# several times faster on CPUs with 8-bit dot products.
 _INT8_ACCUMULATION = 4
-# Candidates for the quantized position of a block's extreme value; values above 8 steps are clipped.
+# Candidates for the number of steps between zero and the block's value with the largest absolute value. Values of more
+# than 8 steps are clipped.
 _EXTREMES = np.linspace(7, 9, 9)
-# Smaller scales are not normal float32 numbers, so blocks with smaller scales are rounded to zero.
+# Scales below this number are close to the smallest normal float32 number, so blocks with such scales are rounded to 0.
 _LEAST = np.float32(1e-37)
 # Number of weights that are processed together, so that they fit into the cache of a CPU core.
 _TOGETHER = 2**16
@@ -31,7 +33,7 @@ class BlockWeight:
         values: `(outer, blocks, block_size) uint8`, not packed.
         scales: `(outer, blocks) float32`.
         zero_points: `(outer, blocks)`, uint8, or float32 from `hqq`.
-        symmetric: Whether every zero point is the middle of the integer range.
+        symmetric: Whether the zero point of every block is the middle of the integer range.
     """
 
     values: np.ndarray
@@ -40,7 +42,7 @@ class BlockWeight:
     symmetric: bool
 
     def dequantized(self, inner: int) -> np.ndarray:
-        """Return the weight that the kernel multiplies with, `(inner, outer) float32`."""
+        """Return the weight `(inner, outer) float32` after quantization, as the kernel uses it."""
         centered = self.values.astype(np.float32) - self.zero_points[..., None].astype(np.float32)
         matrix: np.ndarray = (centered * self.scales[..., None]).reshape(len(centered), -1)[:, :inner].T
         return matrix
@@ -53,8 +55,9 @@ def quantize_blocks(
 
     `rtn` rounds to the nearest step; for symmetric 4-bit blocks, it tries nine scales and uses the one with the
     smallest squared error. `hqq` (Badri and Shaji, 2023, half-quadratic quantization) adjusts the zero points: the many
-    small errors shrink, and a few large errors grow. It runs 20 iterations and needs no data. Its zero points are
-    fractional; ONNX Runtime's CPU kernel computes these in float32, which is more accurate and slower than `rtn`.
+    small errors shrink, and a few large errors grow. `hqq` runs 20 iterations and needs no data. The zero points of
+    `hqq` are fractional. For fractional zero points, ONNX Runtime's CPU kernel computes in float32, which is more
+    accurate and slower than the kernel for `rtn`.
     """
     inner, outer = weight.shape
     blocks = -(-inner // block_size)
@@ -63,7 +66,8 @@ def quantize_blocks(
     data = padded.reshape(outer, blocks, block_size)
     top, middle = 2**bits - 1, 2 ** (bits - 1)
     if symmetric:
-        # Map the extreme value of each block to -8 (or -128), the step without a positive counterpart.
+        # Map the value with the largest absolute value of each block to -8 (or -128 for 8 bits), which has no positive
+        # counterpart.
         extreme = np.take_along_axis(data, np.abs(data).argmax(axis=-1)[..., None], axis=-1)[..., 0]
         scales = np.where(np.abs(extreme) > middle * _LEAST, -extreme / middle, 1.0).astype(np.float32)
         if bits == 4:
@@ -87,19 +91,19 @@ def _least_squares(data: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """
     best = scales.copy()
     rows = max(_TOGETHER // data[0].size, 1)
-    for first in range(0, len(data), rows):
-        steps = best[first : first + rows]
-        # The positions are between -8, the extreme value, and 8.
-        places = data[first : first + rows] / steps[..., None]
-        kept, sizes = np.zeros(steps.shape, np.float32), np.ones(steps.shape, np.float32)
+    for start in range(0, len(data), rows):
+        steps = best[start : start + rows]
+        # Weights in steps: the value with the largest absolute value is at -8, all others are between -8 and 8.
+        positions = data[start : start + rows] / steps[..., None]
+        best_share, sizes = np.zeros(steps.shape, np.float32), np.ones(steps.shape, np.float32)
         for extreme in _EXTREMES:
-            values = np.clip(np.rint(places * np.float32(extreme / 8)), -8, 7)
-            common, own = (np.einsum("obi,obi->ob", values, other) for other in (places, values))
-            # The share of the squared weights that this rounding keeps with the best fitting scale.
-            share = common**2 / np.maximum(own, 1)
-            better = share > kept
-            kept = np.where(better, share, kept)
-            sizes[better] = (common / np.maximum(own, 1))[better]
+            values = np.clip(np.rint(positions * np.float32(extreme / 8)), -8, 7)
+            common, squares = (np.einsum("obi,obi->ob", values, factor) for factor in (positions, values))
+            # The part of the sum of squared weights that remains after rounding, with the scale that fits best.
+            share = common**2 / np.maximum(squares, 1)
+            better = share > best_share
+            best_share = np.where(better, share, best_share)
+            sizes[better] = (common / np.maximum(squares, 1))[better]
         steps *= sizes
     return best
 
@@ -137,7 +141,10 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def relative_error(layer: QuantizableLayer, *, block_size: int, symmetric: bool) -> float:
-    """Return the relative 4-bit error of a layer's weight (root of squared error over squared weights), to rank layers."""
+    """Return the relative error of a layer's weight after 4-bit quantization, to rank layers.
+
+    The relative error is the square root of (sum of squared errors / sum of squared weights).
+    """
     weight = layer.weight()
     blocks = quantize_blocks(weight, bits=4, block_size=block_size, symmetric=symmetric)
     lost = blocks.dequantized(weight.shape[0]) - weight
@@ -152,7 +159,10 @@ def quantize_weights(
     symmetric: bool,
     algorithm: Literal["rtn", "hqq"],
 ) -> None:
-    """Replace layers of one model by `MatMulNBits` with a number of bits for each layer; a shared weight is quantized once."""
+    """Replace layers of one model by `MatMulNBits`; `bits` contains the number of bits for each layer.
+
+    A weight that several layers share is quantized once.
+    """
     stored: dict[tuple[int, object, int], tuple[BlockConstants, tuple[int, int]]] = {}
     for layer, width in zip(layers, bits, strict=True):
         key = (id(root_graph(layer.node)), layer.weight_key, width)
@@ -165,8 +175,8 @@ def quantize_weights(
                 symmetric=symmetric,
                 algorithm=algorithm if width == 4 else "rtn",
             )
-            whole = blocks.zero_points.dtype == np.uint8
-            zeros = pack(blocks.zero_points, width) if whole else blocks.zero_points
+            is_integer = blocks.zero_points.dtype == np.uint8
+            zeros = pack(blocks.zero_points, width) if is_integer else blocks.zero_points
             constants = add_blocks(layer, pack(blocks.values, width), blocks.scales, None if symmetric else zeros)
             stored[key] = (constants, weight.shape)
         constants, (inner, outer) = stored[key]
@@ -183,7 +193,7 @@ def add_blocks(
     """Add a block-wise quantized weight to a layer's graph as constants.
 
     Args:
-        layer: The first layer that uses the weight; the constants are named after it.
+        layer: The first layer that uses the weight; the names of the constants begin with the layer's name.
         packed: `(outer, blocks, block_size * bits / 8) uint8`.
         scales: `(outer, blocks) float32`.
         zeros: `(outer, blocks * bits / 8) uint8`, or `(outer, blocks) float32`; `None` for the middle of the integer

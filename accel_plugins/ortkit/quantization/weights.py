@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight `(inner, outer)` as int8, with one scale and zero point in total or for each output channel.
+    """A weight `(inner, outer)` as int8, with one scale and zero point for the weight or for each output channel.
 
     Attributes:
         values: `(inner, outer) int8`.
@@ -25,8 +25,9 @@ class Int8Weight:
 def quantize_int8(weight: np.ndarray, *, per_channel: bool, symmetric: bool, reduce_range: bool) -> Int8Weight:
     """Round a weight `(inner, outer)` to signed 8 bits (7 bits with `reduce_range`).
 
-    If symmetric, the scale is the largest absolute value / 127 (63 with 7 bits) and the zero point is 0. If not, all
-    steps cover the range from the smallest to the largest value, extended to include zero.
+    With `symmetric`, the zero point is 0, and the scale is the largest absolute value divided by 127, or by 63 for 7
+    bits. Without `symmetric`, the integers cover the range from the smallest to the largest value, extended to include
+    zero.
     """
     axis = 0 if per_channel else None
     top = 63 if reduce_range else 127

@@ -162,7 +162,7 @@ class CompiledModel:
         Args:
             call: The inputs by name.
             seen: Key of the call, from `seen_of`. Later calls with this key replay the same CUDA graph. `None`:
-            remember nothing.
+                remember nothing.
         """
         plan = self._plan(call)
         have = plan.have
