@@ -40,16 +40,16 @@ _BOOLS_ARE_BYTES = VERSION < (1, 32)
 
 
 def native_run(session: ort.InferenceSession) -> Callable[[list[str], dict[str, Any], Any], list[Any]]:
-    """Return the session's run function without checks.
+    """Return the session's run function that does not check its arguments.
 
-    It takes output names, arrays by input name, and run options or `None`.
+    The arguments are the output names, the arrays by input name, and run options or `None`.
     """
     run: Callable[[list[str], dict[str, Any], Any], list[Any]] = session._sess.run
     return run
 
 
 def native_binding(session: ort.InferenceSession) -> tuple[Any, Callable[[Any, Any], None]]:
-    """Return a new IO binding of the session and the function that runs it; the function takes run options or `None`."""
+    """Return a new IO binding of the session, and a function that runs the session with a binding and run options or `None`."""
     return native.SessionIOBinding(session._sess), session._sess.run_with_iobinding
 
 

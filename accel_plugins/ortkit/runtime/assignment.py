@@ -1,8 +1,8 @@
-"""Check which execution provider runs the nodes of a session.
+"""Check of the execution provider that runs the nodes of a session.
 
-ONNX Runtime lists a provider as active once its library has loaded. Nodes that the provider does not support silently
-run on the CPU, possibly all of them. ONNX Runtime can record the assignment of nodes to providers, which this module
-reads.
+ONNX Runtime lists a provider as active as soon as the provider's library has loaded. Nodes that the provider does not
+support run on the CPU without a message, even if these are all nodes of the graph. ONNX Runtime can record which
+provider runs each node; this module reads the record.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from accel.errors import BackendUnavailableError
 logger = logging.getLogger(__name__)
 
 CPU = "CPUExecutionProvider"
-# Defined in onnxruntime_session_options_config_keys.h as kOrtSessionOptionsRecordEpGraphAssignmentInfo.
+# ONNX Runtime's header onnxruntime_session_options_config_keys.h defines this key as
+# kOrtSessionOptionsRecordEpGraphAssignmentInfo.
 _RECORD = "session.record_ep_graph_assignment_info"
-# Operators with nearly all of a transformer's arithmetic, including fused and quantized variants: QLinearMatMul,
-# MatMulNBits, FusedConv, GroupQueryAttention, ... Other operators are cheap, or compute shapes and belong on the CPU.
+# These operators do nearly all of a transformer's arithmetic. The pattern includes fused and quantized variants, for
+# example QLinearMatMul, MatMulNBits, FusedConv and GroupQueryAttention. Other operators are cheap, or compute shapes on
+# the CPU.
 _MATERIAL = re.compile(r"MatMul|Gemm|Conv|Attention|Einsum|MoE$|^(LSTM|GRU|RNN)$")
 _NAMED = 4
 
@@ -37,7 +39,7 @@ class Assignment:
 
     Attributes:
         provider: The requested provider.
-        operators: The number of nodes by operator for each provider.
+        operators: For each provider, the number of nodes by operator type.
     """
 
     provider: str
@@ -60,12 +62,12 @@ class Assignment:
 
     @property
     def material_on_cpu(self) -> Mapping[str, int]:
-        """Number of arithmetic nodes (matrix products, convolutions, attention) left to the CPU, by operator."""
+        """Number of arithmetic nodes (matrix products, convolutions, attention) that run on the CPU, by operator type."""
         return {} if self.provider == CPU else _material(self.operators.get(CPU, {}))
 
     @property
     def useless(self) -> bool:
-        """Whether the provider runs none of the arithmetic nodes, or no node at all of a graph without arithmetic."""
+        """Whether the provider runs none of the arithmetic nodes; for a graph without arithmetic, whether it runs no node."""
         if not self.nodes:
             return False
         if any(_material(counts) for counts in self.operators.values()):
@@ -78,18 +80,18 @@ def _material(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def record(options: ort.SessionOptions, provider: str) -> None:
-    """Make ONNX Runtime record the assignment of a session that is opened with these options.
+    """Make ONNX Runtime record which provider runs each node of a session that is opened with these options.
 
-    Nothing is recorded for the CPU provider, because it runs every node.
+    For the CPU provider, the options stay unchanged, because the CPU provider runs every node.
     """
     if provider != CPU and hasattr(ort.InferenceSession, "get_provider_graph_assignment_info"):
         options.add_session_config_entry(_RECORD, "1")
 
 
 def assignment_of(session: ort.InferenceSession, provider: str) -> Assignment | None:
-    """Return the recorded assignment of an open session.
+    """Return the recorded assignment of nodes to providers of an open session.
 
-    Return `None` for the CPU provider, and if this version of ONNX Runtime cannot record it.
+    Return `None` for the CPU provider, and if this version of ONNX Runtime cannot record the assignment.
     """
     if provider == CPU or not hasattr(session, "get_provider_graph_assignment_info"):
         return None
@@ -103,7 +105,8 @@ def assignment_of(session: ort.InferenceSession, provider: str) -> Assignment | 
 def check_assignment(session: ort.InferenceSession, provider: str, name: str) -> None:
     """Check that the requested provider runs the graph's arithmetic.
 
-    The number of nodes left to the CPU is logged. If arithmetic is among them, a warning is logged once.
+    The number of nodes that run on the CPU is logged. If arithmetic nodes run on the CPU, a warning is logged, once for
+    each graph.
 
     Args:
         session: An open session whose options were passed to `record`.
@@ -123,10 +126,10 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
     if assignment is None:
         return
     if assignment.useless:
-        who = ", ".join(other for other in assignment.operators if other != provider)
+        other_runners = ", ".join(other for other in assignment.operators if other != provider)
         raise BackendUnavailableError(
             f"{provider} took {assignment.taken} of the {assignment.nodes} nodes of {name}, and none of its matrix products, "
-            f"convolutions or attention nodes; {who or 'no other provider'} would run them.",
+            f"convolutions or attention nodes; {other_runners or 'no other provider'} would run them.",
             fix="use the backend cpu for this graph, or export a graph with other operators, another data type or fixed shapes, for "
             "which the provider has kernels; `accel doctor` shows the providers of this machine.",
         )
@@ -146,7 +149,10 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
 
 @functools.lru_cache(maxsize=1024)
 def _warn(name: str, provider: str, operators: str, left: int) -> None:
-    """Warn about arithmetic on the CPU, once for each graph: with shape buckets, the same graph is opened several times."""
+    """Log a warning about arithmetic on the CPU, only once for the same arguments.
+
+    Sessions with shape buckets open the same graph several times.
+    """
     logger.warning(
         "%s has no kernels for some nodes of %s. The nodes %s run on the CPU (%d nodes in all), and their tensors are copied "
         "between the device and the CPU. Fix: try a graph of another data type, or a graph that was optimized for this "

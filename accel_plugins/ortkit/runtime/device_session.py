@@ -1,4 +1,4 @@
-"""An ONNX Runtime session with torch tensors on a GPU as inputs and outputs, bound by address."""
+"""ONNX Runtime session whose inputs and outputs are torch tensors on a GPU, passed by address without a copy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .session import OrtSession
 class DeviceSession(OrtSession):
     """Session that runs a graph on one GPU. Thread-safe, because ONNX Runtime's `run` is thread-safe.
 
-    ONNX Runtime computes on its own CUDA stream. A call first waits for torch's current stream, then runs
-    the graph and waits for its end.
+    ONNX Runtime computes on its own CUDA stream. A call first waits for the work on torch's current stream, then runs
+    the graph and waits until the graph has finished.
     """
 
     def __init__(
@@ -46,11 +46,14 @@ class DeviceSession(OrtSession):
             return super().run(feeds, outputs=outputs, out=out, state=state)
 
     def _result(self, value: ort.OrtValue) -> torch.Tensor:
-        # Return a copy: ONNX Runtime may reuse the memory as soon as its value is deleted.
+        # Return a copy, because ONNX Runtime may reuse the memory of an output after `value` is deleted.
         return ort_value_as_tensor(value).clone()
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
-        """Check and convert the inputs; ids on the GPU are checked as well, because the call waits for them anyway."""
+        """Check and convert the inputs, including token ids on the GPU.
+
+        The check of ids on the GPU must wait for the GPU, but a call waits for the GPU in any case.
+        """
         tensors = super()._read(feeds, state)
         self._check_values.waiting(tensors)
         return tensors

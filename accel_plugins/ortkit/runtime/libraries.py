@@ -1,4 +1,4 @@
-"""Execution providers in a separate shared library (plugin providers), which ONNX Runtime loads at run time."""
+"""Execution providers in separate shared libraries (plugin providers), which ONNX Runtime loads at run time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _brought: dict[str, tuple[str, ...]] = {}
 
 
 def register_library(provider: str, path: Path) -> None:
-    """Make ONNX Runtime load a provider's library. Later calls in the same process do nothing.
+    """Make ONNX Runtime load a provider's library; later calls with the same library do nothing.
 
     Args:
         provider: ONNX Runtime's name of the provider, under which the library is registered.
@@ -37,10 +37,10 @@ def register_library(provider: str, path: Path) -> None:
             return
         if not library.is_file():
             raise BackendUnavailableError(f"The library of {provider} was not found: there is no library {library}")
-        before = {device.ep_name for device in ort.get_ep_devices()}
+        earlier_names = {device.ep_name for device in ort.get_ep_devices()}
         try:
             ort.register_execution_provider_library(provider, str(library))
-        # ONNX Runtime raises its own exception types without a common base class; report the loader's message.
+        # ONNX Runtime's exception types have no common base class, so catch every exception and report its message.
         except Exception as error:
             text = " ".join(str(error).split())[:600]
             raise BackendUnavailableError(
@@ -49,11 +49,14 @@ def register_library(provider: str, path: Path) -> None:
                 f"{ort.__version__}.",
             ) from error
         _registered[provider] = library
-        _brought[provider] = tuple(sorted({device.ep_name for device in ort.get_ep_devices()} - before))
+        _brought[provider] = tuple(sorted({device.ep_name for device in ort.get_ep_devices()} - earlier_names))
 
 
 def other_providers(provider: str) -> tuple[str, ...]:
-    """Return the names of the providers that a provider's library added, if the expected name is not among them."""
+    """Return the names of the providers in the library that was registered for `provider`, if none has this name.
+
+    Return an empty tuple if the library contains `provider`.
+    """
     names = _brought.get(provider, ())
     return () if provider in names else names
 

@@ -1,7 +1,7 @@
 """Diagnosis of why ONNX Runtime's providers for NVIDIA GPUs cannot run on this machine.
 
-The checks read libraries and the driver's management library (NVML). They create no CUDA context, so a later fork still
-works.
+The checks load the provider's libraries and the driver's management library (NVML). The checks create no CUDA context,
+so the process can still fork afterwards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NvidiaFacts:
 
 
 def judge(facts: NvidiaFacts) -> Probe:
-    """Return the devices, or all reasons why they cannot be used, each with a fix."""
+    """Return the GPUs, or all reasons why the provider cannot use the GPUs; each reason has a fix."""
     reasons = [
         reason
         for check in (_build, _driver, _torch, _library)
@@ -75,8 +75,10 @@ def _build(facts: NvidiaFacts) -> Reason | None:
             "onnxruntime and onnxruntime-gpu are both installed, and the CPU build overwrote the GPU build",
             _INSTALL,
         )
-    have = ", ".join(f"{name} {version}" for name, version in facts.distributions.items()) or "a build without CUDA"
-    return Reason("no-gpu-build", f"{have} is installed, which has no {facts.provider}", _INSTALL)
+    installed = (
+        ", ".join(f"{name} {version}" for name, version in facts.distributions.items()) or "a build without CUDA"
+    )
+    return Reason("no-gpu-build", f"{installed} is installed, which has no {facts.provider}", _INSTALL)
 
 
 def _driver(facts: NvidiaFacts) -> Reason | None:
@@ -95,13 +97,13 @@ def _driver(facts: NvidiaFacts) -> Reason | None:
     for name, build in (("ONNX Runtime", facts.build_cuda), ("PyTorch", facts.torch_cuda)):
         if build is None or facts.driver_cuda is None:
             continue
-        # A driver supports every CUDA release of its major version (CUDA's minor version compatibility).
+        # Compare only major versions, because a driver supports every CUDA release of its major version.
         major = int(build.partition(".")[0])
         if facts.driver_cuda[0] < major:
-            have = ".".join(map(str, facts.driver_cuda))
+            newest = ".".join(map(str, facts.driver_cuda))
             return Reason(
                 "driver-too-old",
-                f"this {name} is built for CUDA {build}, and the driver {facts.driver} serves up to CUDA {have}",
+                f"this {name} is built for CUDA {build}, and the driver {facts.driver} serves up to CUDA {newest}",
                 f"install a driver for CUDA {major}, or a build for CUDA {facts.driver_cuda[0]}",
             )
     return None
@@ -124,11 +126,11 @@ def _library(facts: NvidiaFacts) -> Reason | None:
     what = f"{missing[1]} is missing" if missing else facts.load_error
     tensorrt = re.search(r"libnv(?:infer|onnx)\w*\.so\.(\d+)", what)
     if tensorrt is not None:
-        wanted = int(tensorrt[1])
+        tensorrt_major = int(tensorrt[1])
         return Reason(
             "library",
-            f"{facts.provider} is listed but its library does not load: {what} (TensorRT {wanted})",
-            f'pip install "tensorrt>={wanted},<{wanted + 1}"',
+            f"{facts.provider} is listed but its library does not load: {what} (TensorRT {tensorrt_major})",
+            f'pip install "tensorrt>={tensorrt_major},<{tensorrt_major + 1}"',
         )
     major = (facts.build_cuda or "").partition(".")[0]
     return Reason(
@@ -139,7 +141,7 @@ def _library(facts: NvidiaFacts) -> Reason | None:
 
 
 def device_index(options: Mapping[str, object], device: DeviceSpec) -> int:
-    """Return the index of the GPU. The provider option `device_id`, if given, must be the same index.
+    """Return the index of the GPU; the provider option `device_id`, if the user passes it, must have the same value.
 
     Raises:
         ConfigError: `device_id` is not a number, or is the index of another GPU.
@@ -163,8 +165,8 @@ def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapp
 
     Args:
         options: The names to check.
-        known: All names that exist.
-        taken: Names that accel sets itself, with the fix for the error message.
+        known: All option names of the provider.
+        taken: The option names that accel sets itself, each with the fix for the error message.
         provider: ONNX Runtime's name of the provider that takes the options.
 
     Raises:
@@ -184,8 +186,8 @@ def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapp
 def on_gpu(index: int) -> AbstractContextManager[object]:
     """Make a GPU the current device of this thread in a `with` block, and restore the previous device afterwards.
 
-    Does nothing without GPUs. ONNX Runtime changes the current device to the session's GPU when it opens, runs or
-    closes a session, and does not restore it.
+    Without a GPU, the block does nothing. The restoration is necessary because ONNX Runtime makes the session's GPU the
+    current device when it opens, runs or closes a session, and does not restore the previous device.
     """
     import torch
 
@@ -193,7 +195,7 @@ def on_gpu(index: int) -> AbstractContextManager[object]:
 
 
 def survey(provider: str = CUDA) -> NvidiaFacts:
-    """Collect facts about this machine. Never raises: facts that cannot be read count as missing."""
+    """Collect facts about this machine. Never raises: a fact that cannot be read is `None` or empty."""
     import onnxruntime as ort
     import torch
 
@@ -225,8 +227,9 @@ def survey(provider: str = CUDA) -> NvidiaFacts:
 def _load_error(folder: Path, library: str) -> str | None:
     """Return the dynamic linker's error about a missing library of the provider; `None` if all libraries are found.
 
-    PyTorch has already loaded the CUDA libraries of its own wheels. ONNX Runtime can use these if both are built for
-    the same major version of CUDA. If not, ONNX Runtime loads the libraries of NVIDIA's wheels, if they are installed.
+    PyTorch has already loaded the CUDA libraries that its wheel depends on. ONNX Runtime can use the same libraries if
+    PyTorch and ONNX Runtime are built for the same major version of CUDA. If not, ONNX Runtime loads the libraries of
+    NVIDIA's wheels, if they are installed.
     """
     error = _link_error(folder, library)
     if error is not None:
@@ -243,7 +246,7 @@ def _link_error(folder: Path, library: str) -> str | None:
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), mode=ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(folder / library))
     except OSError as error:
-        # Report only missing libraries: the provider's own symbols are resolved later, when ONNX Runtime loads it.
+        # Ignore errors about missing symbols: ONNX Runtime provides the symbols later, when it loads the provider.
         return str(error) if _MISSING_LIBRARY.search(str(error)) else None
     return None
 
@@ -272,20 +275,23 @@ def _nvml() -> tuple[str | None, tuple[int, int] | None, tuple[DeviceSpec, ...]]
 
 
 def visible(count: int, environment: Mapping[str, str]) -> list[int]:
-    """Return the physical indices of the GPUs that a process sees, in its order; -1 for a GPU given by UUID."""
+    """Return the physical indices of the GPUs in `CUDA_VISIBLE_DEVICES`, in this order; -1 for a UUID instead of an index.
+
+    Without the variable, return the indices of all GPUs.
+    """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return list(range(count))
-    seen: list[int] = []
+    indices: list[int] = []
     for item in (part.strip() for part in listed.split(",")):
-        if item.isdigit() and int(item) < count and int(item) not in seen:
-            seen.append(int(item))
+        if item.isdigit() and int(item) < count and int(item) not in indices:
+            indices.append(int(item))
         elif item.startswith(("GPU-", "MIG-")):
-            seen.append(-1)
+            indices.append(-1)
         else:
-            # CUDA ignores the list from the first invalid entry on.
+            # CUDA ignores the first invalid entry of the list and all entries after it.
             break
-    return seen
+    return indices
 
 
 class _Memory(ctypes.Structure):

@@ -47,8 +47,9 @@ _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 _SPINS_SHORTLY = VERSION >= (1, 26)
 """Whether the duration of spinning can be set; earlier versions of ONNX Runtime spin for milliseconds."""
 _SPIN_US = "50"
-"""Duration of spinning in microseconds: longer than the gaps within a call, shorter than those between calls. For
-MiniLM 1x14 with two threads, a call takes 0.61 instead of 0.85 ms, and less processor time (1.30 instead of 1.48 ms).
+"""Time in microseconds for which an idle thread spins: longer than the pauses within a call, but shorter than the pauses
+between calls. For MiniLM with 1 x 14 tokens and two threads, a call takes 0.61 ms instead of 0.85 ms, and 1.30 ms of
+processor time instead of 1.48 ms.
 """
 _LEVELS = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -70,7 +71,7 @@ _ELEMENT_TYPES = {
 
 
 def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[str, ...]]:
-    """Convert accel's session options to ONNX Runtime's, and return the names of graph optimizers to disable.
+    """Return ONNX Runtime's session options for accel's session options, and the names of graph optimizers to disable.
 
     `native` can set every attribute of `onnxruntime.SessionOptions`, and every configuration entry (`session.…`,
     `mlas.…`) by its key.
@@ -87,30 +88,31 @@ def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[s
     if options.inter_op_threads > 1:
         native.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     native.graph_optimization_level = _LEVELS[options.graph_optimization]
-    native.log_severity_level = 4  # no log: errors are raised as exceptions
-    # Always let threads spin for a moment within a call: waking them takes a third of the time of a small model.
+    native.log_severity_level = 4  # Log nothing, because ONNX Runtime raises errors as exceptions.
+    # Idle threads always spin for a short time within a call. For a small model, the wake-up of sleeping
+    # threads takes a third of the call time.
     native.add_session_config_entry(
         "session.intra_op.allow_spinning", "1" if options.spinning or _SPINS_SHORTLY else "0"
     )
     if not options.spinning:
         native.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     if options.profile is not None:
-        # Create the folder, because ONNX Runtime silently writes nothing if it is missing.
+        # Create the folder, because ONNX Runtime writes no profile, and raises no error, if the folder is missing.
         Path(options.profile).mkdir(parents=True, exist_ok=True)
         native.enable_profiling = True
         native.profile_file_prefix = str(Path(options.profile) / "onnxruntime")
-    known = [name for name in dir(native) if not name.startswith("_") and not callable(getattr(native, name))]
+    names = [name for name in dir(native) if not name.startswith("_") and not callable(getattr(native, name))]
     for name, value in options.native.items():
         if name == DISABLED_OPTIMIZERS:
             continue
         if "." in name:
             native.add_session_config_entry(name, str(value))
-        elif name in known:
+        elif name in names:
             setattr(native, name, value)
         else:
             raise ConfigError(
-                f"onnxruntime.SessionOptions has no setting {name!r}.{did_you_mean(name, known)}",
-                fix=f"use one of {', '.join(known)}, or a configuration key with a dot in it.",
+                f"onnxruntime.SessionOptions has no setting {name!r}.{did_you_mean(name, names)}",
+                fix=f"use one of {', '.join(names)}, or a configuration key with a dot in it.",
             )
     return native, disabled
 
@@ -118,8 +120,8 @@ def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[s
 def for_float8(session: SessionOptions, artifact: Artifact) -> SessionOptions:
     """Return session options with which ONNX Runtime can open a graph with FP8 Q/DQ pairs.
 
-    The options disable ONNX Runtime's rewriting of Q/DQ pairs, which treats FP8 pairs as INT8 and produces an invalid
-    graph (1.31).
+    The options disable the ONNX Runtime optimizer that rewrites Q/DQ pairs. The optimizer (1.31) treats FP8 pairs as
+    INT8 pairs and produces an invalid graph.
     """
     if not is_float8(artifact):
         return session
@@ -127,7 +129,7 @@ def for_float8(session: SessionOptions, artifact: Artifact) -> SessionOptions:
 
 
 def is_float8(artifact: Artifact) -> bool:
-    """Return whether an artifact has FP8 Q/DQ pairs; ONNX Runtime computes these in floating point."""
+    """Return whether an artifact has FP8 Q/DQ pairs; ONNX Runtime computes layers with FP8 pairs in floating point."""
     quantization = artifact.manifest.quantization
     return quantization is not None and quantization.scheme.endswith("fp8")
 
@@ -148,9 +150,9 @@ def open_runtime(
 ) -> ort.InferenceSession:
     """Open a graph on one execution provider. Raise if ONNX Runtime would silently fall back to the CPU.
 
-    An error is also raised if the provider runs none of the graph's arithmetic; arithmetic left to the CPU logs a
-    warning. For providers other than the CPU provider, the assignment of nodes is recorded, even in the user's own
-    options object.
+    The function also raises an error if the provider runs none of the graph's arithmetic. If the CPU runs a part of the
+    arithmetic, the function logs a warning. For providers other than the CPU provider, ONNX Runtime records which
+    provider runs each node; this setting is also made in an options object that the user passed.
 
     Args:
         path: The graph file.
@@ -160,9 +162,10 @@ def open_runtime(
         options: The session options.
         disabled_optimizers: Names of ONNX Runtime's graph optimizers to disable.
         shapes: Fixed sizes of named axes.
-        model: A serialized graph to open instead of the file's graph; its weights are in the file's folder.
-        weights: Initializers in memory that replace the graph's own; they must outlive the session.
-        others: Further providers, with their options, for nodes that the provider has no kernels for.
+        model: A serialized graph to open instead of the file's graph; the weights of this graph are in the file's
+            folder.
+        weights: Initializers in memory that replace initializers of the graph; they must exist as long as the session.
+        others: More providers with their options, for nodes for which the first provider has no kernels.
         devices: ONNX Runtime's devices of the provider, if the provider comes in a separate library.
 
     Raises:
@@ -199,7 +202,8 @@ def open_runtime(
                 native,
                 providers=None if devices else [(provider, strings), *others],
                 disabled_optimizers=[*disabled_optimizers, *disabled] or None,
-                # Disable ONNX Runtime's fallback: it would print the error, try the CPU and lose the reason.
+                # Without this setting, ONNX Runtime would print an error, open the graph on the CPU and not raise the
+                # error.
                 enable_fallback=0,
             )
         )
@@ -230,11 +234,11 @@ def open_runtime(
 
 
 def _check_declared(session: ort.InferenceSession, component: Component, path: Path) -> None:
-    """Check that a graph matches its description in the artifact, because later code relies on the description.
+    """Check that a graph has the inputs and outputs that its component declares.
 
     Raises:
-        IntegrityError: The graph lacks a declared tensor, has another rank or data type for it, or a name is not valid
-            text.
+        IntegrityError: The graph lacks a declared input or output, an input or output has another rank or data type
+            than declared, or a name is not valid text.
     """
     try:
         wrong = _undeclared(session.get_inputs(), component.inputs) or _undeclared(
@@ -250,28 +254,31 @@ def _check_declared(session: ort.InferenceSession, component: Component, path: P
 
 
 def _undeclared(found: Sequence[Any], declared: Sequence[TensorSpec]) -> str:
-    """Return a description of the first difference between a graph's tensors and the declared specs; empty if there is none."""
-    arguments = {one.name: one for one in found}
+    """Return a text about the first difference between a graph's tensors and the declared specs; empty if they match."""
+    arguments = {argument.name: argument for argument in found}
     for spec in declared:
-        one = arguments.get(spec.name)
-        if one is None:
+        argument = arguments.get(spec.name)
+        if argument is None:
             return f"has no input or output {spec.name[:80]!r}"
-        if one.shape and len(one.shape) != len(spec.shape):
-            return f"has {len(one.shape)} axes for {spec.name!r} instead of {len(spec.shape)}"
-        if one.type in _ELEMENT_TYPES and _ELEMENT_TYPES[one.type] != spec.dtype:
-            return f"has the data type {_ELEMENT_TYPES[one.type]} for {spec.name!r} instead of {spec.dtype}"
+        if argument.shape and len(argument.shape) != len(spec.shape):
+            return f"has {len(argument.shape)} axes for {spec.name!r} instead of {len(spec.shape)}"
+        if argument.type in _ELEMENT_TYPES and _ELEMENT_TYPES[argument.type] != spec.dtype:
+            return f"has the data type {_ELEMENT_TYPES[argument.type]} for {spec.name!r} instead of {spec.dtype}"
     return ""
 
 
 def _fixed_sizes(path: Path, component: Component, shapes: Mapping[str, int]) -> dict[str, int]:
-    """Return fixed axis sizes by the axis names in the graph file, which in graphs of other tools differ from the artifact's."""
+    """Return the fixed axis sizes by the axis names in the graph file.
+
+    Graphs of other tools have different axis names than the artifact.
+    """
     from ..graph.editing import read_graph
 
     declared = {spec.name: spec.shape for spec in component.inputs}
     return {
         dim.value: shapes[axis]
         for value in read_graph(path).graph.inputs
-        # `strict=False`: the artifact may not match its graph; opening the session reports that.
+        # The lengths differ if the artifact does not match its graph; the call that opens the session reports this error.
         for dim, axis in zip(value.shape or (), declared.get(str(value.name), ()), strict=False)
         if isinstance(axis, str) and axis in shapes and not isinstance(dim, int) and dim.value is not None
     }
@@ -285,9 +292,9 @@ class OrtSession(BaseSession[ort.InferenceSession]):
     """Session that runs a graph in CPU memory. Thread-safe, because ONNX Runtime's `run` is thread-safe."""
 
     runtime_name = "ONNX Runtime"
-    # With IO binding, ONNX Runtime also raises plain `RuntimeError`.
+    # For runs with IO binding, ONNX Runtime raises `RuntimeError` in addition to its own exception types.
     run_errors = (*RUN_ERRORS, RuntimeError)
-    # Without a state, a caller can pass the KV cache as inputs and outputs.
+    # A caller may pass the KV cache as inputs and read it from the outputs instead of passing a state.
     state_is_optional = True
 
     def __init__(
@@ -305,7 +312,7 @@ class OrtSession(BaseSession[ort.InferenceSession]):
 
     @property
     def assignment(self) -> Assignment | None:
-        """The assignment of nodes to providers; `None` on the CPU, which runs all nodes.
+        """The assignment of nodes to providers; `None` for the CPU provider, which runs all nodes.
 
         Raises:
             SessionClosedError: The session is closed.
@@ -323,8 +330,9 @@ class OrtSession(BaseSession[ort.InferenceSession]):
     ) -> dict[str, torch.Tensor]:
         """Run the graph; see `accel.interfaces.protocols.Session.run`.
 
-        Inputs in CPU memory with the declared data type are read without a copy. IO binding is used for a subset of the
-        outputs, given output buffers, a state, or data types that NumPy does not have.
+        ONNX Runtime reads inputs in CPU memory without a copy if they have the declared data type. The call uses IO
+        binding if the caller requests a subset of the outputs or passes output buffers or a state, or if NumPy lacks a
+        data type of the graph.
         """
         if outputs is not None or out is not None or state is not None or not self._numpy_only:
             return super().run(feeds, outputs=outputs, out=out, state=state)
@@ -350,14 +358,14 @@ class OrtSession(BaseSession[ort.InferenceSession]):
             else:
                 binding.bind_output(name, self._where.type, self._where.index or 0)
         if self._where.type == "cuda":
-            # Wait for torch, because ONNX Runtime computes on its own CUDA stream.
+            # ONNX Runtime computes on its own CUDA stream, so first wait until torch has computed the inputs.
             torch.cuda.current_stream(self._where).synchronize()
         session.run_with_iobinding(binding)
         values = dict(zip(names, binding.get_outputs(), strict=True))
         return {name: out[name] if name in out else self._result(values[name]) for name in names}
 
     def _result(self, value: ort.OrtValue) -> torch.Tensor:
-        """Return an output as a tensor, which may share ONNX Runtime's memory."""
+        """Return an output as a tensor; the tensor may share memory with the value of ONNX Runtime."""
         return ort_value_as_tensor(value)
 
     def new_state(self, batch: int) -> State:
@@ -371,10 +379,9 @@ class OrtSession(BaseSession[ort.InferenceSession]):
         return OrtState(self, self._component, batch, self._where, lengths=self._own_lengths)
 
     def steps(self, feeds: Feeds, state: State, *, calls: int) -> TokenStep | None:
-        """Return an object that runs single-token steps with little overhead, or `None`.
+        """Return an object that runs single-token steps with little overhead; see `accel.interfaces.protocols.Session.steps`.
 
-        See `accel.interfaces.protocols.Session.steps`. Available for states in CPU memory and graphs that write keys
-        and values in place.
+        Return `None` for states in GPU memory, and for graphs that do not write keys and values in place.
         """
         if not isinstance(state, OrtState):
             return None

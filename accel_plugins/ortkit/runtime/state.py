@@ -16,8 +16,8 @@ from accel.interfaces.state import State, StateOwner, moved_right
 from ..upstream import native_as_tensor
 from .values import ReusedBinding
 
-# Capacity grows in steps. Growing for every token would copy the cache each time; doubling would waste up to half of
-# it.
+# The token capacity of the KV cache grows in steps. One more token at a time would need a copy of the cache for each
+# token; a doubled capacity could leave half of the memory unused.
 _MIN_CAPACITY = 256
 _GROWTH = 1.5
 HOST = torch.device("cpu")
@@ -34,19 +34,19 @@ class _Owner(StateOwner, Protocol):
 class OrtState(State):
     """The state of one batch of sequences, and the IO binding that passes it to the graph.
 
-    If a past input has the same shape as its present output, with capacity for more tokens, both are bound to one
-    buffer, and a step copies nothing (`GroupQueryAttention`). For such graphs, several new tokens after a past are
-    computed one by one if the batch has several rows, because the operator requires it. All other tensors (keys and
-    values that grow with each step, and recurrent states of fixed size) are new tensors after each step, and become the
-    past of the next step.
+    If a past input and its present output have the same shape, with capacity for more tokens, both are bound to one
+    buffer, and a step copies nothing (`GroupQueryAttention`). In graphs with such buffers, several new tokens after
+    earlier tokens are computed one by one if the batch has several rows, because the operator requires this. All other
+    tensors (keys and values that grow with each step, and recurrent states of fixed size) are new tensors after each
+    step, and become the past of the next step.
 
-    When rows are appended, the shorter rows are padded in front in the caller's mask. In a graph that takes lengths,
-    these rows still start in the first column of their buffers, and the padding columns are not stored. Each row is
-    therefore computed exactly as in a batch of one, to the last bit. In other graphs, the padding columns are stored as
-    zeros.
+    When rows are appended, the caller's mask has padding in front of the shorter rows. In a graph with the input
+    `LENGTHS`, the shorter rows still start in the first column of their buffers, and the padding columns are not
+    stored. The result of each row is therefore equal, to the last bit, to the result in a batch of one row. In other
+    graphs, the padding columns are stored as zeros.
 
-    After rows were appended, buffers that are written in place are views of the first rows of larger buffers. Further
-    rows can then be added or removed without a copy of the remaining rows.
+    After rows were appended, buffers that are written in place are views of the first rows of larger buffers, so that
+    more rows can be added or removed without a copy of the existing rows.
 
     Args:
         session: The session that owns ONNX Runtime's session.
@@ -65,7 +65,7 @@ class OrtState(State):
         *,
         lengths: bool = False,
     ) -> None:
-        # On a GPU, check token ids immediately: the call waits for them anyway.
+        # On a GPU, let the base class check token ids immediately, because each call waits for the GPU in any case.
         super().__init__(session, component, batch, waits=where.type != "cpu")
         self._where = where
         self._runtime = session.runtime
@@ -78,32 +78,33 @@ class OrtState(State):
         )
         self._replaced = [spec for spec in self._pasts if spec.name not in self._in_place]
         self._lengths = lengths
-        # The number of padding columns in front of each row that are not stored; `None` if no row has any.
+        # For each row, the number of padding columns in front of the tokens that the buffers do not contain; `None` if
+        # this number is 0 for all rows.
         self._front: torch.Tensor | None = None
-        # The value of the `LENGTHS` input while the padding columns of every row are stored.
+        # The value of the input `LENGTHS` while `_front` is `None`, reused from call to call.
         self._last = torch.zeros(batch, dtype=torch.int32)
         self._kept, self._mask = self.check_step.kept, self.check_step.mask
         self._results = [spec for spec in component.outputs if spec.pair is None]
         self._buffers: dict[str, torch.Tensor] = {}
-        # Larger buffers whose first rows are the buffers that are written in place.
+        # Buffers with space for more rows; the entries of `_buffers` that are written in place are their first rows.
         self._bases: dict[str, torch.Tensor] = {}
-        # Keep ONNX Runtime's values alive, because they own the memory of the buffers.
+        # Keep references to ONNX Runtime's output values, because these values own the memory of some buffers.
         self._held: list[Any] = []
         self._binding: ReusedBinding | None = None
         self._capacity = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the state; in rows with padding in front, the padding columns are zeros."""
+        """Return the tensors of the state; padding columns in front of a row's tokens are zeros."""
         tensors = dict(self._buffers)
         fronts = self._fronts().tolist()
         for name in self._in_place & tensors.keys():
             buffer = tensors[name]
             tensors[name] = buffer[:, :, : self._length]
             if any(fronts):
-                moved = tensors[name] = tensors[name].clone()
+                shifted = tensors[name] = tensors[name].clone()
                 for row, front in enumerate(fronts):
-                    moved[row, :, :front] = 0
-                    moved[row, :, front:] = buffer[row, :, : self._length - front]
+                    shifted[row, :, :front] = 0
+                    shifted[row, :, front:] = buffer[row, :, : self._length - front]
         return tensors
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -126,7 +127,7 @@ class OrtState(State):
         self._replace({name: buffer for name, buffer in self._buffers.items() if name in self._in_place})
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Set row `i` to the previous row `rows[i]`, in place if no row is overwritten before it is read."""
+        """Set each row `i` to the previous row `rows[i]`; work in place if no row is overwritten before it is copied."""
         index, moves = torch.tensor(rows, device=self._where), _moves(rows)
         buffers = {}
         for name, buffer in self._buffers.items():
@@ -142,7 +143,7 @@ class OrtState(State):
         self._replace(buffers)
 
     def keep_columns(self, start: int, stop: int) -> None:
-        """Keep only the tokens in the columns from `start` to `stop`.
+        """Remove all tokens except the tokens in the columns from `start` to `stop`.
 
         Raises:
             InputError: A row would have no tokens left.
@@ -154,15 +155,16 @@ class OrtState(State):
                 fix="remove these rows from the batch first, with the method reorder of the state.",
             )
         buffers = dict(self._buffers)
-        # Rows with stored tokens before column `start` must move to the left.
-        moved = (start - self._fronts()).clamp(min=0).tolist()
+        # For each row, the number of stored tokens before column `start`; the other tokens move to the left by this
+        # number.
+        shifts = (start - self._fronts()).clamp(min=0).tolist()
         for name, buffer in self._buffers.items():
             axis = self.growing_axis(name)
             if name in self._in_place:
-                for row, by in enumerate(moved):
-                    if by:
-                        left = buffer[row, :, by : by + stop - start].clone()
-                        buffer[row, :, : left.shape[1]] = left
+                for row, shift in enumerate(shifts):
+                    if shift:
+                        remaining = buffer[row, :, shift : shift + stop - start].clone()
+                        buffer[row, :, : remaining.shape[1]] = remaining
             elif axis is not None:
                 buffers[name] = buffer.narrow(axis, start, stop - start).clone(memory_format=torch.contiguous_format)
         self._set_front((self._fronts() - start).clamp(min=0))
@@ -170,38 +172,38 @@ class OrtState(State):
 
     def append_rows(self, other: Self, length: int) -> None:
         """Append the rows of another state to this state, without a copy of the existing rows if the buffers have capacity."""
-        mine, theirs, rows = self._length, other._length, self._batch
-        # The shift to the right: tokens move in the buffers, or, with lengths, only the number of padding columns
-        # changes.
-        by, further = (0, 0) if self._lengths else (length - mine, length - theirs)
+        own_length, other_length, rows = self._length, other._length, self._batch
+        # The numbers of columns by which the tokens of this and of the other state move to the right in the buffers.
+        # With the input `LENGTHS`, the tokens do not move: only the number of padding columns changes.
+        shift, other_shift = (0, 0) if self._lengths else (length - own_length, length - other_length)
         if self._lengths:
-            self._set_front(torch.cat([self._fronts() + length - mine, other._fronts() + length - theirs]))
+            self._set_front(torch.cat([self._fronts() + length - own_length, other._fronts() + length - other_length]))
         count = rows + other._batch
         if length > self._capacity:
             self._capacity = _roomy(length, self._capacity)
         buffers = {}
         for name, buffer in self._buffers.items():
-            axis, more = self.growing_axis(name), other._buffers[name]
+            axis, other_buffer = self.growing_axis(name), other._buffers[name]
             if name in self._in_place:
-                base = self._spread(name, buffer, by, count)
-                base[rows:count, :, :further] = 0
-                base[rows:count, :, further : further + theirs] = more[:, :, :theirs]
+                base = self._spread(name, buffer, shift, count)
+                base[rows:count, :, :other_shift] = 0
+                base[rows:count, :, other_shift : other_shift + other_length] = other_buffer[:, :, :other_length]
                 buffers[name] = base[:count]
             elif axis is None:
-                buffers[name] = torch.cat([buffer, more])
+                buffers[name] = torch.cat([buffer, other_buffer])
             else:
-                buffers[name] = torch.cat([moved_right(buffer, axis, length), moved_right(more, axis, length)])
+                buffers[name] = torch.cat([moved_right(buffer, axis, length), moved_right(other_buffer, axis, length)])
         self._replace(buffers)
 
     def _fronts(self) -> torch.Tensor:
-        """Return the number of padding columns in front of each row that are not stored."""
+        """Return, for each row, the number of padding columns in front of the tokens that the buffers do not contain."""
         return self._front if self._front is not None else torch.zeros(self._batch, dtype=torch.int64)
 
     def _set_front(self, front: torch.Tensor | None) -> None:
         self._front = front if front is not None and bool(front.any()) else None
 
     def _spread(self, name: str, buffer: torch.Tensor, by: int, count: int) -> torch.Tensor:
-        """Return a buffer with capacity for `count` rows and all columns, with the tokens moved `by` columns to the right."""
+        """Return a buffer with space for `count` rows and all columns, with the tokens moved `by` columns to the right."""
         rows, length = buffer.shape[0], self._length
         base = self._bases.get(name, buffer)
         tokens = buffer[:, :, :length]
@@ -223,8 +225,8 @@ class OrtState(State):
         """Compute the outputs `names` for the next tokens, and append their keys and values to the state.
 
         Args:
-            feeds: The graph's inputs `(batch, new, ...)` except the cache. They are contiguous, have the declared data
-                types and are on the device of the state.
+            feeds: The graph's inputs `(batch, new, ...)` except the KV cache. The tensors must be contiguous, have the
+                declared data types, and be on the device of the state.
             names: The names of the outputs to return, without cache outputs.
         """
         new = self.check_step(feeds, self._batch, self._length)
@@ -246,7 +248,8 @@ class OrtState(State):
             if result is not None:
                 outputs[spec.name] = result
         if self._where != HOST:
-            # Wait for torch: ONNX Runtime computes on its own CUDA stream. It is finished when `run` returns.
+            # ONNX Runtime computes on its own CUDA stream, so first wait until torch has computed the inputs. No wait
+            # is needed afterwards, because `run` returns after the computation.
             torch.cuda.current_stream(self._where).synchronize()
         binding.run()
         self._length = total
@@ -255,7 +258,7 @@ class OrtState(State):
             for name in names:
                 if name not in outputs:
                     result = native_as_tensor(values[name])
-                    # On a GPU, copy the result: ONNX Runtime reuses the memory as soon as its value is deleted.
+                    # On a GPU, copy the result, because ONNX Runtime reuses the memory after `values` is deleted.
                     outputs[name] = result if self._where == HOST else result.clone()
             presents = {spec.name: native_as_tensor(values[spec.pair or ""]) for spec in self._replaced}
             self._replace({**self._buffers, **presents})
@@ -263,14 +266,14 @@ class OrtState(State):
         return {name: outputs[name] for name in names}
 
     def _room(self, spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor | None:
-        """Allocate memory for an output if its size is known in advance, else return `None`."""
+        """Return a new tensor for an output; `None` if the size of the output is known only after the computation."""
         shape = [axis if isinstance(axis, int) else sizes.get(axis) for axis in spec.shape]
         if None in shape:
             return None
         return torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self._where)  # type: ignore[arg-type]
 
     def _with_lengths(self, feeds: Feeds, total: int) -> Feeds:
-        """Add the position of each row's last token to the inputs, and move each row of the mask to the row's stored columns.
+        """Return the inputs with `LENGTHS` (the position of each row's last token) and with a mask for the stored columns only.
 
         Raises:
             InputError: The mask is not zero in padding columns that are not stored.
@@ -287,12 +290,12 @@ class OrtState(State):
                 "The attention mask has ones in padding columns of a row that joined the batch with fewer tokens than the other rows.",
                 fix="pass zeros in attention_mask for the padding columns at the start of this row.",
             )
-        places = torch.arange(total - int(front.min())) + front.unsqueeze(1)
-        placed = mask.gather(1, places.clamp(max=total - 1)) * (places < total)
-        return {**feeds, self._mask: placed.contiguous(), LENGTHS: (total - 1 - front).to(torch.int32)}
+        columns_of_rows = torch.arange(total - int(front.min())) + front.unsqueeze(1)
+        stored_mask = mask.gather(1, columns_of_rows.clamp(max=total - 1)) * (columns_of_rows < total)
+        return {**feeds, self._mask: stored_mask.contiguous(), LENGTHS: (total - 1 - front).to(torch.int32)}
 
     def _reserve(self, total: int) -> ReusedBinding:
-        """Ensure capacity for `total` tokens and return a binding of the current buffers."""
+        """Enlarge the buffers if they have no space for `total` tokens, and return a binding of the buffers."""
         if self._in_place and total > self._capacity:
             self._capacity = _roomy(total, self._capacity)
             self._binding = None
@@ -302,10 +305,10 @@ class OrtState(State):
         return self._binding
 
     def _grown(self, spec: TensorSpec) -> torch.Tensor:
-        before = self._buffers.get(spec.name)
+        old_buffer = self._buffers.get(spec.name)
         in_place = spec.name in self._in_place
-        if not in_place and before is not None:
-            return before
+        if not in_place and old_buffer is not None:
+            return old_buffer
         sizes = [self._batch, *(size if isinstance(size, int) else 0 for size in spec.shape[1:])]
         if in_place:
             sizes[2] = self._capacity
@@ -313,14 +316,14 @@ class OrtState(State):
             if base is not None:
                 sizes[0] = base.shape[0]
         buffer = torch.zeros(sizes, dtype=getattr(torch, spec.dtype), device=self._where)
-        if before is not None:
-            buffer[: self._batch, :, : self._length] = before[:, :, : self._length]
+        if old_buffer is not None:
+            buffer[: self._batch, :, : self._length] = old_buffer[:, :, : self._length]
         if in_place:
             self._bases[spec.name] = buffer
         return buffer[: self._batch]
 
     def _replace(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Replace the buffers and bind the new ones."""
+        """Replace the buffers, and bind the new buffers if there is a buffer for each past input."""
         self._buffers = dict(buffers)
         self._binding = None
         if len(self._buffers) < len(self._pasts):
@@ -333,14 +336,14 @@ class OrtState(State):
 
 
 def _roomy(tokens: int, before: int) -> int:
-    """Return a capacity for the given number of tokens, with spare capacity."""
+    """Return a token capacity for at least `tokens` tokens, with spare space; `before` is the previous capacity."""
     return max(_MIN_CAPACITY, -(-tokens // 64) * 64, int(before * _GROWTH))
 
 
 def _moves(chosen: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Return copies `(to, from)` that, done in order, set row `i` to row `chosen[i]`.
+    """Return the copies `(target row, source row)` that set each row `i` to row `chosen[i]`, in the order of execution.
 
-    Return `None` if a row would be needed after it was overwritten.
+    Return `None` if a copy would read a row that an earlier copy has overwritten.
     """
     moves = [(target, source) for target, source in enumerate(chosen) if target != source]
     return None if any(source in {target for target, _ in moves[:i]} for i, (_, source) in enumerate(moves)) else moves

@@ -1,4 +1,4 @@
-"""Decoding steps with one new token in each row, which reuse bindings and skip repeated checks."""
+"""Decoding steps with one new token in each row; the steps reuse IO bindings and skip checks that earlier steps made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONE = {"sequence": 1, "kept": 1}
 
 
 class OrtSteps(BoundSteps):
-    """Single-token steps of a state in CPU memory whose keys and values are written in place.
+    """Single-token decoding steps for a state in CPU memory whose keys and values are written in place.
 
     Each step overwrites the logits of the previous step.
     """
@@ -39,7 +39,7 @@ class OrtSteps(BoundSteps):
 
     @staticmethod
     def fits(state: State, feeds: Feeds, calls: int) -> bool:
-        """Return whether these steps support the state and inputs."""
+        """Return whether this class supports the state, the inputs and the number of calls."""
         return (
             isinstance(state, OrtState)
             and state._where == HOST
@@ -51,7 +51,7 @@ class OrtSteps(BoundSteps):
         )
 
     def bound(self, mask: torch.Tensor) -> Any:
-        """Return ONNX Runtime's value that shares memory with a mask."""
+        """Return a value of ONNX Runtime that shares memory with an attention mask."""
         return native_value(mask)
 
     def compute(self, mask: Any) -> np.ndarray:
@@ -60,7 +60,7 @@ class OrtSteps(BoundSteps):
         total = state._length + 1
         binding = state._reserve(total)
         if binding is not self._binding:
-            # At the first step, and after the buffers have grown, the binding is new and contains only the cache buffers.
+            # The binding is new at the first step and after the buffers have grown. It contains only the cache buffers.
             for name, tensor in self.feeds.items():
                 binding.read(name, tensor)
             if state._lengths:

@@ -16,7 +16,7 @@ def as_ort_value(tensor: torch.Tensor) -> Any:
 
 
 class ReusedBinding:
-    """An IO binding of a graph's inputs and outputs to tensors by address, reused from run to run.
+    """IO binding of a graph's inputs and outputs to the memory of tensors, reused from run to run.
 
     Args:
         session: ONNX Runtime's session for the graph.
@@ -26,8 +26,8 @@ class ReusedBinding:
     def __init__(self, session: ort.InferenceSession, where: torch.device) -> None:
         self._native, self._run = native_binding(session)
         self._where = native_device(where)
-        # CPU memory is read at each run, so the same tensor need not be bound again. On other devices, ONNX Runtime may
-        # copy a tensor when it is bound.
+        # On the CPU, ONNX Runtime reads the tensor's memory at each run, so `read` does not bind the same tensor again.
+        # On other devices, ONNX Runtime may copy a tensor when it is bound.
         self._stays = where.type == "cpu"
         self._read: dict[str, tuple[torch.Tensor, int, torch.Size]] = {}
         self._written: list[str] = []
@@ -35,19 +35,19 @@ class ReusedBinding:
     def read(self, name: str, tensor: torch.Tensor) -> None:
         """Bind an input to a contiguous tensor of the input's data type, on the device where the graph runs."""
         address, shape = tensor.data_ptr(), tensor.shape
-        before = self._read.get(name)
-        if before is not None and self._stays and before[0] is tensor and before[1] == address and before[2] == shape:
+        bound = self._read.get(name)
+        if bound is not None and self._stays and bound[0] is tensor and bound[1] == address and bound[2] == shape:
             return
         self._native.bind_ortvalue_input(name, native_value(tensor))
         self._read[name] = (tensor, address, shape)
 
     def read_native(self, name: str, value: Any) -> None:
-        """Bind an input to a value from `native_value`; its tensor must outlive the runs."""
+        """Bind an input to a value from `native_value`; the value's tensor must exist until the last run."""
         self._native.bind_ortvalue_input(name, value)
         self._read.pop(name, None)
 
     def write(self, name: str, tensor: torch.Tensor | None = None) -> None:
-        """Bind an output to a contiguous tensor of its data type and size, or let ONNX Runtime allocate the memory."""
+        """Bind an output to a contiguous tensor with the output's data type and size; without a tensor, ONNX Runtime allocates."""
         if tensor is not None:
             self._native.bind_ortvalue_output(name, native_value(tensor))
         else:
