@@ -13,7 +13,8 @@ SPEC = BackendSpec(
     summary="PyTorch running transformers models as they are",
     extra="pytorch",
     impl="accel_plugins.pytorch.backend:PytorchBackend",
-    # Chosen automatically only for folders of PyTorch weights; folders that hold a graph have another format.
+    # accel chooses this backend automatically only for folders with PyTorch weights. Folders with an ONNX graph have
+    # another format.
     auto=True,
     requires=("torch", "transformers"),
     aliases=("torch", "eager"),
@@ -43,13 +44,14 @@ INDUCTOR = BackendSpec(
             excludes=(GENERATES,),
             trials=(OptionTrial("quantization", "int8"), OptionTrial("quantization", "float8", ("cuda",))),
         ),
-        # Decoding steps of a decoder. `accel.accelerate(model)` compiles other generating models, with the static KV
-        # cache of transformers.
+        # Compiled decoding steps for decoder-only models. For other models that generate text, use
+        # `accel.accelerate(model)`, which compiles them with the static KV cache of transformers.
         replace(_RUN, devices=("cuda",), tasks=("text-generation",)),
     ),
 )
 
-# The compiled mask decoder computes wrong masks if the number of points varies (PyTorch 2.11 to 2.13).
+# Tasks whose models the backend cannot compile. For mask generation (SAM), the compiled mask decoder computes wrong
+# masks if the number of prompt points varies (PyTorch 2.11 to 2.13).
 _NOT_COMPILED = (GENERATES, "mask-generation")
 
 AOTINDUCTOR = BackendSpec(
@@ -57,7 +59,7 @@ AOTINDUCTOR = BackendSpec(
     summary="packages of code that PyTorch's compiler made once (.pt2)",
     extra="pytorch",
     impl="accel_plugins.pytorch.aotinductor.backend:AotInductorBackend",
-    # No other backend runs this format.
+    # accel may choose this backend automatically, because no other backend runs packages of compiled code.
     auto=True,
     requires=("torch", "transformers"),
     aliases=("pt2", "aoti"),
@@ -68,7 +70,7 @@ AOTINDUCTOR = BackendSpec(
             produces="pt2",
             dtypes=_FLOATS,
             excludes=_NOT_COMPILED,
-            # `accel tune` tries the backend `inductor` instead, which compiles for each input size.
+            # `accel tune` does not try this backend. It tries the backend `inductor`, which compiles for each input size.
             searched=False,
         ),
         replace(_RUN, consumes="pt2", devices=("cpu",), excludes=_NOT_COMPILED),

@@ -25,16 +25,18 @@ from .session import CapturedModule, Module, ModuleSession
 
 
 class _HandedOver(threading.local):
-    """Per thread: the model that `adopt` loaded last, with its folder, task and settings.
+    """Model that `adopt` loaded last in this thread, with its folder, task and settings.
 
-    This backend or a derived backend usually opens the same model next; loading the weights again would take seconds.
+    `open` usually opens the same model right after `adopt`. Reusing the loaded model saves seconds.
     """
 
     model: tuple[tuple[Path, str, ExportConfig], Source] | None = None
 
 
 class PytorchBackend:
-    """Runs models in PyTorch's eager mode, or replays one CUDA graph per input shape (option `cuda_graph`)."""
+    """Backend that runs models in PyTorch's eager mode, or replays one CUDA graph per input shape (option
+    `cuda_graph`).
+    """
 
     name = "pytorch"
     options: tuple[str, ...] = ("cuda_graph",)
@@ -78,7 +80,7 @@ class PytorchBackend:
 
     def adopt(self, folder: Path, *, task: str, config: ExportConfig, trust_remote_code: bool = False) -> Artifact:
         """Describe a transformers model folder as an artifact; no file is written. The loaded model is kept for the
-        next `open`.
+        next call of `open`.
         """
         source = _load(folder, task, config, trust_remote_code)
         self._handed_over.model = (folder, source.task, replace(config, atol=None)), source
@@ -97,20 +99,20 @@ class PytorchBackend:
         Raises:
             ConfigError: PyTorch does not have an option of the request, or `cuda_graph` is used on the CPU.
         """
-        handed, self._handed_over.model = self._handed_over.model, None
+        adopted, self._handed_over.model = self._handed_over.model, None
         self.check(request)
         settings = next((step.config for step in artifact.manifest.steps if step.stage == "export"), {})
         dtype = request.session.compute_dtype or artifact.dtype
         config = ExportConfig.from_dict({**settings, "dtype": dtype, "atol": None})
         if request.session.threads is not None:
             torch.set_num_threads(request.session.threads)
-        if handed is not None and handed[0] == (artifact.path, artifact.task, config):
-            source = handed[1]
+        if adopted is not None and adopted[0] == (artifact.path, artifact.task, config):
+            source = adopted[1]
         else:
             source = _load(artifact.path, artifact.task, config, request.trust_remote_code)
         device = torch.device(str(request.device))
-        # Split on the CPU, because the sample inputs are there. The parts share one model, which moves to the device as
-        # a whole.
+        # `split` runs on the CPU, because the sample inputs are on the CPU. The parts share the weights of one model, so
+        # the model is moved to the device once, after `split`.
         parts = split(source)
         source.model.to(device)
         sessions: dict[str, Session] = {}

@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager that makes a GPU the current device of this thread; for a CPU it does nothing.
+    """Return a context manager that makes a GPU the current device of this thread. For a CPU, it does nothing.
 
-    PyTorch's own operations run on the device of their tensors. Triton kernels, events, graph captures and PyTorch's
-    compiler use the current device.
+    PyTorch operations run on the device of their tensors and do not need this context. Triton kernels, CUDA events,
+    graph captures and PyTorch's compiler use the current device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -28,10 +28,10 @@ def captured(
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture a call as a CUDA graph. Return the graph and the result tensors, which each replay overwrites.
 
-    The call first runs on a side stream, as PyTorch's documentation of CUDA graphs requires. The graph gets its own
-    cuBLAS workspace. PyTorch keeps one workspace per stream and shares it between graphs. The shared workspace would be
-    freed with the first of these graphs, or when `torch.compile` records a graph, although other graphs still write to
-    it (pytorch/pytorch#193402).
+    The call first runs on a side stream, as PyTorch's documentation of CUDA graphs requires. Each graph gets a separate
+    cuBLAS workspace. Without this, all graphs of a stream would share one workspace. PyTorch frees the shared workspace
+    when the first graph is deleted or when `torch.compile` records a graph, although other graphs still write to it
+    (pytorch/pytorch#193402).
 
     Args:
         call: The function to capture. Each call must use the same sizes and the same memory.
@@ -48,8 +48,8 @@ def captured(
         graph = torch.cuda.CUDAGraph()
         clear_cublas_workspaces()
         try:
-            # "thread_local": other threads may allocate memory during the capture. `stream=side`: the default capture
-            # stream belongs to the device of the first capture in this process.
+            # With "thread_local", other threads may allocate GPU memory during the capture. The stream is passed because
+            # PyTorch's default capture stream belongs to the GPU of the first capture in this process.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 result = call()
         finally:
@@ -58,11 +58,11 @@ def captured(
 
 
 class StreamOrder:
-    """Orders calls on different CUDA streams that use the same GPU memory. An instance must not be used by several
-    threads at once.
+    """Synchronization of calls on different CUDA streams that use the same GPU memory. Only one thread at a time may use
+    an instance.
 
     Args:
-        device: The GPU. For a CPU, nothing is ordered.
+        device: The GPU. For a CPU, `take` does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:

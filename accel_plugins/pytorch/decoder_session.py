@@ -27,7 +27,7 @@ class ModuleDecoderSession(ModuleSession):
 
     Args:
         model: The whole model.
-        part: The decoder part that exporters trace; it gives the input names.
+        part: The decoder of the model, as exporters trace it; its example inputs define the input names.
         component: The component, which describes the inputs and outputs.
         device: The device of the model.
         dtype: Data type used for computation.
@@ -38,10 +38,10 @@ class ModuleDecoderSession(ModuleSession):
         self._cross = sum(name.startswith("cross_") for name in part.example) // 2
         self._hidden_size = getattr(part.model, "encoder_size", 0)
         kinds = {name.rpartition("_")[2] for name in part.example if name.startswith("past_")}
-        # Without a config, every layer of the cache keeps all tokens, so that the cache can be cropped. The attention
-        # mask excludes tokens outside a sliding window.
+        # A `DynamicCache` without a config stores all tokens in every layer, so that the cache can be cropped. For layers
+        # with a sliding window, the attention mask excludes older tokens.
         self._config = None if kinds <= {"key", "value"} else model.config.get_text_config(decoder=True)
-        self._alone = "key" not in kinds
+        self._no_attention = "key" not in kinds
         self._argument = cache_argument(model)
 
     def _read(self, feeds: Feeds, state: State | None = None) -> dict[str, torch.Tensor]:
@@ -75,15 +75,15 @@ class ModuleDecoderSession(ModuleSession):
         return {"logits": self._declared("logits", logits)}
 
     def _extend(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
-        """Run a decoder whose cache holds keys and values of every token; return the logits."""
+        """Run a decoder whose cache stores keys and values of every token, and return the logits."""
         logits: torch.Tensor = model(**tensors, use_cache=True, **{CACHE_NAME: state.cache}).logits
         return logits
 
     def _advance(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
-        """Run a decoder whose cache has states of a fixed size; return the logits.
+        """Run a decoder whose cache contains states of a fixed size, and return the logits.
 
-        After the first call, tokens run one at a time: the functions of transformers that process several tokens start
-        from an empty state (for example in Mamba).
+        The first call processes all its tokens at once. Later calls process one token at a time, because the functions of
+        transformers for several tokens start from an empty state (for example in Mamba).
         """
         mask, length = tensors["attention_mask"], state.length
         if new == 1 or not length:
@@ -102,8 +102,8 @@ class ModuleDecoderSession(ModuleSession):
 
     def _call(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
         inputs: dict[str, Any] = dict(tensors)
-        if self._alone:
-            # No layer attends to earlier tokens, so the model code expects the mask of the new tokens only.
+        if self._no_attention:
+            # The model has no attention layers (for example Mamba), so its code expects a mask of the new tokens only.
             new = inputs["input_ids"].shape[1]
             inputs["attention_mask"] = inputs["attention_mask"][:, -new:] if new > 1 else None
         inputs[self._argument] = state.cache
@@ -111,8 +111,8 @@ class ModuleDecoderSession(ModuleSession):
         return logits
 
     def _decode(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState) -> torch.Tensor:
-        """Run a decoder with cross-attention; the inputs contain the keys and values of the encoder output. Return the
-        logits.
+        """Run a decoder with cross-attention and return the logits. The inputs contain the keys and values that
+        cross-attention computes from the encoder output.
         """
         cross = DynamicCache()
         for i in range(self._cross):
@@ -120,7 +120,8 @@ class ModuleDecoderSession(ModuleSession):
         cache = EncoderDecoderCache(state.cache, cross)
         cache.is_updated = dict.fromkeys(range(self._cross), True)
         key = tensors["cross.0.key"]
-        # The model reads only the shape of the encoder's hidden states, because their keys and values are in the cache.
+        # The cache already contains the keys and values of the encoder's hidden states, so the model reads only the shape
+        # of the hidden states.
         hidden = key.new_zeros(1).expand(key.shape[0], key.shape[2], self._hidden_size)
         optional = {}
         if _ENCODER_MASK in tensors:

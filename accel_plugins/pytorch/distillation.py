@@ -23,37 +23,38 @@ class Distillation:
 
     def __init__(self, teacher: torch.nn.Module, share: float, temperature: float) -> None:
         self._teacher, self._share, self._temperature = teacher, share, temperature
-        self._told = False
-        # How the model counts labels when it divides its loss by `num_items_in_batch`: a key of `counts` in `_weight`,
-        # "nothing" if it does not divide, or `None` before the first check.
+        self._warned = False
+        # Tells which labels the model counts when it divides its loss by `num_items_in_batch`: a key of `counts` in
+        # `_weight`, "nothing" if the model does not divide its loss, or `None` before `_weight` has checked the model.
         self._counts: str | None = None
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Distillation:
         return self
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Add the distillation term to the loss of a model output in training mode. This is a forward hook with keyword
-        arguments.
+        """Add the distillation term to the loss in a model output, if the model is in training mode.
+
+        PyTorch calls this forward hook after each call of the model, with the arguments and the output of the call.
 
         Raises:
-            PrepareError: The output has no logits, or it is unknown how the model scales its loss.
+            PrepareError: The output has no logits, or accel cannot determine how the model scales its loss.
         """
         loss = getattr(output, "loss", None)
         if not model.training:
             return output
         if loss is None:
-            if not self._told:
+            if not self._warned:
                 logger.warning(
                     "The model returned no loss in training mode, so distillation has no effect. Pass labels to the model, and "
                     "use neither return_dict=False nor label smoothing."
                 )
-            self._told = True
+            self._warned = True
             return output
         device = next(model.parameters()).device
         with torch.no_grad():
-            want = self._teacher.to(device)(*args, **kwargs)
-        apart = sum(self._apart(output[name], want[name]) for name in self._names(model, output))
-        output["loss"] = (1 - self._share) * loss + self._share * self._weight(args, kwargs) * apart
+            teacher_output = self._teacher.to(device)(*args, **kwargs)
+        distance = sum(self._distance(output[name], teacher_output[name]) for name in self._names(model, output))
+        output["loss"] = (1 - self._share) * loss + self._share * self._weight(args, kwargs) * distance
         return output
 
     @staticmethod
@@ -73,33 +74,38 @@ class Distillation:
             )
         return names
 
-    def _apart(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _distance(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if logits.shape[-1] == 1:
-            # Regression: the model outputs one number and no classes.
+            # A model for regression outputs one number instead of a score for each class.
             return functional.mse_loss(logits, target)
-        hot = self._temperature
-        soft, aim = (functional.log_softmax(one.flatten(0, -2) / hot, dim=-1) for one in (logits, target))
-        return functional.kl_div(soft, aim, reduction="batchmean", log_target=True) * hot * hot
+        temperature = self._temperature
+        student, teacher = (
+            functional.log_softmax(scores.flatten(0, -2) / temperature, dim=-1) for scores in (logits, target)
+        )
+        return functional.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature * temperature
 
     def _weight(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | float:
-        """Return the factor that the model applied to its loss; the distillation term needs the same factor.
+        """Return the factor by which the distillation term must be multiplied to match the scale of the model's loss.
 
-        With gradient accumulation, the Trainer of transformers adds the losses of all batches of a step, and models
-        divide each loss by the number of labels in all these batches, `num_items_in_batch`.
+        With gradient accumulation, the Trainer of transformers adds the losses of several batches to one training step.
+        The model then divides the summed loss of its batch by `num_items_in_batch`, the number of labels in all batches
+        of the step.
         """
         items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
         if items is None or not isinstance(labels, torch.Tensor) or self._counts == "nothing":
             return 1.0
-        counts = {"labels": labels.ne(-100).sum(), "labels behind others": labels[..., 1:].ne(-100).sum()}
+        counts = {"labels": labels.ne(-100).sum(), "labels after the first": labels[..., 1:].ne(-100).sum()}
         if self._counts is None:
             with torch.no_grad():
                 arguments = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
-                mean, whole = (self._teacher(*args, **arguments, **one).loss for one in ({}, {"num_items_in_batch": 1}))
-            matching = [name for name, count in counts.items() if torch.isclose(mean * count, whole, rtol=1e-3)]
-            if torch.isclose(mean, whole, rtol=1e-3):
+                mean, total = (
+                    self._teacher(*args, **arguments, **extra).loss for extra in ({}, {"num_items_in_batch": 1})
+                )
+            matching = [name for name, count in counts.items() if torch.isclose(mean * count, total, rtol=1e-3)]
+            if torch.isclose(mean, total, rtol=1e-3):
                 if matching:
-                    # With only one label, both ways to compute the loss give the same value. Check again with the next
-                    # batch.
+                    # In a batch with only one label, the sum and the mean of the loss are equal, so this batch does not
+                    # tell how the model scales its loss. The next batch is checked again.
                     return 1.0
                 matching = ["nothing"]
             if not matching:

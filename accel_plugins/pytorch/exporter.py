@@ -1,4 +1,6 @@
-"""Transformers models as artifacts: the model folder and a manifest that describes inputs and outputs."""
+"""Exporter of the backend `pytorch`: saves a transformers model and writes a manifest that describes its inputs and
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class WeightsExporter:
 
 
 def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
-    """Return the artifact of a model whose weights are in `folder`. No file is written."""
+    """Return an artifact that describes a model whose weights are already in `folder`. This function writes no file."""
     names = _weight_files(folder)
     if not names:
         raise ExportError(
@@ -77,7 +79,7 @@ def describe(source: Source, folder: Path, config: ExportConfig) -> Artifact:
 
 
 def components_of(source: Source) -> tuple[Component, ...]:
-    """Return the components of a model with their inputs and outputs, without files.
+    """Return the components of a model with their inputs and outputs. The lists of files are empty.
 
     To find the outputs of a component without a KV cache, the model runs twice on inputs of a few tokens.
     """
@@ -104,7 +106,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _input_specs(part: Source, bounds: Mapping[str, tuple[int, int]]) -> tuple[TensorSpec, ...]:
-    """Return the input specs of a part. The KV cache is left out: it belongs to the session's state."""
+    """Return the input specs of a component, without the KV cache, which the session stores in its state."""
     return tuple(
         TensorSpec(
             graph_name(name),
@@ -121,40 +123,40 @@ def _input_specs(part: Source, bounds: Mapping[str, tuple[int, int]]) -> tuple[T
 
 
 def _output_specs(part: Source) -> tuple[TensorSpec, ...]:
-    """Return the output specs of a part. An output axis is dynamic if its size differs between two runs with different
-    input sizes.
+    """Return the output specs of a component. The component runs twice with different input sizes; an output axis whose
+    size differs between the two runs is dynamic.
     """
     if part.stateful:
         axes = ("batch", "kept" if "logits_to_keep" in part.example else "sequence", "vocabulary")
         return (TensorSpec("logits", part.dtype, axes),)
     names = list(dict.fromkeys(axis for named in part.axes.values() for axis in named.values()))
     runs: list[tuple[dict[str, int], Tensors]] = []
-    # Small sizes for images, because Swin2SR has one token per pixel. At least 5 for texts, because Longformer's
-    # question answering head needs three separator tokens even in padded texts.
+    # Each run uses different input sizes. Images have small sizes, because Swin2SR computes one token per pixel. Texts
+    # have at least 5 tokens, because Longformer's question answering head needs three separator tokens.
     for start in (2, 5) if set(IMAGE_AXES) <= set(names) else (5, 11):
-        sizes = {axis: start + place for place, axis in enumerate(names)}
+        sizes = {axis: start + index for index, axis in enumerate(names)}
         sizes |= {axis: AXIS_STEPS[axis] * (start + names.index(axis)) for axis in names if axis in AXIS_STEPS}
         if "texts" in sizes:
-            # Each image has the same number of texts.
+            # The model needs the same number of texts for each image.
             sizes["texts"] = start * sizes["batch"]
         runs.append((sizes, reference(part.model, part.sample(sizes))))
     (sizes, first_run), (_, second_run) = runs
     return tuple(
         TensorSpec(
             graph_name(name),
-            _word(tensor),
+            _dtype_name(tensor),
             tuple(_axis(name, i, sizes, first_run, second_run) for i in range(tensor.ndim)),
         )
         for name, tensor in first_run.items()
     )
 
 
-def _axis(name: str, position: int, sizes: Mapping[str, int], one: Tensors, other: Tensors) -> int | str:
-    size = int(one[name].shape[position])
-    if size == other[name].shape[position]:
+def _axis(name: str, position: int, sizes: Mapping[str, int], first_run: Tensors, second_run: Tensors) -> int | str:
+    size = int(first_run[name].shape[position])
+    if size == second_run[name].shape[position]:
         return size
     return next((axis for axis, n in sizes.items() if n == size), f"{name}_{position}")
 
 
-def _word(tensor: torch.Tensor) -> str:
+def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Sessions that run a PyTorch module (`accel.interfaces.protocols.Session`)."""
+"""Session that runs a PyTorch module, and replays of CUDA graphs of a module."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class ModuleSession(BaseSession[Module]):
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the module's device. Floating-point tensors are converted to the module's data type."""
-        # The copy may be asynchronous: CUDA reads pageable memory before the call returns, so the caller may change the
-        # tensor then.
-        soon = tensor.is_cpu and self._where.type == "cuda" and not tensor.is_pinned()
+        # An asynchronous copy from pageable memory is safe: CUDA reads the tensor before `to` returns, so the caller may
+        # change the tensor afterwards.
+        asynchronous = tensor.is_cpu and self._where.type == "cuda" and not tensor.is_pinned()
         dtype = self._computes if tensor.is_floating_point() else None
-        return tensor.to(self._where, dtype, non_blocking=soon)
+        return tensor.to(self._where, dtype, non_blocking=asynchronous)
 
     def _declared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an output in the declared data type, as a tensor that the caller may change.
+        """Return an output in the data type that the component declares, as a tensor that the caller may change.
 
-        PyTorch forbids changes to tensors that were created in inference mode, so such a tensor is cloned.
+        PyTorch forbids changes to tensors that were created in inference mode, so this method clones these tensors.
         """
         output = tensor.to(self._output_dtypes[name])
         return output.clone() if output.is_inference() and not torch.is_inference_mode_enabled() else output
@@ -90,10 +90,10 @@ class CapturedCall(NamedTuple):
 
 
 class CapturedModule:
-    """Runs a module on a GPU by replaying a CUDA graph, which launches all kernels at once.
+    """Module on a GPU that runs by replaying a CUDA graph, which launches all kernels at once.
 
-    The first call with a new input shape captures a graph. Inputs and outputs are copied into and out of the graph's
-    memory, so a lock lets only one thread run at a time.
+    The first call with a new input shape captures a graph. Each call copies its inputs into the memory of the graph and
+    its outputs out of this memory. Only one thread at a time runs a graph.
 
     Args:
         module: The model on a GPU.
@@ -108,42 +108,44 @@ class CapturedModule:
         self._on_device = StreamOrder(device)
 
     def __call__(self, **feeds: Any) -> Any:
-        """Run the module on the inputs: replay the graph for their shapes, and capture it first if there is none."""
+        """Run the module on the inputs: replay the CUDA graph for the input shapes. If no graph was captured for these
+        shapes, capture one first.
+        """
         tensors = {name: value for name, value in feeds.items() if isinstance(value, torch.Tensor)}
         with self._turn:
-            known = self.graph_of(feeds)
-            if known is None:
+            captured_call = self.graph_of(feeds)
+            if captured_call is None:
                 self._on_device.take()
                 settings = {name: value for name, value in feeds.items() if name not in tensors}
-                known = self._graphs[_shapes(feeds)] = self._capture(tensors, settings)
-            return self._replayed(known, tensors, None)
+                captured_call = self._graphs[_shapes(feeds)] = self._capture(tensors, settings)
+            return self._replayed(captured_call, tensors, None)
 
     def graph_of(self, feeds: Mapping[str, Any]) -> CapturedCall | None:
         """Return the graph captured for these input names, shapes and settings, or `None`."""
         return self._graphs.get(_shapes(feeds))
 
-    def replay(self, known: CapturedCall, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+    def replay(self, captured_call: CapturedCall, feeds: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
         """Replay a captured graph on new inputs and return copies of its outputs.
 
         Args:
-            known: The graph, from `graph_of`.
+            captured_call: The graph, from `graph_of`.
             feeds: Inputs with the names and shapes of the captured call. Additional inputs are ignored.
             dtype: Data type of the floating-point outputs; by default the data type that the graph computes.
         """
         with self._turn:
-            return self._replayed(known, feeds, dtype)
+            return self._replayed(captured_call, feeds, dtype)
 
-    def _replayed(self, known: CapturedCall, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+    def _replayed(self, captured_call: CapturedCall, feeds: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
         self._on_device.take()
-        copy_all(list(known.inputs.values()), [feeds[name] for name in known.inputs])
-        known.graph.replay()
+        copy_all(list(captured_call.inputs.values()), [feeds[name] for name in captured_call.inputs])
+        captured_call.graph.replay()
         copies = [
             leaf.to(dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype, copy=True)
             if isinstance(leaf, torch.Tensor)
             else leaf
-            for leaf in known.leaves
+            for leaf in captured_call.leaves
         ]
-        return tree_unflatten(copies, known.spec)
+        return tree_unflatten(copies, captured_call.spec)
 
     def _capture(self, feeds: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> CapturedCall:
         inputs = {name: tensor.clone() for name, tensor in feeds.items()}

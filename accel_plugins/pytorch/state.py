@@ -17,15 +17,15 @@ _TOKEN_AXES = {"keys": 2, "values": 2, "indexer_keys": 1}
 
 
 class CacheState(State):
-    """Decoder state that holds a cache object of transformers.
+    """Decoder state that stores a KV cache object of transformers.
 
     Args:
         session: The session that created the state.
         component: The decoder component.
         batch: Number of rows of the batch.
         new_cache: Function that creates an empty cache.
-        joinable: Whether all tensors of the cache have one entry per token, so that rows of the batch can be added and
-            removed.
+        joinable: Whether every cache tensor has one entry per token. Only then can the caller add rows to the batch and
+            remove rows.
     """
 
     readable = False
@@ -45,11 +45,11 @@ class CacheState(State):
         self.cache = new_cache()
 
     def growing_axis(self, name: str) -> int | None:
-        """Return the token axis of a cache tensor: keys, values, or keys of an indexer."""
+        """Return the index of the token axis of a cache tensor, whose name is "layer.name", such as "0.keys"."""
         return _TOKEN_AXES[name.partition(".")[2]]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the cache tensors that have one entry per token, by "layer.name"."""
+        """Return the cache tensors that have one entry per token, by names such as "0.keys" (layer 0)."""
         return {
             f"{i}.{name}": tensor
             for i, layer in enumerate(self.cache.layers)
@@ -58,10 +58,10 @@ class CacheState(State):
         }
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace tensors of the cache layers; the keys are "layer.name"."""
+        """Replace tensors of the cache layers; the names are like those of `tensors`, such as "0.keys"."""
         for key, tensor in tensors.items():
-            place, _, name = key.partition(".")
-            setattr(self.cache.layers[int(place)], name, tensor)
+            layer, _, name = key.partition(".")
+            setattr(self.cache.layers[int(layer)], name, tensor)
 
     def copy_from(self, other: Self) -> None:
         """Replace the KV cache with a deep copy of another state's cache."""
@@ -72,14 +72,14 @@ class CacheState(State):
         self.cache = self._new_cache()
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Reorder the rows of the batch: row `i` becomes the previous row `rows[i]`. Fixed-size states of the cache are
-        reordered as well.
+        """Reorder the rows of the batch: row `i` becomes the previous row `rows[i]`. The same applies
+        to cache tensors of a fixed size.
         """
         if self._length:
             self.cache.reorder_cache(torch.tensor(rows))
 
     def take_back(self) -> None:
-        """After a failed call, remove the tokens that the call added to some layers, if the cache can be cropped."""
+        """Remove the tokens that a failed call added to some layers of the cache, if the cache can be cropped."""
         if not self._length:
             self.clear()
         elif self.component.croppable:

@@ -48,7 +48,7 @@ rounded_by_channel = torch._fake_quantize_learnable_per_channel_affine
 
 
 def clear_cublas_workspaces() -> None:
-    """Release the workspaces that PyTorch keeps for cuBLAS, one per stream."""
+    """Release the GPU memory that PyTorch reserves as a workspace of cuBLAS for each stream."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -88,7 +88,8 @@ def cpp_compiler() -> str | None:
 def default_code_folder() -> str:
     """Return the compiler's default folder for its code cache.
 
-    The compiler uses it unless `TORCHINDUCTOR_CACHE_DIR` names another folder, and sets this variable to it.
+    If the environment variable `TORCHINDUCTOR_CACHE_DIR` is not set, the compiler uses this folder and sets the variable
+    to it.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -97,7 +98,7 @@ def default_code_folder() -> str:
 
 @contextmanager
 def compiler_settings(*, freezing: bool, ignored_calls: Sequence[Any]) -> Iterator[None]:
-    """Context manager for compilation: a function is compiled as a whole, or an error is raised.
+    """Return a context manager with compiler settings: a function is compiled as a whole, or compilation raises.
 
     Args:
         freezing: Whether weights become constants of the compiled code.
@@ -125,16 +126,18 @@ def compiler_settings(*, freezing: bool, ignored_calls: Sequence[Any]) -> Iterat
 
 
 def release_code(code: types.CodeType) -> None:
-    """Release the compiled code of a function and the weights in it. PyTorch would keep both until the process ends.
+    """Release the compiled code of a function and the weights in the code, which PyTorch would keep until the process
+    ends.
 
-    The module list of `PyCodeCache` keeps weights alive and is never read again, so it is emptied. Modules of other
-    functions stay alive, because those functions refer to them.
+    The list `PyCodeCache.modules` contains all modules with compiled code and keeps their weights alive. PyTorch never
+    reads this list, so this function empties it. Modules of other functions stay alive, because these functions refer
+    to them.
     """
     codecache = sys.modules.get("torch._inductor.codecache")
     if codecache is not None:
         torch._C._dynamo.eval_frame.reset_code(code)
         modules = codecache.PyCodeCache.modules
-        # Other threads may compile or release code at the same time.
+        # Iterate over a copy of the list, because other threads may change the list at the same time.
         for module in list(modules):
             sys.modules.pop(module.__name__, None)
             with suppress(ValueError):
@@ -142,10 +145,10 @@ def release_code(code: types.CodeType) -> None:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Make the compiler treat a tensor as an input; on a GPU, an input whose address never changes.
+    """Make the compiler treat a tensor as an input of the function. On a GPU, the address of this input never changes.
 
-    transformers marks the tensors of its static caches as tensors at a fixed address. The compiler then builds such a
-    tensor into the code (with guards, or with frozen weights), and the code writes to the first cache forever.
+    transformers marks the tensors of its static caches as tensors at a fixed address. The compiler would therefore make
+    the tensors of the first cache part of the compiled code, and the code would never write to another cache.
     """
     vars(tensor).pop("_dynamo_static_input_type", None)
     if tensor.device.type == "cuda":
