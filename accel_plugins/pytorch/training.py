@@ -1,9 +1,9 @@
 """Quantization-aware training: linear layers simulate rounding during training and become integer layers at export.
 
-Rounding and its gradients are PyTorch operators (learned step sizes: Esser et al., 2020, "Learned Step Size
-Quantization", https://arxiv.org/abs/1902.08153). Each scale is trained through a parameter: the logarithm of the
-scale's change since training began. An optimizer therefore changes all scales in proportion to their size. Weight
-decay, which pulls parameters towards zero, pulls the scales towards their initial values.
+PyTorch operators compute the rounding and its gradients. The scales of the rounding are trained (Esser et al., 2020,
+"Learned Step Size Quantization", https://arxiv.org/abs/1902.08153). Each scale has a trained parameter: the logarithm of
+the factor by which the scale changed since training began. An optimizer therefore changes all scales in proportion to
+their size. Weight decay, which pulls parameters towards zero, pulls the scales towards their initial values.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 SCHEME = "qat"
 _TINY = 1e-8
-# Clipping limits to try for a block of weights, as fractions of its largest weight. Training starts with the limit of
-# smallest squared error.
+# Clipping limits to try for each block of weights, as fractions of the largest weight in the block. Training starts
+# with the limit that gives the smallest squared error.
 _CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
-# Clipping limits for 4-bit weights with one scale per row or per layer, where the largest weight may be far from all
-# others.
+# Clipping limits to try for 4-bit weights with one scale per row or per layer, as fractions of the largest weight. A row
+# or layer may contain a single very large weight, so the smallest limits are close to 0.
 _WIDE_CUTS = tuple(0.9**power for power in range(40))
 
 
 class _Trained(torch.nn.Linear):
-    """Base class: a linear layer that shares the parameters of the layer it replaces and learns the scales of its
-    weights.
+    """Base class of linear layers whose weight scales are trained. The layer shares the parameters of the linear layer
+    that it replaces.
 
     A subclass registers `w_scale` and `w_zero` (scales and zero points at the start of training) and the parameter
     `w_log_change`.
@@ -80,8 +80,9 @@ class _Trained(torch.nn.Linear):
 class TrainedLinear(_Trained):
     """Linear layer that rounds its inputs and weights to 8 bits in every call; its parameters stay in floating point.
 
-    It has the parameter names of the layer it replaces and two more, `x_log_change: ()` and `w_log_change: (outer,)` or
-    `(1,)`. A checkpoint of either layer can therefore be loaded into the other.
+    The layer has the parameters of the linear layer that it replaces, under the same names, and two more parameters:
+    `x_log_change: ()`, and `w_log_change` with the shape `(outer,)` or `(1,)`. A checkpoint of the linear layer can
+    therefore be loaded into this layer, and a checkpoint of this layer into the linear layer.
 
     Args:
         layer: The layer to replace; its parameters are shared.
@@ -116,7 +117,7 @@ class TrainedLinear(_Trained):
         self.register_buffer("w_zero", torch.zeros_like(self.w_scale), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layer with rounded inputs and weights: `(..., inner)` to `(..., outer)`."""
+        """Compute the layer with rounded inputs and weights. `x` has the shape `(..., inner)`, the output `(..., outer)`."""
         self._check_float32()
         low, high = self._limits
         x = rounded_by_tensor(
@@ -132,7 +133,8 @@ class TrainedLinear(_Trained):
         """Return an integer layer that computes the same outputs."""
         made = IntegerLinear(self.in_features, self.out_features, signed=self.signed, bias=self.bias is not None)
         made.scale = self._steps().expand(self.out_features).float().cpu().clone()
-        # Multiply by the inverse, as PyTorch's rounding operator does.
+        # Multiply by the inverse of the scale instead of dividing, so that the result is identical to that of PyTorch's
+        # rounding operator.
         rounded = torch.round(self.weight.float().cpu() * (1 / made.scale)[:, None])
         made.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
         made.x_scale = (self.x_scale * self.x_log_change.exp()).reshape(()).float().cpu().clone()
@@ -142,8 +144,8 @@ class TrainedLinear(_Trained):
 
     @torch.no_grad()
     def misfit(self) -> float:
-        """Return the fraction of the weights' squared sum that rounding loses, or 0 if the scales are near the best
-        ones (see `accel.capture.Trained`).
+        """Return the squared error of rounding as a fraction of the weights' squared sum. Return 0 if the error is small
+        or the scales are near the best scales (see `accel.capture.Trained`).
         """
         weight, top = self.weight.detach(), self._top
         scale = self._steps()
@@ -171,7 +173,7 @@ class TrainedBlocks(_Trained):
         self.register_buffer("w_zero", zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layer with rounded weights: `(..., inner)` to `(..., outer)`."""
+        """Compute the layer with rounded weights. `x` has the shape `(..., inner)`, the output `(..., outer)`."""
         self._check_float32()
         blocks = self.weight.reshape(-1, self.block_size)
         factor = 1 / math.sqrt(self.block_size * 15)
@@ -196,8 +198,8 @@ class TrainedBlocks(_Trained):
 
     @torch.no_grad()
     def misfit(self) -> float:
-        """Return the fraction of the weights' squared sum that rounding loses, or 0 if the scales are near the best
-        ones (see `accel.capture.Trained`).
+        """Return the squared error of rounding as a fraction of the weights' squared sum. Return 0 if the error is small
+        or the scales are near the best scales (see `accel.capture.Trained`).
         """
         blocks = self.weight.detach().reshape(-1, self.block_size)
         now, least = (
@@ -210,10 +212,10 @@ class TrainedBlocks(_Trained):
 
 
 def _worth_telling(now: torch.Tensor, least: torch.Tensor, weight: torch.Tensor) -> float:
-    """Return the fraction of the weights' squared sum that rounding loses, or 0 if this loss needs no warning.
+    """Return the squared error of rounding as a fraction of the weights' squared sum, or 0 if it needs no warning.
 
-    A loss needs a warning if it is above 0.01 and more than 4 times the smallest possible loss. Training changes scales
-    by less than that.
+    An error needs a warning if the fraction is above 0.01 and the error is more than 4 times the smallest possible
+    error. Training alone does not change the scales so much.
     """
     share = float(now / weight.square().sum().clamp(min=_TINY))
     return share if share > 0.01 and float(now) > 4 * float(least) else 0.0
@@ -231,8 +233,8 @@ def _squares_lost(weight: torch.Tensor, step: torch.Tensor, top: int) -> torch.T
 def _cut_off(weight: torch.Tensor, largest: torch.Tensor, top: int) -> torch.Tensor:
     """Return the best clipping limits of weights `(outer, inner)`.
 
-    The limits are fractions of `largest: (outer,)` or `(1,)`, chosen for the smallest squared error after rounding to
-    integers from `-top` to `top`.
+    Each limit is the fraction of `largest`, of shape `(outer,)` or `(1,)`, that gives the smallest squared error after
+    rounding to integers from `-top` to `top`.
     """
     errors = []
     for cut in _WIDE_CUTS:
@@ -263,7 +265,7 @@ def _block_steps(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TrainingPreparer:
-    """Replaces linear layers of a model with layers that simulate rounding during training."""
+    """Preparer that replaces the linear layers of a model with layers that simulate rounding during training."""
 
     def prepare(
         self, model: torch.nn.Module, *, config: PrepareConfig, calibration: Batches | None = None
@@ -295,7 +297,7 @@ class TrainingPreparer:
         made = {layer: _trained(name, layer, ranges, config) for name, layer in layers.items()}
         _check_adapters(model, made)
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if config.distillation else None
-        # A layer that the model has under several names is replaced by one layer under all of these names.
+        # If the model contains a layer under several names, replace the layer by the same new layer under all these names.
         for name, one in [*model.named_modules(remove_duplicate=False)]:
             if one in made:
                 model.set_submodule(name, made[one])
@@ -327,8 +329,8 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
 
     Raises:
         ConfigError: A pattern in `exclude` matches no layer, or `block_size` does not divide the inputs of a layer.
-        PrepareError: The model has no linear layer to replace, or is not in float32, or was prepared or accelerated
-            before.
+        PrepareError: The model has no linear layer to replace, or the model is not in float32, or it is already prepared
+            or accelerated.
     """
     if any(isinstance(one, _Trained) for one in model.modules()):
         raise PrepareError(
@@ -383,10 +385,11 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
 
 
 def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return modules of PEFT adapters, which are not rounded.
+    """Return the modules of PEFT adapters, which stay in floating point.
 
-    They are the small layers of adapters, which need little computation and whose code reads the data type of their
-    weights, and the original copies of layers in `modules_to_save`, which are never called.
+    These modules are the small layers of the adapters, and the original copies of layers in `modules_to_save`. The small
+    layers need little computation, and PEFT's code reads the data type of their weights. The original copies are never
+    called.
     """
     beside: list[torch.nn.Module | None] = []
     for one in model.modules():
@@ -399,10 +402,10 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _check_adapters(model: torch.nn.Module, made: Mapping[torch.nn.Linear, torch.nn.Module]) -> None:
-    """Raise if an adapter computes with the weights of the layer that it wraps.
+    """Raise if an adapter computes with the floating-point weights of a base layer that is quantized.
 
     Raises:
-        PrepareError: An adapter needs the floating-point weights; the message names the first one.
+        PrepareError: An adapter needs the floating-point weights; the message contains the name of the first adapter.
     """
     for name, one in model.named_modules():
         below = one._modules.get("base_layer")
@@ -421,7 +424,8 @@ def _ranges(
     """Return the smallest and the largest input value of each layer, measured on the calibration data.
 
     Raises:
-        PrepareError: The calibration data is empty, does not reach a layer, or the model fails on it.
+        PrepareError: The calibration data is empty, the model does not use one of the layers for this data, or the model
+            raises an exception.
     """
     ranges: dict[str, tuple[float, float]] = {}
 
@@ -436,7 +440,7 @@ def _ranges(
         return hook
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
-    # Encoder-decoder models create the decoder inputs from the labels, so labels are kept for them.
+    # Labels are removed from the batches, except for encoder-decoder models, which create the decoder inputs from them.
     encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     training = [one for one in model.modules() if one.training]
     device, rows = next(model.parameters()).device, 0
@@ -450,7 +454,7 @@ def _ranges(
                 feeds = {n: value[: samples - rows].to(device) for n, value in batch.items() if n not in left_out}
                 rows += len(next(iter(feeds.values())))
                 model(**feeds)
-    # The model's code runs on data of the caller and may raise any exception.
+    # The model's code runs on data from the caller, so it may raise any exception.
     except Exception as error:
         raise PrepareError(
             f"The model does not run on the calibration data: {type(error).__name__}: {error}",
@@ -458,7 +462,7 @@ def _ranges(
         ) from error
     finally:
         for one in training:
-            # Not `model.train()`: some modules may have been in evaluation mode before.
+            # `model.train()` would be wrong, because some modules may have been in evaluation mode before calibration.
             one.training = True
         for hook in hooks:
             hook.remove()

@@ -20,22 +20,24 @@ from .packages import check_target, opened, trusted
 
 
 class AotInductorBackend(PytorchBackend):
-    """Runs packages of compiled code. It has the session settings of the `pytorch` backend and no options."""
+    """Backend that runs packages of compiled code (`.pt2`). It supports the session settings of the `pytorch` backend and
+    has no options.
+    """
 
     name = "aotinductor"
     options = ()
 
     def probe(self) -> Probe:
-        """Return the CPU as the only device. Opening a package needs no compiler."""
+        """Return the CPU as the only device. A compiler is not required, because opening a package compiles nothing."""
         probe = super().probe()
         return replace(probe, devices=tuple(device for device in probe.devices if device.type == "cpu"))
 
     def exporter(self) -> Exporter:
-        """Return the exporter, which traces and compiles a model."""
+        """Return the exporter, which traces a model and compiles it into packages."""
         return PackageExporter()
 
     def preparer(self) -> None:
-        """Return `None`: this backend prepares no models."""
+        """Return `None`, because this backend does not prepare models for training or acceleration."""
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
         """Load the compiled code of each component; see `accel.interfaces.protocols.Backend.open`. Nothing is compiled.
@@ -45,7 +47,8 @@ class AotInductorBackend(PytorchBackend):
             request: The device and session settings. `options` must be empty.
 
         Raises:
-            ConfigError: The code was compiled elsewhere and is not trusted, or compiled code cannot apply a setting.
+            ConfigError: The code was compiled on another machine and `trust_remote_code` is False, or a setting of the
+                request is not supported.
             TargetMismatchError: The code was compiled for another processor or another PyTorch version.
         """
         self.check(request)

@@ -1,5 +1,5 @@
-"""Export of a model as a package of compiled code: `torch.export` traces it, PyTorch's compiler compiles it once for
-all input sizes.
+"""Export of a model as a package of compiled code. `torch.export` traces the model, and PyTorch's compiler compiles the
+traced program once for all input sizes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class PackageExporter:
     """Exporter that writes `.pt2` files: native code for the processor of this machine, with the weights."""
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
-        """Trace and compile the model, and write the packages; see `accel.interfaces.protocols.Exporter`. Takes 10 s to
-        minutes.
+        """Trace and compile the model, and write the packages; see `accel.interfaces.protocols.Exporter`. The
+        compilation takes from 10 seconds to several minutes.
 
         Raises:
             BackendUnavailableError: No C++ compiler is installed.
@@ -69,10 +69,10 @@ class PackageExporter:
         program: Any = capture_program(part)
         file = f"{component.name}.pt2"
         try:
-            # No freezing: it would copy each weight into the code once for each use of the weight.
+            # Freezing (weights as constants of the code) is off, because it would store a copy of a weight for each use.
             with compiling(freezing=False):
                 compile_package(program, out / file)
-        except Exception as error:  # The compiler may raise any exception.
+        except Exception as error:  # PyTorch's compiler may raise any exception.
             raise ExportError(
                 f"PyTorch's compiler cannot compile {part.architecture}: {first_lines(error)}",
                 fix="run the model with backend='pytorch', or export the model to another format.",

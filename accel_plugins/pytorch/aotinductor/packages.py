@@ -1,7 +1,7 @@
 """Packages of compiled code: trust, target processor and loading.
 
-A package is native code and can do anything in the process that loads it. A package that this user compiled on this
-machine opens directly. Other packages open only with `trust_remote_code`, as code that comes with a PyTorch model does.
+A package contains native code, which can do anything in the process that loads it. accel opens a package without
+questions if this user compiled it on this machine. Other packages require `trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def _mark(checksum: str) -> Path:
 
 
 def remember(component: Component) -> None:
-    """Record that a package was compiled on this machine: store its checksum in memory and as a marker file."""
+    """Record that a package was compiled on this machine. The checksum of the package is stored in memory and as the name
+    of an empty file in the `accel` home folder.
+    """
     checksum = next(record.sha256 for record in component.files if record.name == component.file)
     _COMPILED.add(checksum)
     try:
@@ -52,11 +54,12 @@ def remember(component: Component) -> None:
 
 @contextmanager
 def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
-    """Yield the package file to load: the package itself if its code is trusted, or a private copy of it.
+    """Yield the path of the package file to load.
 
-    The checksum of the private copy is compared with the checksums of packages that were compiled on this machine. The
-    manifest and the cache of verified checksums are not used, because the author of a harmful package could have
-    written them.
+    With `trust_remote_code`, this is the path of the package itself. Otherwise it is the path of a private copy, so that
+    nobody can change the file between the check and the loading. The checksum of the copy must be the checksum of a
+    package that was compiled on this machine. Checksums in the manifest are not used, because the author of a harmful
+    package could have written them.
 
     Raises:
         ConfigError: The package was not compiled on this machine, and `trust_remote_code` is False.
@@ -115,7 +118,7 @@ def check_target(artifact: Artifact) -> None:
 
 
 def _computes(instructions: str) -> bool:
-    """Whether this processor has the given instruction sets, named as PyTorch's compiler names them."""
+    """Return whether this processor has all instruction sets in a list such as "AVX2 FMA" (names of PyTorch's compiler)."""
     has = torch.cpu.get_capabilities()
     # PyTorch's compiler writes AVX512 for the CPU flag avx512_f.
     return all(has.get(word) or has.get(f"{word}_f") for word in instructions.lower().split())

@@ -1,4 +1,4 @@
-"""Acceleration of a PyTorch model in place: its `forward` runs compiled code until `restore` is called."""
+"""Acceleration of a PyTorch model in place: the model's `forward` runs compiled code until `restore` is called."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from .sizes import MASK
 logger = logging.getLogger(__name__)
 
 _METHODS = ("forward", "warmup", "restore", "acceleration", "_prepare_static_cache", "_prepare_cache_for_generation")
-# Lengths of static KV caches are rounded up to multiples of this, because each cache length is compiled separately.
+# Lengths of static KV caches are rounded up to multiples of this number of tokens, because each cache length needs its
+# own compilation.
 _CACHE_STEP = 128
+# Number of tokens that `warmup` generates for a prompt, so that decoding steps are compiled, compared and timed.
 _NEW_TOKENS = 6
 
 
@@ -39,7 +41,7 @@ class Acceleration:
         self._model = model
         self._attention = _set_attention(model, config.attention)
         try:
-            # `model.forward` may be the class's method, or a replacement that other code set on the instance.
+            # Use `model.forward`, not the method of the class, because other code may have set `forward` on the instance.
             self._forward: Callable[..., Any] = model.forward
             self._own = {name: model.__dict__[name] for name in _METHODS if name in model.__dict__}
             self.engine = CompiledModel(model, self._forward, config)
@@ -71,10 +73,14 @@ class Acceleration:
 
         @functools.wraps(prepare)
         def with_static(settings: Any, inputs: dict[str, Any], mode: Any, *args: Any, **kwargs: Any) -> Any:
-            # Assisted generation crops the cache, which a static cache does not support.
-            drafts = settings.is_assistant or mode == GenerationMode.ASSISTED_GENERATION
-            given = any(inputs.get(name) is not None for name in CACHE_NAMES)
-            if settings.cache_implementation is None and settings.use_cache is not False and not (drafts or given):
+            # Assisted generation crops the KV cache. A static cache cannot be cropped, so no static cache is used.
+            is_assisted = settings.is_assistant or mode == GenerationMode.ASSISTED_GENERATION
+            has_cache = any(inputs.get(name) is not None for name in CACHE_NAMES)
+            if (
+                settings.cache_implementation is None
+                and settings.use_cache is not False
+                and not (is_assisted or has_cache)
+            ):
                 settings.cache_implementation = "static"
             settings.disable_compile = True
             return prepare(settings, inputs, mode, *args, **kwargs)
@@ -103,13 +109,13 @@ class Acceleration:
                 fix="call model.eval(), or call model.restore() to train the model.",
             )
         if torch.is_grad_enabled() and any(
-            isinstance(one, torch.Tensor) and one.requires_grad for one in (*args, *kwargs.values())
+            isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
         ):
             raise InputError(
                 "An accelerated model computes no gradients, but an input of this call has requires_grad=True.",
                 fix="call the model under torch.no_grad(), or call model.restore() to compute gradients.",
             )
-        # On a GPU, check after the launch, so that the check runs while the GPU computes.
+        # On a GPU, check the model for changes after the call was launched, so that the check runs while the GPU computes.
         on_gpu = self.engine.device.type == "cuda"
         if not on_gpu:
             self._check()
@@ -124,28 +130,28 @@ class Acceleration:
         Raises:
             PrepareError: The model has changed; the message describes the change.
         """
-        if why := self._watch.changed():
+        if change := self._watch.changed():
             raise PrepareError(
-                f"The model was changed after accel.accelerate: {why}. The compiled code would ignore this change.",
+                f"The model was changed after accel.accelerate: {change}. The compiled code would ignore this change.",
                 fix="call model.restore(), and then accel.accelerate(model) again.",
             )
 
     def warmup(self, shapes: Iterable[Sequence[int] | Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
-        """Compile for the given shapes now, compare the outputs with the original model and measure the speed.
+        """Compile the model for the given shapes now. Each compiled form is compared with the original model and timed.
 
         Args:
             shapes: `(rows, tokens)` of text inputs, or example inputs by name. For a model that generates, `(rows,
                 tokens)` is the shape of a prompt.
 
         Returns:
-            One dictionary for each compiled form (code for one set of input sizes): times in milliseconds, difference
-            of the outputs, and whether compiled code is used.
+            One dictionary for each compiled form (code for one set of input sizes). It contains times in milliseconds, the
+            difference of the outputs, and whether calls use the compiled code.
 
         Raises:
             PrepareError: Compiled code is slower for all shapes (the model is restored), or its outputs differ.
         """
         engine = self.engine
-        for shape in _listed(shapes):
+        for shape in _shape_list(shapes):
             if isinstance(shape, Mapping):
                 with torch.no_grad():
                     self(**shape)
@@ -189,7 +195,7 @@ class Acceleration:
         return {name: t.to(self.engine.device) for name, t in (("input_ids", ids), (MASK, torch.ones_like(ids)))}
 
     def report(self) -> list[dict[str, Any]]:
-        """Return a report of all compiled forms (code for one set of input sizes) so far, in the format of `warmup`."""
+        """Return one dictionary for each compiled form (code for one set of input sizes) so far, as `warmup` does."""
         return self.engine.report()
 
     @property
@@ -223,7 +229,7 @@ def _no_copy() -> PrepareError:
     )
 
 
-def _listed(shapes: object) -> list[Any]:
+def _shape_list(shapes: object) -> list[Any]:
     if isinstance(shapes, Iterable) and not isinstance(shapes, (str, Mapping, torch.Tensor)):
         return list(shapes)
     raise ConfigError(
@@ -242,20 +248,20 @@ def _text_shape(shape: object) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _set_attention(model: Any, wanted: str | None) -> str | None:
+def _set_attention(model: Any, attention: str | None) -> str | None:
     """Set the attention implementation of a transformers model. Return the previous one, or `None` if nothing was
     changed.
     """
-    if wanted is None or not hasattr(model, "set_attn_implementation"):
+    if attention is None or not hasattr(model, "set_attn_implementation"):
         return None
     before: str = model.config._attn_implementation
-    if before == wanted:
+    if before == attention:
         return None
     try:
-        model.set_attn_implementation(wanted)
+        model.set_attn_implementation(attention)
     except ValueError as error:
         raise ConfigError(
-            f"{type(model).__name__} does not support attention={wanted!r}: {error}", fix="leave attention=... out."
+            f"{type(model).__name__} does not support attention={attention!r}: {error}", fix="leave attention=... out."
         ) from error
     return before
 

@@ -28,13 +28,13 @@ from .steps import CompiledStepsSession
 
 
 class InductorBackend(PytorchBackend):
-    """Runs models through PyTorch's compiler."""
+    """Backend that runs models with code from PyTorch's compiler."""
 
     name = "inductor"
     options = ("quantization", "graphs", "cuda_graph", "packing", "freezing", "keep_slower")
 
     def probe(self) -> Probe:
-        """Return the devices that code can be compiled for, with reasons for the missing ones."""
+        """Return the devices for which code can be compiled, and the reasons why other devices are missing."""
         probe = super().probe()
         compilable = {"cpu": cpp_compiler() is not None, "cuda": gpu_compiler()}
         reasons = [
@@ -61,11 +61,12 @@ class InductorBackend(PytorchBackend):
         return Accelerator()
 
     def exporter(self) -> Exporter | None:
-        """Return `None`: the backend `pytorch` writes this format."""
+        """Return `None`, because the backend `pytorch` exports the artifacts that this backend opens."""
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open the components of a model; see `accel.interfaces.protocols.Backend.open`. The first call compiles.
+        """Open a session for each component of a model; see `accel.interfaces.protocols.Backend.open`. The first call of a
+        session compiles the code.
 
         Args:
             artifact: An artifact of PyTorch weights.
@@ -99,7 +100,7 @@ def _check_steps(artifact: Artifact, request: OpenRequest) -> None:
     """Raise if the decoding steps of a model cannot be compiled.
 
     Raises:
-        ConfigError: The steps cannot be compiled; the message names another way to run the model.
+        ConfigError: The decoding steps cannot be compiled; the message describes another way to run the model.
     """
     instead = "load the model with transformers and call accel.accelerate(model), or use backend='pytorch'."
     if request.device.type != "cuda":

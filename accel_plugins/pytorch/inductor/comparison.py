@@ -21,11 +21,12 @@ def compare(
         expected: The output of the original model for the call without padding.
         have: Sizes of the call without padding.
         want: Sizes that the call was padded to.
-        mask: Attention mask `(batch, sequence)`. If given, outputs of tokens are compared only where it is not 0.
+        mask: Attention mask `(batch, sequence)`. With a mask, outputs with one value per token are compared only for
+            tokens whose mask is not 0.
 
     Returns:
-        The compiled output without padding; the largest difference as a fraction of the largest expected value
-        (infinity if the structures do not match); the axes that were cut in each tensor.
+        The output of the compiled code without padding; the largest difference as a fraction of the largest expected value
+        (infinity if the structures of the outputs differ); and the axes of each tensor from which padding was removed.
     """
     leaves, spec = tree_flatten(found)
     reference = tree_leaves(expected)
@@ -34,7 +35,7 @@ def compare(
     worst, axes = 0.0, []
     for i, (leaf, other) in enumerate(zip(leaves, reference, strict=True)):
         if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
-            # Outputs may contain plain values, such as the number of rows.
+            # Outputs may also contain values that are not tensors, such as the number of rows; these must be equal.
             if isinstance(leaf, (bool, int, float, str)) and leaf != other:
                 worst = math.inf
             continue
@@ -52,7 +53,7 @@ def compare(
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of two tensors of equal shape, as a fraction of the largest finite expected value.
-    NaN equals NaN.
+    Two NaN at the same index count as equal.
     """
     if not found.numel():
         return 0.0

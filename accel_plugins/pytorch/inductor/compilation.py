@@ -1,4 +1,4 @@
-"""Compilation of one function for one input shape, as a whole (no graph break) and only once."""
+"""Compilation of a function for one input shape: as a whole, without graph breaks, and only once."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ REMEDIES = {
 
 
 def gpu_compiler() -> bool:
-    """Whether code for GPUs can be compiled (Triton is installed)."""
+    """Return whether code for GPUs can be compiled, which requires Triton."""
     return importlib.util.find_spec("triton") is not None
 
 
 def keep_compiled_code() -> None:
-    """Keep compiled code in the `accel` home folder, unless the user chose another folder. Later processes then compile
-    the same code faster.
+    """Make PyTorch's compiler store its code cache in the `accel` home folder, unless the user chose another folder. Later
+    processes then compile the same model faster.
 
-    The compiler's cache key contains the graph, the versions, the processor and the compiler settings.
+    The key of a cache entry contains the graph, the software versions, the processor and the compiler settings.
     """
     if os.environ.get(_CACHE) in (None, default_code_folder()):
         try:
@@ -71,11 +71,11 @@ def _tell_not_kept(why: str) -> None:
 
 @contextlib.contextmanager
 def compiling(*, freezing: bool) -> Iterator[None]:
-    """Context manager for compilation; only one thread at a time can be inside."""
+    """Return a context manager inside of which code is compiled. Only one thread at a time can enter the context."""
     from transformers.utils.logging import warning_once
 
     keep_compiled_code()
-    # Models log warnings with this function; its calls are left out of the compiled code.
+    # The code of models logs with `warning_once`. The compiler leaves calls of this function out of the compiled code.
     settings = compiler_settings(freezing=freezing, ignored_calls=(warning_once,))
     with one_thread_at_a_time(), quiet(), settings:
         yield
@@ -90,12 +90,13 @@ def compiled(
     """Return a compiled version of a function. The compilation happens in its first call, which must be inside
     `compiling`.
 
-    A graph break raises an error (`fullgraph`). There are no guards: the caller must only pass the sizes, types and
-    settings of the first call.
+    A graph break raises an error (`fullgraph`). The compiled code does not check its inputs (no guards): the caller must
+    pass inputs with the same sizes, types and settings as in the first call.
 
     Args:
         function: The function to compile.
-        replayed: Whether the compiler records CUDA graphs itself; for functions that change their inputs in place.
+        replayed: Whether PyTorch's compiler records the CUDA graphs. Required for functions that change their inputs in
+            place.
         options: Additional compiler options.
     """
     options = {**(options or {}), "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
@@ -105,7 +106,7 @@ def compiled(
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    # The compiler keeps a limited number of results per code object, so each form gets its own code object.
+    # PyTorch limits the number of compilations per code object, so each compiled function gets its own code object.
     code = call.__code__.replace(co_name=f"form_{next(_NAMES)}")
     form = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
     compiled_form = torch.compile(form, fullgraph=True, dynamic=False, options=options)

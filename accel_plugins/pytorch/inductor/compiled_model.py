@@ -1,5 +1,5 @@
-"""Runs a model's calls with compiled code. Each set of input sizes has its own compiled form, which is checked and
-timed before use.
+"""Model that runs compiled code. Each set of input sizes has its own compiled form, which is compared with the original
+model and timed before use.
 """
 
 from __future__ import annotations
@@ -35,22 +35,25 @@ from .static_caches import as_inputs, cache_of, copied, is_decoding, shape_of, t
 
 logger = logging.getLogger(__name__)
 
-# Rounds of measurement; the fastest counts. If compiled code seems slower, more rounds run, because other processes may
-# disturb the timing.
+# Number of timed rounds; the fastest round counts. If compiled code seems slower than the original model, more rounds
+# run, because other processes may have disturbed the timing.
 _ROUNDS, _MORE_ROUNDS = 5, 20
+# Maximum time for all rounds, in seconds.
 _SECONDS = 4.0
-# Two measurements of equal code may differ by this factor on a busy machine, so a smaller difference is no slowdown.
+# On a busy machine, two timings of the same code may differ by this factor. Compiled code counts as slower only if its
+# time exceeds the time of the original model by more than this factor.
 _EQUAL = 1.02
 
 
 class CompiledModel:
-    """Computes a model's calls with compiled code.
+    """Callable that computes a model with compiled code.
 
     Args:
         model: The model in evaluation mode; its weights are not changed.
         forward: The function that computes a call without compiled code.
         config: Settings for compilation.
-        owned: Whether no other code uses the model, so that its parameters may be replaced by views.
+        owned: Whether no other code uses the model. Then the parameters of the model may be replaced by views of joined
+            tensors.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class CompiledModel:
         self._fuses = self.device.type == "cuda" and self.dtype in HALF
         if self._fuses and (owned or self._computing is not model):
             join_projections(self._computing)
-        # A copy of the model does not have the replaced `forward` of the original, but that of its class.
+        # `forward` belongs to the original model. If the code computes with a copy of the model, use the copy's `forward`.
         self._compute = forward if self._computing is model else self._computing.forward
         rounds = config.quantization is not None or any(isinstance(one, IntegerLinear) for one in model.modules())
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
@@ -78,10 +81,11 @@ class CompiledModel:
         self._repeats = ReplayCache()
         self.compilations = 0
         self.uncompiled_calls = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._pads = True
         attends = self.device.type == "cuda" and packable(self._computing, self.dtype)
-        # The copy uses the packed attention. It is made before the model's `forward` is replaced.
+        # This copy of the model uses packed attention. It must be created before `accel.accelerate` replaces the model's
+        # `forward`.
         self._encoder = sharing_copy(self._computing) if attends else None
         self._pad_id = pad_id(model.config) if getattr(model, "config", None) is not None else 0
         self._maskable = MASK in self.signature.parameters or any(
@@ -94,8 +98,9 @@ class CompiledModel:
     def _freezes(self) -> bool:
         """Whether weights become constants of the compiled code (freezing).
 
-        Freezing is off for int8 on processors without VNNI: there, frozen int8 matrix products add pairs in 16 bits and
-        saturate (measured on a tiny BERT: error of 0.4 of the largest value, 0.04 without freezing).
+        Freezing is off for int8 on processors without VNNI instructions. On these processors, frozen int8 matrix products
+        add pairs of products in 16 bits, which overflows. Measured on a tiny BERT: the error is 0.4 of the largest output
+        with freezing and 0.04 without.
         """
         saturates = self.config.quantization == "int8" and adds_in_16_bits(cpu_flags())
         return self.config.freezing and self.device.type == "cpu" and not saturates
@@ -112,14 +117,14 @@ class CompiledModel:
 
     def _computed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         seen = None if args else seen_of(kwargs)
-        if (known := self._repeats.get(seen)) is not None:
-            found = known.answer(kwargs, self._asked(kwargs, known.plan))
-            if found is not None:
-                return found
+        if (replays := self._repeats.get(seen)) is not None:
+            output = replays.answer(kwargs, self._asked(kwargs, replays.plan))
+            if output is not None:
+                return output
         call = self.bind(args, kwargs)
         with contextlib.ExitStack() as stack:
-            # PyTorch allows writes to a KV cache only in the mode (inference mode or not) in which the cache was
-            # created.
+            # PyTorch forbids writes outside of inference mode to a KV cache that was created inside of it. Calls with a
+            # cache therefore keep the caller's mode.
             if torch.is_inference_mode_enabled() and cache_of(call) is None:
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
@@ -132,7 +137,8 @@ class CompiledModel:
         """Return the arguments by name, without arguments that are `None`.
 
         Raises:
-            InputError: The arguments contain labels (compiled code computes no loss), or an input without a name.
+            InputError: The arguments contain labels (compiled code computes no loss), or an input that has no parameter
+                name in `forward`.
         """
         call: dict[str, Any] = {}
         plain = not args and self._named.issuperset(kwargs)
@@ -161,8 +167,8 @@ class CompiledModel:
 
         Args:
             call: The inputs by name.
-            seen: Key of the call, from `seen_of`. Later calls with this key replay the same CUDA graph. `None`:
-                remember nothing.
+            seen: Key of the call, from `seen_of`, so that later calls with this key replay the same CUDA graph. With `None`,
+                the graph is not stored.
         """
         plan = self._plan(call)
         have = plan.have
@@ -181,26 +187,28 @@ class CompiledModel:
         code = form.call
         if code is None:
             return self.eager(**call)
-        found = self._run(form, code, call, have, form.cuts)
+        output = self._run(form, code, call, have, form.cuts)
         if seen is not None and not any(kind) and not any(form.cuts):
             self._repeats.remember(seen, plan, form.tokens, code, call, self.own_dtype)
-        return found
+        return output
 
     def _tell(self, why: str) -> None:
-        """Log once why calls run without compiled code. Calls beyond the limit of compiled forms are counted."""
+        """Log the reason why calls run without compiled code, each reason once. Count the calls that need more compiled forms
+        than the limit allows.
+        """
         self.uncompiled_calls += not why
-        told = why or f"{self.config.graphs} input sizes are compiled already, which is the limit"
-        if told in self._told:
+        reason = why or f"{self.config.graphs} input sizes are compiled already, which is the limit"
+        if reason in self._logged:
             return
-        self._told.add(told)
+        self._logged.add(reason)
         name = type(self.model).__name__
         if why:
-            # Such calls are normal during generation, so they are logged at INFO level.
+            # Calls without compiled code are normal during generation, so they are logged at INFO level.
             logger.info("%s: %s", name, why)
         else:
             logger.warning(
                 "%s: %s. Calls with other sizes run the original model. Pass graphs=... to compile more sizes, or lengths=... to "
-                "pad the inputs to fewer sizes.", name, told,
+                "pad the inputs to fewer sizes.", name, reason,
             )  # fmt: skip
 
     def _sizes(self, call: Mapping[str, Any]) -> CallSizes:
@@ -210,7 +218,7 @@ class CompiledModel:
         return sizes_of(call, maskable=self._maskable)
 
     def _plan(self, call: Mapping[str, Any]) -> CompilationPlan:
-        """Return the plan of a call. Plans are cached, because making one takes longer than launching a CUDA graph."""
+        """Return the plan of a call. Plans are cached, because creating a plan takes longer than launching a CUDA graph."""
         seen = seen_of(call)
         if seen is None:
             return self._planned(call)
@@ -231,13 +239,16 @@ class CompiledModel:
         return CompilationPlan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
     def _asked(self, call: Mapping[str, Any], plan: CompilationPlan) -> Asked | None:
-        """Return a function that counts the tokens which layers compute; `None` if layers compute padding as well."""
+        """Return a function that counts the tokens which the layers compute without padding. Return `None` if the layers
+        also compute the padding.
+        """
         packs = self.config.packing and self._encoder is not None and cache_of(call) is None
         return asked_tokens(call, plan.have, plan.want) if packs else None
 
     def _form(self, call: Mapping[str, Any], plan: CompilationPlan) -> CompiledForm | None:
-        """Return the compiled form for a call and create it if needed. Return `None` or a larger form if the limit of
-        forms is reached.
+        """Return the compiled form for a call; create the form if it does not exist.
+
+        If the limit of forms is reached, return a larger form to which the call can be padded, or `None`.
         """
         asked = self._asked(call, plan)
         want, tokens = plan.want, None if asked is None else asked(False)
@@ -253,8 +264,8 @@ class CompiledModel:
         return form
 
     def _larger(self, kind: Any, want: CallSizes) -> CompiledForm | None:
-        """Return the smallest compiled form that the call can be padded to, at most twice its size; `None` if there is
-        none.
+        """Return the smallest compiled form to which a call of the sizes `want` can be padded. Return `None` if no form is
+        large enough, or if padding would more than double the size of the call.
         """
         if want.batch is None or want.length is None or not self._pads:
             return None
@@ -264,11 +275,13 @@ class CompiledModel:
             if other == kind and form.call is not None and sizes.batch is not None and sizes.length is not None
             and sizes.batch >= want.batch and sizes.length >= want.length
         ]  # fmt: skip
-        size, found = min(fitting, key=lambda one: one[0], default=(0, None))
-        return found if size <= 2 * want.batch * want.length else None
+        size, form = min(fitting, key=lambda sized: sized[0], default=(0, None))
+        return form if size <= 2 * want.batch * want.length else None
 
     def _key(self, call: Mapping[str, Any], have: CallSizes) -> tuple[Any, CallSizes]:
-        """Return the key of the compiled code without batch size and length, and the sizes that the call is padded to."""
+        """Return the key of the compiled code, which does not contain the batch size and length, and the sizes to which the
+        call is padded.
+        """
         cache = cache_of(call)
         want = have
         if cache is None and self._pads:
@@ -290,7 +303,9 @@ class CompiledModel:
         return (tuple(parts), pads_mask), want
 
     def _leaf(self, leaf: Any, have: CallSizes, *, by_token: bool) -> Any:
-        """Return the key of an input: data type, device and shape. Sizes that are padded are replaced by their names."""
+        """Return the key of an input tensor: data type, device and shape. The shape contains "batch" or "length" instead of
+        each size that is padded.
+        """
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         shape: list[Any] = list(leaf.shape)
@@ -312,10 +327,10 @@ class CompiledModel:
             compute = attending(self._encoder, tokens)
         form.fuses = self._fuses
         options = {"pre_grad_custom_pass": JoinProducts()} if form.fuses else None
-        made = compiled(compute, replayed=form.replayed, options=options)
+        code = compiled(compute, replayed=form.replayed, options=options)
         if graphs and cache is None:
-            made = CapturedModule(made, self.device)
-        form.call = made
+            code = CapturedModule(code, self.device)
+        form.call = code
         return form
 
     def _why_eager(self, call: Mapping[str, Any]) -> str:
@@ -339,11 +354,11 @@ class CompiledModel:
         have: CallSizes,
         cuts: Sequence[Mapping[int, str]] = (),
     ) -> Any:
-        given = self._cast(padded(call, have, form.sizes, self._pad_id))
+        padded_call = self._cast(padded(call, have, form.sizes, self._pad_id))
         if form.replayed:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        found = code(**given)
-        leaves, spec = tree_flatten(found)
+        leaves, spec = tree_flatten(code(**padded_call))
+        # Index of the next output tensor.
         place = 0
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
@@ -362,22 +377,23 @@ class CompiledModel:
         """
         cache, seen = cache_of(call), set[int]()
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            made = (tensor.to(self.dtype) if tensor.is_floating_point() else tensor).contiguous()
-            if id(made) in seen:
-                made = made.view_as(made)
-            seen.add(id(made))
-            return made
+        def separate(tensor: torch.Tensor) -> torch.Tensor:
+            cast = (tensor.to(self.dtype) if tensor.is_floating_point() else tensor).contiguous()
+            if id(cast) in seen:
+                cast = cast.view_as(cast)
+            seen.add(id(cast))
+            return cast
 
         def each(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return own(value)
-            return value if value is cache else tree_map_only(torch.Tensor, own, value)
+                return separate(value)
+            return value if value is cache else tree_map_only(torch.Tensor, separate, value)
 
         return {name: each(value) for name, value in call.items()}
 
     def _first(self, form: CompiledForm, call: dict[str, Any], have: CallSizes, kind: tuple[bool, bool]) -> Any:
-        """First call of a form: compile if needed, compare with the original model's output, and time both.
+        """Compute the first call of a form: compile the code if needed, compare its output with the original model's output,
+        and time both.
 
         Raises:
             PrepareError: The model cannot be compiled, or the outputs differ.
@@ -396,7 +412,7 @@ class CompiledModel:
             if cache is not None:
                 as_inputs(cache)
         try:
-            found = self._compile(form, call, have)
+            output = self._compile(form, call, have)
         except PrepareError as error:
             if cache is not None or not (form.attends or form.fuses):
                 raise
@@ -409,7 +425,7 @@ class CompiledModel:
                 type(self.model).__name__, form.name, form.compile_s, self.compilations, self.config.graphs,
             )  # fmt: skip
         mask = call.get(MASK) if form.tokens is not None else None
-        found, gap, axes = compare(found, expected, have, form.sizes, mask)
+        output, gap, axes = compare(output, expected, have, form.sizes, mask)
         if cache is not None:
             gap = max(gap, self._other_cache(form, again, have, before, expected))
         if not gap <= self.tolerance:
@@ -419,9 +435,9 @@ class CompiledModel:
         form.checked.add(kind)
         if cache is None or self.device.type == "cpu":
             self._time(form, call, have)
-        # If the form is slower, later calls run the original model. Return its output now, so that all calls give
-        # identical results.
-        return expected if form.call is None and cache is None else found
+        # If the compiled code is slower, later calls run the original model. Return the original model's output now as well,
+        # so that all calls give identical results.
+        return expected if form.call is None and cache is None else output
 
     def _compile(self, form: CompiledForm, call: dict[str, Any], have: CallSizes) -> Any:
         try:
@@ -439,19 +455,19 @@ class CompiledModel:
     def _other_cache(
         self, form: CompiledForm, call: dict[str, Any], have: CallSizes, before: dict[str, Any], expected: Any
     ) -> float:
-        """Run code that was compiled with one KV cache on another cache. Return the largest difference of the outputs
-        and of the caches.
+        """Run compiled code on a KV cache other than the one of its compilation. Return the largest difference from the
+        original model, of the outputs and of the caches after the call.
         """
-        _, found, _ = compare(self._run(form, form.call, call, have), expected, have, form.sizes)
-        held = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
-        return max(found, *(difference(one, other) for one, other in held))
+        _, gap, _ = compare(self._run(form, form.call, call, have), expected, have, form.sizes)
+        pairs = zip(tensors_of(cache_of(call)), tensors_of(cache_of(before)), strict=True)
+        return max(gap, *(difference(tensor, reference) for tensor, reference in pairs))
 
     def _differs(self, form: CompiledForm, call: dict[str, Any], kind: tuple[bool, bool], gap: float) -> Any:
-        """Handle a form whose outputs differ from the model's: compile again without packed attention or joined
-        products, or without padding.
+        """Handle a form whose outputs differ from those of the original model. Compile again without packed attention,
+        without joined matrix products, or without padding, and return the output.
 
         Raises:
-            PrepareError: The outputs differ without these changes as well.
+            PrepareError: The outputs also differ without packed attention, joined products and padding.
         """
         self._drop(form)
         why = f"the outputs differ by {gap:.2g} of the largest value; at most {self.tolerance:.2g} is accepted"
@@ -472,7 +488,9 @@ class CompiledModel:
         )
 
     def _plainer(self, form: CompiledForm, call: dict[str, Any], why: str) -> Any:
-        """Turn off packed attention, or joined matrix products, from now on, and compute the call again."""
+        """Turn off packed attention for all later calls, or joined matrix products if the form has no packed attention. Then
+        compute the call again and return its output.
+        """
         part = "packed attention" if form.attends else "joined matrix products"
         self._encoder, self._fuses = (None, self._fuses) if form.attends else (self._encoder, False)
         self._repeats.forget()
@@ -489,14 +507,14 @@ class CompiledModel:
         self._repeats.forget()
 
     def _time(self, form: CompiledForm, call: dict[str, Any], have: CallSizes) -> None:
-        """Time the compiled form and the original model alternately and compare their fastest calls. A slower form is
-        not used; a warning is logged.
+        """Time the compiled form and the original model alternately, and compare their fastest calls. If the form is slower,
+        later calls do not use the form, and a warning is logged.
         """
         cache = cache_of(call)
         times: dict[str, list[float]] = {"eager": [], "compiled": []}
         ways: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "eager": lambda given: self.eager(**given),
-            "compiled": lambda given: self._run(form, form.call, given, have, form.cuts),
+            "eager": lambda inputs: self.eager(**inputs),
+            "compiled": lambda inputs: self._run(form, form.call, inputs, have, form.cuts),
         }
         started = time.perf_counter()
 
@@ -508,10 +526,10 @@ class CompiledModel:
             and time.perf_counter() - started < _SECONDS
         ):
             for name, way in ways.items():
-                given = call if cache is None else copied(call)
+                inputs = call if cache is None else copied(call)
                 self._wait()
                 begun = time.perf_counter()
-                way(given)
+                way(inputs)
                 self._wait()
                 times[name].append(time.perf_counter() - begun)
         form.eager_ms, form.ms = min(times["eager"]) * 1e3, min(times["compiled"]) * 1e3
@@ -529,7 +547,9 @@ class CompiledModel:
             torch.cuda.synchronize(self.device)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return a report of all compiled forms: state, compile time in seconds, times in milliseconds, difference of outputs."""
+        """Return one dictionary for each compiled form. It contains the state, the compile time in seconds, the fastest times
+        in milliseconds and the difference of the outputs.
+        """
         return [
             {
                 "form": form.name,

@@ -1,8 +1,8 @@
-"""Linear layers that multiply in float8, with one scale per input row and one per weight row.
+"""Linear layers that multiply in float8, with one scale for each input row and one scale for each weight row.
 
-Rounding the input takes as much time as the faster matrix product saves, unless the kernel that computes the input also
-rounds it. The compiler's kernels for norms do this, and a custom kernel does it for GELU. Layers with other inputs are
-not replaced.
+A separate kernel that rounds the input takes as much time as the faster matrix product saves. A float8 layer is therefore
+faster only if the kernel that computes its input also rounds the input. The kernels of PyTorch's compiler do this for
+norms, and a custom kernel does it for GELU. `round_layers` chooses the layers by their shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .parallel_layers import side_by_side, spans_of
 LARGEST = 448.0
 """Largest finite value of `torch.float8_e4m3fn`."""
 SMALLEST_SCALE = 1e-12
-"""Smallest scale; rows of zeros get this scale."""
+"""Smallest scale. A row that contains only zeros gets this scale."""
 # Sizes of float8 matrix products must be multiples of this.
 _MULTIPLE = 16
 # Largest number of features per row that the GELU kernel supports.
@@ -27,13 +27,14 @@ _MOST_FEATURES = 16384
 
 
 class Float8Linear(torch.nn.Module):
-    """Linear layer that uses some rows of a float8 weight, which several layers may share.
+    """Linear layer whose weight is a range of rows of a float8 tensor. Several layers may share the float8 tensor.
 
     Args:
         layer: The layer to replace.
-        values: Weight of all layers that share it, `(features out of all layers, features in) float8_e4m3fn`.
-        scale: Scale of each weight row, `(features out of all layers, 1) float32`.
-        bias: Bias of all layers, `(features out of all layers,)`, in the data type of the layer's output.
+        values: Weights of all layers that share the tensor, `(output features of all layers, input features)
+            float8_e4m3fn`.
+        scale: Scale of each weight row, `(output features of all layers, 1) float32`.
+        bias: Bias of all layers, `(output features of all layers,)`, in the data type of the layer's output.
         rows: The weight rows of this layer.
     """
 
@@ -58,8 +59,8 @@ class Float8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Weight in the layer's original data type, computed from the float8 values, for model code that reads the
-        weight or its dtype.
+        """Weight in the original data type of the layer, computed from the float8 values. Some model code reads the weight
+        of a layer or the data type of the weight.
         """
         return (self.values[self.rows].float() * self.scale[self.rows]).to(self._dtype)
 
@@ -70,15 +71,16 @@ class Float8Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the linear layer; the output has the data type of `x`."""
-        found: torch.Tensor = LINEAR(x, self.values[self.rows], self.scale[self.rows], self.bias)
-        return found
+        output: torch.Tensor = LINEAR(x, self.values[self.rows], self.scale[self.rows], self.bias)
+        return output
 
 
 def round_layers(model: torch.nn.Module) -> int:
-    """Replace the layers that are faster in float8, and return their number.
+    """Replace the linear layers that are faster in float8, and return the number of replaced layers.
 
-    These are neighbouring layers that may read the same input, such as query, key and value, and layers with at least
-    twice as many inputs as outputs or the reverse.
+    Two kinds of layers are replaced: linear layers of one module with equal input sizes, which may read the same input
+    (such as query, key and value), and layers with at least twice as many inputs as outputs or twice as many outputs as
+    inputs.
 
     Returns:
         The number of replaced layers.
@@ -100,11 +102,11 @@ def _rounded(layers: list[torch.nn.Linear]) -> list[Float8Linear]:
     values, scale = rows_in_float8(torch.cat([one.weight.detach() for one in layers]))
     biases = [one.bias.detach() for one in layers if one.bias is not None]
     bias = torch.cat(biases) if biases else None
-    made, start = [], 0
+    rounded_layers, start = [], 0
     for layer in layers:
-        made.append(Float8Linear(layer, values, scale, bias, slice(start, start + layer.out_features)))
+        rounded_layers.append(Float8Linear(layer, values, scale, bias, slice(start, start + layer.out_features)))
         start += layer.out_features
-    return made
+    return rounded_layers
 
 
 def rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,13 +126,13 @@ def rows_in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def float8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute a linear layer in float8; the input is rounded here.
+    """Round the input to float8 and compute a linear layer in float8.
 
     Args:
-        x: Input `(..., features in)`.
-        weight: Weight `(features out, features in) float8_e4m3fn`.
-        scale: Scale of each weight row, `(features out, 1) float32`.
-        bias: Bias `(features out,)` in the data type of `x`, or `None`.
+        x: Input `(..., input features)`.
+        weight: Weight `(output features, input features) float8_e4m3fn`.
+        scale: Scale of each weight row, `(output features, 1) float32`.
+        bias: Bias `(output features,)` in the data type of `x`, or `None`.
     """
     return _product(x, rows_in_float8(x.reshape(-1, x.shape[-1])), weight, scale, bias)
 
@@ -138,7 +140,7 @@ def float8_linear(
 def float8_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute GELU, followed by a linear layer in float8; the arguments are the same as in `float8_linear`."""
+    """Compute GELU of the input, and then a linear layer in float8. The arguments are those of `float8_linear`."""
     flat = x.reshape(-1, x.shape[-1])
     if not x.is_cuda or flat.shape[-1] > _MOST_FEATURES:
         return _product(x, rows_in_float8(gelu(flat)), weight, scale, bias)
@@ -156,14 +158,14 @@ def _product(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     values, scales = rounded
-    found = scaled_product(
+    output = scaled_product(
         values, weight.t(), scale_a=scales, scale_b=scale.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=True
     )
-    return found.view(*x.shape[:-1], weight.shape[0])
+    return output.view(*x.shape[:-1], weight.shape[0])
 
 
-# Register the functions as operators, so that each is one node for the graph pass. The compiler decomposes them
-# afterwards.
+# Register both functions as operators, so that each call is a single node in the graph when the graph pass runs. The
+# compiler decomposes these nodes after the graph pass.
 _LIBRARY: Any = torch.library.Library("accel", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _function in (float8_linear, float8_gelu_linear):
     _LIBRARY.define(f"{_function.__name__}(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
@@ -173,7 +175,7 @@ GELU_LINEAR: Any = torch.ops.accel.float8_gelu_linear.default
 
 
 def activate_before_rounding(graph: Graph) -> None:
-    """Fuse GELU with the float8 rounding of its output, if a float8 linear layer is the only reader of that output."""
+    """Replace GELU and the float8 linear layer after it by one operation, if only this layer reads the output of GELU."""
     spans = spans_of(graph)
     for node in list(graph.find_nodes(op="call_function", target=LINEAR)):
         read = node.args[0]
@@ -182,8 +184,8 @@ def activate_before_rounding(graph: Graph) -> None:
         if len(read.args) != 1 or read.kwargs.get("approximate", "none") != "none":
             continue
         with graph.inserting_before(node):
-            made = graph.call_function(GELU_LINEAR, (read.args[0], *node.args[1:]))
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
+            fused = graph.call_function(GELU_LINEAR, (read.args[0], *node.args[1:]))
+        fused.meta = dict(node.meta)
+        node.replace_all_uses_with(fused)
         graph.erase_node(node)
         graph.erase_node(read)

@@ -1,4 +1,4 @@
-"""Compiled forms: the code for one set of input sizes, with its measurements."""
+"""Data classes for compiled forms (the compiled code for one set of input sizes) and for the plans of calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class CompilationPlan(NamedTuple):
     """Plan of how to compute calls with certain input names, types and sizes.
 
     Attributes:
-        why: Reason to run these calls without compiled code; empty if compiled code is used.
+        why: Reason why these calls run without compiled code; an empty string if they run compiled code.
         have: Sizes of the call.
-        kind: Number that stands for the key of the compiled code without its sizes.
-        want: Sizes that the call is padded to.
+        kind: Number that identifies the key of the compiled code. The key contains input names, types and fixed shapes, but
+            not the padded sizes.
+        want: Sizes to which the call is padded.
     """
 
     why: str
@@ -33,15 +34,17 @@ class CompiledForm:
         name: Name of the form in messages.
         sizes: Sizes that calls are padded to.
         call: The compiled code, or `None` if these calls run the original model.
-        why: Reason for running the original model.
+        why: Reason why these calls run the original model; an empty string if they run compiled code.
         compile_s: Time of compilation and the first call, in seconds.
         difference: Largest difference from the original model's output, as a fraction of the largest value.
         eager_ms: Fastest call of the original model, in milliseconds.
         ms: Fastest call of the compiled code, with padding and cutting, in milliseconds.
-        checked: Kinds of padding whose outputs were compared: (batch is padded, length is padded).
-        cuts: Padded axes of each output tensor, by axis, with the name of the size to cut to.
-        replayed: Whether outputs are in CUDA graph memory, which the next call overwrites.
-        tokens: Number of tokens that the layers compute after the padding is removed; "all" if the batch has no padding to remove;
+        checked: Kinds of padding for which the outputs were compared with the original model, each as (batch is padded,
+            length is padded).
+        cuts: For each output tensor, the padded axes with "batch" or "length", the name of the size after the padding is
+            removed.
+        replayed: Whether the outputs are in the memory of a CUDA graph, which the next call overwrites.
+        tokens: Number of tokens that the layers compute after the padding is removed. "all" if the batch contains no padding;
             `None` if the layers also compute the padding.
         attends: Whether the attention functions of packing.py are used.
         fuses: Whether matrix products are joined (see products.py).

@@ -1,4 +1,6 @@
-"""Detection of changes to a model after compilation. Compiled code has no guards, so it would not notice them."""
+"""Detection of changes to a model after compilation. accel compiles without guards, so compiled code would ignore the
+changes.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,20 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-# Attributes that every module has; hooks are compared separately.
+# Attributes that every `torch.nn.Module` has. They are not compared as settings; hooks are compared separately.
 _STANDARD = vars(torch.nn.Module()).keys() - {"training"}
+# Config entries that do not change the outputs of a model, so that a change is allowed.
 _NOTES = frozenset(
     ("id2label", "label2id", "architectures", "problem_type", "task_specific_params", "dtype", "torch_dtype", "auto_map",
      "name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "custom_pipelines")
 )  # fmt: skip
 _VERSION = operator.attrgetter("_version")
+# Number of values (or rows) of a weight among which `_largest` searches for the sample to compare.
 _SAMPLED = 4096
 
 
 class _Places:
-    """Entries of many dictionaries, read as fast as Python allows.
+    """List of entries in many dictionaries, whose current values can be read quickly.
 
     Args:
         places: (dictionary, key, name) of each entry.
@@ -45,8 +49,8 @@ class _Places:
 class ModelSnapshot:
     """Snapshot of a model's weights, modules, settings and hooks, to detect later changes.
 
-    PyTorch counts the in-place changes of each tensor, but not changes through `.data`. On the CPU, one value of each
-    weight is therefore compared as well.
+    PyTorch counts the in-place changes of each tensor, but not changes through `.data`. The snapshot therefore also
+    contains one value of each weight on the CPU and compares the value.
 
     Args:
         model: The model.
@@ -96,7 +100,7 @@ class ModelSnapshot:
         ends = [(tensor.device, tensor.dtype) for tensor in (*weights[:1], *weights[-1:])]
         try:
             addresses = sum(map(torch.Tensor.data_ptr, weights))
-        # Some tensor classes store their values in other tensors and have no address.
+        # Some tensor subclasses (such as quantized weights) store their values in other tensors and have no address.
         except (RuntimeError, NotImplementedError):
             addresses = sum(map(_address, weights))
         return (versions, addresses, *ends)
@@ -121,8 +125,10 @@ class ModelSnapshot:
         return ""
 
     def _hooked(self) -> list[Any]:
-        """Return the hooks of the submodules. The model's own hooks run outside of the compiled code; hooks of
-        transformers are ignored because they act only on request.
+        """Return the hooks of the submodules.
+
+        Hooks of the model itself are left out, because they run outside of the compiled code. Hooks that transformers
+        registered are left out as well, because they act only if a call requests them.
         """
         parts = itertools.islice(self._modules.values(), 1, None)
         hooks = (
@@ -134,7 +140,7 @@ class ModelSnapshot:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    # Some tensor classes store their values in other tensors and have no address.
+    # Some tensor subclasses (such as quantized weights) store their values in other tensors and have no address.
     except (RuntimeError, NotImplementedError):
         return 0
 
@@ -152,7 +158,10 @@ def _samples(weights: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the largest of a tensor's first values. A zero would be a bad sample: most changes keep zeros."""
+    """Return a view of the largest value among the first values of a tensor.
+
+    A zero would be a bad sample, because scaling the weights does not change a zero.
+    """
     while tensor.ndim:
         first = tensor[:_SAMPLED]
         rows = first if first.ndim == 1 else first.flatten(1)[:, :1].squeeze(1)
@@ -161,12 +170,14 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _settings(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield (dictionary, key, name) of each plain value in a model's modules and configs."""
+    """Yield (dictionary, key, name) for each attribute of a model's modules and configs that is a plain value, such as a
+    number or a string.
+    """
     seen: set[int] = set()
     for path, module in modules.items():
         own = vars(module)
         config = own.get("config")
-        # Skip private attributes, for example values that `generate` caches from its last call.
+        # Skip private attributes of modules that have a config, because `generate` stores values of its last call in them.
         private = "_" if config is not None else ()
         for word in own.keys() - _STANDARD:
             if not word.startswith(private) and _is_plain(own[word]):

@@ -1,10 +1,11 @@
-"""Encoders without padding: layers get the tokens of all rows as one sequence, and attention gets the start and end of
-each row.
+"""Packed encoders: the layers compute no padding. They get the tokens of all rows as one sequence, and the attention
+function gets the start and the end of each row.
 
-Embeddings and heads compute padded rows. The layers between them compute all tokens that are not padding. They also
-compute some masked tokens, as separate rows that nothing reads, to reach a number of tokens that code was compiled for.
-Batches without padding are computed without a mask, because the fastest attention kernels take no mask. Other batches,
-such as small ones, are computed with their padding by a kernel that reads the mask.
+The embeddings and the head of the model compute padded rows. The encoder layers compute all tokens that are not padding.
+Code is compiled for certain numbers of tokens only; to reach such a number, the layers also compute some masked tokens,
+as additional rows whose results are discarded. Batches without padding are computed without a mask, because the fastest
+attention kernels support no mask. Small batches, and rows that start with padding, are computed with their padding, by a
+kernel that reads the mask.
 """
 
 from __future__ import annotations
@@ -27,90 +28,96 @@ from .precision import HALF
 from .sizes import MASK, CallSizes
 
 Tokens = int | Literal["all"] | None
-"""Number of tokens that the layers compute after the padding is removed; "all" if the batch has no padding to remove; `None` if the
-layers also compute the padding."""
+"""Number of tokens that the layers compute after the padding is removed.
+
+The value is "all" if the batch contains no padding, and `None` if the layers also compute the padding.
+"""
 Asked = Callable[[bool], Tokens]
-"""Function that waits for the mask and returns the number of tokens; its argument tells whether the call has already
-started.
+"""Function that waits for the attention mask and returns the number of tokens that the layers compute.
+
+Its argument is `True` if the call was already launched on the GPU.
 """
 
-# Names of the attention functions, registered with transformers. The first is followed by the number of tokens.
+# Names under which the attention functions are registered with transformers. The number of tokens is appended to the
+# first name.
 _VARLEN, _WHOLE, _MASKED = "accel_varlen", "accel_whole", "accel_masked"
-# Batches with fewer tokens are not packed: kernel launches take most of their time.
+# Batches with fewer tokens are not packed, because kernel launches take most of the time of small batches.
 _FEWEST = 2048
-# Number of different token counts to compile for, per padded size of the batch.
+# Maximum number of different token counts to compile for, for each padded size of the batch.
 _PARTS = 16
-# Longest rows without padding for which the Triton kernel in kernels.py is faster than cuDNN. Measured on an H200 in
-# microseconds, Triton and cuDNN: batch 32 of 128 tokens 10 and 11, 64 of 32 tokens 5 and 18, 16 of 256 tokens 16 and
-# 14.
+# Largest number of tokens per row, without padding, for which the Triton kernel in kernels.py is faster than cuDNN.
+# Measured on an H200 with Triton and with cuDNN: 5 and 18 microseconds for 64 rows of 32 tokens, 10 and 11 microseconds
+# for 32 rows of 128 tokens, 16 and 14 microseconds for 16 rows of 256 tokens.
 _SHORT = 128
-# Measured on an H100, batch 16 of 384 tokens, 12 heads of size 64: 27, 38 and 72 microseconds for the first three.
+# Attention kernels of PyTorch, the fastest first. The first three take 27, 38 and 72 microseconds for 16 rows of 384
+# tokens with 12 heads of size 64, measured on an H100.
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
 
 
 def asked_tokens(call: Mapping[str, Any], have: CallSizes, want: CallSizes) -> Asked | None:
-    """Return a function that counts the tokens which the layers of a call must compute, from the call's current mask.
+    """Return a function that counts the tokens which the layers must compute for a call.
 
-    Work that is started on the GPU later does not delay the count.
+    The function reads the attention mask as it is now. Work that the caller launches on the GPU later does not delay the
+    function.
 
     Returns:
-        A function that waits for the mask and returns the count, or `None` if a row starts with padding: many heads
-        read the first token, which would not be computed. The result is `None` instead of a function if counting is not
-        worth the wait.
+        A function that waits for the mask and returns the number of tokens. The function returns `None` if a row starts
+        with padding: many model heads read the first token of a row, and packed layers do not compute padding. If the
+        batch is too small, or its inputs cannot be packed, the result is `None` instead of a function.
     """
     mask = call.get(MASK)
     if have.batch is None or have.length is None or want.batch is None or want.length is None:
         return None
-    rows, length, whole = have.batch, have.length, want.batch * want.length
-    # The batch is padded with copies of its last row.
+    rows, length, padded_tokens = have.batch, have.length, want.batch * want.length
+    # The batch is padded with copies of its last row, so the tokens of these copies are counted as well.
     more = (want.batch - rows) * length
-    if whole < _FEWEST or (mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
+    if padded_tokens < _FEWEST or (mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
         return None
     asked = None if mask is None else _asked(mask)
 
     def tokens(begun: bool) -> Tokens:
         real = rows * length
         if asked is not None:
-            held = asked(begun)
-            real = int(np.count_nonzero(held))
-            if np.count_nonzero(held[:, 0]) < rows:
+            current_mask = asked(begun)
+            real = int(np.count_nonzero(current_mask))
+            if np.count_nonzero(current_mask[:, 0]) < rows:
                 return None
         real += more
-        step = whole // _PARTS
-        return "all" if real == whole else min(-(-real // step) * step, whole)
+        step = padded_tokens // _PARTS
+        return "all" if real == padded_tokens else min(-(-real // step) * step, padded_tokens)
 
     return tokens
 
 
 def _asked(mask: torch.Tensor) -> Callable[[bool], np.ndarray]:
-    """Return a function that copies the current mask to the CPU. This copy is faster than to count on the GPU and copy
-    the result.
+    """Return a function that copies the current mask to the CPU. Copying the mask is faster than counting its tokens on
+    the GPU and copying the result.
     """
-    there = _reached(mask.device) if mask.is_cuda else None
+    mask_ready = _reached(mask.device) if mask.is_cuda else None
 
-    def found(begun: bool) -> np.ndarray:
-        if there is None:
-            held = mask.detach()
+    def copied_mask(begun: bool) -> np.ndarray:
+        if mask_ready is None:
+            values = mask.detach()
         else:
             side = _side_stream(mask.device) if begun else None
             with torch.cuda.stream(side):
                 if side is not None:
-                    side.wait_event(there)
-                held = mask.detach().to("cpu", non_blocking=True)
+                    side.wait_event(mask_ready)
+                values = mask.detach().to("cpu", non_blocking=True)
                 arrived = _reached(mask.device)
             arrived.synchronize()
         # NumPy has no bfloat16, so such a mask is converted to float32.
-        values: np.ndarray = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
-        return values
+        array: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        return array
 
-    return found
+    return copied_mask
 
 
 def _reached(device: torch.device) -> torch.Event:
-    """Record an event at the current position of the current stream."""
-    # Not `torch.cuda.Event`: it takes 7 microseconds to look up the stream.
+    """Record a CUDA event on the current stream and return the event."""
+    # `torch.cuda.Event` would take 7 microseconds longer, because it creates a stream object.
     event = torch.Event(device=device)
     event.record()
     return event
@@ -122,7 +129,7 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def packable(model: Any, dtype: torch.dtype) -> bool:
-    """Whether the layers of a model can be packed.
+    """Return whether the layers of a model can compute packed tokens (see `PackedRows`).
 
     The model must be an encoder with absolute position embeddings and with the attention interface of transformers.
     """
@@ -132,10 +139,10 @@ def packable(model: Any, dtype: torch.dtype) -> bool:
         return False
     if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
         return False
-    takes = inspect.signature(layers[0].forward).parameters
-    # Layers with other arguments cannot be packed: these arguments (rotary or relative positions) have the shape of the
-    # padded rows.
-    known = {
+    parameters = inspect.signature(layers[0].forward).parameters
+    # Layers with other parameters cannot be packed, because these parameters (rotary or relative positions) have the shape
+    # of the padded rows.
+    supported = {
         "hidden_states",
         "attention_mask",
         "kwargs",
@@ -143,7 +150,11 @@ def packable(model: Any, dtype: torch.dtype) -> bool:
         "encoder_attention_mask",
         *CACHE_NAMES,
     }
-    return bool(getattr(model, "_supports_attention_backend", False)) and set(takes) <= known and MASK in takes
+    return (
+        bool(getattr(model, "_supports_attention_backend", False))
+        and set(parameters) <= supported
+        and MASK in parameters
+    )
 
 
 def _layers(model: Any) -> torch.nn.ModuleList | None:
@@ -169,11 +180,11 @@ def sharing_copy(model: Any) -> Any:
 
 
 class PackedRows(NamedTuple):
-    """Argument that packed layers get in place of an attention mask.
+    """Positions of the tokens of a batch in a packed sequence. Packed layers get this object instead of an attention mask.
 
     Attributes:
-        places: Index of each token in the packed sequence, `(rows, length) int64`.
-        order: Index of the token at each position of the packed sequence, `(tokens,) int64`.
+        places: Index of each token of the padded batch in the packed sequence, `(rows, length) int64`.
+        order: Index in the flattened batch of each token of the packed sequence, `(tokens,) int64`.
         bounds: Start of each row, and the end of the last row, in the packed sequence, `(rows + 1 or more,) int32`.
     """
 
@@ -183,38 +194,38 @@ class PackedRows(NamedTuple):
 
 
 def attending(model: Any, tokens: Tokens) -> Callable[..., Any]:
-    """Return the `forward` of a copy of the model whose layers compute only the given tokens, ready to be compiled.
-    Layers return zeros for other tokens.
+    """Return the `forward` of a copy of the model whose layers compute only `tokens` tokens. The last layer returns zeros
+    for tokens that were not computed. The function can be compiled.
     """
-    made = sharing_copy(model)
+    packed_model = sharing_copy(model)
     if tokens is None:
-        _set_attention(made, _MASKED, _attend_masked, lambda *_, attention_mask=None, **__: attention_mask)
+        _set_attention(packed_model, _MASKED, _attend_masked, lambda *_, attention_mask=None, **__: attention_mask)
     elif tokens == "all":
-        _set_attention(made, _WHOLE, _attend_whole, lambda *_, **__: None)
+        _set_attention(packed_model, _WHOLE, _attend_whole, lambda *_, **__: None)
     else:
-        _pack(made, tokens)
-    forward: Callable[..., Any] = made.forward
+        _pack(packed_model, tokens)
+    forward: Callable[..., Any] = packed_model.forward
     return forward
 
 
-def _pack(made: Any, tokens: int) -> None:
+def _pack(packed_model: Any, tokens: int) -> None:
     """Change the layers of a model so that they compute this number of tokens as one sequence."""
-    layers = _layers(made)
-    assert layers is not None, "it is packable"
-    _set_attention(made, f"{_VARLEN}_{tokens}", _attend, functools.partial(_rows, tokens=tokens))
+    layers = _layers(packed_model)
+    assert layers is not None, "callers check `packable` first"
+    _set_attention(packed_model, f"{_VARLEN}_{tokens}", _attend, functools.partial(_rows, tokens=tokens))
     first = layers[0].forward
 
     def entering(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        order = _given(args, kwargs).order
+        order = _packed_rows(args, kwargs).order
         return first(hidden_states.flatten(0, 1).index_select(0, order)[None], *args, **kwargs)
 
     last = entering if len(layers) == 1 else layers[-1].forward
 
     def leaving(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        places = _given(args, kwargs).places
+        places = _packed_rows(args, kwargs).places
         found = last(hidden_states, *args, **kwargs)
         packed = found[0] if isinstance(found, tuple) else found
-        # Tokens that were not computed are masked, and nothing reads them.
+        # Tokens that were not computed are masked. Their outputs are set to zero, and no later code reads them.
         rows = packed[0].index_select(0, places.flatten().clamp(max=tokens - 1))
         rows = rows.view(*places.shape, -1).where((places < tokens)[..., None], 0)
         return (rows, *found[1:]) if isinstance(found, tuple) else rows
@@ -231,14 +242,14 @@ def _set_attention(model: Any, name: str, attend: Callable[..., Any], mask: Call
             module.config._attn_implementation = name
 
 
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedRows:
+def _packed_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedRows:
     rows: PackedRows = kwargs[MASK] if MASK in kwargs else args[0]
     return rows
 
 
 def _rows(*_: Any, attention_mask: torch.Tensor, tokens: int, **__: Any) -> PackedRows:
-    """Return the packing order: tokens that are not padding first, row by row, then masked tokens that are computed as
-    filling.
+    """Return the packing order. Tokens that are not padding come first, row by row. Masked tokens follow, to reach the
+    number of tokens that the code was compiled for.
     """
     flat = attention_mask.flatten() != 0
     seen, others = flat.cumsum(0), (~flat).cumsum(0)
@@ -246,7 +257,7 @@ def _rows(*_: Any, attention_mask: torch.Tensor, tokens: int, **__: Any) -> Pack
     order = torch.empty_like(places).scatter_(0, places, torch.arange(places.numel(), device=places.device))
     length = attention_mask.shape[1]
     ends = (attention_mask != 0).sum(1).cumsum(0)
-    # Masked tokens that are computed form additional rows of at most `length` tokens.
+    # The masked tokens in the packed sequence form additional rows of at most `length` tokens.
     more = ends[-1] + length * torch.arange(1, -(-tokens // length) + 1, device=ends.device)
     bounds = torch.cat([ends.new_zeros(1), ends, more.clamp(max=tokens)]).to(torch.int32)
     return PackedRows(places.view(attention_mask.shape), order[:tokens], bounds)
@@ -261,7 +272,7 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for packed rows; each input is `(1, heads, tokens, size)`."""
+    """Compute attention for packed rows; query, key and value are `(1, heads, tokens, size)`."""
     varlen = _varlen()
     assert varlen is not None
     bounds, length = attention_mask.bounds, attention_mask.places.shape[1]
@@ -279,7 +290,7 @@ def _attend_whole(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for rows without padding; each input is `(batch, heads, sequence, size)`."""
+    """Compute attention for rows without padding; query, key and value are `(batch, heads, sequence, size)`."""
     if query.shape[2] <= _SHORT:
         return _attend_masked(_module, query, key, value, None, scaling)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
@@ -296,7 +307,9 @@ def _attend_masked(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for padded rows: inputs `(batch, heads, sequence, size)`, mask `(batch, sequence)`."""
+    """Compute attention for padded rows; query, key and value are `(batch, heads, sequence, size)`, the mask is `(batch,
+    sequence)`.
+    """
     # Triton is installed only with PyTorch's builds for GPUs.
     from .kernels import attention
 

@@ -10,23 +10,25 @@ from torch.fx import Graph, Node
 
 
 def side_by_side(parent: torch.nn.Module) -> list[list[torch.nn.Linear]]:
-    """Return the linear layers of a module in groups of equal input size, data type and device, with or without bias."""
-    alike: dict[Any, list[torch.nn.Linear]] = defaultdict(list)
+    """Return the linear layers among the children of a module, in groups. The layers of a group have the same number of
+    inputs, data type and device, and either all or none of them have a bias.
+    """
+    groups: dict[Any, list[torch.nn.Linear]] = defaultdict(list)
     for layer in parent.children():
         # Skip quantized layers and weights, and layers whose `forward` was replaced.
         if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
             continue
         if all(type(one) is torch.nn.Parameter for one in layer.parameters()):
             weight = layer.weight
-            alike[layer.in_features, layer.bias is None, weight.dtype, weight.device].append(layer)
-    return list(alike.values())
+            groups[layer.in_features, layer.bias is None, weight.dtype, weight.device].append(layer)
+    return list(groups.values())
 
 
 def spans_of(graph: Graph) -> dict[Node, int]:
     """Return, for each node, the number of earlier nodes that write to their inputs.
 
-    Between two nodes with the same number, no tensor changes its values. The graph is not functionalized, so such
-    writes occur.
+    Two nodes with the same number see the same values of all tensors, so they can be joined. The graph is not
+    functionalized, so it may contain operations that change their inputs.
     """
     spans: dict[Node, int] = {}
     writes = 0
@@ -42,9 +44,11 @@ def _writes(node: Node) -> bool:
         return bool(schema.is_mutable)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
     # Functions that write to an input: `x.add_`, `x[0] = ...`, `x += ...`, and calls with `inplace=True` or `out=`.
-    own = name.endswith("_") and not name.endswith("__")
-    told = any(one is True for one in (*node.args, node.kwargs.get("inplace"))) or node.kwargs.get("out") is not None
-    return own or told or name in _IN_PLACE
+    by_name = name.endswith("_") and not name.endswith("__")
+    by_argument = (
+        any(one is True for one in (*node.args, node.kwargs.get("inplace"))) or node.kwargs.get("out") is not None
+    )
+    return by_name or by_argument or name in _IN_PLACE
 
 
 _IN_PLACE = {"setitem", "delitem", *(f"i{one}" for one in (

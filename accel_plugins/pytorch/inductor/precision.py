@@ -22,25 +22,25 @@ _EXTRA = 'pip install "accel-transformers[inductor]"'
 def computing_copy(model: Any, *, dtype: torch.dtype | None, quantization: str | None) -> Any:
     """Return a copy of the model in `dtype` with quantized linear layers, or the model itself if nothing changes.
 
-    Modules that transformers keeps in float32, and buffers that are not saved (such as rotary tables), keep their data
-    type.
+    Modules that transformers keeps in float32 stay in float32. Buffers that are not saved in checkpoints (such as the
+    tables of rotary embeddings) keep their data type.
 
     Raises:
         ConfigError: The quantization is not installed or does not support this device.
         PrepareError: The quantization failed.
     """
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    own_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if quantization is not None:
         check_quantization(quantization, next(model.parameters()).device)
-    if dtype in (None, own) and quantization is None:
+    if dtype in (None, own_dtype) and quantization is None:
         return model
     computing = copy.deepcopy(model).requires_grad_(False)
     in_float32 = {
-        word
+        module_name
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for word in (getattr(model, name, None) or ())
+        for module_name in (getattr(model, name, None) or ())
     }
-    if dtype not in (None, own):
+    if dtype not in (None, own_dtype):
         for path, module in computing.named_modules():
             if in_float32 & set(path.split(".")):
                 continue
@@ -59,7 +59,7 @@ def check_quantization(scheme: str, device: torch.device) -> None:
     """Raise if a quantization scheme is not installed or does not support this device.
 
     Raises:
-        ConfigError: The scheme cannot be used; the message names a remedy.
+        ConfigError: The scheme cannot be used; the message contains a solution.
     """
     if scheme == "int8" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"quantization={scheme!r} needs the package torchao, which is not installed.", fix=_EXTRA)
@@ -92,7 +92,7 @@ def _quantize(model: Any, scheme: str) -> None:
         return
     try:
         with quiet():
-            # Importing torchao logs warnings about kernels for other devices.
+            # torchao is imported inside `quiet`, because the import logs warnings about kernels for other devices.
             from torchao import quantization
 
             quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())

@@ -1,8 +1,8 @@
-"""Joins matrix products that the compiler computes separately on GPUs: products of the same input, and a product with
-its activation.
+"""Graph pass that joins operations which PyTorch's compiler computes separately on GPUs: several matrix products of the
+same input, and a matrix product and its activation.
 
-A cuBLAS kernel can add the bias and apply the activation before it writes the result. The compiler would generate a
-second kernel for them, which reads and writes the widest tensors of a layer again.
+A cuBLAS kernel can add the bias and apply the activation before it writes the result. Without this pass, the compiler
+generates a second kernel for bias and activation, which reads and writes the widest tensors of a layer again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from .parallel_layers import side_by_side, spans_of
 from .precision import HALF
 from .upstream import CustomGraphPass, get_hash_for_files
 
-# cuBLAS computes GELU with `tanh`; the difference is smaller than rounding to 16 bits.
+# Activations that cuBLAS can compute with a matrix product, and whether each is GELU. cuBLAS computes GELU with `tanh`;
+# the difference from the exact GELU is smaller than the error of rounding to 16 bits.
 _ACTIVATIONS = {gelu: True, relu: False, torch.relu: False}
 
 
 def join_projections(model: torch.nn.Module) -> None:
     """Store the weights of neighbouring linear layers with the same number of inputs in one tensor.
 
-    Values and results do not change. Parameters are replaced by views, so no other code may use the model's parameters.
+    The values of the weights and the outputs of the model do not change. The parameters are replaced by views of the
+    joined tensor, so no other code may use the model's parameters.
     """
     holders = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     for parent in model.modules():
@@ -53,8 +55,8 @@ def _join(layers: list[torch.nn.Linear]) -> None:
 
 
 class _Rows:
-    """Forward function of a linear layer that reads a slice of a joined weight. `JoinProducts` recognizes the slice in
-    the graph.
+    """Forward function of a linear layer whose weight is a slice of a tensor with the weights of several layers.
+    `JoinProducts` recognizes the slice in the graph.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> None:
@@ -68,7 +70,7 @@ class _Rows:
 
 
 class JoinProducts(CustomGraphPass):
-    """Graph pass that joins products of the same input and computes activations inside products."""
+    """Graph pass that joins matrix products of the same input, and that joins activations with the product before them."""
 
     def __call__(self, graph: Graph) -> None:
         """Change a graph before the compiler decomposes its functions."""
@@ -82,8 +84,8 @@ class JoinProducts(CustomGraphPass):
 
 
 def join_products(graph: Graph) -> None:
-    """Replace linear layers of the same input and neighbouring rows of the same weight by one linear layer and slices
-    of its output.
+    """Replace linear layers by one linear layer and slices of its output. The layers must have the same input, and their
+    weights must be adjacent row slices of the same tensor.
     """
     groups: dict[Any, list[tuple[int, int, Node]]] = defaultdict(list)
     spans = spans_of(graph)
@@ -91,7 +93,7 @@ def join_products(graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             if len(node.args) < 2 or node.kwargs:
                 continue
-            # `read`: the weight, its scale if it has one, and the bias.
+            # `read` contains the weight, the scale of the weight for float8 layers, and the bias.
             x, *read = node.args
             taken = [None if one is None else _rows(one) for one in read]
             rows = taken[0]
@@ -104,7 +106,7 @@ def join_products(graph: Graph) -> None:
 
 
 def _rows(node: Any) -> slice | None:
-    """Return the row slice that a node takes from a tensor, or `None` if the node is no row slice."""
+    """Return the row slice that a node takes from a tensor, or `None` if the node is not a slice of rows."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
     taken = node.args[1]
@@ -144,8 +146,8 @@ def _one_product(
 
 
 def activate_in_products(graph: Graph, device: str = "cuda") -> None:
-    """Compute the activation inside a linear layer of 16-bit types, if the activation is the only reader of the layer's
-    output.
+    """Replace each linear layer and the activation after it by one operation, if the data type has 16 bits and only the
+    activation reads the output of the layer.
     """
     spans = spans_of(graph)
     for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _ACTIVATIONS and one.args]:
@@ -158,7 +160,7 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
         read, weights = _value(x), _value(weight)
         if bias is None or read is None or value.dtype not in HALF or value.device.type != device:
             continue
-        # Quantized weights have their own matrix products.
+        # Skip quantized weights, because their tensor classes compute matrix products differently.
         if weights is None or is_traceable_wrapper_subclass(weights):
             continue
         if node.kwargs.get("inplace") or not all(isinstance(size, int) for size in value.shape):

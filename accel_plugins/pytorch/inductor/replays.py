@@ -1,7 +1,7 @@
-"""Fast path for repeated calls: replays the CUDA graph of an earlier call with the same names, types and sizes.
+"""Fast path for repeated calls: replays the CUDA graph of an earlier call with the same input names, types and sizes.
 
-It skips the planning of the call, which takes 200 microseconds on a busy CPU, as long as the CUDA graph of a small
-model.
+The fast path skips the planning of the call. Planning takes 200 microseconds on a busy CPU, which is as long as the CUDA
+graph of a small model takes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from ..session import CapturedModule
 from .forms import CompilationPlan
 from .packing import Asked, Tokens
 
-# Maximum number of call keys in a cache. A full cache is emptied.
+# Maximum number of entries in a cache of calls. A cache with more entries is emptied.
 MOST = 4096
-# After this many calls in a row with the same number of tokens, the next replay starts before its mask was read.
+# Number of calls in a row with the same number of tokens after which the next replay starts before its mask is read, with
+# the guess that its number of tokens is the same.
 _SAME = 8
 
 
@@ -31,8 +32,8 @@ class ReplayedCalls:
         replays: Function that replays the graph, for each number of tokens that layers compute.
         last: Number of tokens that layers computed in the last call.
         times: Number of calls in a row with this number of tokens.
-        enough: If `times` reaches this number, the next replay starts before its mask was read. A wrong guess costs the
-            time of one replay and doubles this number.
+        enough: When `times` reaches this number, the next replay starts before its mask is read, with the guess that the
+            number of tokens is `last`. A wrong guess costs the time of one replay and doubles `enough`.
     """
 
     plan: CompilationPlan
@@ -42,25 +43,25 @@ class ReplayedCalls:
     enough: int = _SAME
 
     def answer(self, call: Mapping[str, Any], asked: Asked | None) -> Any:
-        """Return the output of a call by replaying its graph; `None` if there is no graph for it.
+        """Return the output of a call by replaying its CUDA graph, or `None` if no graph was captured for the call.
 
         Args:
             call: The inputs by name.
-            asked: Function that waits for the number of tokens that layers compute; `None` if layers compute padded
+            asked: Function that waits for the number of tokens that the layers compute. `None` if the layers compute padded
                 rows.
         """
         if asked is None:
             return self._replayed(None, call)
         guess, guessed = self.last, self.times >= self.enough
-        found = self._replayed(guess, call) if guessed else None
-        tokens = asked(found is not None)
+        output = self._replayed(guess, call) if guessed else None
+        tokens = asked(output is not None)
         if tokens == guess:
             self.times += 1
         else:
             self.last, self.times = tokens, 1
             if guessed:
                 self.enough *= 2
-        return found if guessed and tokens == guess else self._replayed(tokens, call)
+        return output if guessed and tokens == guess else self._replayed(tokens, call)
 
     def _replayed(self, tokens: Tokens, call: Mapping[str, Any]) -> Any:
         replay = self.replays.get(tokens)
@@ -71,44 +72,45 @@ class ReplayCache:
     """Cache of CUDA graphs for calls that need no padding, by the key of the call."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, ReplayedCalls] = {}
+        self._calls: dict[Any, ReplayedCalls] = {}
 
     def get(self, seen: Any) -> ReplayedCalls | None:
-        """Return the CUDA graphs for calls with this key, or `None`."""
-        return self._known.get(seen)
+        """Return the CUDA graphs that were stored for calls with the key `seen`, or `None`."""
+        return self._calls.get(seen)
 
     def remember(
-        self, seen: Any, plan: CompilationPlan, tokens: Tokens, code: Any, given: Mapping[str, Any], dtype: torch.dtype
+        self, seen: Any, plan: CompilationPlan, tokens: Tokens, code: Any, inputs: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
-        """Remember the graph of a call for later calls with the same key, if the graph reads only inputs of the call.
+        """Store the CUDA graph of a call for later calls with the same key. A graph that also reads other tensors than the
+        inputs of the call is not stored.
 
         Args:
             seen: Key of the call, from `seen_of`.
             plan: How the call is computed.
             tokens: Number of tokens that layers compute.
             code: The compiled code.
-            given: The inputs by name, without inputs that are `None`.
+            inputs: The inputs by name, without inputs that are `None`.
             dtype: Data type of the floating-point outputs.
         """
-        graph = code.graph_of(given) if isinstance(code, CapturedModule) else None
+        graph = code.graph_of(inputs) if isinstance(code, CapturedModule) else None
         if graph is None or not {name for name, *_ in seen} >= graph.inputs.keys():
             return
 
         def replay(call: Mapping[str, Any]) -> Any:
             return code.replay(graph, call, dtype)
 
-        if len(self._known) >= MOST:
-            self._known = {}
-        self._known.setdefault(seen, ReplayedCalls(plan)).replays[tokens] = replay
+        if len(self._calls) >= MOST:
+            self._calls = {}
+        self._calls.setdefault(seen, ReplayedCalls(plan)).replays[tokens] = replay
 
     def forget(self) -> None:
-        """Forget all remembered CUDA graphs, so that all calls are planned again."""
-        self._known = {}
+        """Discard all stored CUDA graphs, so that all later calls are planned again."""
+        self._calls = {}
 
 
 def seen_of(call: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return the key of a call: names, shapes, types and devices of tensors, and plain values. `None` if there are
-    other values.
+    """Return the key of a call: names, shapes, types and devices of tensors, and values of other inputs. Return
+    `None` if an input is neither a tensor nor a number, string or `None`.
     """
     seen: list[Any] = []
     for name, value in call.items():

@@ -1,4 +1,4 @@
-"""Input sizes to compile for, padding of calls to these sizes, and removal of the padding from outputs."""
+"""Input sizes for which code is compiled, padding of calls to these sizes, and removal of the padding from outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-# Each size is at most 1.5 times the previous size, which limits the padding.
+# Batch sizes and lengths to which calls are padded. Each size is at most 1.5 times the previous size, so that a padded
+# call is at most 1.5 times as large in each axis.
 BATCHES = tuple(sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(11))}))
 LENGTHS = tuple(step for step in BATCHES if step >= 16)
 
@@ -24,8 +25,8 @@ class CallSizes:
     """Input sizes of a call.
 
     Attributes:
-        batch: Number of rows of the batch; `None` if the inputs have different numbers of rows.
-        length: Number of tokens per row; `None` for inputs that are not text or cannot be padded.
+        batch: Number of rows of the batch, or `None` if the inputs have different numbers of rows.
+        length: Number of tokens per row, or `None` if the inputs are not text or cannot be padded.
     """
 
     batch: int | None
@@ -37,7 +38,7 @@ class CallSizes:
 
 
 def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> CallSizes:
-    """Return the sizes of a call from its inputs.
+    """Return the batch size and the number of tokens per row of a call.
 
     Args:
         call: The inputs by name.
@@ -47,21 +48,21 @@ def sizes_of(call: Mapping[str, Any], *, maskable: bool) -> CallSizes:
     first = next((tensors[name] for name in (MASK, *BY_TOKEN) if name in tensors), None)
     if first is None or first.ndim < 2:
         rows = {int(tensor.shape[0]) if tensor.ndim else 0 for tensor in tensors.values()}
-        alone = rows.pop() if len(rows) == 1 else 0
-        return CallSizes(alone or None, None)
+        batch_size = rows.pop() if len(rows) == 1 else 0
+        return CallSizes(batch_size or None, None)
     batch, length = int(first.shape[0]), int(first.shape[1])
     texts = [tensor for name, tensor in tensors.items() if name in BY_TOKEN]
     agree = all(tensor.shape[:2] == (batch, length) for tensor in texts) and first.ndim == 2
-    whole = all(tensor.ndim and tensor.shape[0] == batch for tensor in tensors.values())
+    same_batch = all(tensor.ndim and tensor.shape[0] == batch for tensor in tensors.values())
     nested = any(isinstance(value, (tuple, list, dict)) for value in call.values())
-    can_pad = maskable and agree and whole and not nested
-    return CallSizes(batch if whole and not nested else None, length if can_pad else None)
+    can_pad = maskable and agree and same_batch and not nested
+    return CallSizes(batch if same_batch and not nested else None, length if can_pad else None)
 
 
 def step_up(size: int, steps: tuple[int, ...]) -> int:
-    """Return the smallest step that is at least `size`, or `size` itself if all steps are smaller."""
-    place = bisect.bisect_left(steps, size)
-    return steps[place] if place < len(steps) else size
+    """Return the smallest number in `steps` that is at least `size`, or `size` itself if all numbers are smaller."""
+    index = bisect.bisect_left(steps, size)
+    return steps[index] if index < len(steps) else size
 
 
 def padded(call: Mapping[str, Any], have: CallSizes, want: CallSizes, pad_id: int) -> dict[str, Any]:
@@ -73,27 +74,36 @@ def padded(call: Mapping[str, Any], have: CallSizes, want: CallSizes, pad_id: in
         want: Sizes to pad to.
         pad_id: Id of the padding token.
     """
-    found = dict(call)
+    inputs = dict(call)
     if have.length is not None and want.length is not None:
-        if found.get(MASK) is None:
-            first = next(found[name] for name in BY_TOKEN if isinstance(found.get(name), torch.Tensor))
-            found[MASK] = torch.ones(first.shape[:2], dtype=torch.int64, device=first.device)
+        if inputs.get(MASK) is None:
+            first = next(inputs[name] for name in BY_TOKEN if isinstance(inputs.get(name), torch.Tensor))
+            inputs[MASK] = torch.ones(first.shape[:2], dtype=torch.int64, device=first.device)
         more = want.length - have.length
         if more:
             for name in BY_TOKEN:
-                tensor = found.get(name)
+                tensor = inputs.get(name)
                 if isinstance(tensor, torch.Tensor):
                     fill = pad_id if name == "input_ids" else 0
-                    found[name] = pad(tensor, [0, 0] * (tensor.ndim - 2) + [0, more], value=fill)
+                    inputs[name] = pad(tensor, [0, 0] * (tensor.ndim - 2) + [0, more], value=fill)
     if have.batch is not None and want.batch is not None and (rows := want.batch - have.batch):
-        for name, tensor in found.items():
+        for name, tensor in inputs.items():
             if isinstance(tensor, torch.Tensor):
-                found[name] = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])
-    return found
+                inputs[name] = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])
+    return inputs
 
 
 def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: CallSizes, want: CallSizes) -> dict[int, str] | None:
-    """Return the padded axes of an output, each with the name of its size; `None` if sizes of another axis differ."""
+    """Return the padded axes of an output, with "batch" or "length" for each axis.
+
+    Return `None` if an axis differs between the two outputs for another reason than padding.
+
+    Args:
+        found: Output of the compiled code for the padded call.
+        expected: Output of the original model for the call without padding.
+        have: Sizes of the call without padding.
+        want: Sizes to which the call was padded.
+    """
     if found.ndim != expected.ndim:
         return None
     axes: dict[int, str] = {}
@@ -108,7 +118,7 @@ def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: CallSizes, wa
 
 
 def cut(tensor: torch.Tensor, axes: Mapping[int, str], have: CallSizes) -> torch.Tensor:
-    """Remove the padding from an output."""
+    """Remove the padding from the given axes of an output."""
     for axis, name in axes.items():
         size = getattr(have, name)
         if tensor.shape[axis] != size:
@@ -122,7 +132,7 @@ def longest(model: Any) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
-    # In RoBERTa models, positions start after `padding_idx`.
+    # In RoBERTa models, position ids start after `padding_idx`, so fewer tokens fit.
     table = next((m for p, m in model.named_modules() if p.endswith("position_embeddings")), None)
     start = getattr(table, "padding_idx", None)
     return limit - start - 1 if isinstance(start, int) else limit

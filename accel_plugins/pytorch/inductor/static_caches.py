@@ -23,14 +23,15 @@ def _layers(cache: Any) -> list[Any]:
     caches = [
         getattr(cache, name) for name in ("self_attention_cache", "cross_attention_cache") if hasattr(cache, name)
     ]
-    return [layer for one in (caches or [cache]) for layer in getattr(one, "layers", [])]
+    return [layer for part in (caches or [cache]) for layer in getattr(part, "layers", [])]
 
 
 def is_decoding(call: Mapping[str, Any], cache: Any) -> bool:
-    """Whether a call adds one token to a filled static cache; such calls can be compiled once.
+    """Return whether a call adds one token per row to a static cache that already contains tokens. The compiled code of
+    one call works for all later calls of this kind.
 
-    Other kinds of cache layers (sliding windows, recurrent states) count tokens in Python. Compiled code would keep the
-    count of its first call.
+    All layers of the cache must be of the class `StaticLayer`. Cache layers of other classes (sliding windows, recurrent
+    states) count their tokens in Python, and compiled code would keep the count of its first call.
     """
     layers = _layers(cache)
     fixed = bool(layers) and all(type(layer) is StaticLayer and layer.is_initialized for layer in layers)
@@ -40,19 +41,19 @@ def is_decoding(call: Mapping[str, Any], cache: Any) -> bool:
 
 
 def as_inputs(cache: Any) -> None:
-    """Make the compiler treat the cache's tensors as inputs, so that the compiled code works with any cache of these
-    sizes.
+    """Make the compiler treat the tensors of a cache as inputs, so that the compiled code works with every cache of the
+    same sizes.
     """
     for tensor in tensors_of(cache):
         keep_address(tensor)
 
 
 def shape_of(cache: Any) -> str:
-    """Return the key of a cache: its class, and the classes and key shapes of its layers."""
-    found = sorted(
+    """Return a text that contains the class of a cache, and the classes and key shapes of its layers."""
+    layers = sorted(
         {f"{type(layer).__name__}{tuple(layer.keys.shape)}" for layer in _layers(cache) if _keys(layer) is not None}
     )
-    return f"{type(cache).__name__} {', '.join(found)}".strip()
+    return f"{type(cache).__name__} {', '.join(layers)}".strip()
 
 
 def _keys(layer: Any) -> torch.Tensor | None:
@@ -61,7 +62,7 @@ def _keys(layer: Any) -> torch.Tensor | None:
 
 
 def copied(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the call with a copy of its cache, because running a call changes the cache."""
+    """Return the inputs of a call with a copy of the KV cache, because running the call changes the cache."""
     return {name: copy.deepcopy(value) if name in CACHE_NAMES else value for name, value in call.items()}
 
 

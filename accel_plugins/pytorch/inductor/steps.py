@@ -1,9 +1,9 @@
-"""Decoder session that compiles decoding steps: one new token per row, with the KV cache in memory of a fixed size (a
-slot).
+"""Decoder session that compiles decoding steps, which compute one new token per row of the batch.
 
-Prompts, and calls with several tokens after a past, run without compiled code on a growing cache. The first decoding
-step moves the cache into a slot of a size that code is compiled for. On a GPU, the slot has a CUDA graph. Other
-operations on the cache move it out of the slot again.
+During decoding steps, the KV cache is in memory of a fixed size, a slot. Prompts, and later calls with several tokens,
+run without compiled code on a growing cache. The first decoding step copies the cache into a slot of a size for which
+code is compiled. On a GPU, each slot has a CUDA graph. Other operations on the cache, such as cropping its start, copy
+the cache out of the slot again.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from .packing import sharing_copy
 logger = logging.getLogger(__name__)
 
 ATTENTION = "accel_step"
-"""Name of the attention function for one token per row, registered with transformers."""
+"""Name under which the attention function for one token per row is registered with transformers."""
 
+# Smallest size of a slot, in tokens per row.
 _FEWEST = 256
-# Cache size in tokens up to which the Triton kernel in kernels.py is faster than two matrix products of a library. The
-# kernel reads shared keys once per query head.
+# Largest cache size, in tokens, for which the Triton kernel in kernels.py is faster than two matrix products. For larger
+# caches, the kernel is slower because it reads the keys once for each query head that shares them.
 _SHORT = 1024
-# Number of unused slots to keep, with their CUDA graphs, for the next caches of the same sizes.
+# Maximum number of unused slots that a session keeps, with their CUDA graphs, for later caches of the same sizes.
 _SPARE = 2
-# Options for matrix products of one row: the compiler tunes them as fused sums and puts independent kernels into one
-# launch. Results of more than a few operations (an activation, a norm) are computed once instead of again in each sum
-# that reads them.
+# Compiler options for matrix products with one row per sequence. The compiler generates and tunes its own kernels for
+# these products and launches independent kernels together. With the last option, the result of an activation or a norm
+# is computed once instead of again in each kernel that reads it.
 _OPTIONS = {
     "coordinate_descent_tuning": True,
     "combo_kernels": True,
     "benchmark_combo_kernel": True,
     "realize_opcount_threshold": 5,
 }
-# Arguments of an attention function that do not change its result here.
+# Arguments of transformers attention functions that do not change the result for one new token per row.
 _HARMLESS = frozenset(
     ("is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "cu_seq_lens_q")
 )
@@ -65,15 +66,16 @@ def _attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function in the interface of transformers, for `query: (rows, heads, 1, size)`. Heads that share keys
-    are computed as rows of one product.
+    """Compute attention for one new token per row, in the interface of transformers; `query` is `(rows, heads, 1, size)`.
+
+    Query heads that share a key head are computed as the rows of one matrix product.
 
     Raises:
         NotImplementedError: The attention uses sliding windows, score caps, sinks or dropout.
     """
-    odd = [name for name, told in others.items() if told is not None and name not in _HARMLESS]
-    if odd or dropout:
-        raise NotImplementedError(f"compiled steps do not support attention with {', '.join(odd) or 'dropout'}")
+    unsupported = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
+    if unsupported or dropout:
+        raise NotImplementedError(f"compiled steps do not support attention with {', '.join(unsupported) or 'dropout'}")
     rows, heads, _, size = query.shape
     shared, capacity = key.shape[1:3]
     scale = size**-0.5 if scaling is None else scaling
@@ -90,8 +92,8 @@ def _attend(
 
 
 class _SeparateBias(torch.nn.Module):
-    """Linear layer that adds its bias as a separate operation, so that the compiler fuses the product instead of
-    calling a library.
+    """Linear layer that adds its bias as a separate operation, so that the compiler generates a fused kernel for the
+    product instead of calling a matrix library.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
@@ -103,12 +105,12 @@ class _SeparateBias(torch.nn.Module):
 
 
 class _FixedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Cache object for the model code that keeps keys and values in memory of a fixed size.
+    """KV cache for the model code, with keys and values in memory of a fixed size.
 
     Args:
         keys: Keys `(rows, heads, capacity, size)` of each layer.
         values: Values of the same shape of each layer.
-        place: Index of the new token, `(1,)`.
+        place: Index of the new token in the cache, `(1,) int64`.
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], place: torch.Tensor) -> None:
@@ -158,12 +160,13 @@ class Slot:
         self._on_device = StreamOrder(device)
 
     def fill(self, layers: Sequence[Any], length: int) -> None:
-        """Copy the keys and values of `length` tokens into the slot, and clear the rest."""
+        """Copy the keys and values of `length` tokens into the slot, and set the memory after these tokens to zero."""
         self._on_device.take()
         for layer, keys, values in zip(layers, self._keys, self._values, strict=True):
             keys[:, :, :length].copy_(layer.keys)
             values[:, :, :length].copy_(layer.values)
-        # Masked values are multiplied by zero, so values from an earlier cache must not be infinite or NaN.
+        # The attention multiplies masked values by zero. Zero times infinity is NaN, so the memory must not contain
+        # infinity or NaN from an earlier cache.
         for tensor in (*self._keys, *self._values):
             tensor[:, :, length:].zero_()
         self._mask.zero_()
@@ -180,15 +183,15 @@ class Slot:
             tensor.copy_(tensor.index_select(0, index))
 
     def run(self, tensors: Mapping[str, torch.Tensor], length: int, *, capture: bool = True) -> torch.Tensor:
-        """Compute the logits `(rows, 1, vocabulary)` of one more token after `length` tokens.
+        """Compute the logits `(rows, 1, vocabulary)` of one new token per row, after `length` tokens in the cache.
 
-        With `capture`, the first call on a GPU captures a CUDA graph, and later calls replay it.
+        On a GPU, the first call with `capture=True` captures a CUDA graph, and later calls replay this graph.
         """
         mask = tensors["attention_mask"]
         self._on_device.take()
         self._mask[:, : mask.shape[1]].copy_(mask)
         if mask.shape[1] < self.capacity:
-            # Clear mask entries of an earlier step: the cache may have been cropped since then.
+            # The cache may have been cropped since the previous step, so clear the mask entries of removed tokens.
             self._mask[:, mask.shape[1] :].zero_()
         for name, buffer in self._inputs.items():
             buffer.copy_(tensors[name])
@@ -196,15 +199,15 @@ class Slot:
         if self._graph is not None:
             self._graph.replay()
             return self._logits.clone()
-        found = self._call()
+        logits = self._call()
         if capture and self._place.device.type == "cuda":
-            # Capturing repeats the step, which writes the same values again.
+            # The capture runs the step again. This is safe because the step writes the same values to the cache.
             self._graph, self._logits = captured(self._call, self._place.device, warm_up=2)
-        return found
+        return logits
 
     def _call(self) -> torch.Tensor:
-        found: torch.Tensor = self._step(self._inputs, self._mask, self._place, self._keys, self._values)
-        return found
+        logits: torch.Tensor = self._step(self._inputs, self._mask, self._place, self._keys, self._values)
+        return logits
 
 
 def _room(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -212,14 +215,14 @@ def _room(tensor: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 class StepState(CacheState):
-    """Decoder state whose KV cache is either a growing cache or in a slot."""
+    """Decoder state whose KV cache is either a growing cache of transformers or in a slot (memory of a fixed size)."""
 
     session: CompiledStepsSession
     slot: Slot | None = None
 
     @property
     def cache(self) -> DynamicCache:
-        """The KV cache of transformers. Reading the attribute moves the cache out of its slot."""
+        """The KV cache as a cache object of transformers. Reading this attribute copies the cache out of its slot."""
         if self.slot is not None:
             self.cache = self.slot.read(self._new_cache(), self._length)
         return self._cache
@@ -235,7 +238,7 @@ class StepState(CacheState):
         self.slot, self._cache = slot, self._new_cache()
 
     def leave(self) -> None:
-        """Release the slot of the KV cache without reading its contents."""
+        """Return the slot to the session without copying the KV cache out of the slot."""
         slot, self.slot = self.slot, None
         if slot is not None:
             self.session.give_back(slot)
@@ -250,8 +253,8 @@ class StepState(CacheState):
             self.slot.reorder(torch.tensor(rows, device=self.session.where))
 
     def keep_columns(self, start: int, stop: int) -> None:
-        """Keep only the tokens from `start` to `stop`. A slot needs no change if `start` is 0: the mask excludes the
-        last tokens.
+        """Keep only the tokens from `start` to `stop`. If `start` is 0, a slot needs no change, because the
+        attention mask of the next step excludes the removed tokens.
         """
         if self.slot is None or start:
             super().keep_columns(start, stop)
@@ -265,11 +268,11 @@ class CompiledStepsSession(ModuleDecoderSession):
 
     Args:
         model: The whole model.
-        part: The decoder part that exporters trace; it gives the input names.
+        part: The decoder of the model, as exporters trace it; its example inputs define the input names.
         component: The component, which describes the inputs and outputs.
         device: The device of the model.
         dtype: Data type used for computation.
-        forms: Maximum number of sizes to compile for.
+        forms: Maximum number of slot sizes to compile for.
     """
 
     def __init__(
@@ -282,7 +285,7 @@ class CompiledStepsSession(ModuleDecoderSession):
         self._steps: dict[tuple[int, int], Any] = {}
         self._spare: list[Slot] = []
         self._turn = threading.RLock()
-        self._why_eager, self._told = "", False
+        self._why_eager, self._warned = "", False
         self._positions = any(spec.name == "position_ids" for spec in component.inputs)
         self._step_code: Any = _stepping(model)
 
@@ -307,8 +310,8 @@ class CompiledStepsSession(ModuleDecoderSession):
         assert isinstance(state, StepState)
         if new != 1 or not state.length or self._why_eager:
             return super()._extend(model, tensors, state, new)
-        # Compiled code and CUDA graphs write to tensors. PyTorch allows this only in the mode (inference mode or not)
-        # in which the tensors were created.
+        # Compiled code and CUDA graphs write to the tensors of a slot. PyTorch forbids these writes if the tensors were
+        # created inside inference mode and are changed outside of it, so every step runs outside of inference mode.
         with self._turn, torch.inference_mode(False), torch.no_grad():
             if state.slot is not None and state.length < state.slot.capacity:
                 return state.slot.run(tensors, state.length)
@@ -317,8 +320,8 @@ class CompiledStepsSession(ModuleDecoderSession):
             if key not in self._steps:
                 if len(self._steps) < self._most:
                     return self._first(key, model, tensors, state)
-                if not self._told:
-                    self._told = True
+                if not self._warned:
+                    self._warned = True
                     logger.warning(
                         "Decoding steps are compiled for %d sizes, which is the limit. Steps for %d rows of up to %d tokens run "
                         "without compiled code. Pass provider_options={'graphs': ...} to compile more sizes.", self._most, *key,
@@ -337,12 +340,13 @@ class CompiledStepsSession(ModuleDecoderSession):
         return Slot(layers, batch, capacity, positions=self._positions, step=self._steps[key])
 
     def _rehearse(self, key: tuple[int, int], tensors: Mapping[str, torch.Tensor], state: StepState) -> None:
-        """Run a step without compilation, so that unsupported attention raises an error before minutes of compilation."""
+        """Run a step without compilation. If the model uses unsupported attention, this raises before a long compilation."""
         model: Any = self.runtime
         config = model.config.get_text_config(decoder=True)
-        if odd := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
-            # Some models apply these layer types only in their attention mask, and the mask is replaced here.
-            raise NotImplementedError(f"compiled steps do not support layers with {', '.join(sorted(odd))}")
+        if unsupported := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
+            # Some models apply these layer types (such as sliding windows) only in the attention mask. A compiled step uses
+            # its own mask, so its results would be wrong.
+            raise NotImplementedError(f"compiled steps do not support layers with {', '.join(sorted(unsupported))}")
         batch, capacity = key
         slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._step_code)
         slot.fill(state.cache.layers, state.length)
@@ -368,12 +372,12 @@ class CompiledStepsSession(ModuleDecoderSession):
             with compiling(freezing=False):
                 trial.enter(self._slot(key, trial.cache.layers))
                 assert trial.slot is not None
-                found = trial.slot.run(tensors, trial.length)
-                # The second call replays the CUDA graph.
-                found = trial.slot.run(tensors, trial.length) if self.where.type == "cuda" else found
-            gap = difference(found, expected)
+                logits = trial.slot.run(tensors, trial.length)
+                # Compare the result of the second call, because only this call replays the CUDA graph.
+                logits = trial.slot.run(tensors, trial.length) if self.where.type == "cuda" else logits
+            gap = difference(logits, expected)
             why = f"the logits differ by {gap:.2g} of the largest value" if not gap <= self._tolerance else ""
-        # The compiler may raise any exception.
+        # PyTorch's compiler may raise any exception.
         except Exception as error:  # noqa: BLE001
             why = f"{type(error).__name__}: {first_lines(error)}"
         if why:
@@ -386,12 +390,14 @@ class CompiledStepsSession(ModuleDecoderSession):
 
 
 def _stepping(model: Any) -> Callable[..., torch.Tensor]:
-    """Return a function that computes one step: the model's code with the same weights and the attention function for
+    """Return a function that computes one decoding step.
+
+    The function runs a copy of the model's modules with the same weight tensors. The copy uses the attention function for
     one token per row.
     """
-    made = sharing_copy(model)
+    step_model = sharing_copy(model)
     AttentionInterface.register(ATTENTION, _attend)
-    for module in list(made.modules()):
+    for module in list(step_model.modules()):
         if hasattr(module, "config"):
             module.config._attn_implementation = ATTENTION
         for name, child in list(module.named_children()):
@@ -407,9 +413,9 @@ def _stepping(model: Any) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         hidden = torch.finfo(torch.float32).min
         bias = torch.where(mask[:, None, None] != 0, 0.0, hidden)
-        found: torch.Tensor = made(
+        logits: torch.Tensor = step_model(
             **inputs, attention_mask=bias, use_cache=True, **{CACHE_NAME: _FixedCache(keys, values, place)}
         ).logits
-        return found
+        return logits
 
     return step
