@@ -236,7 +236,7 @@ def test_repeated_computation_starts_before_mask_is_read() -> None:
         for which in order:
             found = model(input_ids=ids, attention_mask=masks[which]).logits
             torch.testing.assert_close(found, expected[which], atol=float(expected[which].abs().max()) * 0.01, rtol=0)
-        (known,) = model.acceleration.engine._repeats._known.values()
+        (known,) = model.acceleration.engine._repeats._calls.values()
         assert (known.last, known.times, known.enough) == ("all", 2, 32), "two guesses were wrong"
     model.restore()
 
