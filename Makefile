@@ -119,7 +119,7 @@ release:
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 	$(RELEASE)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
 	$(RELEASE)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints.txt "$$(echo dist/*.whl)[onnxruntime]"
-	cd dist && ../$(RELEASE)/bin/accel doctor && ../$(RELEASE)/bin/accel demo --backends cpu
+	cd dist && ../$(RELEASE)/bin/accel doctor && ../$(RELEASE)/bin/accel demo
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs serve

@@ -10,7 +10,7 @@ _RUN = Capability(stage="run", consumes=WEIGHTS, devices=_DEVICES, dtypes=_FLOAT
 
 SPEC = BackendSpec(
     name="pytorch",
-    summary="PyTorch running transformers models as they are",
+    summary="PyTorch, which runs transformers models unchanged",
     extra="pytorch",
     impl="accel_plugins.pytorch.backend:PytorchBackend",
     # accel chooses this backend automatically only for folders with PyTorch weights. Folders with an ONNX graph have
@@ -29,7 +29,7 @@ SPEC = BackendSpec(
 
 INDUCTOR = BackendSpec(
     name="inductor",
-    summary="PyTorch's compiler: transformers models accelerated where they are",
+    summary="PyTorch's compiler, which accelerates transformers models in place",
     extra="inductor",
     impl="accel_plugins.pytorch.inductor.backend:InductorBackend",
     requires=("torch", "transformers"),
@@ -56,7 +56,7 @@ _NOT_COMPILED = (GENERATES, "mask-generation")
 
 AOTINDUCTOR = BackendSpec(
     name="aotinductor",
-    summary="packages of code that PyTorch's compiler made once (.pt2)",
+    summary="Packages of code compiled ahead of time by PyTorch's compiler (.pt2)",
     extra="pytorch",
     impl="accel_plugins.pytorch.aotinductor.backend:AotInductorBackend",
     # accel may choose this backend automatically, because no other backend runs packages of compiled code.
