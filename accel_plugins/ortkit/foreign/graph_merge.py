@@ -180,7 +180,7 @@ def _take_rows_of_hidden(graph: ir.Graph) -> None:
 
 
 def _names_read(graph: ir.Graph) -> set[str]:
-    """Return the names of the inputs whose values change the outputs; inputs of which only the shape is read do not count."""
+    """Return the names of the inputs whose values change the outputs, without inputs whose shape alone is read."""
     used_values = set(graph.outputs)
     for node in reversed(graph):
         if node.op_type != "Shape" and not used_values.isdisjoint(node.outputs):

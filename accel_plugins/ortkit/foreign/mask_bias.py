@@ -55,15 +55,15 @@ def with_mask(model: ir.Model, where: Path) -> ir.Model:
     dtype = inputs["past_key_values.0.key"].dtype
     assert dtype is not None
     mask, tape = inputs[_MASK], ir.tape.Tape()
-    one, axes = (add_initializer(graph, "bias_axes", np.array(values, np.int64)) for values in ([1], [1, 2]))
+    one_value, axes = (add_initializer(graph, "bias_axes", np.array(values, np.int64)) for values in ([1], [1, 2]))
     hidden, visible = (add_initializer(graph, "bias", np.array(number, dtype.numpy())) for number in (dtype.min, 0))
     rows = tape.op("Shape", [mask], {"start": 0, "end": 1})
     total = tape.op("Shape", [mask], {"start": 1, "end": 2})
     new_tokens = tape.op("Shape", [inputs[tokens]], {"start": 1, "end": 2})
     flat = tape.op("Where", [tape.op("Cast", [mask], {"to": ir.DataType.BOOL}), visible, hidden])
-    shape = tape.op("Concat", [rows, one, new_tokens, total], {"axis": 0})
+    shape = tape.op("Concat", [rows, one_value, new_tokens, total], {"axis": 0})
     bias = tape.op("Expand", [tape.op("Unsqueeze", [flat, axes]), shape])
-    last_position = tape.op("Cast", [tape.op("Sub", [total, one])], {"to": ir.DataType.INT32})
+    last_position = tape.op("Cast", [tape.op("Sub", [total, one_value])], {"to": ir.DataType.INT32})
     lengths = tape.op("Expand", [last_position, rows])
     graph.insert_before(graph[0], tape.nodes)
     for node in attention:

@@ -141,8 +141,8 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
             # `NewNodes` makes names unique within one graph only, but ONNX requires names that are unique across a
             # graph and its subgraphs.
             passes.NameFixPass()(model)
-    first = Path(next(iter(models)))
-    weights = first.with_name(f"{first.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
+    first_path = Path(next(iter(models)))
+    weights = first_path.with_name(f"{first_path.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
     base = (folder / weights).parent
     base.mkdir(parents=True, exist_ok=True)
     offsets: dict[object, tuple[int, int]] = {}

@@ -202,8 +202,14 @@ def _merge(value: ir.Value, hidden: int) -> ir.Value | None:
     reshape = only_user(transpose.outputs[0])
     if reshape is None or reshape.op_type != "Reshape":
         return None
-    before, after = dims(transpose.outputs[0]), dims(reshape.outputs[0])
-    if before is None or after is None or len(after) != 3 or after[:2] != before[:2] or after[2] != hidden:
+    split_sizes, merged_sizes = dims(transpose.outputs[0]), dims(reshape.outputs[0])
+    if (
+        split_sizes is None
+        or merged_sizes is None
+        or len(merged_sizes) != 3
+        or merged_sizes[:2] != split_sizes[:2]
+        or merged_sizes[2] != hidden
+    ):
         return None
     return reshape.outputs[0]
 

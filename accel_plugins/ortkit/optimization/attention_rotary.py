@@ -1,7 +1,7 @@
 """Fusion of rotary position embeddings, and of the split of a packed projection, into `GroupQueryAttention`.
 
 Use this only for ONNX Runtime's CUDA kernels, and only if flash attention does not run. Flash attention, like the CPU
-kernel for prompts, ignores the given position ids and counts positions itself (1.31).
+kernel for prompts, ignores the position ids of the graph and computes its own position ids (ONNX Runtime 1.31).
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ _CPU, _GPU, _ALL = ("cpu",), ("gpu",), ("cpu", "gpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionTarget:
-    """The kernels that will run a graph, and their properties that decide which fusions apply.
+    """The kind of kernels that will run a graph, and the properties of these kernels that decide which fusions apply.
 
     Attributes:
         kernels: The kind of kernels, as in `Fusion.targets`.
         own_operators: Whether the graph may contain ONNX Runtime's own operators. If not, it contains only standard
             ONNX operators, for any runtime.
         half_dtypes: The half-precision data types that the kernels support.
-        rewrites_quantized: Whether fusions are applied to quantized graphs, where their patterns still match.
+        rewrites_quantized: Whether fusions are also applied to quantized graphs.
     """
 
     kernels: str
@@ -36,7 +36,7 @@ class FusionTarget:
 CPU = FusionTarget(kernels="cpu", rewrites_quantized=True)
 """Target for ONNX Runtime's CPU provider."""
 CUDA = FusionTarget(kernels="gpu", half_dtypes=("float16", "bfloat16"))
-"""Target for ONNX Runtime's CUDA provider. These graphs also run on the CPU provider, so tests need no GPU."""
+"""Target for ONNX Runtime's CUDA provider. Graphs for this target also run on the CPU provider, so tests need no GPU."""
 TENSORRT = FusionTarget(kernels="gpu", own_operators=False, half_dtypes=("float16", "bfloat16"))
 """Target for TensorRT and other runtimes that support only standard ONNX operators."""
 
@@ -49,7 +49,8 @@ class Fusion:
         name: The name in `OptimizeConfig.enable` and `disable`. Two entries may share a name if their targets differ.
         level: The lowest level that includes the optimization; empty if it must be enabled by name.
         summary: A description in one line.
-        rewrite: The function that creates the pass. `None` for changes of precision, which run last and need data.
+        rewrite: The function that creates the pass. `None` for conversions to half precision, which run last and need
+            data.
         targets: The kernels that benefit: `cpu`, `gpu`.
         own_operators: Whether the optimization adds ONNX Runtime's own operators (`com.microsoft`, and its RMSNorm).
         replaced_by: The name of the optimization that replaces this one if it is enabled and the target supports it.

@@ -32,11 +32,11 @@ def _rms_rules() -> Any:
         _: Any, x: ir.Value, weight: ir.Value, epsilon: ir.Value, axes: ir.Value, mean: ir.Value, **__: Any
     ) -> bool:
         sizes = dims(x)
-        last = sizes is not None and scalar(axes) in (-1, len(sizes) - 1)
+        is_last_axis = sizes is not None and scalar(axes) in (-1, len(sizes) - 1)
         node = mean.producer()
         if node is None or node.attributes.get_int("keepdims", 1) != 1:
             return False
-        return last and scalar(epsilon) is not None and dims(weight) == (sizes or [])[-1:]
+        return is_last_axis and scalar(epsilon) is not None and dims(weight) == (sizes or [])[-1:]
 
     def fused(op: Any, x: ir.Value, weight: ir.Value, epsilon: ir.Value, **_: Any) -> Any:
         return op.SimplifiedLayerNormalization(x, weight, axis=-1, epsilon=scalar(epsilon), stash_type=1)
@@ -53,10 +53,10 @@ def fuse_skip_norms(norm: ir.Node) -> bool:
     if add is None:
         return False
     (first, second), bias = add.inputs, None
-    for left, right in (add.inputs, reversed(add.inputs)):
-        term = constant_term(producer(left, "Add"))
-        if term is not None and only_user(left) is add:
-            (first, bias), second = term, right
+    for term_value, other_value in (add.inputs, reversed(add.inputs)):
+        term = constant_term(producer(term_value, "Add"))
+        if term is not None and only_user(term_value) is add:
+            (first, bias), second = term, other_value
             break
     _put_skip_norm(add, norm, [first, second, norm.inputs[1], norm.inputs[2], bias])
     return True

@@ -40,7 +40,7 @@ class OrtOptimizer:
         """Write an artifact with the optimized graphs; see `accel.interfaces.protocols.Optimizer`. Takes seconds.
 
         Raises:
-            ConfigError: A fusion does not exist, or calibration data is given but not used.
+            ConfigError: A fusion does not exist, or the caller passes calibration data that no fusion uses.
             OptimizeError: The artifact is quantized and the target's fusions do not support that, or half precision is
                 requested for an artifact that is not float32.
         """
@@ -59,21 +59,23 @@ class OrtOptimizer:
         models = load_graphs(artifact)
         counts: Counter[str] = Counter()
         report: dict[str, Any] = {}
-        before = after = 0
+        nodes_before = nodes_after = 0
         for component in artifact.components:
             model = models[component.name]
-            before += count_nodes(model)
+            nodes_before += count_nodes(model)
             with quiet():
                 for fusion in fusions:
                     if fusion.rewrite is not None:
                         counts[fusion.name] += fusion.rewrite().apply(model)
-            after += count_nodes(model)
+            nodes_after += count_nodes(model)
             if dtype is not None:
                 conversion = convert(artifact, component, model, dtype, calibration)
                 report[dtype] = conversion if dtype not in report else _added(report[dtype], conversion)
-        report |= {"fused": dict(counts), "nodes": {"before": before, "after": after}}
+        report |= {"fused": dict(counts), "nodes": {"before": nodes_before, "after": nodes_after}}
         done = ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "nothing fused"
-        logger.info("Level %s reduced the graphs from %d nodes to %d nodes (%s)", config.level, before, after, done)
+        logger.info(
+            "Level %s reduced the graphs from %d nodes to %d nodes (%s)", config.level, nodes_before, nodes_after, done
+        )
         step = Step(
             stage="optimize",
             backend=self._backend,

@@ -108,13 +108,13 @@ def _completed(calibration: Iterable[Feeds], component: Component) -> Iterable[F
 
     Return `None` if the data belongs to another graph: for example, a decoder also needs the encoder's output.
     """
-    first = next(iter(calibration), None)
-    if first is None:
+    first_batch = next(iter(calibration), None)
+    if first_batch is None:
         raise OptimizeError("The calibration data is empty.", fix="pass at least one batch of inputs.")
     names = {spec.name for spec in component.inputs}
-    if names <= set(first):
+    if names <= set(first_batch):
         return calibration
-    if component.stateful and names <= set(first) | set(prompt_inputs(component, 1, 1, {})):
+    if component.stateful and names <= set(first_batch) | set(prompt_inputs(component, 1, 1, {})):
         return DecoderCalibration(calibration, component)
     return None
 

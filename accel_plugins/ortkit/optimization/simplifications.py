@@ -30,19 +30,19 @@ def fold_constants(model: ir.Model) -> int:
     if any(node.op_type == "If" for node in model.graph):
         return 0
     make_rewrites_exact()
-    before = count_nodes(model)
+    node_count = count_nodes(model)
     optimize(model)
-    return before - count_nodes(model)
+    return node_count - count_nodes(model)
 
 
 @graph_rewrite
 def merge_duplicates(model: ir.Model) -> int:
     """Merge nodes that compute the same value, and merge equal constants."""
-    before = count_nodes(model)
+    node_count = count_nodes(model)
     passes.DeduplicateInitializersPass()(model)
     passes.CommonSubexpressionEliminationPass()(model)
     passes.RemoveUnusedNodesPass()(model)
-    return before - count_nodes(model)
+    return node_count - count_nodes(model)
 
 
 @node_rewrite("Reshape")

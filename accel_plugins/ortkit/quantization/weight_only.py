@@ -98,12 +98,12 @@ def _least_squares(data: np.ndarray, scales: np.ndarray) -> np.ndarray:
         best_share, sizes = np.zeros(steps.shape, np.float32), np.ones(steps.shape, np.float32)
         for extreme in _EXTREMES:
             values = np.clip(np.rint(positions * np.float32(extreme / 8)), -8, 7)
-            common, squares = (np.einsum("obi,obi->ob", values, factor) for factor in (positions, values))
+            products, squares = (np.einsum("obi,obi->ob", values, factor) for factor in (positions, values))
             # The part of the sum of squared weights that remains after rounding, with the scale that fits best.
-            share = common**2 / np.maximum(squares, 1)
-            better = share > best_share
-            best_share = np.where(better, share, best_share)
-            sizes[better] = (common / np.maximum(squares, 1))[better]
+            kept_part = products**2 / np.maximum(squares, 1)
+            better = kept_part > best_share
+            best_share = np.where(better, kept_part, best_share)
+            sizes[better] = (products / np.maximum(squares, 1))[better]
         steps *= sizes
     return best
 

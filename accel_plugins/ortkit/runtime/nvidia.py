@@ -170,7 +170,7 @@ def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapp
         provider: ONNX Runtime's name of the provider that takes the options.
 
     Raises:
-        ConfigError: An option does not exist, or accel sets it itself.
+        ConfigError: An option does not exist, or is an option that accel sets.
     """
     for name in options:
         if name in taken:

@@ -108,7 +108,7 @@ class OrtState(State):
         return tensors
 
     def store(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace all tensors of the state by the given tensors."""
+        """Replace all tensors of the state by `tensors`."""
         placed = {spec.name: tensors[spec.name].to(self._where, getattr(torch, spec.dtype)) for spec in self._pasts}
         self._buffers = {spec.name: placed[spec.name].contiguous() for spec in self._replaced}
         self._bases, self._front, self._binding, self._capacity = {}, None, None, 0
