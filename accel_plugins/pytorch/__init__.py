@@ -70,7 +70,8 @@ AOTINDUCTOR = BackendSpec(
             produces="pt2",
             dtypes=_FLOATS,
             excludes=_NOT_COMPILED,
-            # `accel tune` does not try this backend. It tries the backend `inductor`, which compiles for each input size.
+            # `accel tune` does not try this backend. It tries the backend `inductor`, which compiles for each input
+            # size.
             searched=False,
         ),
         replace(_RUN, consumes="pt2", devices=("cpu",), excludes=_NOT_COMPILED),

@@ -111,8 +111,8 @@ class PytorchBackend:
         else:
             source = _load(artifact.path, artifact.task, config, request.trust_remote_code)
         device = torch.device(str(request.device))
-        # `split` runs on the CPU, because the sample inputs are on the CPU. The parts share the weights of one model, so
-        # the model is moved to the device once, after `split`.
+        # `split` runs on the CPU, because the sample inputs are on the CPU. The parts share the weights of one model,
+        # so the model is moved to the device once, after `split`.
         parts = split(source)
         source.model.to(device)
         sessions: dict[str, Session] = {}

@@ -48,8 +48,8 @@ def captured(
         graph = torch.cuda.CUDAGraph()
         clear_cublas_workspaces()
         try:
-            # With "thread_local", other threads may allocate GPU memory during the capture. The stream is passed because
-            # PyTorch's default capture stream belongs to the GPU of the first capture in this process.
+            # With "thread_local", other threads may allocate GPU memory during the capture. The stream is passed
+            # because PyTorch's default capture stream belongs to the GPU of the first capture in this process.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 result = call()
         finally:
@@ -58,8 +58,8 @@ def captured(
 
 
 class StreamOrder:
-    """Synchronization of calls on different CUDA streams that use the same GPU memory. Only one thread at a time may use
-    an instance.
+    """Synchronization of calls on different CUDA streams that use the same GPU memory. Only one thread at a time may
+    use an instance.
 
     Args:
         device: The GPU. For a CPU, `take` does nothing.

@@ -38,8 +38,8 @@ class ModuleDecoderSession(ModuleSession):
         self._cross = sum(name.startswith("cross_") for name in part.example) // 2
         self._hidden_size = getattr(part.model, "encoder_size", 0)
         kinds = {name.rpartition("_")[2] for name in part.example if name.startswith("past_")}
-        # A `DynamicCache` without a config stores all tokens in every layer, so that the cache can be cropped. For layers
-        # with a sliding window, the attention mask excludes older tokens.
+        # A `DynamicCache` without a config stores all tokens in every layer, so that the cache can be cropped. For
+        # layers with a sliding window, the attention mask excludes older tokens.
         self._config = None if kinds <= {"key", "value"} else model.config.get_text_config(decoder=True)
         self._no_attention = "key" not in kinds
         self._argument = cache_argument(model)
@@ -82,8 +82,8 @@ class ModuleDecoderSession(ModuleSession):
     def _advance(self, model: Any, tensors: Mapping[str, torch.Tensor], state: CacheState, new: int) -> torch.Tensor:
         """Run a decoder whose cache contains states of a fixed size, and return the logits.
 
-        The first call processes all its tokens at once. Later calls process one token at a time, because the functions of
-        transformers for several tokens start from an empty state (for example in Mamba).
+        The first call processes all its tokens at once. Later calls process one token at a time, because the functions
+        of transformers for several tokens start from an empty state (for example in Mamba).
         """
         mask, length = tensors["attention_mask"], state.length
         if new == 1 or not length:
@@ -120,8 +120,8 @@ class ModuleDecoderSession(ModuleSession):
         cache = EncoderDecoderCache(state.cache, cross)
         cache.is_updated = dict.fromkeys(range(self._cross), True)
         key = tensors["cross.0.key"]
-        # The cache already contains the keys and values of the encoder's hidden states, so the model reads only the shape
-        # of the hidden states.
+        # The cache already contains the keys and values of the encoder's hidden states, so the model reads only the
+        # shape of the hidden states.
         hidden = key.new_zeros(1).expand(key.shape[0], key.shape[2], self._hidden_size)
         optional = {}
         if _ENCODER_MASK in tensors:

@@ -54,8 +54,8 @@ class ModuleSession(BaseSession[Module]):
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the module's device. Floating-point tensors are converted to the module's data type."""
-        # An asynchronous copy from pageable memory is safe: CUDA reads the tensor before `to` returns, so the caller may
-        # change the tensor afterwards.
+        # An asynchronous copy from pageable memory is safe: CUDA reads the tensor before `to` returns, so the caller
+        # may change the tensor afterwards.
         asynchronous = tensor.is_cpu and self._where.type == "cuda" and not tensor.is_pinned()
         dtype = self._computes if tensor.is_floating_point() else None
         return tensor.to(self._where, dtype, non_blocking=asynchronous)

@@ -1,9 +1,9 @@
 """Quantization-aware training: linear layers simulate rounding during training and become integer layers at export.
 
 PyTorch operators compute the rounding and its gradients. The scales of the rounding are trained (Esser et al., 2020,
-"Learned Step Size Quantization", https://arxiv.org/abs/1902.08153). Each scale has a trained parameter: the logarithm of
-the factor by which the scale changed since training began. An optimizer therefore changes all scales in proportion to
-their size. Weight decay, which pulls parameters towards zero, pulls the scales towards their initial values.
+"Learned Step Size Quantization", https://arxiv.org/abs/1902.08153). Each scale has a trained parameter: the logarithm
+of the factor by which the scale changed since training began. An optimizer therefore changes all scales in proportion
+to their size. Weight decay, which pulls parameters towards zero, pulls the scales towards their initial values.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _TINY = 1e-8
 # Clipping limits to try for each block of weights, as fractions of the largest weight in the block. Training starts
 # with the limit that gives the smallest squared error.
 _CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
-# Clipping limits to try for 4-bit weights with one scale per row or per layer, as fractions of the largest weight. A row
-# or layer may contain a single very large weight, so the smallest limits are close to 0.
+# Clipping limits to try for 4-bit weights with one scale per row or per layer, as fractions of the largest weight. A
+# row or layer may contain a single very large weight, so the smallest limits are close to 0.
 _WIDE_CUTS = tuple(0.9**power for power in range(40))
 
 
@@ -117,7 +117,9 @@ class TrainedLinear(_Trained):
         self.register_buffer("w_zero", torch.zeros_like(self.w_scale), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layer with rounded inputs and weights. `x` has the shape `(..., inner)`, the output `(..., outer)`."""
+        """Compute the layer with rounded inputs and weights. `x` has the shape `(..., inner)`, and the output
+        has the shape `(..., outer)`.
+        """
         self._check_float32()
         low, high = self._limits
         x = rounded_by_tensor(
@@ -131,21 +133,23 @@ class TrainedLinear(_Trained):
     @torch.no_grad()
     def to_integers(self) -> IntegerLinear:
         """Return an integer layer that computes the same outputs."""
-        made = IntegerLinear(self.in_features, self.out_features, signed=self.signed, bias=self.bias is not None)
-        made.scale = self._steps().expand(self.out_features).float().cpu().clone()
+        integer_layer = IntegerLinear(
+            self.in_features, self.out_features, signed=self.signed, bias=self.bias is not None
+        )
+        integer_layer.scale = self._steps().expand(self.out_features).float().cpu().clone()
         # Multiply by the inverse of the scale instead of dividing, so that the result is identical to that of PyTorch's
         # rounding operator.
-        rounded = torch.round(self.weight.float().cpu() * (1 / made.scale)[:, None])
-        made.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
-        made.x_scale = (self.x_scale * self.x_log_change.exp()).reshape(()).float().cpu().clone()
-        made.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())
-        made.bias = self._float_bias()
-        return made
+        rounded = torch.round(self.weight.float().cpu() * (1 / integer_layer.scale)[:, None])
+        integer_layer.weight = rounded.clamp(-self._top, self._top).to(torch.int8)
+        integer_layer.x_scale = (self.x_scale * self.x_log_change.exp()).reshape(()).float().cpu().clone()
+        integer_layer.x_zero = self.x_zero.cpu().round().to(torch.int8 if self.signed else torch.uint8).reshape(())
+        integer_layer.bias = self._float_bias()
+        return integer_layer
 
     @torch.no_grad()
     def misfit(self) -> float:
-        """Return the squared error of rounding as a fraction of the weights' squared sum. Return 0 if the error is small
-        or the scales are near the best scales (see `accel.capture.Trained`).
+        """Return the squared error of rounding as a fraction of the weights' squared sum. Return 0 if the error is
+        small or the scales are near the best scales (see `accel.capture.Trained`).
         """
         weight, top = self.weight.detach(), self._top
         scale = self._steps()
@@ -184,22 +188,22 @@ class TrainedBlocks(_Trained):
     def to_integers(self) -> BlockLinear:
         """Return a layer with packed 4-bit weights that computes the same outputs."""
         count = self.in_features // self.block_size
-        made = BlockLinear(
+        integer_layer = BlockLinear(
             self.in_features, self.out_features, bits=4, block_size=self.block_size, bias=self.bias is not None
         )
         scale, zero = self._steps().float().cpu(), self.w_zero.float().cpu()
         blocks = self.weight.detach().float().cpu().reshape(-1, self.block_size)
         values = (torch.round(blocks * (1 / scale)[:, None]) + zero[:, None]).clamp(0, 15).to(torch.uint8)
-        made.packed = pack(values.reshape(self.out_features, count, self.block_size), 4)
-        made.scales = scale.reshape(self.out_features, count).clone()
-        made.zeros = pack(zero.to(torch.uint8).reshape(self.out_features, count), 4)
-        made.bias = self._float_bias()
-        return made
+        integer_layer.packed = pack(values.reshape(self.out_features, count, self.block_size), 4)
+        integer_layer.scales = scale.reshape(self.out_features, count).clone()
+        integer_layer.zeros = pack(zero.to(torch.uint8).reshape(self.out_features, count), 4)
+        integer_layer.bias = self._float_bias()
+        return integer_layer
 
     @torch.no_grad()
     def misfit(self) -> float:
-        """Return the squared error of rounding as a fraction of the weights' squared sum. Return 0 if the error is small
-        or the scales are near the best scales (see `accel.capture.Trained`).
+        """Return the squared error of rounding as a fraction of the weights' squared sum. Return 0 if the error is
+        small or the scales are near the best scales (see `accel.capture.Trained`).
         """
         blocks = self.weight.detach().reshape(-1, self.block_size)
         now, least = (
@@ -294,13 +298,14 @@ class TrainingPreparer:
                 "The preset 'int4' does not round activations, so it uses no calibration data.",
                 fix="leave calibration=... out.",
             )
-        made = {layer: _trained(name, layer, ranges, config) for name, layer in layers.items()}
-        _check_adapters(model, made)
+        new_layers = {layer: _trained(name, layer, ranges, config) for name, layer in layers.items()}
+        _check_adapters(model, new_layers)
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if config.distillation else None
-        # If the model contains a layer under several names, replace the layer by the same new layer under all these names.
+        # If the model contains a layer under several names, replace the layer by the same new layer under all these
+        # names.
         for name, one in [*model.named_modules(remove_duplicate=False)]:
-            if one in made:
-                model.set_submodule(name, made[one])
+            if one in new_layers:
+                model.set_submodule(name, new_layers[one])
         if teacher is not None:
             hook = Distillation(teacher, config.distillation, config.temperature)
             model.register_forward_hook(hook, with_kwargs=True)
@@ -329,8 +334,8 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
 
     Raises:
         ConfigError: A pattern in `exclude` matches no layer, or `block_size` does not divide the inputs of a layer.
-        PrepareError: The model has no linear layer to replace, or the model is not in float32, or it is already prepared
-            or accelerated.
+        PrepareError: The model has no linear layer to replace, or the model is not in float32, or it is already
+            prepared or accelerated.
     """
     if any(isinstance(one, _Trained) for one in model.modules()):
         raise PrepareError(
@@ -387,21 +392,21 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
 def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
     """Return the modules of PEFT adapters, which stay in floating point.
 
-    These modules are the small layers of the adapters, and the original copies of layers in `modules_to_save`. The small
-    layers need little computation, and PEFT's code reads the data type of their weights. The original copies are never
-    called.
+    These modules are the small layers of the adapters, and the original copies of layers in `modules_to_save`. The
+    small layers need little computation, and PEFT's code reads the data type of their weights. The original copies are
+    never called.
     """
-    beside: list[torch.nn.Module | None] = []
+    adapter_modules: list[torch.nn.Module | None] = []
     for one in model.modules():
         if hasattr(type(one), "adapter_layer_names") and "base_layer" in one._modules:
             names: Any = one.adapter_layer_names
-            beside += [one._modules.get(name) for name in names]
+            adapter_modules += [one._modules.get(name) for name in names]
         if "modules_to_save" in one._modules:
-            beside.append(one._modules.get("original_module"))
-    return {part for held in beside if held is not None for part in held.modules()}
+            adapter_modules.append(one._modules.get("original_module"))
+    return {part for module in adapter_modules if module is not None for part in module.modules()}
 
 
-def _check_adapters(model: torch.nn.Module, made: Mapping[torch.nn.Linear, torch.nn.Module]) -> None:
+def _check_adapters(model: torch.nn.Module, new_layers: Mapping[torch.nn.Linear, torch.nn.Module]) -> None:
     """Raise if an adapter computes with the floating-point weights of a base layer that is quantized.
 
     Raises:
@@ -409,7 +414,7 @@ def _check_adapters(model: torch.nn.Module, made: Mapping[torch.nn.Linear, torch
     """
     for name, one in model.named_modules():
         below = one._modules.get("base_layer")
-        layer = made.get(below) if isinstance(below, torch.nn.Linear) else None
+        layer = new_layers.get(below) if isinstance(below, torch.nn.Linear) else None
         if isinstance(layer, TrainedLinear | TrainedBlocks) and needs_float_weights(one, layer):
             raise PrepareError(
                 f"The adapter {name} ({type(one).__name__}) computes with the weights of its base layer. This is not possible after "
@@ -424,8 +429,8 @@ def _ranges(
     """Return the smallest and the largest input value of each layer, measured on the calibration data.
 
     Raises:
-        PrepareError: The calibration data is empty, the model does not use one of the layers for this data, or the model
-            raises an exception.
+        PrepareError: The calibration data is empty, the model does not use one of the layers for this data, or the
+            model raises an exception.
     """
     ranges: dict[str, tuple[float, float]] = {}
 

@@ -88,8 +88,8 @@ def cpp_compiler() -> str | None:
 def default_code_folder() -> str:
     """Return the compiler's default folder for its code cache.
 
-    If the environment variable `TORCHINDUCTOR_CACHE_DIR` is not set, the compiler uses this folder and sets the variable
-    to it.
+    If the environment variable `TORCHINDUCTOR_CACHE_DIR` is not set, the compiler uses this folder and sets the
+    variable to it.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

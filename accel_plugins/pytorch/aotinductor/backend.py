@@ -20,8 +20,8 @@ from .packages import check_target, opened, trusted
 
 
 class AotInductorBackend(PytorchBackend):
-    """Backend that runs packages of compiled code (`.pt2`). It supports the session settings of the `pytorch` backend and
-    has no options.
+    """Backend that runs packages of compiled code (`.pt2`). It supports the session settings of the `pytorch` backend
+    and has no options.
     """
 
     name = "aotinductor"

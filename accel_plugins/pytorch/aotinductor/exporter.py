@@ -69,7 +69,8 @@ class PackageExporter:
         program: Any = capture_program(part)
         file = f"{component.name}.pt2"
         try:
-            # Freezing (weights as constants of the code) is off, because it would store a copy of a weight for each use.
+            # Freezing (weights as constants of the code) is off, because it would store a copy of a weight for each
+            # use.
             with compiling(freezing=False):
                 compile_package(program, out / file)
         except Exception as error:  # PyTorch's compiler may raise any exception.

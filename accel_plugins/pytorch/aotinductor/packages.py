@@ -35,8 +35,8 @@ def _mark(checksum: str) -> Path:
 
 
 def remember(component: Component) -> None:
-    """Record that a package was compiled on this machine. The checksum of the package is stored in memory and as the name
-    of an empty file in the `accel` home folder.
+    """Record that a package was compiled on this machine. The checksum of the package is stored in memory and as the
+    name of an empty file in the `accel` home folder.
     """
     checksum = next(record.sha256 for record in component.files if record.name == component.file)
     _COMPILED.add(checksum)
@@ -56,9 +56,9 @@ def remember(component: Component) -> None:
 def trusted(package: Path, *, trust_remote_code: bool) -> Iterator[Path]:
     """Yield the path of the package file to load.
 
-    With `trust_remote_code`, this is the path of the package itself. Otherwise it is the path of a private copy, so that
-    nobody can change the file between the check and the loading. The checksum of the copy must be the checksum of a
-    package that was compiled on this machine. Checksums in the manifest are not used, because the author of a harmful
+    With `trust_remote_code`, this is the path of the package itself. Otherwise it is the path of a private copy, so
+    that nobody can change the file between the check and the loading. The checksum of the copy must be the checksum of
+    a package that was compiled on this machine. Checksums in the manifest are not used, because the author of a harmful
     package could have written them.
 
     Raises:
@@ -118,7 +118,9 @@ def check_target(artifact: Artifact) -> None:
 
 
 def _computes(instructions: str) -> bool:
-    """Return whether this processor has all instruction sets in a list such as "AVX2 FMA" (names of PyTorch's compiler)."""
+    """Return whether this processor has all instruction sets in a list such as "AVX2 FMA" (names of PyTorch's
+    compiler).
+    """
     has = torch.cpu.get_capabilities()
     # PyTorch's compiler writes AVX512 for the CPU flag avx512_f.
     return all(has.get(word) or has.get(f"{word}_f") for word in instructions.lower().split())

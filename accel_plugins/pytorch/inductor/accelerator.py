@@ -41,7 +41,8 @@ class Acceleration:
         self._model = model
         self._attention = _set_attention(model, config.attention)
         try:
-            # Use `model.forward`, not the method of the class, because other code may have set `forward` on the instance.
+            # Use `model.forward`, not the method of the class, because other code may have set `forward` on the
+            # instance.
             self._forward: Callable[..., Any] = model.forward
             self._own = {name: model.__dict__[name] for name in _METHODS if name in model.__dict__}
             self.engine = CompiledModel(model, self._forward, config)
@@ -115,7 +116,8 @@ class Acceleration:
                 "An accelerated model computes no gradients, but an input of this call has requires_grad=True.",
                 fix="call the model under torch.no_grad(), or call model.restore() to compute gradients.",
             )
-        # On a GPU, check the model for changes after the call was launched, so that the check runs while the GPU computes.
+        # On a GPU, check the model for changes after the call was launched, so that the check runs while the GPU
+        # computes.
         on_gpu = self.engine.device.type == "cuda"
         if not on_gpu:
             self._check()
@@ -144,8 +146,8 @@ class Acceleration:
                 tokens)` is the shape of a prompt.
 
         Returns:
-            One dictionary for each compiled form (code for one set of input sizes). It contains times in milliseconds, the
-            difference of the outputs, and whether calls use the compiled code.
+            One dictionary for each compiled form (code for one set of input sizes). It contains times in milliseconds,
+            the difference of the outputs, and whether calls use the compiled code.
 
         Raises:
             PrepareError: Compiled code is slower for all shapes (the model is restored), or its outputs differ.

@@ -65,8 +65,8 @@ class InductorBackend(PytorchBackend):
         return None
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, Session]:
-        """Open a session for each component of a model; see `accel.interfaces.protocols.Backend.open`. The first call of a
-        session compiles the code.
+        """Open a session for each component of a model; see `accel.interfaces.protocols.Backend.open`. The first call
+        of a session compiles the code.
 
         Args:
             artifact: An artifact of PyTorch weights.

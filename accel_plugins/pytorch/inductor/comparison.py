@@ -25,8 +25,9 @@ def compare(
             tokens whose mask is not 0.
 
     Returns:
-        The output of the compiled code without padding; the largest difference as a fraction of the largest expected value
-        (infinity if the structures of the outputs differ); and the axes of each tensor from which padding was removed.
+        The output of the compiled code without padding; the largest difference as a fraction of the largest expected
+        value (infinity if the structures of the outputs differ); and the axes of each tensor from which padding was
+        removed.
     """
     leaves, spec = tree_flatten(found)
     reference = tree_leaves(expected)

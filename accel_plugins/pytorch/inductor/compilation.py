@@ -41,8 +41,8 @@ def gpu_compiler() -> bool:
 
 
 def keep_compiled_code() -> None:
-    """Make PyTorch's compiler store its code cache in the `accel` home folder, unless the user chose another folder. Later
-    processes then compile the same model faster.
+    """Make PyTorch's compiler store its code cache in the `accel` home folder, unless the user chose another folder.
+    Later processes then compile the same model faster.
 
     The key of a cache entry contains the graph, the software versions, the processor and the compiler settings.
     """
@@ -90,8 +90,8 @@ def compiled(
     """Return a compiled version of a function. The compilation happens in its first call, which must be inside
     `compiling`.
 
-    A graph break raises an error (`fullgraph`). The compiled code does not check its inputs (no guards): the caller must
-    pass inputs with the same sizes, types and settings as in the first call.
+    A graph break raises an error (`fullgraph`). The compiled code does not check its inputs (no guards): the caller
+    must pass inputs with the same sizes, types and settings as in the first call.
 
     Args:
         function: The function to compile.

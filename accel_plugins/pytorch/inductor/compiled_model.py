@@ -71,7 +71,8 @@ class CompiledModel:
         self._fuses = self.device.type == "cuda" and self.dtype in HALF
         if self._fuses and (owned or self._computing is not model):
             join_projections(self._computing)
-        # `forward` belongs to the original model. If the code computes with a copy of the model, use the copy's `forward`.
+        # `forward` belongs to the original model. If the code computes with a copy of the model, use the copy's
+        # `forward`.
         self._compute = forward if self._computing is model else self._computing.forward
         rounds = config.quantization is not None or any(isinstance(one, IntegerLinear) for one in model.modules())
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
@@ -84,8 +85,8 @@ class CompiledModel:
         self._logged: set[str] = set()
         self._pads = True
         attends = self.device.type == "cuda" and packable(self._computing, self.dtype)
-        # This copy of the model uses packed attention. It must be created before `accel.accelerate` replaces the model's
-        # `forward`.
+        # This copy of the model uses packed attention. It must be created before `accel.accelerate` replaces the
+        # model's `forward`.
         self._encoder = sharing_copy(self._computing) if attends else None
         self._pad_id = pad_id(model.config) if getattr(model, "config", None) is not None else 0
         self._maskable = MASK in self.signature.parameters or any(
@@ -98,9 +99,9 @@ class CompiledModel:
     def _freezes(self) -> bool:
         """Whether weights become constants of the compiled code (freezing).
 
-        Freezing is off for int8 on processors without VNNI instructions. On these processors, frozen int8 matrix products
-        add pairs of products in 16 bits, which overflows. Measured on a tiny BERT: the error is 0.4 of the largest output
-        with freezing and 0.04 without.
+        Freezing is off for int8 on processors without VNNI instructions. On these processors, frozen int8 matrix
+        products add pairs of products in 16 bits, which overflows. Measured on a tiny BERT: the error is 0.4 of the
+        largest output with freezing and 0.04 without.
         """
         saturates = self.config.quantization == "int8" and adds_in_16_bits(cpu_flags())
         return self.config.freezing and self.device.type == "cpu" and not saturates
@@ -167,8 +168,8 @@ class CompiledModel:
 
         Args:
             call: The inputs by name.
-            seen: Key of the call, from `seen_of`, so that later calls with this key replay the same CUDA graph. With `None`,
-                the graph is not stored.
+            seen: Key of the call, from `seen_of`, so that later calls with this key replay the same CUDA graph. With
+                `None`, the graph is not stored.
         """
         plan = self._plan(call)
         have = plan.have
@@ -193,8 +194,8 @@ class CompiledModel:
         return output
 
     def _tell(self, why: str) -> None:
-        """Log the reason why calls run without compiled code, each reason once. Count the calls that need more compiled forms
-        than the limit allows.
+        """Log the reason why calls run without compiled code, each reason once. Count the calls that need more compiled
+        forms than the limit allows.
         """
         self.uncompiled_calls += not why
         reason = why or f"{self.config.graphs} input sizes are compiled already, which is the limit"
@@ -218,7 +219,9 @@ class CompiledModel:
         return sizes_of(call, maskable=self._maskable)
 
     def _plan(self, call: Mapping[str, Any]) -> CompilationPlan:
-        """Return the plan of a call. Plans are cached, because creating a plan takes longer than launching a CUDA graph."""
+        """Return the plan of a call. Plans are cached, because creating a plan takes longer than launching a CUDA
+        graph.
+        """
         seen = seen_of(call)
         if seen is None:
             return self._planned(call)
@@ -239,8 +242,8 @@ class CompiledModel:
         return CompilationPlan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
     def _asked(self, call: Mapping[str, Any], plan: CompilationPlan) -> Asked | None:
-        """Return a function that counts the tokens which the layers compute without padding. Return `None` if the layers
-        also compute the padding.
+        """Return a function that counts the tokens which the layers compute without padding. Return `None` if the
+        layers also compute the padding.
         """
         packs = self.config.packing and self._encoder is not None and cache_of(call) is None
         return asked_tokens(call, plan.have, plan.want) if packs else None
@@ -264,8 +267,8 @@ class CompiledModel:
         return form
 
     def _larger(self, kind: Any, want: CallSizes) -> CompiledForm | None:
-        """Return the smallest compiled form to which a call of the sizes `want` can be padded. Return `None` if no form is
-        large enough, or if padding would more than double the size of the call.
+        """Return the smallest compiled form to which a call of the sizes `want` can be padded. Return `None` if no form
+        is large enough, or if padding would more than double the size of the call.
         """
         if want.batch is None or want.length is None or not self._pads:
             return None
@@ -279,8 +282,8 @@ class CompiledModel:
         return form if size <= 2 * want.batch * want.length else None
 
     def _key(self, call: Mapping[str, Any], have: CallSizes) -> tuple[Any, CallSizes]:
-        """Return the key of the compiled code, which does not contain the batch size and length, and the sizes to which the
-        call is padded.
+        """Return the key of the compiled code, which does not contain the batch size and length, and the sizes to which
+        the call is padded.
         """
         cache = cache_of(call)
         want = have
@@ -303,8 +306,8 @@ class CompiledModel:
         return (tuple(parts), pads_mask), want
 
     def _leaf(self, leaf: Any, have: CallSizes, *, by_token: bool) -> Any:
-        """Return the key of an input tensor: data type, device and shape. The shape contains "batch" or "length" instead of
-        each size that is padded.
+        """Return the key of an input tensor: data type, device and shape. The shape contains "batch" or "length"
+        instead of each size that is padded.
         """
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
@@ -392,8 +395,8 @@ class CompiledModel:
         return {name: each(value) for name, value in call.items()}
 
     def _first(self, form: CompiledForm, call: dict[str, Any], have: CallSizes, kind: tuple[bool, bool]) -> Any:
-        """Compute the first call of a form: compile the code if needed, compare its output with the original model's output,
-        and time both.
+        """Compute the first call of a form: compile the code if needed, compare its output with the original model's
+        output, and time both.
 
         Raises:
             PrepareError: The model cannot be compiled, or the outputs differ.
@@ -435,8 +438,8 @@ class CompiledModel:
         form.checked.add(kind)
         if cache is None or self.device.type == "cpu":
             self._time(form, call, have)
-        # If the compiled code is slower, later calls run the original model. Return the original model's output now as well,
-        # so that all calls give identical results.
+        # If the compiled code is slower, later calls run the original model. Return the original model's output now as
+        # well, so that all calls give identical results.
         return expected if form.call is None and cache is None else output
 
     def _compile(self, form: CompiledForm, call: dict[str, Any], have: CallSizes) -> Any:
@@ -488,8 +491,8 @@ class CompiledModel:
         )
 
     def _plainer(self, form: CompiledForm, call: dict[str, Any], why: str) -> Any:
-        """Turn off packed attention for all later calls, or joined matrix products if the form has no packed attention. Then
-        compute the call again and return its output.
+        """Turn off packed attention for all later calls, or joined matrix products if the form has no packed attention.
+        Then compute the call again and return its output.
         """
         part = "packed attention" if form.attends else "joined matrix products"
         self._encoder, self._fuses = (None, self._fuses) if form.attends else (self._encoder, False)
@@ -507,8 +510,8 @@ class CompiledModel:
         self._repeats.forget()
 
     def _time(self, form: CompiledForm, call: dict[str, Any], have: CallSizes) -> None:
-        """Time the compiled form and the original model alternately, and compare their fastest calls. If the form is slower,
-        later calls do not use the form, and a warning is logged.
+        """Time the compiled form and the original model alternately, and compare their fastest calls. If the form is
+        slower, later calls do not use the form, and a warning is logged.
         """
         cache = cache_of(call)
         times: dict[str, list[float]] = {"eager": [], "compiled": []}
@@ -547,8 +550,8 @@ class CompiledModel:
             torch.cuda.synchronize(self.device)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return one dictionary for each compiled form. It contains the state, the compile time in seconds, the fastest times
-        in milliseconds and the difference of the outputs.
+        """Return one dictionary for each compiled form. It contains the state, the compile time in seconds, the fastest
+        times in milliseconds and the difference of the outputs.
         """
         return [
             {

@@ -1,8 +1,8 @@
 """Linear layers that multiply in float8, with one scale for each input row and one scale for each weight row.
 
-A separate kernel that rounds the input takes as much time as the faster matrix product saves. A float8 layer is therefore
-faster only if the kernel that computes its input also rounds the input. The kernels of PyTorch's compiler do this for
-norms, and a custom kernel does it for GELU. `round_layers` chooses the layers by their shapes.
+A separate kernel that rounds the input takes as much time as the faster matrix product saves. A float8 layer is
+therefore faster only if the kernel that computes its input also rounds the input. The kernels of PyTorch's compiler do
+this for norms, and a custom kernel does it for GELU. `round_layers` chooses the layers by their shapes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Float8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Weight in the original data type of the layer, computed from the float8 values. Some model code reads the weight
-        of a layer or the data type of the weight.
+        """Weight in the original data type of the layer, computed from the float8 values. Some model code reads the
+        weight of a layer or the data type of the weight.
         """
         return (self.values[self.rows].float() * self.scale[self.rows]).to(self._dtype)
 

@@ -15,8 +15,8 @@ class CompilationPlan(NamedTuple):
     Attributes:
         why: Reason why these calls run without compiled code; an empty string if they run compiled code.
         have: Sizes of the call.
-        kind: Number that identifies the key of the compiled code. The key contains input names, types and fixed shapes, but
-            not the padded sizes.
+        kind: Number that identifies the key of the compiled code. The key contains input names, types and fixed shapes,
+            but not the padded sizes.
         want: Sizes to which the call is padded.
     """
 
@@ -41,11 +41,11 @@ class CompiledForm:
         ms: Fastest call of the compiled code, with padding and cutting, in milliseconds.
         checked: Kinds of padding for which the outputs were compared with the original model, each as (batch is padded,
             length is padded).
-        cuts: For each output tensor, the padded axes with "batch" or "length", the name of the size after the padding is
-            removed.
+        cuts: For each output tensor, the padded axes with "batch" or "length", the name of the size after the padding
+            is removed.
         replayed: Whether the outputs are in the memory of a CUDA graph, which the next call overwrites.
-        tokens: Number of tokens that the layers compute after the padding is removed. "all" if the batch contains no padding;
-            `None` if the layers also compute the padding.
+        tokens: Number of tokens that the layers compute after the padding is removed. "all" if the batch contains no
+            padding; `None` if the layers also compute the padding.
         attends: Whether the attention functions of packing.py are used.
         fuses: Whether matrix products are joined (see products.py).
     """

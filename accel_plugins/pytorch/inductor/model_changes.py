@@ -170,14 +170,15 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _settings(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield (dictionary, key, name) for each attribute of a model's modules and configs that is a plain value, such as a
-    number or a string.
+    """Yield (dictionary, key, name) for each attribute of a model's modules and configs that is a plain value, such as
+    a number or a string.
     """
     seen: set[int] = set()
     for path, module in modules.items():
         own = vars(module)
         config = own.get("config")
-        # Skip private attributes of modules that have a config, because `generate` stores values of its last call in them.
+        # Skip private attributes of modules that have a config, because `generate` stores values of its last call in
+        # them.
         private = "_" if config is not None else ()
         for word in own.keys() - _STANDARD:
             if not word.startswith(private) and _is_plain(own[word]):

@@ -1,11 +1,11 @@
 """Packed encoders: the layers compute no padding. They get the tokens of all rows as one sequence, and the attention
 function gets the start and the end of each row.
 
-The embeddings and the head of the model compute padded rows. The encoder layers compute all tokens that are not padding.
-Code is compiled for certain numbers of tokens only; to reach such a number, the layers also compute some masked tokens,
-as additional rows whose results are discarded. Batches without padding are computed without a mask, because the fastest
-attention kernels support no mask. Small batches, and rows that start with padding, are computed with their padding, by a
-kernel that reads the mask.
+The embeddings and the head of the model compute padded rows. The encoder layers compute all tokens that are not
+padding. Code is compiled for certain numbers of tokens only; to reach such a number, the layers also compute some
+masked tokens, as additional rows whose results are discarded. Batches without padding are computed without a mask,
+because the fastest attention kernels support no mask. Small batches, and rows that start with padding, are computed
+with their padding, by a kernel that reads the mask.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _FASTEST_FIRST = [
 def asked_tokens(call: Mapping[str, Any], have: CallSizes, want: CallSizes) -> Asked | None:
     """Return a function that counts the tokens which the layers must compute for a call.
 
-    The function reads the attention mask as it is now. Work that the caller launches on the GPU later does not delay the
-    function.
+    The function reads the attention mask as it is now. Work that the caller launches on the GPU later does not delay
+    the function.
 
     Returns:
         A function that waits for the mask and returns the number of tokens. The function returns `None` if a row starts
@@ -140,8 +140,8 @@ def packable(model: Any, dtype: torch.dtype) -> bool:
     if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
         return False
     parameters = inspect.signature(layers[0].forward).parameters
-    # Layers with other parameters cannot be packed, because these parameters (rotary or relative positions) have the shape
-    # of the padded rows.
+    # Layers with other parameters cannot be packed, because these parameters (rotary or relative positions) have the
+    # shape of the padded rows.
     supported = {
         "hidden_states",
         "attention_mask",
@@ -180,7 +180,8 @@ def sharing_copy(model: Any) -> Any:
 
 
 class PackedRows(NamedTuple):
-    """Positions of the tokens of a batch in a packed sequence. Packed layers get this object instead of an attention mask.
+    """Positions of the tokens of a batch in a packed sequence. Packed layers get this object instead of an attention
+    mask.
 
     Attributes:
         places: Index of each token of the padded batch in the packed sequence, `(rows, length) int64`.
@@ -194,8 +195,8 @@ class PackedRows(NamedTuple):
 
 
 def attending(model: Any, tokens: Tokens) -> Callable[..., Any]:
-    """Return the `forward` of a copy of the model whose layers compute only `tokens` tokens. The last layer returns zeros
-    for tokens that were not computed. The function can be compiled.
+    """Return the `forward` of a copy of the model whose layers compute only `tokens` tokens. The last layer returns
+    zeros for tokens that were not computed. The function can be compiled.
     """
     packed_model = sharing_copy(model)
     if tokens is None:
@@ -307,8 +308,8 @@ def _attend_masked(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for padded rows; query, key and value are `(batch, heads, sequence, size)`, the mask is `(batch,
-    sequence)`.
+    """Compute attention for padded rows; query, key and value are `(batch, heads, sequence, size)`, the mask is
+    `(batch, sequence)`.
     """
     # Triton is installed only with PyTorch's builds for GPUs.
     from .kernels import attention

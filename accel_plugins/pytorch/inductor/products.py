@@ -84,8 +84,8 @@ class JoinProducts(CustomGraphPass):
 
 
 def join_products(graph: Graph) -> None:
-    """Replace linear layers by one linear layer and slices of its output. The layers must have the same input, and their
-    weights must be adjacent row slices of the same tensor.
+    """Replace linear layers by one linear layer and slices of its output. The layers must have the same input, and
+    their weights must be adjacent row slices of the same tensor.
     """
     groups: dict[Any, list[tuple[int, int, Node]]] = defaultdict(list)
     spans = spans_of(graph)

@@ -1,7 +1,7 @@
 """Fast path for repeated calls: replays the CUDA graph of an earlier call with the same input names, types and sizes.
 
-The fast path skips the planning of the call. Planning takes 200 microseconds on a busy CPU, which is as long as the CUDA
-graph of a small model takes.
+The fast path skips the planning of the call. Planning takes 200 microseconds on a busy CPU, which is as long as the
+CUDA graph of a small model takes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .packing import Asked, Tokens
 
 # Maximum number of entries in a cache of calls. A cache with more entries is emptied.
 MOST = 4096
-# Number of calls in a row with the same number of tokens after which the next replay starts before its mask is read, with
-# the guess that its number of tokens is the same.
+# Number of calls in a row with the same number of tokens after which the next replay starts before its mask is read,
+# with the guess that its number of tokens is the same.
 _SAME = 8
 
 
@@ -32,8 +32,8 @@ class ReplayedCalls:
         replays: Function that replays the graph, for each number of tokens that layers compute.
         last: Number of tokens that layers computed in the last call.
         times: Number of calls in a row with this number of tokens.
-        enough: When `times` reaches this number, the next replay starts before its mask is read, with the guess that the
-            number of tokens is `last`. A wrong guess costs the time of one replay and doubles `enough`.
+        enough: When `times` reaches this number, the next replay starts before its mask is read, with the guess that
+            the number of tokens is `last`. A wrong guess costs the time of one replay and doubles `enough`.
     """
 
     plan: CompilationPlan
@@ -47,8 +47,8 @@ class ReplayedCalls:
 
         Args:
             call: The inputs by name.
-            asked: Function that waits for the number of tokens that the layers compute. `None` if the layers compute padded
-                rows.
+            asked: Function that waits for the number of tokens that the layers compute. `None` if the layers compute
+                padded rows.
         """
         if asked is None:
             return self._replayed(None, call)
@@ -81,8 +81,8 @@ class ReplayCache:
     def remember(
         self, seen: Any, plan: CompilationPlan, tokens: Tokens, code: Any, inputs: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
-        """Store the CUDA graph of a call for later calls with the same key. A graph that also reads other tensors than the
-        inputs of the call is not stored.
+        """Store the CUDA graph of a call for later calls with the same key. A graph that also reads other tensors than
+        the inputs of the call is not stored.
 
         Args:
             seen: Key of the call, from `seen_of`.

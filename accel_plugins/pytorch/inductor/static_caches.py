@@ -30,8 +30,8 @@ def is_decoding(call: Mapping[str, Any], cache: Any) -> bool:
     """Return whether a call adds one token per row to a static cache that already contains tokens. The compiled code of
     one call works for all later calls of this kind.
 
-    All layers of the cache must be of the class `StaticLayer`. Cache layers of other classes (sliding windows, recurrent
-    states) count their tokens in Python, and compiled code would keep the count of its first call.
+    All layers of the cache must be of the class `StaticLayer`. Cache layers of other classes (sliding windows,
+    recurrent states) count their tokens in Python, and compiled code would keep the count of its first call.
     """
     layers = _layers(cache)
     fixed = bool(layers) and all(type(layer) is StaticLayer and layer.is_initialized for layer in layers)

@@ -36,8 +36,8 @@ ATTENTION = "accel_step"
 
 # Smallest size of a slot, in tokens per row.
 _FEWEST = 256
-# Largest cache size, in tokens, for which the Triton kernel in kernels.py is faster than two matrix products. For larger
-# caches, the kernel is slower because it reads the keys once for each query head that shares them.
+# Largest cache size, in tokens, for which the Triton kernel in kernels.py is faster than two matrix products. For
+# larger caches, the kernel is slower because it reads the keys once for each query head that shares them.
 _SHORT = 1024
 # Maximum number of unused slots that a session keeps, with their CUDA graphs, for later caches of the same sizes.
 _SPARE = 2
@@ -66,7 +66,8 @@ def _attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for one new token per row, in the interface of transformers; `query` is `(rows, heads, 1, size)`.
+    """Compute attention for one new token per row, in the interface of transformers; `query` has the shape `(rows,
+    heads, 1, size)`.
 
     Query heads that share a key head are computed as the rows of one matrix product.
 
@@ -340,12 +341,14 @@ class CompiledStepsSession(ModuleDecoderSession):
         return Slot(layers, batch, capacity, positions=self._positions, step=self._steps[key])
 
     def _rehearse(self, key: tuple[int, int], tensors: Mapping[str, torch.Tensor], state: StepState) -> None:
-        """Run a step without compilation. If the model uses unsupported attention, this raises before a long compilation."""
+        """Run a step without compilation. If the model uses unsupported attention, this raises before a long
+        compilation.
+        """
         model: Any = self.runtime
         config = model.config.get_text_config(decoder=True)
         if unsupported := {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
-            # Some models apply these layer types (such as sliding windows) only in the attention mask. A compiled step uses
-            # its own mask, so its results would be wrong.
+            # Some models apply these layer types (such as sliding windows) only in the attention mask. A compiled step
+            # uses its own mask, so its results would be wrong.
             raise NotImplementedError(f"compiled steps do not support layers with {', '.join(sorted(unsupported))}")
         batch, capacity = key
         slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._step_code)
@@ -392,8 +395,8 @@ class CompiledStepsSession(ModuleDecoderSession):
 def _stepping(model: Any) -> Callable[..., torch.Tensor]:
     """Return a function that computes one decoding step.
 
-    The function runs a copy of the model's modules with the same weight tensors. The copy uses the attention function for
-    one token per row.
+    The function runs a copy of the model's modules with the same weight tensors. The copy uses the attention function
+    for one token per row.
     """
     step_model = sharing_copy(model)
     AttentionInterface.register(ATTENTION, _attend)
