@@ -508,7 +508,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.task == "keypoint-matching" and c.runner == "inductor" and c.dtype != "float32",
-        "differs from what it answered before",
+        "differ from the outputs of the original model",
         takes_long=True,
     ),
     # In PyTorch, negative indices count from the end. OpenVINO's converter handles negative indices differently if
