@@ -217,7 +217,9 @@ def missing(spec: BackendSpec) -> Reason | None:
     absent = [name for name in spec.requires if importlib.util.find_spec(name) is None]
     if not absent:
         return None
-    return Reason("not-installed", f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed", _install(spec))
+    return Reason(
+        "not-installed", f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed", _install(spec)
+    )
 
 
 @functools.cache

@@ -93,7 +93,7 @@ def unpack(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
 def block_weight(
     packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, inner: int
 ) -> torch.Tensor:
-    """Dequantize block weights to `(outer, inner) float32`. The arguments are the attributes of `BlockLinear`."""
+    """Dequantize block weights to `(out_features, in_features) float32`. The arguments are the attributes of `BlockLinear`."""
     values = unpack(packed, bits, packed.shape[-1] * (8 // bits)).float()
     centers = zeros if zeros.is_floating_point() else unpack(zeros, bits, scales.shape[1]).float()
     return ((values - centers[..., None]) * scales[..., None]).flatten(1)[:, :inner]

@@ -26,7 +26,7 @@ class TextPieces:
     Args:
         tokenizer: The model's tokenizer.
         stop: Stop texts. The generated text ends before the first stop text.
-        byte_tokens: Result of the function `byte_tokens`.
+        byte_tokens: The single-byte tokens of the tokenizer, as the function `byte_tokens` returns them.
 
     Attributes:
         stopped: Whether the generated text contained a stop text.

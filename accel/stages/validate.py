@@ -133,10 +133,10 @@ def _task_of_graph(artifact: Artifact) -> str:
 
 
 def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:
-    """Return the cases without inputs and outputs that a graph of another tool does not have.
+    """Remove from the cases the inputs and outputs that a graph of another tool does not have.
 
-    Inputs that the graph does not have, such as token types, are left out, and PyTorch uses its default. Outputs that
-    the graph does not return in addition to hidden states, such as BERT's `pooler_output`, are not compared.
+    Inputs that the graph does not have, such as token types, are left out, and PyTorch uses its default. If the
+    graph returns only some of the model's outputs, such as hidden states without BERT's `pooler_output`, the others are not compared.
     """
     component = artifact.components[0]
     if any(case.stateful for case in cases):

@@ -154,7 +154,7 @@ class RegressionPredictor(Predictor):
         return numbers(self.rows, "label")
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Return one number per row."""
+        """Return the number that the model predicts for each row (regression)."""
         return self._by_row(model, what, lambda logits, part: logits.reshape(len(part), -1)[:, 0].tolist())
 
 

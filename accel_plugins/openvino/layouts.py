@@ -296,7 +296,7 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
     tokens = next((spec for spec in specs if spec.name == "input_ids"), None)
     if tokens is None or tokens.shape != ("batch", "sequence"):
         raise IntegrityError(
-            f"The decoder graph {path} does not accept prompts of any length: "
+            f"The decoder graph {path} accepts only prompts of certain lengths: "
             f"{f'its input_ids has the shape {tokens.shape}' if tokens else 'it has no input input_ids'}.",
             fix="export the model with multi_token_decode=True, or with `accel export MODEL OUT --backend openvino`.",
         )

@@ -37,7 +37,7 @@ def _named(names: list[str]) -> str:
 
 
 def render() -> str:
-    """Return the table."""
+    """Return the Markdown table of the fields of all requests to the HTTP server."""
     bodies = {one.path: one.body for one in endpoints()}
     lines = ["| path | supported | accepted, no effect | rejected |", "| --- | --- | --- | --- |"]
     for path in PATHS:

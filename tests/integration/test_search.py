@@ -152,7 +152,7 @@ class TestBudget:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "static-int8")
-        # Reduce the measured accuracy of every quantized graph below any budget.
+        # Report an accuracy loss for every quantized graph that exceeds every budget.
         real = EvaluationSet.measure
 
         def measure(self: Any, model: Any, what: str = "") -> Any:
