@@ -4,6 +4,7 @@
 
 `demo.svg`: latency and accuracy of the demo model's variants (`demo.json`, from `python docs/tools/demo_table.py`).
 `classification.svg`: DistilBERT, compared with other libraries (`classification_peers.json`, from `make bench-peers`).
+`generation.svg`: tokens per second of a decoder, compared with other libraries (`generation_peers.json`, from `make bench-peers`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ def main() -> None:
         bars(
             {name: row["median_ms"] for name, row in peers["rows"].items()}, "milliseconds a call", "classification.svg"
         )
+    if peers := read("generation_peers.json"):
+        rows = {name: row["128"]["tokens_per_s"] for name, row in peers["rows"].items()}
+        bars(rows, "tokens per second after a prompt of 128 tokens", "generation.svg")
 
 
 if __name__ == "__main__":

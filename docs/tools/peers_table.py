@@ -35,6 +35,12 @@ _LABELS = {
     "accel cpu int8": "accel, ONNX Runtime, int8",
     "optimum-onnx int8": "optimum-onnx, int8",
     "optimum-intel as loaded": "optimum-intel, default settings",
+    "accel cpu int4": "accel, ONNX Runtime, int4",
+    "accel cpu int4, blocks of 128": "accel, ONNX Runtime, int4, blocks of 128",
+    "accel openvino int4": "accel, OpenVINO, int4",
+    "accel openvino int4, inexact": "accel, OpenVINO, int4, activations and KV cache in 8 bits",
+    "optimum-intel int4": "optimum-intel, int4 (activations and KV cache in 8 bits)",
+    "genai int4": "onnxruntime-genai, int4",
 }
 
 
@@ -58,7 +64,28 @@ def classification() -> str:
     )
 
 
-TABLES = {"peers": classification}
+def generation() -> str:
+    """Return a table that compares text generation in accel, PyTorch, onnxruntime-genai and optimum-intel."""
+    report = read("generation_peers.json")
+    lengths = list(next(iter(report["rows"].values())))
+    columns = [f"{name}, prompt of {length}" for length in lengths for name in ("first token, ms", "tokens/s")]
+    lines = ["| text generation, 1 prompt | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    for name, row in report["rows"].items():
+        label = _LABELS.get(name, name)
+        if name.startswith("accel"):
+            label = f"**{label}**"
+        cells = [
+            f"{row[length]['first_ms']:.0f} | {row[length]['tokens_per_s']:.0f} ({row[length]['best_twentieth_tokens_per_s']:.0f})"
+            for length in lengths
+        ]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + (
+        f"\n\nMedians; in parentheses, the speed that the fastest twentieth of the steps reached. Measured on {report['processors']} "
+        "processor cores. `make bench-peers` repeats the measurement.\n"
+    )
+
+
+TABLES = {"peers": classification, "generation": generation}
 
 
 def filled(text: str) -> str:
