@@ -163,7 +163,7 @@ def test_unsupported_settings_raise(portable: Artifact, tmp_path: Path, settings
 
 
 def test_missing_calibration_data_raises(portable: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(QuantizeError, match="need calibration data"):
+    with pytest.raises(QuantizeError, match="needs calibration data"):
         quantize(portable, tmp_path / "q", backend="tensorrt", scheme="static-fp8")
 
 

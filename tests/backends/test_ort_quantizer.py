@@ -208,8 +208,8 @@ def test_operators_setting_limits_quantization(tiny_artifact: Get, tmp_path: Pat
         ({"operators": ("Matmul",)}, "Did you mean 'MatMul'"),
         ({"preset": "avx512-vnni"}, "Did you mean 'avx512_vnni'"),
         ({"preset": "tensorrt"}, "does not support the scheme 'dynamic-int8'"),
-        ({"scheme": "static-int8", "preset": "tensorrt", "format": "qoperator"}, "Q/DQ pairs only"),
-        ({"scheme": "static-int8", "preset": "tensorrt", "symmetric": False}, "symmetric weights only"),
+        ({"scheme": "static-int8", "preset": "tensorrt", "format": "qoperator"}, "reads only Q/DQ pairs"),
+        ({"scheme": "static-int8", "preset": "tensorrt", "symmetric": False}, "reads only symmetric weights"),
         ({"smooth_quant": 0.5}, "smooth_quant"),
         ({"format": "qoperator"}, "qoperator"),
         ({"scheme": "weight-int4", "per_channel": True}, "does not use the setting per_channel=True"),
@@ -271,7 +271,7 @@ def test_half_precision_is_refused(tiny_artifact: Get, tmp_path: Path) -> None:
         (None, "minmax", "needs calibration data"),
         ([], "minmax", "empty"),
         ([{"attention_mask": batches(1)[0]["attention_mask"]}], "minmax", "input_ids"),
-        ((batch for batch in batches()), "percentile", "read only once"),
+        ((batch for batch in batches()), "percentile", "iterated only once"),
         ([{k: v[:, :, None] for k, v in batches(1)[0].items()}], "minmax", "does not run"),
     ],
 )
@@ -290,7 +290,7 @@ def test_non_finite_calibration_data_raises(tiny_artifact: Get, tmp_path: Path) 
     quantize(parent, tmp_path / "good", calibration=[{"pixel_values": pixels}], scheme="static-int8")
     for value in (float("nan"), float("inf")):
         pixels[1, 0, 0, 0] = value
-        with pytest.raises(QuantizeError, match="not finite|NaN or infinite"):
+        with pytest.raises(QuantizeError, match="NaN or infinite|infinite or NaN"):
             quantize(parent, tmp_path / "bad", calibration=[{"pixel_values": pixels}], scheme="static-int8")
 
 
@@ -361,7 +361,7 @@ def test_preset_without_cpu_support_warns(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(presets.logger, "warning", lambda text, *values: said.append(text % values))
     preset, _ = choose_preset("amx", ("avx2",))
     assert preset.name == "amx"
-    assert "no amx_int8" in said[0]
+    assert "does not have the instructions amx_int8" in said[0]
     assert "slower kernels" in said[0]
 
 

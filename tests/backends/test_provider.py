@@ -333,7 +333,7 @@ def test_library_without_the_device(loaded: list[tuple[str, str]], tiny_artifact
         spec = replace(SPEC, capabilities=(replace(SPEC.capabilities[0], devices=("npu",)),))
 
     reason = Npu().probe().reasons[0]
-    assert "found no device of type npu for CPUExecutionProvider (devices: cpu)" in reason.message
+    assert "found no device of type npu for CPUExecutionProvider (its devices: cpu)" in reason.message
     assert reason.remedy
     with pytest.raises(BackendUnavailableError, match="has no device npu:0, only cpu"):
         Npu().open(tiny_artifact(), OpenRequest(device=DeviceSpec("npu")))
@@ -346,14 +346,14 @@ def test_two_libraries_for_one_provider_are_reported(
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "other.so")
     reason = FromLibrary().probe().reasons[0]
     assert "cannot load a second library" in reason.message
-    assert reason.remedy == "keep one of the two installed."
+    assert reason.remedy == "uninstall one of the two packages that contain these libraries, and restart the process."
     assert len(loaded) == 1
 
 
 def test_native_session_options_are_refused_with_a_library(
     loaded: list[tuple[str, str]], open_with: Callable[..., Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="cannot use your onnxruntime.SessionOptions object"):
         open_with(FromLibrary(), native={"onnxruntime.SessionOptions": ort.SessionOptions()})
 
 
@@ -407,4 +407,4 @@ def test_wrong_provider_name_lists_the_librarys_names(
     monkeypatch.setattr(FromLibrary, "provider", "VendorProvider")
     reason = FromLibrary().probe().reasons[0]
     assert "registers VendorExecutionProvider, VendorNpuProvider, but not VendorProvider" in reason.message
-    assert "set provider to 'VendorExecutionProvider' or 'VendorNpuProvider'" in reason.remedy
+    assert "plugin's backend class to 'VendorExecutionProvider' or 'VendorNpuProvider'" in reason.remedy

@@ -483,7 +483,7 @@ def test_weights_outside_of_the_folder_are_refused(put: Any, name: str, foreign:
         os.mkfifo(foreign / name)
     edited(foreign / "model.onnx", lambda model: put(model, name))
     for act in (adopt, functools.partial(optimize, out=foreign.parent / "out")):
-        with pytest.raises(IntegrityError, match="keeps weights in") as error:
+        with pytest.raises(IntegrityError, match="keeps weights in|The weights of .* are in") as error:
             act(foreign)
         assert error.value.fix
         assert len(str(error.value)) < 2000
@@ -584,7 +584,7 @@ def test_names_that_are_not_utf8_raise(name: bytes, copied: Any) -> None:
     content = graph.read_bytes()
     assert name in content
     graph.write_bytes(content.replace(name, b"\xff" + name[1:]))
-    with pytest.raises(IntegrityError, match="no text"):
+    with pytest.raises(IntegrityError, match="not valid UTF-8 text"):
         accel.ORTModelForCausalLM.from_pretrained(graph.parent)
 
 

@@ -84,7 +84,7 @@ def refusal(folder: str, stage: str) -> str | None:
         "dynamic-int8": [(is_ir(folder), "can quantize a model in the format 'openvino_ir' with the scheme 'dynamic-int8'")],
         "static-int8": [
             (name in OUTER_CACHES, "has its KV cache as graph inputs and outputs"),
-            (not is_ir(folder) and name in BRANCHED, "All layers are in the branches of an If"),
+            (not is_ir(folder) and name in BRANCHED, "All layers of the graph are in the branches of an If"),
         ],
         "weight-int8": [(name in OUTER_CACHES, "has its KV cache as graph inputs and outputs")],
         "weight-int4": [

@@ -492,11 +492,11 @@ def test_export_settings_for_an_artifact_raise(artifact: Artifact) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"provider_options": {"arena": 1}}, "no options of its own, not ..arena"),
+        ({"provider_options": {"arena": 1}}, "accepts no provider options, but the call passes ..arena"),
         ({"session_options": 42}, "session_options is an object of type int"),
         ({"bakend": "cpu"}, "no argument 'bakend'. Did you mean 'backend'"),
         ({"provider_options": [{}, {}]}, "needs one dictionary of options"),
-        ({"session_options": SessionOptions(native={"mem_pattern": 1})}, "no 'mem_pattern'"),
+        ({"session_options": SessionOptions(native={"mem_pattern": 1})}, "no setting 'mem_pattern'"),
         ({"session_options": {"thread": 1}}, "Did you mean 'threads'"),
         ({"session_options": SessionOptions(compute_dtype="bfloat16")}, "compute in float32"),
         ({"device": "gpu 1"}, "not the name of a device"),

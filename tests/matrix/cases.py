@@ -403,7 +403,9 @@ REFUSALS: tuple[Refusal, ...] = (
         takes_long=True,
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "entropy"),
-    Refusal(lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not take symmetric"),
+    Refusal(
+        lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not support symmetric"
+    ),
     # Calibration batches contain the inputs of the model but no KV cache. The decoder graphs also have the KV cache as
     # inputs.
     Refusal(
@@ -462,7 +464,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "does not use CPU threads"),
     Refusal(
         lambda c: c.runner in ("pytorch", *COMPILES) and _has(c, "profile", "graph_optimization"),
-        "PyTorch has no setting",
+        "The backend 'pytorch' does not support SessionOptions",
     ),
     Refusal(
         lambda c: c.runner == "pytorch" and c.device == "cpu" and "cuda_graph" in c.option,
@@ -503,7 +505,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # The model selects keypoints one by one, so rounding can change which keypoint is selected.
     Refusal(
         lambda c: c.task == "keypoint-matching" and c.exporter == "aotinductor" and c.dtype != "float32",
-        "in 'matches'",
+        "output 'matches'",
         takes_long=True,
     ),
     Refusal(
@@ -515,7 +517,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # several axes are indexed at once.
     Refusal(
         lambda c: c.task == "keypoint-matching" and c.exporter == "openvino",
-        "in 'keypoints'",
+        "output 'keypoints'",
         takes_long=True,
     ),
     Refusal(
