@@ -1,7 +1,7 @@
 """Train a classifier of bank queries with simulated 4-bit weights or 8-bit arithmetic (quantization-aware training), and export it.
 
 A small model loses accuracy if its weights are quantized to 4 bits, or with one scale for a whole layer. This example trains the demo
-model with quantized weights, so that the loss becomes smaller. The loss function compares its outputs mainly with the float model
+model with quantized weights, so that it loses less accuracy. The loss function compares its outputs mainly with the float model
 (distillation), and also with the labels. To resume an interrupted run from its last checkpoint, start the script again with the same
 arguments.
 

@@ -268,7 +268,8 @@ class RoundedSession(_PaddedSession):
     def run(
         self, feeds: Feeds, *, outputs: Names | None = None, out: Feeds | None = None, state: State | None = None
     ) -> dict[str, torch.Tensor]:
-        """Run a padded call, as `Session.run`. Calls that write into buffers are not padded, because the buffers have
+        """Pad the inputs and run the session, with the arguments of `Session.run`. If the caller passes output buffers, the
+        inputs are not padded, because the buffers have
         the size of the call.
         """
         if out is not None:

@@ -155,7 +155,7 @@ class _Vision(_Part):
     """Vision tower. It reads `pixel_values: (1, channels, height, width)` and returns `image_features: (tokens, hidden)`."""
 
     def forward(self, **feeds: torch.Tensor) -> Tensors:
-        """Return the embeddings of one image. The graph has one image per call, because transformers returns a list for several images."""
+        """Return the embeddings of one image. The graph accepts one image per call: transformers returns a list for several images."""
         return {"image_features": family_of(self.config).image_features(self.model, feeds["pixel_values"])}
 
 

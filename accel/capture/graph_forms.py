@@ -105,7 +105,7 @@ class HasForms(Protocol):
 
 
 class FormChecks:
-    """Verdicts on the forms of one component on one device.
+    """Results of the checks whether faster forms (alternative ways to compute one graph) are accurate on one device.
 
     Args:
         artifact: The artifact that is run.

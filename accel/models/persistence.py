@@ -130,7 +130,7 @@ def write_model(
         manifest = replace(manifest, source=replace(manifest.source, id=_public_name(manifest.source.id)))
     names = [[record.name for record in component.files] for component in artifact.components]
     places = {Path(name).parent for of_one in names for name in of_one}
-    # If all graphs are in one subfolder, such as `onnx`, write them next to the config instead.
+    # If all graph files are in one subfolder, such as `onnx`, write the graphs next to config.json and without the subfolder.
     inside = next(iter(places)) if len(places) == 1 else Path()
     for name in {name for of_one in names for name in of_one}:
         target = folder / Path(name).relative_to(inside)

@@ -50,7 +50,7 @@ def accepted_rounding(own: float) -> float:
 
 
 def recorded_rounding(artifact: Artifact) -> float:
-    """Return the accepted relative difference from the rounding error that the export recorded; 0 if none was recorded."""
+    """Return the relative difference to accept, derived from the rounding error that the export recorded; 0 without a record."""
     return accepted_rounding(
         max((float(step.validation.get(OWN_ROUNDING, 0)) for step in artifact.manifest.steps), default=0.0)
     )

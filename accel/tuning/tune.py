@@ -176,7 +176,7 @@ def tune(
 
 
 def _preset(search: Search, space: SearchSpace, target: Path) -> Preset[Tuning]:
-    """Propose the candidates of `accel.tune`, choose the winner, and write it.
+    """Generator of the proposals of `accel.tune` for `Search.run`; it returns the `Tuning` after it has chosen and written the winner.
 
     Raises:
         BudgetError: No candidate meets the constraints.

@@ -372,7 +372,7 @@ def test_large_outputs_are_not_overwritten(tiny_ir: Callable[..., Artifact]) -> 
     model = ORTModelForFeatureExtraction.from_pretrained(tiny_ir("bert", "feature-extraction").path)
     original = tiny_model("bert", "feature-extraction")
     for _ in range(2):
-        # The large output has 30 x 90 x 32 float32 values (340 KB), which is above the size that the session copies.
+        # The large output has 30 x 90 x 32 float32 values (340 KB), so the session does not copy it.
         # The small call uses the same inference request after the large call.
         large, small = text(30, 90, seed=1), text(2, 5, seed=2)
         kept = model(**large).last_hidden_state

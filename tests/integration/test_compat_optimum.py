@@ -299,7 +299,8 @@ def test_feature_outputs_equal_optimums_and_pytorchs(
     found = optimum.ORTModelForFeatureExtraction.from_pretrained(path)(**tokenizer("lost", return_tensors=arrays))
     with torch.no_grad():
         wanted = transformers.AutoModel.from_pretrained(folder)(**tokenizer("lost", return_tensors="pt"))
-    # The output belongs to Optimum's output class and to PyTorch's output class, which also contains the pooled states.
+    # The output is an instance of `BaseModelOutput`, which Optimum returns, and of transformers' output class with pooled
+    # states.
     assert isinstance(found, transformers.modeling_outputs.BaseModelOutput)
     assert isinstance(found, transformers.modeling_outputs.BaseModelOutputWithPooling)
     assert list(found) == list(wanted)

@@ -50,8 +50,8 @@ ENCODER_DECODERS = ("t5", "bart", "marian", "whisper", "trocr")
 DECODERS = ("gpt2", "llama", "mistral", "bloom", "opt")
 # These decoders have their layers in the branches of an If node.
 BRANCHED = ("gpt2-pair", "gpt2-web", "bloom-pair", "llama-single-onnx", "llama-multi-onnx")
-# The tolerances are for tiny random models with logits of up to 8. The logits of a wrong model would differ by their
-# whole size. With random weights, 4-bit quantization is inaccurate, and three calibration rows give poor activation
+# The tolerances are for tiny random models with logits of up to 8. The logits of a wrong model would differ by
+# several units. With random weights, 4-bit quantization is inaccurate, and three calibration rows give poor activation
 # ranges.
 ATOL = {"dynamic-int8": 0.5, "weight-int8": 0.5, "static-int8": 2.5, "weight-int4": 3.0}
 HALF_ATOL = 0.05

@@ -20,7 +20,7 @@ from accel.models.inputs import Inputs
 from accel.testing.sounds import CLAP, RATE, VITS, save_vits, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]
-# An export takes seconds, so most tests use only the `pytorch` backend in every test run.
+# An export takes seconds, so most tests run with the `cpu` and `openvino` backends only if thorough tests are selected.
 SOME = [*(pytest.param(backend, marks=pytest.mark.thorough) for backend in ("cpu", "openvino")), "pytorch"]
 AUTO = {
     "ctc": "AutoModelForCTC",

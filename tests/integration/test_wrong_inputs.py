@@ -84,7 +84,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 TEXTS = ("input_ids", "attention_mask", "token_type_ids")
 ROW = 1
 KINDS: Mapping[str, Spoil] = {
-    # The following kinds change text inputs.
+    # The following wrong inputs are changed text inputs.
     "mask of fewer tokens": change("attention_mask", lambda mask: mask[:, :-2]),
     "mask of more tokens": change("attention_mask", lambda mask: torch.cat([mask, mask], 1)),
     "mask of one row": change("attention_mask", lambda mask: mask[:1]),

@@ -67,7 +67,8 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ),
 )
 _RULES_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
-# These fields are kept: they are not sizes of weight tensors, or no other size depends on them.
+# Config fields that keep their default value: strides, indices and other fields that are not sizes, and sizes that no other
+# field depends on.
 _KEPT = re.compile(
     r"(kernel|stride|chunk_size|num_channels|in_channels|num_mel|num_buckets|position_buckets|type_vocab|layers_per"
     r"|_idx$|_index$|_every_|_freq|_step|_period|_factor$|temporal_patch_size|conv_size|^num_stages$|^num_encoder_blocks$)"

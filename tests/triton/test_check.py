@@ -1,5 +1,5 @@
-"""Tests of `check`, which examines a model repository: each damage is found, named and reported with a fix, and nothing
-else is reported.
+"""Tests of `check`, which examines a model repository: each fault is found and reported with a fix, and nothing else is
+reported.
 """
 
 from __future__ import annotations

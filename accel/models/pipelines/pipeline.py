@@ -105,7 +105,7 @@ def pipeline(
         _check_model(task, model)
         spec = task_spec(model.artifact.task)
         if task in spec.synonyms and spec.own_pipelines:
-            # transformers' pipeline for this synonym is for other models.
+            # transformers has a pipeline with the name of this synonym, but for other models.
             task = _pipeline_of(spec)
     ours = _ours(task)
     impl: Any = pipeline_class(task)
