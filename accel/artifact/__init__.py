@@ -6,8 +6,8 @@ Code belongs in this package if it finds, describes, verifies or writes artifact
 models or backends.
 """
 
-from .accel_home import accel_home, keeping
 from .checksums import FileRecord, check_file, record_files, sha256, stamp_files
+from .home_folder import accel_home, keeping
 from .hub import HubOptions, Location
 from .json_reading import read_json
 from .manifest import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
-from .accel_home import SEARCHES, accel_home, keeping
+from .home_folder import SEARCHES, accel_home, keeping
 from .writing import STAGING_PREFIX, discard, held, remove_stale
 
 _GATE_S = 60.0

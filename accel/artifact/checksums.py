@@ -14,7 +14,7 @@ from stat import S_ISREG
 from typing import Any, Self
 
 from ..errors import ConfigError, IntegrityError
-from .accel_home import accel_home
+from .home_folder import accel_home
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from .._version import __version__
-from ..artifact.accel_home import accel_home
+from ..artifact.home_folder import accel_home
 from ..artifact.writing import tool_versions
 from ..config import available_processors
 from ..errors import ConfigError

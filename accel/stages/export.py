@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
-from ..artifact.accel_home import accel_home
 from ..artifact.checksums import folder_digest
+from ..artifact.home_folder import accel_home
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
 from ..artifact.resolved_model import ResolvedModel

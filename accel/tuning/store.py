@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..artifact.accel_home import SEARCHES, accel_home, keeping
 from ..artifact.cache import alone_with_searches, using_searches
 from ..artifact.checksums import folder_digest, sha256
+from ..artifact.home_folder import SEARCHES, accel_home, keeping
 from ..artifact.writing import held
 from ..upstream.pipeline_internals import fingerprint_of
 

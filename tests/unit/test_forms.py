@@ -13,7 +13,7 @@ import torch
 
 import accel
 from accel.artifact import Artifact
-from accel.artifact.accel_home import accel_home
+from accel.artifact.home_folder import accel_home
 from accel.backends import registry
 from accel.backends.plan import Plan, RunPreferences, make_plan
 from accel.backends.sessions import OpenSessions, open_plan

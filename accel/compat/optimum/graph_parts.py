@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifact.accel_home import accel_home
+from ...artifact.home_folder import accel_home
 from ...artifact.manifest import Artifact
 from ...backends import registry
 from ...errors import ArtifactNotFoundError, ConfigError, InputError

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from accel.artifact.accel_home import accel_home
 from accel.artifact.checksums import stamp_files
+from accel.artifact.home_folder import accel_home
 from accel.artifact.manifest import MANIFEST, Artifact, Component, Manifest, with_files
 from accel.artifact.tensors import TensorSpec
 from accel.artifact.writing import copy_companions, discard, is_companion, staging, tool_versions
