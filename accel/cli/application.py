@@ -198,14 +198,15 @@ def _as_options(words: str) -> str:
 
 @contextlib.contextmanager
 def _progress_bar() -> Iterator[None]:
-    """Show the progress of `accel.progress` on stderr, if stderr is a terminal."""
+    """Show the progress of `accel.progress` on stderr: a progress bar if stderr is a terminal, and else one line for each stage."""
+    from .. import progress
+
     if not sys.stderr.isatty():
-        yield
+        with progress.listening(_StageLines()):
+            yield
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from .. import progress
 
     columns = (
         SpinnerColumn(),
@@ -224,6 +225,22 @@ def _progress_bar() -> Iterator[None]:
 
         with progress.listening(listener):
             yield
+
+
+class _StageLines:
+    """Listener that writes a line to stderr when a stage starts."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        if what == self._last or (done and done == total):
+            return
+        self._last = what
+        # Progress is optional, so the command continues if nobody reads stderr.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{what}\n")
+            sys.stderr.flush()
 
 
 @app.callback(invoke_without_command=True)

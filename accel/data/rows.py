@@ -244,6 +244,8 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
                 options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
         with quiet():
             loaded = datasets.load_dataset(reader, data_files=[str(one) for one in paths], split="train", **options)
+    except InputError:
+        raise
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, csv.Error) as error:
         cause = error.__cause__ or error
         if "corresponds to no data" in str(cause):

@@ -8,9 +8,11 @@ variants.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import importlib
 import logging
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -18,12 +20,14 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .. import progress
 from ..artifact.writing import scratch
 from ..errors import AccelError, SessionError
 
@@ -33,8 +37,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 600.0
 """Maximum duration of one request to a process; the slowest requests compile large models."""
+
+
+class _Message(enum.Enum):
+    """Kind of a message from a process: the progress, the result or the error of a call."""
+
+    PROGRESS = "progress"
+    RESULT = "result"
+    ERROR = "error"
 
 
 class WorkerLostError(SessionError):
@@ -89,7 +102,7 @@ class HelperProcess:
             self.start()
         try:
             self._pipe.send((function, args))
-            if not self._pipe.poll(timeout_s):
+            if (answer := self._receive(timeout_s)) is None:
                 self.kill()
                 self._process.join(timeout=5)
                 raise WorkerLostError(
@@ -97,16 +110,26 @@ class HelperProcess:
                     fix="allow more time, or run it with smaller batches and shorter sequences.",
                     late=True,
                 )
-            good, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
             raise WorkerLostError(
                 f"{self._who} ended unexpectedly ({exit_reason(self._process.exitcode)}).",
                 fix="check that the machine has enough free memory, and run the model alone to see the output of the crashed library.",
             ) from error
-        if not good:
+        kind, value = answer
+        if kind is _Message.ERROR:
             raise value
         return value
+
+    def _receive(self, timeout_s: float | None) -> tuple[_Message, Any] | None:
+        """Wait for the result or the error of the call, and report the progress that the process sends; return `None` after the timeout."""
+        deadline = None if timeout_s is None else time.perf_counter() + timeout_s
+        while self._pipe.poll(None if deadline is None else max(0.0, deadline - time.perf_counter())):
+            kind, value = self._pipe.recv()
+            if kind is not _Message.PROGRESS:
+                return kind, value
+            progress.report(*value)
+        return None
 
     def end(self) -> None:
         """Kill the process from another thread, even while the process is starting."""
@@ -252,7 +275,7 @@ def quiet_child() -> None:
 
 
 def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
-    """Receive functions, run them and send their results, until the pipe closes."""
+    """Receive functions, run them and send their progress and results, until the pipe closes."""
     quiet_child()
     for name in imports:
         importlib.import_module(name)
@@ -262,16 +285,32 @@ def _help(pipe: Connection, imports: Sequence[str] = ()) -> None:
         except EOFError:
             return
         try:
-            answer = (True, function(*args))
+            with progress.listening(_sender(pipe)):
+                answer = (_Message.RESULT, function(*args))
         except AccelError as error:
-            answer = (False, error)
+            answer = (_Message.ERROR, error)
         # Catch all exceptions: third-party code may raise any type, and the parent process raises the error for this call.
         except Exception as error:  # noqa: BLE001
-            answer = (False, SessionError(f"{type(error).__name__}: {error}"))
+            answer = (_Message.ERROR, SessionError(f"{type(error).__name__}: {error}"))
         try:
             pipe.send(answer)
         except OSError:
             return
+
+
+def _sender(pipe: Connection) -> progress.Listener:
+    """Return a listener that sends progress through the pipe, at most ten times a second for each description."""
+    last: tuple[str, float] = ("", -math.inf)
+
+    def send(what: str, done: int, total: int | None) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if what != last[0] or now - last[1] >= _PROGRESS_INTERVAL_S or done == total:
+            last = (what, now)
+            with contextlib.suppress(OSError):
+                pipe.send((_Message.PROGRESS, (what, done, total)))
+
+    return send
 
 
 def peak_memory() -> int:

@@ -322,7 +322,7 @@ def differences(
     where: dict[str, dict[str, int]] = {}
     scales: dict[str, float] = {}
     shapes = []
-    for first in progress.track(cases, "checking"):
+    for first in progress.track(cases, "comparing outputs"):
         mask = first.feeds.get("attention_mask")
         if first.stateful and "attention_mask" not in input_names and mask is not None and not mask.all():
             # Skip padded prompts: some decoders of other tools have no attention mask.

@@ -74,7 +74,7 @@ def optimize(
     with staging(target) as folder:
         progress.report(f"optimizing ({config.level})", 0, 2)
         result = optimizer.optimize(artifact, config=config, calibration=batches, out=folder)
-        progress.report("comparing with the parent", 1, 2)
+        progress.report("comparing with the input artifact", 1, 2)
         validation = _compare_with_parent(artifact, result, config)
         report = dict(result.manifest.steps[-1].report)
         if batches is not None:

@@ -101,7 +101,7 @@ def validate(
     }
     plan = make_plan(ResolvedModel.of_artifact(artifact, hub), RunPreferences(backend=backend, device=device))
     sessions = open_plan(plan)
-    progress.report("comparing", 1, 2)
+    progress.report("comparing the graph with PyTorch", 1, 2)
     rounding = recorded_rounding(artifact)
     try:
         comparison = merged(

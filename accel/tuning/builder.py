@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -96,8 +97,8 @@ class ArtifactBuilder:
             helper.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call `function(*args)` in the next free process; return a future."""
-        return self._pool.submit(self._ask, 1.0, function, *args)
+        """Call `function(*args)` in the next free process; return a future. The caller's progress listener receives its progress."""
+        return self._pool.submit(copy_context().run, self._ask, 1.0, function, *args)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call `function(*args)` in the next free process; wait for the result and return it."""
@@ -114,7 +115,8 @@ class ArtifactBuilder:
 
     def finish(self, begun: Sequence[tuple[Recipe, Future[ArtifactFacts | str]]]) -> list[BuiltArtifact]:
         """Wait for the builds that `begin` started, and return the built artifacts. Reasons of failures are stored in `failed`."""
-        for recipe, future in progress.track(begun, "building"):
+        # Without other processes, each build has already reported its progress.
+        for recipe, future in progress.track(begun, "building artifacts") if self._helpers else begun:
             facts = future.result()
             if isinstance(facts, str):
                 self.failed[str(recipe)] = facts

@@ -92,7 +92,8 @@ class Candidate:
         ]
         how = ", ".join(part for part in parts if part)
         where = "" if self.device in ("", "cpu") else f" on {self.device}"
-        return f"{self.backend or 'chosen'}{where}: {self.recipe}{f' ({how})' if how else ''}"
+        backend = f"{self.backend}{where}: " if self.backend else ""
+        return f"{backend}{self.recipe}{f' ({how})' if how else ''}"
 
     @property
     def complexity(self) -> tuple[int, ...]:

@@ -185,7 +185,7 @@ def accuracy(
 
 def _scored(model: Any, prepared: EvaluationSet, reference: tuple[str, ScoredRows] | None, name: str) -> Accuracy:
     """Measure the accuracy with one batch size."""
-    scored = prepared.measure(model, f"measuring {name}")
+    scored = prepared.measure(model, f"measuring accuracy: {name}")
     compared = None if reference is None else prepared.compare(scored, reference[1], reference[0])
     return Accuracy(
         metric=prepared.metric.name,

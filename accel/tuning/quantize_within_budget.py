@@ -69,8 +69,9 @@ class Attempt:
             language models; measured only for attempts within the budget.
         speedup: Speed-up over the float artifact, with its interval; see `accel.measuring.statistics.speedup`.
         seconds: Time to quantize and measure, in seconds.
-        error: Reason of the failure; `None` if the attempt succeeded.
+        error: Reason why the attempt failed or was skipped; `None` if the attempt succeeded.
         chosen: Whether this attempt's artifact was written as the result.
+        skipped: Whether the scheme was not tried, for the reason in `error`.
     """
 
     scheme: str
@@ -87,6 +88,7 @@ class Attempt:
     seconds: float = 0.0
     error: str | None = None
     chosen: bool = False
+    skipped: bool = False
 
     def __str__(self) -> str:
         details = ", ".join(f"{name}={value}" for name, value in self.settings.items())
@@ -95,7 +97,7 @@ class Attempt:
             shown = ", ".join(self.float_layers[:3]) + (", ..." if len(self.float_layers) > 3 else "")
             name += f", {len(self.float_layers)} layers in float ({shown})"
         if self.drop is None:
-            return f"{name}: failed: {self.error}"
+            return f"{name}: {'not tried' if self.skipped else 'failed'}: {self.error}"
         speed = f", {self.median_ms:.2f} ms" if self.median_ms is not None else ""
         if self.speedup is not None:
             speed += f", times float {ratio_of(self.speedup)}"
@@ -259,7 +261,7 @@ def _recipes(
     recipes = space.schemes(spec, capability, root, settings, same_speed=True)
     prefix = f"{spec.name}: "
     skipped = [s for s in space.skipped if s.name.startswith(prefix)]
-    return root, recipes, [Attempt(scheme=s.name.removeprefix(prefix), error=s.reason) for s in skipped]
+    return root, recipes, [Attempt(scheme=s.name.removeprefix(prefix), error=s.reason, skipped=True) for s in skipped]
 
 
 def _subject(artifact: Artifact) -> SearchSubject:

@@ -17,7 +17,6 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from .. import progress
 from ..config import available_processors
 from ..errors import BudgetError, SessionError
 from ..interfaces.protocols import Feeds
@@ -193,7 +192,7 @@ class Search:
     def _grade(self, group: Sequence[TriedCandidate], share: float) -> list[TriedCandidate]:
         """Measure accuracy. Near the end of the time limit, stop after the first candidate that meets the constraints."""
         graded: list[TriedCandidate] = []
-        for tried in progress.track(group, "measuring accuracy"):
+        for tried in group:
             if self.clock.left(share) < self.grader.seconds and any(map(self.fits, graded)):
                 tried.reason = "its accuracy was not measured, because the time limit was near"
                 continue

@@ -201,6 +201,7 @@ class CandidateTimer:
         for tried in heat:
             self._builder.files(tried.artifact)
         started = time.perf_counter()
+        progress.report("starting processes")
         # Start all processes before the baseline, so that all of them import at the same time.
         others = [
             MeasuredVariant(v, VariantProcess(v, self._load.threads, self._until())) for v in map(self._variant, heat)
@@ -210,7 +211,7 @@ class CandidateTimer:
             anchor = self._start_anchor()
             anchor.blocks = {}
             group = [anchor, *others]
-            for measured in progress.track(others, "loading"):
+            for measured in progress.track(others, "loading models"):
                 measured.load()
             self._loading_s = max(self._loading_s, time.perf_counter() - started)
             for workload in self._workloads:

@@ -24,9 +24,17 @@ INTRODUCTION = """\
 
 <!-- Written by docs/tools/cli_reference.py; run it again after changing a command. -->
 
-Exit codes: 0 when the command did what it promised, 2 for an option that is wrong or a backend that does not exist,
-1 for everything else, 141 if the reader of the output has closed it. With `--json`, stdout holds one JSON value and nothing
-else; an error is `{"error": ..., "type": ..., "fix": ...}`. Progress goes to stderr, and only on a terminal.
+| exit code | meaning |
+|---|---|
+| 0 | The command succeeded. |
+| 1 | The command failed. |
+| 2 | An option is wrong, or a backend does not exist. |
+| 130 | The user interrupted the command with Ctrl-C. |
+| 141 | The reader of the output closed the pipe. |
+
+With `--json`, a command writes exactly one JSON value to stdout. For an error, this value is `{"error": ..., "type": ..., "fix": ...}`.
+
+Commands show their progress on stderr: a progress bar on a terminal, and one line for each stage if stderr is a file or a pipe.
 """
 
 

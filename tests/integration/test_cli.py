@@ -98,6 +98,14 @@ def test_optimize_reads_calibration_data(tiny_artifact: Callable[..., Artifact],
     assert report["calibration"]["source"].endswith("rows.csv")
 
 
+def test_output_to_a_pipe_gets_one_line_per_stage(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    result = run("optimize", tiny_artifact().path, tmp_path / "optimized", "--json")
+    assert json.loads(result.stdout)
+    assert result.stderr.splitlines() == [
+        "optimizing (O2)", "comparing with the input artifact", "comparing outputs",
+    ]  # fmt: skip
+
+
 def test_validate_against_another_model_fails(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     other = save_tiny(tmp_path / "other", "bert", seed=1)
     result = run("validate", tiny_artifact().path, "--against", other)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from accel import progress
+from accel.measuring.processes import HelperProcess
+
 # The script prints a line when the fork server has started. The imports of the fork server take seconds.
 _SCRIPT = """
 import threading, time
@@ -44,6 +47,25 @@ def test_interrupted_process_prints_nothing_during_imports() -> None:
         time.sleep(1.5)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.stderr.read() == ""
+
+
+def _reported(rows: int) -> int:
+    for done in range(rows + 1):
+        progress.report("measuring accuracy", done, rows)
+    return rows
+
+
+def test_progress_of_a_call_in_another_process_is_reported() -> None:
+    """The first and the last report are always sent."""
+    reports: list[tuple[str, int, int | None]] = []
+    helper = HelperProcess()
+    try:
+        with progress.listening(lambda *report: reports.append(report)):
+            assert helper.call(_reported, 3, timeout_s=60.0) == 3
+    finally:
+        helper.close()
+    assert reports[0] == ("measuring accuracy", 0, 3)
+    assert reports[-1] == ("measuring accuracy", 3, 3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned, without sockets of a server")

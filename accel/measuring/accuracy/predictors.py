@@ -117,7 +117,9 @@ class Predictor(abc.ABC):
             plan = [chosen_part for part in plan if (chosen_part := [i for i in part if i in chosen])]
         takes = _takes(model)
         with torch.inference_mode():
-            for part in progress.track(plan, what):
+            done, total = 0, sum(map(len, plan))
+            progress.report(what, done, total)
+            for part in plan:
                 feeds = self.encoded.batch(part)
                 if isinstance(model, ORTModel) and not model.can_generate():
                     component = model.artifact.components[0]
@@ -125,6 +127,8 @@ class Predictor(abc.ABC):
                 else:
                     inputs = {name: value for name, value in feeds.items() if name in takes}
                 yield part, feeds, model(**inputs)
+                done += len(part)
+                progress.report(what, done, total)
 
     def _by_row(
         self, model: Model, what: str, values: Callable[[torch.Tensor, Sequence[int]], Sequence[Any]]

@@ -74,8 +74,9 @@ class MeasuredVariant:
 
 def start(variants: Sequence[Variant], threads: int | None = None) -> list[MeasuredVariant]:
     """Start a process for each variant, then load the variants one after the other."""
+    progress.report("starting processes")
     group = [MeasuredVariant(variant, VariantProcess(variant, threads)) for variant in variants]
-    for measured in progress.track(group, "loading"):
+    for measured in progress.track(group, "loading models"):
         measured.load()
     return group
 

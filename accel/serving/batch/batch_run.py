@@ -196,11 +196,11 @@ def work(
                 )
         missing = [part for part in table.parts if part.number not in ledger.done]
         computed, start = 0, time.perf_counter()
-        progress.report("rows", table.rows - sum(part.rows for part in missing), table.rows)
+        progress.report("computing rows", table.rows - sum(part.rows for part in missing), table.rows)
         for completed in compute_parts(missing) if missing else ():
             ledger.add(completed)
             computed += completed.rows
-            progress.report("rows", sum(done.rows for done in ledger.done.values()), table.rows)
+            progress.report("computing rows", sum(done.rows for done in ledger.done.values()), table.rows)
         return BatchReport(
             folder=str(folder),
             operation=request.operation.name,
