@@ -308,6 +308,8 @@ def test_unknown_paths_list_known_paths(path: str, client: TestClient) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 404
     assert "/embed" in told(answer) or "/v1/embeddings" in told(answer) or "/v2/rerank" in told(answer)
+    assert "/ner" not in told(answer), "no model of the server supports this path"
+    assert "/qa" not in told(answer)
 
 
 @pytest.mark.parametrize(

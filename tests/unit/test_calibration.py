@@ -117,8 +117,9 @@ class TestLoading:
     def test_other_column_separators_raise(self, tmp_path: Path, separator: str, word: str) -> None:
         path = tmp_path / "rows.csv"
         path.write_text(f"text{separator}label\nhelp{separator}0\n", encoding="utf-8")
-        with pytest.raises(InputError, match=f"separates its columns with {word}"):
+        with pytest.raises(InputError, match=f"separates its columns with {word}") as raised:
             load_rows(path)
+        assert str(raised.value).count("Fix: ") == 1
 
     def test_empty_list_raises(self) -> None:
         with pytest.raises(InputError, match="no rows"):

@@ -60,8 +60,13 @@ def test_machine_with_gpu_is_available() -> None:
             "pip uninstall -y onnxruntime onnxruntime-gpu",
         ),
         ({"driver": None, "driver_cuda": None, "gpus": ()}, "no-driver", "no NVIDIA driver", "--gpus all"),
-        ({"gpus": ()}, "no-gpu", "580.159 sees no GPU", "CUDA_VISIBLE_DEVICES"),
-        ({"driver": "550.54", "driver_cuda": (12, 4)}, "driver-too-old", "built for CUDA 13.0", "driver for CUDA 13"),
+        ({"gpus": ()}, "no-gpu", "580.159 finds no GPU", "CUDA_VISIBLE_DEVICES"),
+        (
+            {"driver": "550.54", "driver_cuda": (12, 4)},
+            "driver-too-old",
+            "needs CUDA 13.0",
+            "driver that supports CUDA 13",
+        ),
         ({"torch_cuda": None}, "torch-without-cuda", "has no CUDA support", "pip install torch"),
         (
             {"load_error": "libcudnn.so.9: cannot open shared object file: No such file or directory"},

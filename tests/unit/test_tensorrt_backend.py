@@ -270,7 +270,7 @@ def test_engine_for_another_machine_is_refused(
         (
             {"load_error": "libnvinfer.so.10: cannot open shared object file: No such file or directory"},
             "library",
-            "TensorrtExecutionProvider is listed but its library does not load: libnvinfer.so.10 is missing (TensorRT 10)",
+            "ONNX Runtime cannot load the library of TensorrtExecutionProvider: libnvinfer.so.10 is missing (TensorRT 10)",
             'pip install "tensorrt>=10,<11"',
         ),
         (

@@ -208,8 +208,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
     """Convert Starlette's errors 404 and 405 to the server's error responses."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    absence = absent(
-        path, error.status_code, str(error.detail), [one.path for one in request.app.state.server.endpoints]
-    )
+    server: ServerState = request.app.state.server
+    operations = {operation for model in server.engine.models for operation in server.engine.operations(model)}
+    served = [one.path for one in server.endpoints if not one.operation or one.operation in operations]
+    absence = absent(path, error.status_code, str(error.detail), served)
     absence.headers.update(error.headers or {})
     return error_reply(absence, request.scope["request_id"], shape_of(path))

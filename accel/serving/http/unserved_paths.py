@@ -29,7 +29,7 @@ def absent(path: str, status: int, detail: str, paths: Sequence[str]) -> HttpErr
         path: Path of the request.
         status: 404 or 405.
         detail: Error text of Starlette.
-        paths: All existing paths.
+        paths: Paths that a model of the server supports, and paths that need no model.
     """
     if status != 404:
         return HttpError(

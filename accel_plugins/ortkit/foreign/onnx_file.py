@@ -18,7 +18,7 @@ from accel.artifact.manifest import MARK, Component, Manifest, Origin, Quantizat
 from accel.artifact.tensors import TensorSpec
 from accel.errors import IntegrityError
 
-from ..graph.editing import read_graph
+from ..graph.editing import COPY_AGAIN, read_graph, unreadable
 
 AXES = {
     "batch_size": "batch",
@@ -48,7 +48,6 @@ _TEXT |= dict.fromkeys(("pixel_values", "input_values", "input_features"), ("bat
 _NUMBER = re.compile(r"\d{1,18}\Z")
 _LONGEST = 400
 _COPY = "copy the file itself into the folder, or export the model again."
-_AGAIN = "copy or export the file again."
 
 
 @dataclass(slots=True)
@@ -89,21 +88,22 @@ def read_onnx(folder: Path, name: str) -> OnnxFile:
     try:
         model = onnx.load(str(path), load_external_data=False)
     except (DecodeError, OSError, ValueError) as error:
-        raise IntegrityError(f"{path} cannot be read as ONNX: {error}.", fix=_AGAIN) from error
+        raise unreadable(path, error) from error
     if not model.graph.output:
-        raise IntegrityError(f"{path} contains no graph with outputs; the file may be truncated.", fix=_AGAIN)
+        raise IntegrityError(f"The graph in {path} has no outputs; the file may be truncated.", fix=COPY_AGAIN)
     if any(entry.key == MARK for entry in model.metadata_props):
         raise lost_manifest(path)
     tensors = []
     for message in _messages(model):
         if not all(isinstance(text, str) for text in _texts(message)):
             raise IntegrityError(
-                f"{path} contains names that are not valid UTF-8 text; the file may be damaged.", fix=_AGAIN
+                f"The file {path} contains names that are not valid UTF-8 text; the file may be damaged.",
+                fix=COPY_AGAIN,
             )
         if isinstance(message, onnx.TypeProto.Tensor) and message.elem_type not in onnx.TensorProto.DataType.values():
             raise IntegrityError(
-                f"{path} declares a tensor with elements of the type {message.elem_type}, which does not exist in ONNX.",
-                fix=_AGAIN,
+                f"The file {path} declares a tensor with elements of the type {message.elem_type}, which does not exist in ONNX.",
+                fix=COPY_AGAIN,
             )
         if isinstance(message, onnx.TensorProto):
             tensors.append(message)
@@ -111,7 +111,7 @@ def read_onnx(folder: Path, name: str) -> OnnxFile:
                 raise IntegrityError(
                     f"The tensor {message.name[:_LONGEST]!r} in {path} has {len(message.raw_data)} bytes, but its shape "
                     f"and data type require {_bytes_of(message)} bytes.",
-                    fix=_AGAIN,
+                    fix=COPY_AGAIN,
                 )
     external = [tensor for tensor in tensors if tensor.data_location == tensor.EXTERNAL]
     external_files = _external_files(external, folder, name)
@@ -153,7 +153,7 @@ def _bytes_of(tensor: onnx.TensorProto) -> int:
         raise IntegrityError(
             f"The tensor {tensor.name[:_LONGEST]!r} has the invalid shape {list(tensor.dims)[:8]} or the unknown data type "
             f"{tensor.data_type}.",
-            fix=_AGAIN,
+            fix=COPY_AGAIN,
         )
     count: int = math.prod(tensor.dims)
     return (count * bits + 7) // 8
@@ -170,15 +170,15 @@ def _external_files(tensors: Iterable[onnx.TensorProto], folder: Path, name: str
         location, offset, length = _external_place(tensor)
         if PurePosixPath(location).is_absolute() or ".." in PurePosixPath(location).parts or not location:
             raise IntegrityError(
-                f"{folder / name} keeps weights in {location[:_LONGEST]!r}, which is outside of the folder of the graph.",
+                f"The graph {folder / name} stores weights in {location[:_LONGEST]!r}, which is outside of the graph's folder.",
                 fix="use a model whose weight files are in the same folder as the graph.",
             )
         size_needed = _bytes_of(tensor)
         if length and length < size_needed:
             raise IntegrityError(
-                f"{folder / name} declares {length} bytes for the weight {tensor.name[:_LONGEST]!r}, but its shape and data type "
+                f"The graph {folder / name} declares {length} bytes for the weight {tensor.name[:_LONGEST]!r}, but its shape and data type "
                 f"require {size_needed} bytes.",
-                fix=_AGAIN,
+                fix=COPY_AGAIN,
             )
         ends[location] = max(ends.get(location, 0), offset + max(length, size_needed))
     for location, end in ends.items():
@@ -195,7 +195,7 @@ def _external_files(tensors: Iterable[onnx.TensorProto], folder: Path, name: str
         if size < end:
             raise IntegrityError(
                 f"The weight file {path} has {size} bytes, but {name} needs {end} bytes of it; the file may be truncated.",
-                fix="copy or download the file again.",
+                fix=COPY_AGAIN,
             )
     return sorted((parent / location).as_posix() for location in ends)
 
@@ -208,7 +208,7 @@ def _external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
         raise IntegrityError(
             f"The weight {tensor.name[:_LONGEST]!r} has the offset {numbers[0][:_LONGEST]!r} and the length "
             f"{numbers[1][:_LONGEST]!r} in its file; both must be whole numbers of bytes.",
-            fix="export the model again: `accel export MODEL OUT`.",
+            fix=COPY_AGAIN,
         )
     return entries.get("location", ""), int(numbers[0]), int(numbers[1])
 

@@ -32,6 +32,8 @@ from accel.errors import IntegrityError
 MICROSOFT = "com.microsoft"
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 """Data types of token ids, masks and position ids."""
+COPY_AGAIN = "copy the file again from the original folder, or export the model again."
+"""Remedy for damaged graph files."""
 SHARED_WEIGHTS = "model.onnx.data"
 _EXPORT_MANIFEST = "export.json"
 _CACHE_TYPES: Mapping[ir.DataType | None, str] = {
@@ -89,10 +91,13 @@ def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
                         node.attributes[name] = ir.AttrTensor(name, _in_memory(tensor))
     # For damaged files, onnx_ir raises many types of errors: those of protobuf and of NumPy, and its own types.
     except Exception as error:
-        raise IntegrityError(
-            f"{path} cannot be read as ONNX: {error}.", fix="copy the file again, or export the model again."
-        ) from error
+        raise unreadable(path, error) from error
     return model
+
+
+def unreadable(path: Path, error: Exception) -> IntegrityError:
+    """Return the error for a graph file that cannot be read."""
+    return IntegrityError(f"The file {path} cannot be read as ONNX: {error}.", fix=COPY_AGAIN)
 
 
 def _resolved_link(tensor: ir.ExternalTensor, graph: Path) -> ir.ExternalTensor:

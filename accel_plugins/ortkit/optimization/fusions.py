@@ -70,36 +70,40 @@ class Fusion:
 # must still find the padding mask in the graph. On GPUs, duplicates are removed first, so that the attention fusion
 # recognizes that query, key and value are computed from the same value.
 FUSIONS = (
-    Fusion("constant-folding", "O1", "computes what does not depend on inputs", simplifications.fold_constants),
-    Fusion("key-transpose", "O1", "one Transpose for a key, not five operators", simplifications.fix_key_transposes),
-    Fusion("reshape", "O1", "constant shapes where sizes are only copied", simplifications.fix_reshapes),
-    Fusion("certain-masks", "O1", "drops masks that never mask", simplifications.drop_certain_conditions),
-    Fusion("duplicates", "O1", "computes once what is computed alike", simplifications.merge_duplicates, _GPU),
-    Fusion("single-rows", "O1", "adds one-row embedding tables to others", embeddings.fold_single_rows),
-    Fusion("token-positions", "O1", "counts tokens for their positions in one type", embeddings.count_tokens, _GPU),
-    Fusion("attention", "O2", "Attention or MultiHeadAttention", attention.fuse_attention, _GPU, True),
+    Fusion("constant-folding", "O1", "compute values that do not depend on inputs once", simplifications.fold_constants),
+    Fusion("key-transpose", "O1", "transpose attention keys with one operator", simplifications.fix_key_transposes),
+    Fusion("reshape", "O1", "give Reshape operators constant shapes", simplifications.fix_reshapes),
+    Fusion("certain-masks", "O1", "remove masks that never hide a position", simplifications.drop_certain_conditions),
+    Fusion("duplicates", "O1", "compute equal values once", simplifications.merge_duplicates, _GPU),
+    Fusion(
+        "single-rows", "O1", "merge embedding tables that have one row into another embedding table", embeddings.fold_single_rows,
+    ),
+    Fusion("token-positions", "O1", "compute position ids without type conversions", embeddings.count_tokens, _GPU),
+    Fusion("attention", "O2", "fuse attention into Attention or MultiHeadAttention", attention.fuse_attention, _GPU, True),
     # `EmbedLayerNormalization` does not support bfloat16 (ONNX Runtime 1.31).
     Fusion(
-        "embed-layer-norm", "O2", "embedding lookups and their LayerNorm as one operator", embeddings.fuse_embeddings,
+        "embed-layer-norm", "O2", "fuse embedding lookups and their LayerNorm into EmbedLayerNormalization", embeddings.fuse_embeddings,
         _GPU, True, "bfloat16",
     ),
-    Fusion("skip-layer-norm", "O2", "SkipLayerNormalization", norms.fuse_skip_norms, _GPU, True),
-    Fusion("rms-norm", "O2", "spelled-out RMSNorm as one operator", norms.fuse_rms_norms, _ALL, True),
-    Fusion("skip-rms-norm", "O2", "SkipSimplifiedLayerNormalization", norms.fuse_skip_rms_norms, _ALL, True),
-    Fusion("rotary", "O2", "rotary positions as one operator", rotary.fuse_rotary, _ALL, True),
-    Fusion("attention", "O2", "whole attentions as MultiHeadAttention", attention.fuse_cpu_attention, _CPU, True),
-    Fusion("merged-products", "O2", "query, key and value in one product", decoder_layers.merge_products),
-    Fusion("head-order", "O2", "transposes of heads that undo each other", decoder_layers.cancel_transposes),
-    Fusion("bias-gelu", "O2", "BiasGelu or FastGelu, as the model has it", gelu.fuse_bias_gelus, _GPU, True),
-    Fusion("one-token", "O2", "computes only the token that a head reads", one_token.compute_pooled_token),
-    Fusion("fast-gelu", "O3", "GELU by its tanh form", gelu.approximate_gelus, _CPU, True),
+    Fusion("skip-layer-norm", "O2", "fuse Add and LayerNorm into SkipLayerNormalization", norms.fuse_skip_norms, _GPU, True),
+    Fusion("rms-norm", "O2", "fuse the operators of an RMSNorm into one operator", norms.fuse_rms_norms, _ALL, True),
+    Fusion(
+        "skip-rms-norm", "O2", "fuse Add and RMSNorm into SkipSimplifiedLayerNormalization", norms.fuse_skip_rms_norms, _ALL, True,
+    ),
+    Fusion("rotary", "O2", "fuse rotary position embeddings into RotaryEmbedding", rotary.fuse_rotary, _ALL, True),
+    Fusion("attention", "O2", "fuse attention into MultiHeadAttention", attention.fuse_cpu_attention, _CPU, True),
+    Fusion("merged-products", "O2", "compute linear layers that have the same input in one product", decoder_layers.merge_products),
+    Fusion("head-order", "O2", "remove pairs of transposes that cancel each other", decoder_layers.cancel_transposes),
+    Fusion("bias-gelu", "O2", "fuse a bias and GELU into BiasGelu or FastGelu", gelu.fuse_bias_gelus, _GPU, True),
+    Fusion("one-token", "O2", "compute only the token that the model's head reads", one_token.compute_pooled_token),
+    Fusion("fast-gelu", "O3", "replace exact GELU by its tanh approximation", gelu.approximate_gelus, _CPU, True),
     # On GPUs, this fusion must be enabled by name, because the approximation is not faster there: roberta-base with
     # batches of 16 x 384 tokens in float16 takes 2.85 ms on an H200, and 2.81 ms without the fusion.
-    Fusion("fast-gelu", "", "GELU by its tanh form", gelu.approximate_gelus, _GPU, True),
-    Fusion("duplicates", "O1", "computes once what is computed alike", simplifications.merge_duplicates, _CPU),
-    Fusion("merge", "O1", "computes once what is computed alike, again", simplifications.merge_duplicates, _GPU),
-    Fusion("float16", "O4", "half precision, except where values leave its range", None, replaced_by="bfloat16"),
-    Fusion("bfloat16", "", "bfloat16 precision, by name only", None),
+    Fusion("fast-gelu", "", "replace exact GELU by its tanh approximation", gelu.approximate_gelus, _GPU, True),
+    Fusion("duplicates", "O1", "compute equal values once", simplifications.merge_duplicates, _CPU),
+    Fusion("merge", "O1", "compute equal values once, after the other fusions", simplifications.merge_duplicates, _GPU),
+    Fusion("float16", "O4", "convert to float16, except operators whose values may overflow", None, replaced_by="bfloat16"),
+    Fusion("bfloat16", "", "convert to bfloat16; must be enabled by name", None),
 )  # fmt: skip
 
 

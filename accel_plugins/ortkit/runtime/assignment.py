@@ -119,7 +119,8 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
     active = session.get_providers()[0]
     if active != provider:
         raise BackendUnavailableError(
-            f"ONNX Runtime runs {name} on {active} although {provider} was requested, because its libraries did not load.",
+            f"ONNX Runtime runs the graph {name} with {active} instead of the requested {provider}, because the libraries of {provider} "
+            "could not be loaded.",
             fix="run `accel doctor`, which shows the missing libraries.",
         )
     assignment = assignment_of(session, provider)
@@ -128,10 +129,11 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
     if assignment.useless:
         other_runners = ", ".join(other for other in assignment.operators if other != provider)
         raise BackendUnavailableError(
-            f"{provider} took {assignment.taken} of the {assignment.nodes} nodes of {name}, and none of its matrix products, "
-            f"convolutions or attention nodes; {other_runners or 'no other provider'} would run them.",
-            fix="use the backend cpu for this graph, or export a graph with other operators, another data type or fixed shapes, for "
-            "which the provider has kernels; `accel doctor` shows the providers of this machine.",
+            f"The execution provider {provider} can run only {assignment.taken} of the {assignment.nodes} nodes of the graph {name}, and "
+            "none of the graph's matrix products, convolutions or attention nodes"
+            f"{f'. ONNX Runtime would run these nodes with {other_runners}' if other_runners else ''}.",
+            fix="use the backend cpu for this graph. Or export a graph with operators, data types and fixed shapes that the execution "
+            "provider supports.",
         )
     if assignment.left_to_cpu:
         logger.info(

@@ -91,8 +91,8 @@ def _driver(facts: NvidiaFacts) -> Reason | None:
     if not facts.gpus:
         return Reason(
             "no-gpu",
-            f"the NVIDIA driver {facts.driver} sees no GPU",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or the container's --gpus",
+            f"the NVIDIA driver {facts.driver} finds no GPU",
+            "check that `nvidia-smi` lists the GPU, that CUDA_VISIBLE_DEVICES includes it, and that a container was started with --gpus all",
         )
     for name, build in (("ONNX Runtime", facts.build_cuda), ("PyTorch", facts.torch_cuda)):
         if build is None or facts.driver_cuda is None:
@@ -103,8 +103,8 @@ def _driver(facts: NvidiaFacts) -> Reason | None:
             newest = ".".join(map(str, facts.driver_cuda))
             return Reason(
                 "driver-too-old",
-                f"this {name} is built for CUDA {build}, and the driver {facts.driver} serves up to CUDA {newest}",
-                f"install a driver for CUDA {major}, or a build for CUDA {facts.driver_cuda[0]}",
+                f"the installed {name} needs CUDA {build}, but the NVIDIA driver {facts.driver} supports only versions up to CUDA {newest}",
+                f"install an NVIDIA driver that supports CUDA {major}, or a build of {name} for CUDA {facts.driver_cuda[0]}",
             )
     return None
 
@@ -129,13 +129,13 @@ def _library(facts: NvidiaFacts) -> Reason | None:
         tensorrt_major = int(tensorrt[1])
         return Reason(
             "library",
-            f"{facts.provider} is listed but its library does not load: {what} (TensorRT {tensorrt_major})",
+            f"ONNX Runtime cannot load the library of {facts.provider}: {what} (TensorRT {tensorrt_major})",
             f'pip install "tensorrt>={tensorrt_major},<{tensorrt_major + 1}"',
         )
     major = (facts.build_cuda or "").partition(".")[0]
     return Reason(
         "library",
-        f"{facts.provider} is listed but its library does not load: {what}",
+        f"ONNX Runtime cannot load the library of {facts.provider}: {what}",
         f'pip install "onnxruntime-gpu[cuda,cudnn]", or a PyTorch built for CUDA {major or "of the same major version"}',
     )
 
