@@ -280,7 +280,12 @@ def test_engine_for_another_machine_is_refused(
             "onnxruntime-gpu[cuda,cudnn]",
         ),
         ({"providers": ("CPUExecutionProvider",)}, "no-gpu-build", "which has no TensorrtExecutionProvider", "[cuda]"),
-        ({"driver": "550.54", "driver_cuda": (12, 4)}, "driver-too-old", "built for CUDA 13.0", "driver for CUDA 13"),
+        (
+            {"driver": "550.54", "driver_cuda": (12, 4)},
+            "driver-too-old",
+            "needs CUDA 13.0",
+            "driver that supports CUDA 13",
+        ),
     ],
 )
 def test_each_missing_requirement_has_reason_and_remedy(

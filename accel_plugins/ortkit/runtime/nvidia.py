@@ -92,7 +92,7 @@ def _driver(facts: NvidiaFacts) -> Reason | None:
         return Reason(
             "no-gpu",
             f"the NVIDIA driver {facts.driver} finds no GPU",
-            "check that `nvidia-smi` lists the GPU, that CUDA_VISIBLE_DEVICES includes it, and that a container was started with --gpus all",
+            "check that `nvidia-smi` lists the GPU and CUDA_VISIBLE_DEVICES includes it; start a container with --gpus all",
         )
     for name, build in (("ONNX Runtime", facts.build_cuda), ("PyTorch", facts.torch_cuda)):
         if build is None or facts.driver_cuda is None:
