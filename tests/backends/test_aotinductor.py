@@ -95,9 +95,9 @@ class TestAotInductor(BackendConformance):
         values = json.loads((folder / "accel.json").read_text())
         del values["sha256"]
         component = values["components"][0]
-        known = component["files"][0]["sha256"]
+        digest = component["files"][0]["sha256"]
         real = dataclasses.asdict(record_files(folder, ["model.pt2"])[0])
-        component["files"] = [{**real, "sha256": known if first == "known" else first}, real]
+        component["files"] = [{**real, "sha256": digest if first == "known" else first}, real]
         (folder / "accel.json").write_text(sealed(values))
         with pytest.raises(AccelError, match=r"model\.pt2"):
             accel.ORTModelForSequenceClassification.from_pretrained(folder)
@@ -110,21 +110,21 @@ class TestAotInductor(BackendConformance):
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        held = Artifact.load(shutil.copytree(artifact.path, tmp_path / "copy"))
-        ours = held.file().read_bytes()
+        copy = Artifact.load(shutil.copytree(artifact.path, tmp_path / "copy"))
+        ours = copy.file().read_bytes()
         loaded: list[bytes] = []
 
         def load(package: Path) -> Any:
             # Change the package file after the integrity check and before loading. The session must load the verified
             # copy.
-            held.file().write_bytes(b"somebody else's")
+            copy.file().write_bytes(b"somebody else's")
             loaded.append(package.read_bytes())
 
         monkeypatch.setattr(backend, "opened", load)
-        implementation.open(held, OpenRequest(device=where))
+        implementation.open(copy, OpenRequest(device=where))
         assert loaded == [ours]
         with pytest.raises(ConfigError, match="native code that was not compiled on this machine"):
-            implementation.open(held, OpenRequest(device=where))
+            implementation.open(copy, OpenRequest(device=where))
         assert loaded == [ours]
 
     def test_missing_temporary_folder_raises(
@@ -132,9 +132,9 @@ class TestAotInductor(BackendConformance):
     ) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-        with pytest.raises(SessionError, match="cannot be copied") as found:
+        with pytest.raises(SessionError, match="cannot be copied") as caught:
             accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
-        assert "TMPDIR" in str(found.value.fix)
+        assert "TMPDIR" in str(caught.value.fix)
 
     def test_package_changed_in_place_is_detected_despite_equal_mtime(self, artifact: Artifact, tmp_path: Path) -> None:
         load = accel.ORTModelForSequenceClassification.from_pretrained
@@ -154,7 +154,7 @@ class TestAotInductor(BackendConformance):
     @pytest.mark.parametrize(
         "other",
         [{"torch": "2.0.0"}, {"device": "cuda"}, {"machine": "AVX512 AVX9000"}],
-        ids=lambda one: next(iter(one)),
+        ids=lambda changes: next(iter(changes)),
     )
     def test_package_for_another_target_is_refused(
         self, artifact: Artifact, implementation: Backend, where: DeviceSpec, other: dict[str, str]
@@ -188,6 +188,6 @@ def test_compiler_failure_raises_with_fix(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("no lowering for aten.something")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
-    with pytest.raises(ExportError, match="no lowering") as found:
+    with pytest.raises(ExportError, match="no lowering") as caught:
         accel.export(tiny_model("bert"), tmp_path / "out", backend="aotinductor")
-    assert "another format" in str(found.value.fix)
+    assert "another format" in str(caught.value.fix)

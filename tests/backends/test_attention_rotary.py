@@ -39,10 +39,10 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact]:
-    made: dict[str, Artifact] = {}
+    artifacts: dict[str, Artifact] = {}
 
     def get(family: str) -> Artifact:
-        if family not in made:
+        if family not in artifacts:
             architecture, settings, _ = FAMILIES[family]
             torch.manual_seed(0)
             config = getattr(transformers, f"{architecture}Config")(**SMALL, **settings)
@@ -51,8 +51,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifa
                 for name, parameter in model.named_parameters():
                     if name.endswith("bias"):
                         parameter.normal_(std=0.3)
-            made[family] = export(model, tmp_path_factory.mktemp("inner") / "exported", task="text-generation")
-        return made[family]
+            artifacts[family] = export(model, tmp_path_factory.mktemp("inner") / "exported", task="text-generation")
+        return artifacts[family]
 
     return get
 
@@ -93,10 +93,10 @@ class Form:
             LENGTHS: np.array(lengths, np.int32) - 1, TOTAL: np.array([max(lengths)], np.int32), **self._cache,
         }  # fmt: skip
         names = ["logits", *(str(spec.pair) for spec in self._specs)]
-        logits, *kept = self._session.run(names, feeds)
-        self._cache = dict(zip(self._cache, kept, strict=True))
-        found: np.ndarray = logits
-        return found
+        logits, *cache_values = self._session.run(names, feeds)
+        self._cache = dict(zip(self._cache, cache_values, strict=True))
+        values: np.ndarray = logits
+        return values
 
 
 def operators(form: Form) -> list[str]:
@@ -109,26 +109,26 @@ def answers(form: Form) -> list[np.ndarray]:
     """
     draw = np.random.default_rng(3)
     form.start(1)
-    found = [form.step(draw.integers(4, VOCABULARY, (1, 5)), [[0, 1, 2, 3, 4]], [5])]
-    found.append(form.step(draw.integers(4, VOCABULARY, (1, 3)), [[9, 5, 7]], [8]))
+    logits = [form.step(draw.integers(4, VOCABULARY, (1, 5)), [[0, 1, 2, 3, 4]], [5])]
+    logits.append(form.step(draw.integers(4, VOCABULARY, (1, 3)), [[9, 5, 7]], [8]))
     form.repeat(3)
-    found.append(form.step(draw.integers(4, VOCABULARY, (3, 1)), [[7], [2], [40]], [9, 9, 9]))
-    return [*found, form.step(draw.integers(4, VOCABULARY, (3, 1)), [[11], [3], [12]], [10, 10, 10])]
+    logits.append(form.step(draw.integers(4, VOCABULARY, (3, 1)), [[7], [2], [40]], [9, 9, 9]))
+    return [*logits, form.step(draw.integers(4, VOCABULARY, (3, 1)), [[11], [3], [12]], [10, 10, 10])]
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "biases" else pytest.mark.thorough) for name in FAMILIES]
 )
 def test_fused_rotary_gives_equal_logits(exported: Callable[[str], Artifact], tmp_path: Path, family: str) -> None:
-    made = optimize(exported(family), tmp_path / "made", backend="cuda", level="O3")
-    inside, outside = Form(made), Form(made, rotary_inside=False)
+    optimized = optimize(exported(family), tmp_path / "made", backend="cuda", level="O3")
+    inside, outside = Form(optimized), Form(optimized, rotary_inside=False)
     assert (inside.rotary_inside, outside.rotary_inside) == (True, False)
     assert "RotaryEmbedding" not in operators(inside)
     assert operators(outside).count("RotaryEmbedding") == 2 * LAYERS
     # In the gate and up projections of the MLP, the number of `Split` nodes does not change.
     assert operators(inside).count("Split") == (LAYERS if FAMILIES[family][2] else 2 * LAYERS)
-    for one, other in zip(answers(inside), answers(outside), strict=True):
-        assert np.abs(one - other).max() < 1e-4
+    for logits, other in zip(answers(inside), answers(outside), strict=True):
+        assert np.abs(logits - other).max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["biases", pytest.param("norms of queries and keys", marks=pytest.mark.thorough)])
@@ -136,8 +136,8 @@ def test_rotary_tables_have_the_dtype_of_the_cache(
     exported: Callable[[str], Artifact], tmp_path: Path, family: str
 ) -> None:
     """The sine and cosine tables have the cache's data type, but the angles are computed in float32."""
-    made = optimize(exported(family), tmp_path / "halved", backend="cuda", level="O4")
-    graph = Form(made).graph
+    halved = optimize(exported(family), tmp_path / "halved", backend="cuda", level="O4")
+    graph = Form(halved).graph
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
     longer = [node.inputs[7].producer() for node in attentions if node.inputs[7] is not None]
     assert [node.op_type for node in longer if node is not None] == ["Pad"] * LAYERS
@@ -152,7 +152,7 @@ def attention(
     """Return a model with one attention layer that has two query heads and one head for keys and values."""
     sizes = ["batch", "sequence", 4 * size]
     cache = ["batch", 1, "capacity", size]
-    given: dict[str, tuple[ir.DataType, list[Any]]] = {
+    graph_inputs: dict[str, tuple[ir.DataType, list[Any]]] = {
         "x": (ir.DataType.FLOAT, sizes), "past_key": (ir.DataType.FLOAT, cache), "past_value": (ir.DataType.FLOAT, cache),
         "lengths": (ir.DataType.INT32, ["batch"]), "total": (ir.DataType.INT32, [1]),
         "cos": (ir.DataType.FLOAT, ["rows", size // 2]), "sin": (ir.DataType.FLOAT, ["rows", size // 2]),
@@ -160,7 +160,7 @@ def attention(
     }  # fmt: skip
     values = {
         name: ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
-        for name, (kind, shape) in given.items()
+        for name, (kind, shape) in graph_inputs.items()
     }
     widths = ir.Value(name="widths", const_value=ir.tensor(np.array([2 * size, size, size], np.int64), name="widths"))
     split = ir.node("Split", [values["x"], widths], {"axis": -1}, num_outputs=3)
@@ -171,16 +171,17 @@ def attention(
         for part in split.outputs[:2]
     ]
     inputs = [turned[0].outputs[0], turned[1].outputs[0], split.outputs[2], *list(values.values())[1:5]]
-    made = ir.node(
+    attention_node = ir.node(
         "GroupQueryAttention",
         inputs,
         {"num_heads": 2, "kv_num_heads": 1, **attributes},
         domain="com.microsoft",
         num_outputs=3,
     )
-    outputs = [*made.outputs, *([turned[1].outputs[0]] if elsewhere else [])]
+    outputs = [*attention_node.outputs, *([turned[1].outputs[0]] if elsewhere else [])]
     graph = ir.Graph(
-        list(values.values()), outputs, nodes=[split, *turned, made], initializers=[widths], opset_imports={"": 18, "com.microsoft": 1}
+        list(values.values()), outputs, nodes=[split, *turned, attention_node], initializers=[widths],
+        opset_imports={"": 18, "com.microsoft": 1}
     )  # fmt: skip
     return ir.Model(graph, ir_version=10)
 

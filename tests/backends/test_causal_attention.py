@@ -51,8 +51,8 @@ def logits_of(artifact: Artifact, ids: torch.Tensor) -> np.ndarray:
     for spec in artifact.component("model").inputs:
         if spec.pair is not None:
             feeds[spec.name] = np.zeros((batch, spec.shape[1], 32, spec.shape[3]), np.float32)
-    found: np.ndarray = session.run(["logits"], feeds)[0]
-    return found
+    logits: np.ndarray = session.run(["logits"], feeds)[0]
+    return logits
 
 
 @pytest.mark.thorough
@@ -63,11 +63,11 @@ def test_lengths_replace_the_mask(generator: Artifacts, family: str, windowed: b
     artifact, original = generator(family), tiny_generator(family)
     assert open_form(artifact)[1] is windowed
     ids = torch.randint(4, VOCABULARY, (3, max(LENGTHS_OF_ROWS)), generator=torch.Generator().manual_seed(3))
-    found = logits_of(artifact, ids)
+    logits = logits_of(artifact, ids)
     for row, length in enumerate(LENGTHS_OF_ROWS):
         with torch.inference_mode():
             expected = original(ids[row : row + 1, :length]).logits[0].numpy()
-        assert np.abs(found[row, :length] - expected).max() < 1e-3, row
+        assert np.abs(logits[row, :length] - expected).max() < 1e-3, row
 
 
 @pytest.mark.thorough
@@ -165,8 +165,8 @@ def test_gemma3_in_float16_opens_on_the_cpu(generator: Artifacts, tmp_path: Path
     """Opening the float16 graph on the CPU succeeds, although one of ONNX Runtime's own optimizers crashed the process
     on Gemma 3.
     """
-    made = optimize(generator("gemma3"), tmp_path / "fp16", backend="cuda", level="O4")
-    assert open_form(made)[1]
+    halved = optimize(generator("gemma3"), tmp_path / "fp16", backend="cuda", level="O4")
+    assert open_form(halved)[1]
 
 
 @pytest.mark.thorough
@@ -174,15 +174,15 @@ def test_late_positions_give_different_logits(generator: Artifacts, tmp_path: Pa
     """The float16 decoder computes rotary angles in float32. Float16 cannot represent odd positions above 2048, so two
     neighboring positions would have the same angle.
     """
-    made = optimize(generator("llama"), tmp_path / "fp16", backend="cuda", level="O4")
+    halved = optimize(generator("llama"), tmp_path / "fp16", backend="cuda", level="O4")
     backend = registry.load(registry.describe("cpu"))
-    session = backend.open(made, OpenRequest(device=DeviceSpec("cpu")))["model"]
+    session = backend.open(halved, OpenRequest(device=DeviceSpec("cpu")))["model"]
     sizes = {"batch": 1, "sequence": 3, "total": 3, "kept": 1}
     stateless = [spec for spec in session.inputs if spec.pair is None]
-    feeds = dict(capture.feeds_for(stateless, sizes, seed=0, folder=made.path))
+    feeds = dict(capture.feeds_for(stateless, sizes, seed=0, folder=halved.path))
     feeds |= {"attention_mask": torch.ones(1, 3).long(), "logits_to_keep": torch.tensor([2])}
-    found = []
+    logits = []
     for places in ([3000, 3001, 3002], [3000, 3000, 3002]):
         feeds["position_ids"] = torch.tensor([places])
-        found.append(session.run(feeds, outputs=("logits",), state=session.new_state(1))["logits"])
-    assert (found[0] - found[1]).abs().max() > 0.05
+        logits.append(session.run(feeds, outputs=("logits",), state=session.new_state(1))["logits"])
+    assert (logits[0] - logits[1]).abs().max() > 0.05

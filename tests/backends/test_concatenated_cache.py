@@ -56,14 +56,14 @@ def step(session: Session, state: Any, mask: torch.Tensor, new: int, artifact: A
     """Return the logits of `new` tokens that follow the tokens in the state's KV cache."""
     rows, total = mask.shape
     sizes = {"batch": rows, "sequence": new, "total": total, "kept": new, "encoder_sequence": 6}
-    own = [spec for spec in session.inputs if spec.pair is None]
-    feeds = dict(capture.feeds_for(own, sizes, seed=total, folder=artifact.path))
-    given = {
+    plain_inputs = [spec for spec in session.inputs if spec.pair is None]
+    feeds = dict(capture.feeds_for(plain_inputs, sizes, seed=total, folder=artifact.path))
+    optional_feeds = {
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -new:],
         "logits_to_keep": torch.arange(new),
     }
-    feeds |= {name: value for name, value in given.items() if name in feeds}
+    feeds |= {name: value for name, value in optional_feeds.items() if name in feeds}
     return session.run(feeds, outputs=("logits",), state=state)["logits"]
 
 
@@ -75,20 +75,20 @@ def differences(artifact: Artifact) -> list[float]:
     states = [session.new_state(3) for session in sessions]
     mask = torch.ones(3, 5).long()
     mask[0, :3] = 0
-    found = []
+    largest = []
     longer = torch.cat([mask, mask[:, -1:]], 1)
-    for new, seen in ((5, mask), (1, longer)):
-        one, other = (
-            step(session, state, seen, new, artifact) for session, state in zip(sessions, states, strict=True)
+    for new, step_mask in ((5, mask), (1, longer)):
+        logits, other = (
+            step(session, state, step_mask, new, artifact) for session, state in zip(sessions, states, strict=True)
         )
-        real = seen[:, -new:].bool()
-        found.append(float((one - other)[real].abs().max()))
+        real = step_mask[:, -new:].bool()
+        largest.append(float((logits - other)[real].abs().max()))
     order = torch.tensor([2, 0])
     mask = torch.cat([longer[order], torch.ones(2, 2).long()], 1)
     for state in states:
         state.reorder(order)
-    one, other = (step(session, state, mask, 2, artifact) for session, state in zip(sessions, states, strict=True))
-    return [*found, float((one - other).abs().max())]
+    logits, other = (step(session, state, mask, 2, artifact) for session, state in zip(sessions, states, strict=True))
+    return [*largest, float((logits - other).abs().max())]
 
 
 @pytest.mark.parametrize(

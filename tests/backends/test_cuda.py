@@ -46,8 +46,8 @@ class TestCudaGraphs(TestCuda):
     tolerance = 0.15  # float16 rounding error for logits of up to 70
 
     def stateful_artifact(self, folder: Path) -> Artifact | None:
-        made = super().stateful_artifact(folder.parent / "float32")
-        return optimize(made, folder, backend="cuda", level="O4")
+        exported = super().stateful_artifact(folder.parent / "float32")
+        return optimize(exported, folder, backend="cuda", level="O4")
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempP
     use.
     """
     root = tmp_path_factory.mktemp("fused")
-    made: dict[tuple[str, str, str], Artifact] = {}
+    artifacts: dict[tuple[str, str, str], Artifact] = {}
 
     def get(family: str = "bert", task: str = "text-classification", level: str = "O2") -> Artifact:
         key = (family, task, level)
-        if key not in made:
-            made[key] = optimize(tiny_artifact(family, task), root / "-".join(key), backend="cuda", level=level)
-        return made[key]
+        if key not in artifacts:
+            artifacts[key] = optimize(tiny_artifact(family, task), root / "-".join(key), backend="cuda", level=level)
+        return artifacts[key]
 
     return get
 
@@ -99,8 +99,8 @@ def on_cpu(artifact: Artifact, feeds: Mapping[str, torch.Tensor]) -> dict[str, t
     return session.run({name: tensor.cpu() for name, tensor in feeds.items()})
 
 
-def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    return max(float((found[name].cpu().float() - expected[name].float()).abs().max()) for name in expected)
+def difference(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    return max(float((outputs[name].cpu().float() - expected[name].float()).abs().max()) for name in expected)
 
 
 def masks(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -136,8 +136,8 @@ def test_any_padding_gives_correct_results(
     session = open_on_gpu(fused("bert", task), cuda_graphs=graphs)
     for _ in range(2):
         for kind, feeds in masks(feeds_of(session_artifact := tiny_artifact("bert", task), 4, 24)):
-            given = on_gpu(feeds) if where == "gpu" else feeds
-            assert difference(session.run(given), on_cpu(session_artifact, feeds)) < 1e-4, kind
+            inputs = on_gpu(feeds) if where == "gpu" else feeds
+            assert difference(session.run(inputs), on_cpu(session_artifact, feeds)) < 1e-4, kind
 
 
 def with_lengths(feeds: Mapping[str, torch.Tensor], fill: float, seed: int) -> dict[str, torch.Tensor]:
@@ -166,17 +166,17 @@ def test_packed_execution_gives_correct_results(
     """
     original = tiny_artifact("bert", task)
     session: Any = open_on_gpu(fused("bert", task, "O4"), cuda_graphs=graphs)
-    whole = feeds_of(original, 64, 64)
-    calls = [with_lengths(whole, fill, seed) for seed, fill in enumerate((0.3, 0.3, 0.3, 0.5, 0.1, 0.45, 0.3))]
-    calls[4:4] = [feeds for _, feeds in masks(whole)]
+    full_feeds = feeds_of(original, 64, 64)
+    calls = [with_lengths(full_feeds, fill, seed) for seed, fill in enumerate((0.3, 0.3, 0.3, 0.5, 0.1, 0.45, 0.3))]
+    calls[4:4] = [feeds for _, feeds in masks(full_feeds)]
     for feeds in calls:
-        found, expected = session.run(on_gpu(feeds) if where == "gpu" else feeds), on_cpu(original, feeds)
-        kept = feeds["attention_mask"].bool()
+        outputs, expected = session.run(on_gpu(feeds) if where == "gpu" else feeds), on_cpu(original, feeds)
+        real_tokens = feeds["attention_mask"].bool()
         for name, value in expected.items():
-            one = found[name].cpu()
-            if value.shape[:2] == kept.shape:
-                one, value = one[kept], value[kept]
-            assert (one - value).abs().max() < 3e-2
+            output = outputs[name].cpu()
+            if value.shape[:2] == real_tokens.shape:
+                output, value = output[real_tokens], value[real_tokens]
+            assert (output - value).abs().max() < 3e-2
     assert session._runtime.packs
     if graphs:
         plans = next(iter(session._graphs.values())).graphs
@@ -188,9 +188,9 @@ def test_packed_execution_returns_zeros_for_padding(fused: Callable[..., Artifac
     session = open_on_gpu(artifact)
     feeds = with_lengths(feeds_of(artifact, 64, 64), 0.3, 0)
     for _ in range(3):
-        found = session.run(on_gpu(feeds))["last_hidden_state"].cpu()
-    assert not found[feeds["attention_mask"] == 0].any()
-    assert found[feeds["attention_mask"] == 1].any(-1).all()
+        hidden = session.run(on_gpu(feeds))["last_hidden_state"].cpu()
+    assert not hidden[feeds["attention_mask"] == 0].any()
+    assert hidden[feeds["attention_mask"] == 1].any(-1).all()
 
 
 def test_packing_can_be_disabled(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
@@ -284,8 +284,8 @@ def test_calls_are_ordered_on_the_callers_stream(
                 busy = torch.tanh(busy @ busy)
             for name, tensor in late.items():
                 tensor.copy_(feeds[name])
-            found = session.run(late)["logits"]
-            doubled = found * 2
+            logits = session.run(late)["logits"]
+            doubled = logits * 2
         stream.synchronize()
         assert (doubled - 2 * expected).abs().max() < 1e-4
 
@@ -329,11 +329,11 @@ def test_tf32_is_off_by_default(tiny_artifact: Callable[..., Artifact], open_on_
 
 
 def test_sessions_share_weights(fused: Callable[..., Artifact], open_on_gpu: Open) -> None:
-    one, two = open_on_gpu(fused()), open_on_gpu(fused())
-    assert one._runtime is two._runtime  # type: ignore[attr-defined]
+    first, second = open_on_gpu(fused()), open_on_gpu(fused())
+    assert first._runtime is second._runtime  # type: ignore[attr-defined]
     feeds = on_gpu(feeds_of(fused(), 2, 8))
-    one.close()
-    assert two.run(feeds)["logits"].shape[0] == 2
+    first.close()
+    assert second.run(feeds)["logits"].shape[0] == 2
 
 
 def test_graph_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
@@ -341,10 +341,10 @@ def test_graph_forms_share_weights(tmp_path: Path, open_on_gpu: Open) -> None:
     vocabulary, hidden = 2_000_000, 32
     model = tiny_model("bert", vocab_size=vocabulary)
     artifact = export(model, tmp_path / "onnx", task="text-classification")
-    made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
-    session = open_on_gpu(made, cuda_graphs=0)
-    short, long = feeds_of(made, 4, 24), feeds_of(made, 2, 80)
-    expected = [(feeds, on_cpu(made, feeds)) for _, feeds in (*masks(short), *masks(long))]
+    optimized = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
+    session = open_on_gpu(optimized, cuda_graphs=0)
+    short, long = feeds_of(optimized, 4, 24), feeds_of(optimized, 2, 80)
+    expected = [(feeds, on_cpu(optimized, feeds)) for _, feeds in (*masks(short), *masks(long))]
     session.run(on_gpu(long))
     torch.cuda.synchronize(GPU)
     free_before, _ = torch.cuda.mem_get_info(GPU)
@@ -377,18 +377,18 @@ def test_buckets_give_correct_results(fused: Callable[..., Artifact], tiny_artif
     )
     for sequence in (5, 11, 16, 17, 31):
         feeds = feeds_of(original, 2, sequence)
-        found = model(**on_gpu(feeds)).logits
-        assert found.is_cuda
-        assert difference({"logits": found}, on_cpu(original, feeds)) < 1e-4
+        logits = model(**on_gpu(feeds)).logits
+        assert logits.is_cuda
+        assert difference({"logits": logits}, on_cpu(original, feeds)) < 1e-4
 
 
 def test_pytorch_in_cuda_graph_gives_correct_results(tiny_folder: Callable[..., Path]) -> None:
     from accel import benchmark
 
-    found = benchmark(
+    result = benchmark(
         tiny_folder(), device=str(GPU), backends=["cuda"], batch=[2], sequence=[5, 9], rounds=2, calls=3, warmup=2
     )
-    graph = found["PyTorch eager float32 in a CUDA graph"]
+    graph = result["PyTorch eager float32 in a CUDA graph"]
     assert graph.error is None
     assert graph.max_abs_difference <= graph.tolerance
     assert [cell.workload for cell in graph.cells] == ["2x5", "2x9"]

@@ -43,13 +43,13 @@ def fused(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.TempP
     use.
     """
     root = tmp_path_factory.mktemp("gpu-fused")
-    made: dict[tuple[str, str, str], Artifact] = {}
+    artifacts: dict[tuple[str, str, str], Artifact] = {}
 
     def get(family: str = "bert", task: str = "text-classification", level: str = "O2") -> Artifact:
         key = (family, task, level)
-        if key not in made:
-            made[key] = optimize(tiny_artifact(family, task), root / "-".join(key), backend="cuda", level=level)
-        return made[key]
+        if key not in artifacts:
+            artifacts[key] = optimize(tiny_artifact(family, task), root / "-".join(key), backend="cuda", level=level)
+        return artifacts[key]
 
     return get
 
@@ -86,8 +86,8 @@ def padded(feeds: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, t
         yield kind, {**feeds, "attention_mask": mask}
 
 
-def difference(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> float:
-    return max(float((one[name].float() - two[name].float()).abs().max()) for name in two)
+def difference(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
+    return max(float((first[name].float() - second[name].float()).abs().max()) for name in second)
 
 
 # Families without the mark `thorough` use exports that other tests also use.
@@ -112,8 +112,8 @@ FAMILIES = [
 def test_same_result_for_any_padding(
     fused: Fused, tiny_artifact: Callable[..., Artifact], family: str, task: str
 ) -> None:
-    original, made = tiny_artifact(family, task), fused(family, task)
-    before, after = session_of(original), session_of(made)
+    original, optimized = tiny_artifact(family, task), fused(family, task)
+    before, after = session_of(original), session_of(optimized)
     for batch, sequence in [(1, 1), (2, 7), (3, 40)]:
         for kind, feeds in padded(feeds_of(original, batch, sequence)):
             # Fused operators add float32 numbers in a different order, so results differ slightly.
@@ -122,16 +122,16 @@ def test_same_result_for_any_padding(
 
 # Multiple-choice models are not fused. Their batch axis is the product of two axes, and the pattern matching cannot
 # determine the sizes of the two axes.
-@pytest.mark.parametrize(("family", "task"), [one for one in FAMILIES if "multiple-choice" not in one.values])
+@pytest.mark.parametrize(("family", "task"), [param for param in FAMILIES if "multiple-choice" not in param.values])
 def test_every_attention_is_fused(fused: Fused, family: str, task: str) -> None:
-    found = operators(fused(family, task))
-    assert found["Attention"] == LAYERS
-    assert found["Softmax"] == 0
+    counts = operators(fused(family, task))
+    assert counts["Attention"] == LAYERS
+    assert counts["Softmax"] == 0
     # A pre-norm encoder such as ViT has no residual sum before its first layer norm, so one node fewer is fused.
-    assert found["SkipLayerNormalization"] >= 2 * LAYERS - (family == "vit")
-    assert found["BiasGelu"] + found["Gelu"] + found["FastGelu"] + found["Tanh"] >= LAYERS
+    assert counts["SkipLayerNormalization"] >= 2 * LAYERS - (family == "vit")
+    assert counts["BiasGelu"] + counts["Gelu"] + counts["FastGelu"] + counts["Tanh"] >= LAYERS
     if family != "vit":
-        assert found["EmbedLayerNormalization"] == 1
+        assert counts["EmbedLayerNormalization"] == 1
 
 
 @pytest.mark.thorough
@@ -168,16 +168,16 @@ def test_graph_forms_agree_on_supported_masks(fused: Fused, family: str) -> None
         options = ort.SessionOptions()
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
         sessions[form] = ort.InferenceSession(in_form(path, form), options, providers=["CPUExecutionProvider"])
-    seen = set()
+    used_forms = set()
     for kind, feeds in padded(feeds_of(artifact, 4, 20)):
         arrays = {name: tensor.numpy() for name, tensor in feeds.items()}
         expected = sessions["general"].run(None, arrays)[0]
         form = held_by(feeds["attention_mask"]).form
-        seen.add(form)
+        used_forms.add(form)
         assert np.abs(sessions[form].run(None, arrays)[0] - expected).max() < 1e-5, kind
         if kind in ("left", "hole"):
             assert np.abs(sessions["lengths"].run(None, arrays)[0] - expected).max() > 1e-3, "the test sees the mask"
-    assert seen == set(forms)
+    assert used_forms == set(forms)
 
 
 def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> bytes:
@@ -197,7 +197,7 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
         return inputs[name]
 
     positions = value(POSITIONS, ir.DataType.INT64, ["batch", "sequence"])
-    kept = value(lengths, ir.DataType.INT32, ["batch"])
+    lengths_value = value(lengths, ir.DataType.INT32, ["batch"])
     live = value("live", ir.DataType.BOOL, ["tokens", 1])
     flat = ir.node("Constant", [], {"value": ir.tensor(np.array([-1, 32], np.int64))})
     nothing = ir.node("Constant", [], {"value": ir.tensor(np.array(np.nan, np.float32))})
@@ -212,15 +212,17 @@ def without_packed_attention(serialized: bytes, lengths: str = "lengths") -> byt
         gone = ir.node("IsNaN", [x])
         clean = ir.node("Where", [gone.outputs[0], zero.outputs[0], x])
         places = ir.node("Gather", [clean.outputs[0], positions])
-        whole = ir.node("Attention", [places.outputs[0], weight, bias, kept], dict(node.attributes), domain=MICROSOFT)
-        rows = ir.node("Reshape", [whole.outputs[0], flat.outputs[0]])
+        padded_attention = ir.node(
+            "Attention", [places.outputs[0], weight, bias, lengths_value], dict(node.attributes), domain=MICROSOFT
+        )
+        rows = ir.node("Reshape", [padded_attention.outputs[0], flat.outputs[0]])
         packed = ir.node("Gather", [rows.outputs[0], inputs[INDEX]])
         result = ir.node("Where", [live, packed.outputs[0], nothing.outputs[0]])
-        graph.insert_before(node, [gone, clean, places, whole, rows, packed, result])
+        graph.insert_before(node, [gone, clean, places, padded_attention, rows, packed, result])
         node.outputs[0].replace_all_uses_with(result.outputs[0], replace_graph_outputs=True)
         graph.remove(node, safe=True)
-    made: bytes = ir.to_proto(model).SerializeToString()
-    return made
+    data: bytes = ir.to_proto(model).SerializeToString()
+    return data
 
 
 @pytest.mark.parametrize(
@@ -261,16 +263,16 @@ def test_packed_form_gives_correct_results(fused: Fused, family: str, task: str)
     for rows in (41, 64):
         packing = Packing((4, 20), rows, torch.device("cpu"))
         packing.fill(mask)
-        given = {**arrays, **{name: tensor.numpy() for name, tensor in packing.inputs.items()}}
-        given |= {"lengths": mask.sum(1).int().numpy(), "live": (np.arange(rows) < 41)[:, None]}
-        found = packed.run(None, {i.name: given[i.name] for i in packed.get_inputs()})
-        for one, other in zip(found, expected, strict=True):
-            assert one.shape == other.shape
-            if one.shape[:2] == (4, 20):
-                assert not one[mask.numpy() == 0].any(), "padded places are zero"
-                one, other = one[mask.numpy() == 1], other[mask.numpy() == 1]
-            assert np.isfinite(one).all()
-            assert np.abs(one - other).max() < 2e-5
+        packed_feeds = {**arrays, **{name: tensor.numpy() for name, tensor in packing.inputs.items()}}
+        packed_feeds |= {"lengths": mask.sum(1).int().numpy(), "live": (np.arange(rows) < 41)[:, None]}
+        outputs = packed.run(None, {i.name: packed_feeds[i.name] for i in packed.get_inputs()})
+        for output, other in zip(outputs, expected, strict=True):
+            assert output.shape == other.shape
+            if output.shape[:2] == (4, 20):
+                assert not output[mask.numpy() == 0].any(), "padded places are zero"
+                output, other = output[mask.numpy() == 1], other[mask.numpy() == 1]
+            assert np.isfinite(output).all()
+            assert np.abs(output - other).max() < 2e-5
 
 
 def test_packed_layers_stay_packed_to_the_output(fused: Fused) -> None:
@@ -327,9 +329,9 @@ def test_attention_without_biases(tmp_path: Path) -> None:
             if "attention.self" in name and name.endswith("bias"):
                 parameter.zero_()
     artifact = export(model, tmp_path / "onnx", task="text-classification")
-    made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
-    assert operators(made)["Attention"] == 1
-    assert made.manifest.steps[-1].validation["max_abs_difference"] < 1e-4
+    optimized = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
+    assert operators(optimized)["Attention"] == 1
+    assert optimized.manifest.steps[-1].validation["max_abs_difference"] < 1e-4
 
 
 _SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 120}
@@ -345,16 +347,16 @@ def exported(prefix: str, path: Path, **settings: Any) -> Artifact:
 def test_mask_subtracted_from_one_is_fused(tmp_path: Path) -> None:
     """LayoutLM's additive mask `(1 - mask) * number` is fused as a padding mask, and not as a general attention bias."""
     artifact = exported("LayoutLM", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
-    made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
-    assert operators(made)["Attention"] == LAYERS
-    assert mask_input(made.file()) == "attention_mask"
+    optimized = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
+    assert operators(optimized)["Attention"] == LAYERS
+    assert mask_input(optimized.file()) == "attention_mask"
 
 
 @pytest.mark.thorough
 def test_position_table_with_offset_is_fused(tmp_path: Path) -> None:
     artifact = exported("Nystromformer", tmp_path / "onnx", intermediate_size=48, max_position_embeddings=64)
-    made = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
-    assert operators(made)["EmbedLayerNormalization"] == 1
+    optimized = optimize(artifact, tmp_path / "fused", backend="cuda", level="O2")
+    assert operators(optimized)["EmbedLayerNormalization"] == 1
 
 
 @pytest.mark.thorough
@@ -363,9 +365,9 @@ def test_relative_positions_stay_in_float32(tiny_artifact: Callable[..., Artifac
     buckets, which changed hidden states by 0.4.
     """
     original = tiny_artifact("mpnet", "feature-extraction")
-    made = optimize(original, tmp_path / "half", backend="cuda", level="O1", enable=("float16",))
-    assert made.dtype == "float16"
-    assert made.manifest.steps[-1].validation["max_abs_difference"] < 0.02
+    halved = optimize(original, tmp_path / "half", backend="cuda", level="O1", enable=("float16",))
+    assert halved.dtype == "float16"
+    assert halved.manifest.steps[-1].validation["max_abs_difference"] < 0.02
 
 
 @pytest.mark.thorough
@@ -393,11 +395,11 @@ def test_sums_over_experts_stay_in_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["bert", "roberta", "vit"])
 def test_float16_gives_correct_results(fused: Fused, tiny_artifact: Callable[..., Artifact], family: str) -> None:
     task = "image-classification" if family == "vit" else "text-classification"
-    original, made = tiny_artifact(family, task), fused(family, task, "O4")
-    assert made.dtype == "float16"
-    assert [spec.dtype for spec in made.components[0].outputs] == ["float32"]
-    assert made.bytes < 0.7 * original.bytes
-    before, after = session_of(original), session_of(made)
+    original, optimized = tiny_artifact(family, task), fused(family, task, "O4")
+    assert optimized.dtype == "float16"
+    assert [spec.dtype for spec in optimized.components[0].outputs] == ["float32"]
+    assert optimized.bytes < 0.7 * original.bytes
+    before, after = session_of(original), session_of(optimized)
     for kind, feeds in padded(feeds_of(original, 3, 24)):
         assert difference(after.run(feeds), before.run(feeds)) < 2e-2, kind
 
@@ -408,12 +410,12 @@ def test_bfloat16_can_be_enabled(tiny_artifact: Callable[..., Artifact], tmp_pat
     config = OptimizeConfig(level="O2", enable=("bfloat16",))
     # Call the optimizer class directly. The function `optimize` compares results on the CPU provider, which has no
     # bfloat16 operators.
-    made = OrtOptimizer("cuda", CUDA).optimize(tiny_artifact("bert"), config=config, out=tmp_path)
-    assert made.dtype == "bfloat16"
-    kinds = {v.dtype.name for v in load_graphs(made)["model"].graph.initializers.values() if v.dtype is not None}
+    converted = OrtOptimizer("cuda", CUDA).optimize(tiny_artifact("bert"), config=config, out=tmp_path)
+    assert converted.dtype == "bfloat16"
+    kinds = {v.dtype.name for v in load_graphs(converted)["model"].graph.initializers.values() if v.dtype is not None}
     assert "BFLOAT16" in kinds
     assert "FLOAT" not in kinds
-    assert operators(made)["EmbedLayerNormalization"] == 0, "it has no bfloat16 kernel"
+    assert operators(converted)["EmbedLayerNormalization"] == 0, "it has no bfloat16 kernel"
 
 
 def test_shared_layers_share_packed_weights(fused: Fused) -> None:
@@ -424,10 +426,10 @@ def test_shared_layers_share_packed_weights(fused: Fused) -> None:
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", pytest.param("relu", marks=pytest.mark.thorough)])
 def test_other_activations_are_kept(tmp_path: Path, activation: str) -> None:
     original = export(tiny_model("bert", num_hidden_layers=1, hidden_act=activation), tmp_path / "a")
-    made = optimize(original, tmp_path / "b", backend="cuda", level="O2")
+    optimized = optimize(original, tmp_path / "b", backend="cuda", level="O2")
     feeds = feeds_of(original, 2, 9)
-    assert difference(session_of(made).run(feeds), session_of(original).run(feeds)) < 2e-5
-    assert operators(made)["BiasGelu"] == 0
+    assert difference(session_of(optimized).run(feeds), session_of(original).run(feeds)) < 2e-5
+    assert operators(optimized)["BiasGelu"] == 0
 
 
 def test_levels_and_switches_choose_fusions_for_cuda() -> None:
@@ -449,17 +451,17 @@ def test_every_fusion_has_summary_and_unique_name(target: FusionTarget) -> None:
     assert len({fusion.name for fusion in fusions}) == len(fusions)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_all_tokens_are_computed_if_a_size_is_unknown(known: bool) -> None:
+@pytest.mark.parametrize("shape_known", [True, False])
+def test_all_tokens_are_computed_if_a_size_is_unknown(shape_known: bool) -> None:
     hidden, other = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in ("h", "o"))
     index = ir.Value(name="i", const_value=ir.tensor(0, ir.DataType.INT64), shape=ir.Shape([]))
     hidden.shape, other.shape = ir.Shape(["batch", "sequence", 4]), ir.Shape(["batch", "sequence", 4])
     relu = ir.node("Relu", [other])
     add = ir.node("Add", [hidden, relu.outputs[0]])
     add.outputs[0].shape = ir.Shape(["batch", "sequence", 4])
-    relu.outputs[0].shape = ir.Shape(["batch", "sequence", 4]) if known else None
+    relu.outputs[0].shape = ir.Shape(["batch", "sequence", 4]) if shape_known else None
     gather = ir.node("Gather", [add.outputs[0], index], {"axis": 1})
     graph = ir.Graph(
         [hidden, other], gather.outputs, nodes=[relu, add, gather], initializers=[index], opset_imports={"": 21}
     )
-    assert (compute_pooled_token().apply(ir.Model(graph, ir_version=10)) > 0) == known
+    assert (compute_pooled_token().apply(ir.Model(graph, ir_version=10)) > 0) == shape_known

@@ -78,15 +78,15 @@ def test_every_scheme_has_small_error(
     original = tiny_artifact("bert")
     parent = original if start == "float32" else portable
     calibration = [feeds_of(original, seed) for seed in range(4)]
-    made = quantize(parent, tmp_path / "q", backend="tensorrt", scheme=scheme, calibration=calibration, **settings)
-    report = made.manifest.steps[-1].report
+    quantized = quantize(parent, tmp_path / "q", backend="tensorrt", scheme=scheme, calibration=calibration, **settings)
+    report = quantized.manifest.steps[-1].report
     assert (len(report["layers"]), report["attention"]) == (layers, products)
-    assert made.dtype == start
-    assert made.manifest.quantization is not None
-    assert made.manifest.quantization.scheme == scheme
+    assert quantized.dtype == start
+    assert quantized.manifest.quantization is not None
+    assert quantized.manifest.quantization.scheme == scheme
     feeds = feeds_of(original, 9)
-    expected, found = session_of(original).run(feeds)["logits"], session_of(made).run(feeds)["logits"]
-    error = float((found - expected).norm() / expected.norm())
+    expected, logits = session_of(original).run(feeds)["logits"], session_of(quantized).run(feeds)["logits"]
+    error = float((logits - expected).norm() / expected.norm())
     assert 1e-4 < error < ACCEPTED[scheme]
 
 
@@ -96,20 +96,22 @@ def test_pairs_in_graph_fused_for_cuda(tiny_artifact: Callable[..., Artifact], t
     """
     fused = optimize(tiny_artifact("bert"), tmp_path / "o2", backend="cuda", level="O2")
     calibration = [feeds_of(fused, seed) for seed in range(4)]
-    made = quantize(fused, tmp_path / "q", backend="cuda", scheme="static-int8", calibration=calibration)
-    assert made.manifest.steps[-1].backend == "cuda"
-    assert operators(made)["Attention"] == operators(fused)["Attention"] > 0
-    assert operators(made)["DequantizeLinear"] > 0
+    quantized = quantize(fused, tmp_path / "q", backend="cuda", scheme="static-int8", calibration=calibration)
+    assert quantized.manifest.steps[-1].backend == "cuda"
+    assert operators(quantized)["Attention"] == operators(fused)["Attention"] > 0
+    assert operators(quantized)["DequantizeLinear"] > 0
     feeds = feeds_of(fused, 9)
-    expected, found = session_of(fused).run(feeds)["logits"], session_of(made).run(feeds)["logits"]
-    assert (found - expected).norm() / expected.norm() < ACCEPTED["static-int8"]
+    expected, logits = session_of(fused).run(feeds)["logits"], session_of(quantized).run(feeds)["logits"]
+    assert (logits - expected).norm() / expected.norm() < ACCEPTED["static-int8"]
 
 
 @pytest.mark.parametrize("scheme", STEPS)
 def test_pairs_are_symmetric_and_per_channel(portable: Artifact, tmp_path: Path, scheme: str) -> None:
-    made = quantize(portable, tmp_path / "q", backend="tensorrt", scheme=scheme, calibration=[feeds_of(portable, 0)])
-    model = load_graphs(made)["model"]
-    wanted = STEPS[scheme].dtype
+    quantized = quantize(
+        portable, tmp_path / "q", backend="tensorrt", scheme=scheme, calibration=[feeds_of(portable, 0)]
+    )
+    model = load_graphs(quantized)["model"]
+    expected_dtype = STEPS[scheme].dtype
     weights = activations = 0
     for node in (n for n in model.graph if n.op_type == "DequantizeLinear"):
         values, scale, zero = node.inputs
@@ -117,7 +119,7 @@ def test_pairs_are_symmetric_and_per_channel(portable: Artifact, tmp_path: Path,
         assert scale is not None
         assert zero is not None
         assert zero.const_value is not None
-        assert zero.dtype == values.dtype == wanted
+        assert zero.dtype == values.dtype == expected_dtype
         assert scale.dtype == ir.DataType.FLOAT16
         assert not zero.const_value.numpy().astype(np.float32).any(), "symmetric"
         if values.is_initializer():
@@ -128,14 +130,14 @@ def test_pairs_are_symmetric_and_per_channel(portable: Artifact, tmp_path: Path,
             activations += 1
             assert scale.shape == ()
     assert weights == 14
-    assert activations == operators(made)["QuantizeLinear"] == 10, "what layers share is rounded once"
+    assert activations == operators(quantized)["QuantizeLinear"] == 10, "what layers share is rounded once"
 
 
 def test_float8_compute_dtype_is_not_int8(portable: Artifact, tmp_path: Path) -> None:
     feeds = [feeds_of(portable, 0)]
-    made = {s: quantize(portable, tmp_path / s, backend="tensorrt", scheme=s, calibration=feeds) for s in STEPS}
-    assert session_of(made["static-fp8"]).compute_dtype == "float32"
-    assert session_of(made["static-int8"]).compute_dtype == "int8"
+    quantized = {s: quantize(portable, tmp_path / s, backend="tensorrt", scheme=s, calibration=feeds) for s in STEPS}
+    assert session_of(quantized["static-fp8"]).compute_dtype == "float32"
+    assert session_of(quantized["static-int8"]).compute_dtype == "int8"
 
 
 def test_rounding_to_int8_and_float8() -> None:

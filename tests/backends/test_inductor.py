@@ -52,20 +52,20 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., Any]]:
     """Replace the compiler, which takes seconds for each input shape, by a function that returns the uncompiled
     function. Return the list of functions that the compiler received.
     """
-    made: list[Callable[..., Any]] = []
+    functions: list[Callable[..., Any]] = []
 
     def stand_in(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
-        made.append(function)
+        functions.append(function)
         return function
 
     monkeypatch.setattr(compiled_model, "compiled", stand_in)
     monkeypatch.setattr(compiled_model, "_ROUNDS", 1)
-    return made
+    return functions
 
 
 def inputs(*texts: str) -> dict[str, torch.Tensor]:
-    found = tiny_tokenizer()(list(texts or ("where is my card",)), padding=True, return_tensors="pt")
-    return dict(found)
+    encoded = tiny_tokenizer()(list(texts or ("where is my card",)), padding=True, return_tensors="pt")
+    return dict(encoded)
 
 
 def answer(model: Any, **call: Any) -> torch.Tensor:
@@ -119,9 +119,9 @@ def test_compiled_outputs_equal_the_model(
     expected = [logits(model, call) for call in calls]
     with caplog.at_level(logging.INFO, "accel_plugins"):
         assert accel.accelerate(model, keep_slower=True, lengths=(16,)) is model
-        found = [logits(model, call) for call in calls]
+        outputs = [logits(model, call) for call in calls]
     # Compiled code adds float32 numbers in a different order, so outputs differ slightly.
-    assert all((one - other).abs().max() < 1e-5 for one, other in zip(found, expected, strict=True))
+    assert all((output - other).abs().max() < 1e-5 for output, other in zip(outputs, expected, strict=True))
     assert f"compiling {type(model).__name__} for 1 row of 16 tokens" in caplog.text
     assert model.acceleration.compilations == 1
     [report] = model.acceleration.report()
@@ -164,9 +164,9 @@ def test_lower_precision_has_small_error(settings: dict[str, Any], accepted: flo
     model = tiny_model("bert").eval()
     expected = answer(model, **inputs())
     accel.accelerate(model, keep_slower=True, **settings)
-    found = answer(model, **inputs())
-    assert found.dtype is torch.float32
-    assert 0 < (found - expected).abs().max() <= accepted * expected.abs().max()
+    output = answer(model, **inputs())
+    assert output.dtype is torch.float32
+    assert 0 < (output - expected).abs().max() <= accepted * expected.abs().max()
     assert torch.equal(answer(model.restore(), **inputs()), expected)
 
 
@@ -186,12 +186,12 @@ assert model.acceleration.compilations == 1
 def test_second_process_reuses_compiled_kernels(tmp_path: Path) -> None:
     environment = {**os.environ, "ACCEL_HOME": str(tmp_path)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    kept = []
+    timestamps = []
     for _ in range(2):
         subprocess.run([sys.executable, "-c", _ANSWERS_ONCE], env=environment, capture_output=True, check=True)
-        kept.append({file: file.stat().st_mtime_ns for file in (tmp_path / "inductor").rglob("*.so")})
-    assert kept[0]
-    assert kept[0] == kept[1]
+        timestamps.append({file: file.stat().st_mtime_ns for file in (tmp_path / "inductor").rglob("*.so")})
+    assert timestamps[0]
+    assert timestamps[0] == timestamps[1]
 
 
 # The tests below check input sizes.
@@ -207,8 +207,8 @@ def test_fifty_shapes_need_few_compilations(uncompiled: list[Any]) -> None:
     ]
     expected = [answer(model, **call) for call in calls]
     accel.accelerate(model, keep_slower=True)
-    found = [answer(model, **call) for call in calls]
-    assert all((one - other).abs().max() < 1e-5 for one, other in zip(found, expected, strict=True))
+    outputs = [answer(model, **call) for call in calls]
+    assert all((output - other).abs().max() < 1e-5 for output, other in zip(outputs, expected, strict=True))
     # The ten compilations are for lengths 16, 24, 32, 48 and 64, each with one row and with two rows.
     assert len(uncompiled) == model.acceleration.compilations == 10
     assert model.acceleration.engine.uncompiled_calls == 0
@@ -218,10 +218,10 @@ def test_limit_of_graphs_warns_and_uses_larger_shapes(uncompiled: list[Any], cap
     model = tiny_model("bert").eval()
     accel.accelerate(model, keep_slower=True, graphs=1)
     ids = torch.randint(4, 100, (1, 40))
-    for length, told in ((40, 0), (30, 0), (12, 1), (10, 1)):
+    for length, count in ((40, 0), (30, 0), (12, 1), (10, 1)):
         model(input_ids=ids[:, :length], attention_mask=torch.ones(1, length, dtype=torch.int64))
         warned = [record for record in caplog.records if "sizes are compiled already" in record.message]
-        assert len(warned) == told
+        assert len(warned) == count
     assert len(uncompiled) == 1
     assert model.acceleration.engine.uncompiled_calls == 2
 
@@ -232,10 +232,10 @@ def test_token_outputs_are_cut_to_the_input_length() -> None:
     expected = answer(model, **call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_model, "compiled", lambda function, **how: function)
-        found = answer(accel.accelerate(model, keep_slower=True), **call)
+        output = answer(accel.accelerate(model, keep_slower=True), **call)
     real = call["attention_mask"].bool()
-    assert found.shape == expected.shape
-    assert (found[real] - expected[real]).abs().max() < 1e-5
+    assert output.shape == expected.shape
+    assert (output[real] - expected[real]).abs().max() < 1e-5
 
 
 def test_missing_mask_is_created_if_the_model_accepts_masks(uncompiled: list[Any]) -> None:
@@ -261,8 +261,8 @@ def test_model_affected_by_padding_is_not_padded(uncompiled: list[Any], caplog: 
     ids = torch.tensor([[5, 6, 7]])
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = model(**call)["mean"]
-    found = accel.accelerate(model, keep_slower=True)(**call)["mean"]
-    assert torch.allclose(found, expected)
+    mean = accel.accelerate(model, keep_slower=True)(**call)["mean"]
+    assert torch.allclose(mean, expected)
     assert "Padding changes the outputs of Averaging" in caplog.text
     with torch.no_grad():
         assert torch.equal(model(**call)["mean"], expected)
@@ -292,7 +292,7 @@ def test_threads_get_results_when_padding_is_disabled(uncompiled: list[Any]) -> 
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = model(**call)["mean"]
     accel.accelerate(model, keep_slower=True)
-    assert all(torch.allclose(found["mean"], expected) for found in at_once(8, lambda: model(**call)))
+    assert all(torch.allclose(outputs["mean"], expected) for outputs in at_once(8, lambda: model(**call)))
 
 
 def test_threads_fall_back_to_eager_if_compiled_code_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_threads_fall_back_to_eager_if_compiled_code_is_slower(monkeypatch: pyte
     model = tiny_model("bert").eval()
     expected = answer(model, **inputs())
     accel.accelerate(model)
-    assert all(torch.equal(found, expected) for found in at_once(8, lambda: answer(model, **inputs())))
+    assert all(torch.equal(output, expected) for output in at_once(8, lambda: answer(model, **inputs())))
     assert model.acceleration.report()[0]["state"] == "eager"
 
 
@@ -308,19 +308,19 @@ def test_outputs_are_cut_while_another_thread_verifies(monkeypatch: pytest.Monke
     checking, finished = threading.Event(), threading.Event()
 
     def stand_in(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
-        def call(**given: Any) -> Any:
+        def call(**kwargs: Any) -> Any:
             if threading.current_thread().name == "checking":
                 checking.set()
                 assert finished.wait(60)
-            return function(**given)
+            return function(**kwargs)
 
         return call
 
     monkeypatch.setattr(compiled_model, "compiled", stand_in)
     model = accel.accelerate(tiny_model("bert", "token-classification").eval(), keep_slower=True, lengths=(16,))
-    short, whole = torch.tensor([[5, 6, 7]]), torch.arange(16)[None] + 5
+    short, full = torch.tensor([[5, 6, 7]]), torch.arange(16)[None] + 5
     assert answer(model, input_ids=short).shape[1] == 3
-    thread = threading.Thread(target=lambda: answer(model, input_ids=whole), name="checking")
+    thread = threading.Thread(target=lambda: answer(model, input_ids=full), name="checking")
     thread.start()
     try:
         assert checking.wait(60)
@@ -341,12 +341,12 @@ def traced(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         # `torch.compile` stores its results for each code object, so each function needs its own code object.
         code = function.__func__ if hasattr(function, "__func__") else function
-        own = types.FunctionType(
+        copied = types.FunctionType(
             code.__code__.replace(co_name=f"traced_{next(_COUNT)}"),
             code.__globals__, None, code.__defaults__, code.__closure__,
         )  # fmt: skip
-        own.__kwdefaults__ = code.__kwdefaults__
-        bound = types.MethodType(own, function.__self__) if hasattr(function, "__self__") else own
+        copied.__kwdefaults__ = code.__kwdefaults__
+        bound = types.MethodType(copied, function.__self__) if hasattr(function, "__self__") else copied
         return torch.compile(bound, backend="eager", fullgraph=True, dynamic=False, options=options)
 
     monkeypatch.setattr(compiled_model, "compiled", graph)
@@ -366,8 +366,8 @@ class TwoInputs(torch.nn.Module):
         self, input_ids: torch.Tensor, other: torch.Tensor, attention_mask: torch.Tensor
     ) -> dict[str, torch.Tensor | int]:
         mask = attention_mask.unsqueeze(-1).float()
-        found = (self.table(input_ids) * mask).sum(1) - 2 * self.table(other).mean(1)
-        return {"logits": found, "rows": input_ids.shape[0], "columns": other.shape[1]}
+        logits = (self.table(input_ids) * mask).sum(1) - 2 * self.table(other).mean(1)
+        return {"logits": logits, "rows": input_ids.shape[0], "columns": other.shape[1]}
 
 
 def test_calls_with_different_structure_are_compiled_separately(traced: None) -> None:
@@ -392,10 +392,10 @@ def test_calls_with_different_structure_are_compiled_separately(traced: None) ->
     with torch.no_grad():
         expected = [model(**call) for call in calls]
         accel.accelerate(model, keep_slower=True)
-        found = [model(**call) for call in calls]
-    for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one["logits"], other["logits"], atol=1e-5)
-        assert (one["rows"], one["columns"]) == (other["rows"], other["columns"])
+        outputs = [model(**call) for call in calls]
+    for output, other in zip(outputs, expected, strict=True):
+        assert torch.allclose(output["logits"], other["logits"], atol=1e-5)
+        assert (output["rows"], output["columns"]) == (other["rows"], other["columns"])
 
 
 def test_outer_autocast_does_not_change_results(uncompiled: list[Any]) -> None:
@@ -411,10 +411,10 @@ def test_outer_autocast_does_not_change_results(uncompiled: list[Any]) -> None:
 
 def test_wrong_compiled_output_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
-        def call(**given: Any) -> Any:
-            found = function(**given)
-            found.logits = found.logits * 1.5
-            return found
+        def call(**kwargs: Any) -> Any:
+            result = function(**kwargs)
+            result.logits = result.logits * 1.5
+            return result
 
         return call
 
@@ -428,10 +428,10 @@ def test_wrong_compiled_output_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
-    def call(**given: Any) -> Any:
+    def call(**kwargs: Any) -> Any:
         for _ in range(9):
-            function(**given)
-        return function(**given)
+            function(**kwargs)
+        return function(**kwargs)
 
     return call
 
@@ -457,15 +457,15 @@ def test_slower_compiled_code_in_a_call_warns_and_runs_eager(
     expected = answer(model, **inputs())
     accel.accelerate(model)
     for _ in range(2):
-        found = answer(model, **inputs())
-    assert torch.equal(found, expected)
+        output = answer(model, **inputs())
+    assert torch.equal(output, expected)
     assert "is not faster for 1 row of 16 tokens" in caplog.text
     assert model.acceleration.report()[0]["state"] == "eager"
 
 
 def test_compiler_error_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(function: Callable[..., Any], **how: object) -> Callable[..., Any]:
-        def call(**given: Any) -> Any:
+        def call(**kwargs: Any) -> Any:
             raise RuntimeError("graph break at print")
 
         return call
@@ -477,7 +477,7 @@ def test_compiler_error_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _hook(model: Any) -> None:
-    model.bert.pooler.register_forward_hook(lambda module, args, found: found * 2)
+    model.bert.pooler.register_forward_hook(lambda module, args, output: output * 2)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -500,15 +500,15 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_model_raises(uncompiled: list[Any], change: str) -> None:
-    how, told = CHANGES[change]
+    how, message = CHANGES[change]
     model = accel.accelerate(one_layer().eval(), keep_slower=True)
     answer(model, **inputs())
     # The following changes do not affect the compiled code, so the accelerated model accepts them.
     model.config.id2label = {0: "no", 1: "yes"}
-    model.register_forward_hook(lambda module, args, found: found)
+    model.register_forward_hook(lambda module, args, output: output)
     answer(model.to("cpu").requires_grad_(False), **inputs())
     how(model)
-    with pytest.raises(PrepareError, match=told):
+    with pytest.raises(PrepareError, match=message):
         model(**inputs())
     with torch.no_grad():
         assert "forward" not in vars(model.restore())
@@ -555,8 +555,8 @@ class Nameless(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
 
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        return self.layer(given[0])
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.layer(args[0])
 
 
 def test_invalid_arguments_raise(uncompiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -581,9 +581,9 @@ def test_invalid_arguments_raise(uncompiled: list[Any], monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"supports at most \d+ tokens per row, but the shape \(1, 100000\)"):
         model.warmup([(1, 100000)])
     with pytest.raises(InputError, match="submodule bert of the model is already accelerated"):
-        whole = tiny_model("bert").eval()
-        accel.accelerate(whole.bert)
-        accel.accelerate(whole)
+        full_model = tiny_model("bert").eval()
+        accel.accelerate(full_model.bert)
+        accel.accelerate(full_model)
     with pytest.raises(InputError, match="input 1 of Nameless.forward has no parameter name"):
         accel.accelerate(Nameless().eval())(torch.ones(2, 2))
     with pytest.raises(ExportError, match="was accelerated by accel.accelerate"):
@@ -592,9 +592,9 @@ def test_invalid_arguments_raise(uncompiled: list[Any], monkeypatch: pytest.Monk
         with pytest.raises(PrepareError, match="cannot be copied or pickled"):
             copying(model)
     monkeypatch.setattr(backend, "cpp_compiler", lambda: None)
-    found = backend.InductorBackend().probe()
-    assert "g++" in next(reason.remedy for reason in found.reasons if reason.code == "no-compiler")
-    assert "cpu" not in {device.type for device in found.devices}
+    status = backend.InductorBackend().probe()
+    assert "g++" in next(reason.remedy for reason in status.reasons if reason.code == "no-compiler")
+    assert "cpu" not in {device.type for device in status.devices}
 
 
 # The tests below use accelerated models in pipelines, in generation and in saving.
@@ -605,12 +605,12 @@ def test_pipelines_and_saving_work(uncompiled: list[Any], tmp_path: Path) -> Non
     pipe = transformers.pipeline("text-classification", model=model, tokenizer=tiny_tokenizer())
     expected = pipe(["where is my card", "help"])
     accel.accelerate(model, keep_slower=True)
-    found = transformers.pipeline("text-classification", model=model, tokenizer=tiny_tokenizer())(
+    results = transformers.pipeline("text-classification", model=model, tokenizer=tiny_tokenizer())(
         ["where is my card", "help"]
     )
     assert uncompiled
-    assert [one["label"] for one in found] == [one["label"] for one in expected]
-    assert all(abs(one["score"] - two["score"]) < 1e-5 for one, two in zip(found, expected, strict=True))
+    assert [result["label"] for result in results] == [result["label"] for result in expected]
+    assert all(abs(result["score"] - other["score"]) < 1e-5 for result, other in zip(results, expected, strict=True))
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert torch.equal(answer(again, **inputs()), answer(model.restore(), **inputs()))
@@ -653,8 +653,8 @@ def test_generate_runs_inside_and_outside_inference_mode(uncompiled: list[Any], 
     accel.accelerate(llama, keep_slower=True)
     for mode in (False, True, False):
         with torch.inference_mode(mode):
-            found = [llama.generate(**call) for call in (prompt(), beams)]
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+            sequences = [llama.generate(**call) for call in (prompt(), beams)]
+        assert all(torch.equal(tokens, other) for tokens, other in zip(sequences, expected, strict=True))
 
 
 def test_assisted_generation_needs_no_static_cache(uncompiled: list[Any], llama: Any) -> None:

@@ -61,8 +61,8 @@ def test_compiled_steps_give_the_models_tokens(family: str, opened: Callable[[st
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     for settings in ({}, {"num_beams": 3}):
-        given = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, **settings}
-        assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given)), settings
+        options = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, **settings}
+        assert torch.equal(stepping.generate(ids, **options), plain.generate(ids, **options)), settings
     session = stepping.decoder_step.session
     assert not session._why_eager
     assert sorted(session._steps) == [(2, 256), (6, 256)]
@@ -73,8 +73,8 @@ def test_unsupported_attention_falls_back_with_warning(
 ) -> None:
     plain, stepping = opened("mistral")
     ids = torch.tensor([[5, 6, 7, 8]]).to(GPU)
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(stepping.generate(ids, **options), plain.generate(ids, **options))
     assert "attention with sliding_window" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_unsupported_attention_falls_back_with_warning(
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
 def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> None:
     model = tiny_model(family).to(GPU)
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).to(GPU)
     mask = torch.ones_like(ids)
     padded = (
@@ -92,10 +92,10 @@ def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> Non
     with torch.no_grad():
         expected = [model(input_ids=ids, **call).logits for call in calls]
         accel.accelerate(model, dtype=dtype, keep_slower=True)
-        found = [model(input_ids=ids, **call).logits for call in calls]
-    for one, other in zip(found, expected, strict=True):
+        logits = [model(input_ids=ids, **call).logits for call in calls]
+    for output, other in zip(logits, expected, strict=True):
         torch.testing.assert_close(
-            one, other, atol=float(other.abs().max()) * (0.01 if dtype == "float16" else 0.05), rtol=0
+            output, other, atol=float(other.abs().max()) * (0.01 if dtype == "float16" else 0.05), rtol=0
         )
     forms = model.acceleration.engine.forms.values()
     step = ids.numel() // 16
@@ -103,7 +103,7 @@ def test_full_and_padded_batches_equal_the_model(family: str, dtype: str) -> Non
     assert [form.tokens for form in forms] == ["all", "all", real, None], "rows that begin with padding are not packed"
     assert all(form.state == "compiled" for form in forms)
     model.restore()
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_repeated_calls_replay_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +131,11 @@ def test_repeated_calls_replay_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(engine, "bind", refuse)
         for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cuda", torch.bfloat16)):
             with mode:
-                found = [model(**call) for call in calls]
-            for one, other in zip(found, expected, strict=True):
-                assert type(one).__name__ == "SequenceClassifierOutput"
-                assert (one.logits.dtype, one.logits.requires_grad) == (torch.float32, False)
-                torch.testing.assert_close(one.logits, other, atol=float(other.abs().max()) * 0.01, rtol=0)
+                outputs = [model(**call) for call in calls]
+            for output, other in zip(outputs, expected, strict=True):
+                assert type(output).__name__ == "SequenceClassifierOutput"
+                assert (output.logits.dtype, output.logits.requires_grad) == (torch.float32, False)
+                torch.testing.assert_close(output.logits, other, atol=float(other.abs().max()) * 0.01, rtol=0)
         other = {**calls[0], "token_type_ids": torch.ones_like(calls[0]["input_ids"])}
         with pytest.raises(AssertionError, match="looked at"):
             model(**other)
@@ -154,20 +154,20 @@ def test_decoding_step_does_not_synchronize(opened: Callable[[str], list[Any]]) 
     models = opened("llama")
     ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0)).to(GPU)
     tokens = [ids[:, i : i + 1] for i in range(6)]
-    (cache, expected), (own, found) = ((model(ids).past_key_values, []) for model in models)
+    (cache, expected), (stepping_cache, logits) = ((model(ids).past_key_values, []) for model in models)
     plain, stepping = models
-    expected += [plain(one, past_key_values=cache).logits for one in tokens]
+    expected += [plain(token, past_key_values=cache).logits for token in tokens]
     # The first step compiles the code and captures a CUDA graph; later steps replay the CUDA graph.
-    found += [stepping(one, past_key_values=own).logits for one in tokens[:2]]
+    logits += [stepping(token, past_key_values=stepping_cache).logits for token in tokens[:2]]
     with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found += [stepping(one, past_key_values=own).logits for one in tokens[2:]]
+            logits += [stepping(token, past_key_values=stepping_cache).logits for token in tokens[2:]]
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert stepping.decoder_step.session._steps
-    for one, other in zip(expected, found, strict=True):
-        assert (one - other).abs().max() <= 1e-4 * one.abs().max()
+    for reference, other in zip(expected, logits, strict=True):
+        assert (reference - other).abs().max() <= 1e-4 * reference.abs().max()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -186,15 +186,15 @@ def test_attention_kernel_for_one_query_token(
     random = torch.Generator().manual_seed(0)
     shapes = (rows, shared * share, 1, size), (rows, shared, capacity, size), (rows, shared, capacity, width)
     query, key, value = (torch.randn(shape, generator=random).to(getattr(torch, dtype)) for shape in shapes)
-    seen = torch.rand(rows, capacity, generator=random) < 0.7
-    seen[:, : capacity // 4], seen[:, capacity // 2 :], seen[:, capacity // 3] = False, False, True
-    bias = torch.where(seen[:, None, None], 0.0, torch.finfo(torch.float32).min)
+    visible = torch.rand(rows, capacity, generator=random) < 0.7
+    visible[:, : capacity // 4], visible[:, capacity // 2 :], visible[:, capacity // 3] = False, False, True
+    bias = torch.where(visible[:, None, None], 0.0, torch.finfo(torch.float32).min)
     module = torch.nn.Module()
     expected, _ = _attend(module, query.double(), key.double(), value.double(), bias.double())
     with torch.cuda.device(GPU):
-        found, _ = _attend(module, *(tensor.to(GPU) for tensor in (query, key, value, bias)))
-    assert found.dtype == query.dtype
-    assert (found.cpu() - expected).abs().max() <= {"float16": 1e-3, "float32": 1e-5}[dtype] * expected.abs().max()
+        attended, _ = _attend(module, *(tensor.to(GPU) for tensor in (query, key, value, bias)))
+    assert attended.dtype == query.dtype
+    assert (attended.cpu() - expected).abs().max() <= {"float16": 1e-3, "float32": 1e-5}[dtype] * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -216,13 +216,13 @@ def test_attention_kernel_with_mask(size: int, rows: int, tokens: int, dtype: st
     holes[:, 0] = 1
     calls = [{}, *({"attention_mask": mask} for mask in (right, right.flip(1), holes))]
     with torch.no_grad():
-        expected, before = ([one(ids, **call)[0].float() for call in calls] for one in (exact, model))
+        expected, before = ([module(ids, **call)[0].float() for call in calls] for module in (exact, model))
         accel.accelerate(model, keep_slower=True)
-        found = [model(ids, **call)[0].float() for call in calls]
+        outputs = [model(ids, **call)[0].float() for call in calls]
     forms = model.acceleration.engine.forms.values()
     assert [(form.attends, form.state) for form in forms] == [(True, "compiled")] * 2
-    for one, other, truth in zip(found, before, expected, strict=True):
-        assert (one - truth).abs().max() <= 1.5 * (other - truth).abs().max() + 1e-3
+    for output, other, truth in zip(outputs, before, expected, strict=True):
+        assert (output - truth).abs().max() <= 1.5 * (other - truth).abs().max() + 1e-3
 
 
 def test_repeated_computation_starts_before_mask_is_read() -> None:
@@ -234,10 +234,10 @@ def test_repeated_computation_starts_before_mask_is_read() -> None:
         expected = [model(input_ids=ids, attention_mask=mask).logits for mask in masks]
         accel.accelerate(model, dtype="float16", keep_slower=True)
         for which in order:
-            found = model(input_ids=ids, attention_mask=masks[which]).logits
-            torch.testing.assert_close(found, expected[which], atol=float(expected[which].abs().max()) * 0.01, rtol=0)
-        (known,) = model.acceleration.engine._repeats._calls.values()
-        assert (known.last, known.times, known.enough) == ("all", 2, 32), "two guesses were wrong"
+            logits = model(input_ids=ids, attention_mask=masks[which]).logits
+            torch.testing.assert_close(logits, expected[which], atol=float(expected[which].abs().max()) * 0.01, rtol=0)
+        (repeated,) = model.acceleration.engine._repeats._calls.values()
+        assert (repeated.last, repeated.times, repeated.enough) == ("all", 2, 32), "two guesses were wrong"
     model.restore()
 
 
@@ -250,13 +250,13 @@ def test_float8_has_small_error(dtype: str) -> None:
     ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).to(GPU)
     mask = (torch.arange(32) < torch.randint(1, 33, (64, 1), generator=torch.Generator().manual_seed(1))).long().to(GPU)
     with torch.no_grad():
-        for given in (torch.ones_like(mask), mask):
-            expected = model(input_ids=ids, attention_mask=given).logits
+        for call_mask in (torch.ones_like(mask), mask):
+            expected = model(input_ids=ids, attention_mask=call_mask).logits
             accel.accelerate(model, dtype=dtype, quantization="float8", keep_slower=True)
-            found = model(input_ids=ids, attention_mask=given).logits
+            logits = model(input_ids=ids, attention_mask=call_mask).logits
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()
-            assert 0 < (found - expected).abs().max() <= 0.25 * expected.abs().max()
+            assert 0 < (logits - expected).abs().max() <= 0.25 * expected.abs().max()
 
 
 @pytest.mark.parametrize("generates", [False, True], ids=["encoder", "decoder"])

@@ -34,17 +34,17 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ends.dtype == torch.int32
         assert torch.equal(ends, other)
         assert ends[-1] == len(q), "every token is a row's"
-        found = torch.full_like(q, torch.nan)
+        outputs = torch.full_like(q, torch.nan)
         bounds = ends.tolist()
         for start, end in itertools.pairwise(bounds):
             assert end - start <= longest
-            row = [one[start:end].transpose(0, 1)[None] for one in (q, k, v)]
-            found[start:end] = torch.nn.functional.scaled_dot_product_attention(*row, scale=scale)[0].transpose(0, 1)
-        return found
+            row = [tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v)]
+            outputs[start:end] = torch.nn.functional.scaled_dot_product_attention(*row, scale=scale)[0].transpose(0, 1)
+        return outputs
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-        seen = None if mask is None else (mask != 0)[:, None, None]
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale).transpose(1, 2)
+        visible = None if mask is None else (mask != 0)[:, None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=scale).transpose(1, 2)
 
     monkeypatch.setattr(packing, "_varlen", lambda: varlen)
     monkeypatch.setitem(sys.modules, f"{packing.__package__}.kernels", SimpleNamespace(attention=masked))
@@ -54,8 +54,8 @@ def computed(call: dict[str, torch.Tensor], have: CallSizes, want: CallSizes) ->
     """Return the number of tokens that the encoder layers compute for the inputs `call`, or `None` if the call is not
     packed.
     """
-    asked = asked_tokens(call, have, want)
-    return None if asked is None else asked(False)
+    requested = asked_tokens(call, have, want)
+    return None if requested is None else requested(False)
 
 
 def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
@@ -84,28 +84,28 @@ def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
 )
 def test_packed_outputs_of_real_tokens_are_unchanged(model: Any, config: Any, spare: str) -> None:
     torch.manual_seed(0)
-    made = model(config).eval()
+    encoder = model(config).eval()
     inputs = ragged(holes=True)
     mask = inputs["attention_mask"]
     real = int(mask.sum())
-    assert packable(made, torch.float16)
+    assert packable(encoder, torch.float16)
     with torch.no_grad():
-        expected = made(**inputs)[0]
-        found = attending(made, {"none": real, "some": real + 11, "all": mask.numel()}[spare])(**inputs)[0]
-        assert found.isfinite().all()
+        expected = encoder(**inputs)[0]
+        hidden = attending(encoder, {"none": real, "some": real + 11, "all": mask.numel()}[spare])(**inputs)[0]
+        assert hidden.isfinite().all()
         read = mask != 0 if expected.shape[:2] == mask.shape else mask[:, 0] != 0
-        torch.testing.assert_close(found[read], expected[read], atol=2e-6, rtol=0)
-        assert torch.equal(made(**inputs)[0], expected), "the model itself is as it was"
+        torch.testing.assert_close(hidden[read], expected[read], atol=2e-6, rtol=0)
+        assert torch.equal(encoder(**inputs)[0], expected), "the model itself is as it was"
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["mask", "no-mask"])
-def test_short_batches_are_computed_with_padding(given: bool) -> None:
+@pytest.mark.parametrize("with_mask", [True, False], ids=["mask", "no-mask"])
+def test_short_batches_are_computed_with_padding(with_mask: bool) -> None:
     torch.manual_seed(0)
-    made = transformers.ElectraModel(transformers.ElectraConfig(**SMALL)).eval()
+    encoder = transformers.ElectraModel(transformers.ElectraConfig(**SMALL)).eval()
     inputs = ragged(holes=True)
-    inputs = inputs if given else {"input_ids": inputs["input_ids"]}
+    inputs = inputs if with_mask else {"input_ids": inputs["input_ids"]}
     with torch.no_grad():
-        torch.testing.assert_close(attending(made, None)(**inputs)[0], made(**inputs)[0], atol=2e-6, rtol=0)
+        torch.testing.assert_close(attending(encoder, None)(**inputs)[0], encoder(**inputs)[0], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_rows_added_to_fill_a_batch_are_counted() -> None:
 )
 def test_full_batches_without_mask_are_unchanged(model: Any) -> None:
     model = model.eval()
-    inputs = {name: one[:, :20] for name, one in ragged().items()}
+    inputs = {name: tensor[:, :20] for name, tensor in ragged().items()}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     with torch.no_grad():
         torch.testing.assert_close(attending(model, "all")(**inputs)[0], model(**inputs)[0], atol=2e-6, rtol=0)
@@ -201,13 +201,13 @@ def test_wrong_attention_kernel_falls_back_to_the_models_attention(
     monkeypatch.setattr(compiled_model, "asked_tokens", lambda *_: (lambda _: BATCH * LENGTH) if packs else None)
     monkeypatch.setattr(packing, "_attend" if packs else "_attend_masked", broken)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
-    made = compiled_model.CompiledModel(model, model.forward, AccelerateConfig(keep_slower=True))
-    made._encoder = packing.sharing_copy(model)
+    wrapped = compiled_model.CompiledModel(model, model.forward, AccelerateConfig(keep_slower=True))
+    wrapped._encoder = packing.sharing_copy(model)
     inputs = ragged()
     with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
-        torch.testing.assert_close(made(**inputs).logits, model(**inputs).logits)
+        torch.testing.assert_close(wrapped(**inputs).logits, model(**inputs).logits)
     assert "is compiled without packed attention" in caplog.text
-    assert made._encoder is None
+    assert wrapped._encoder is None
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
@@ -218,18 +218,18 @@ def test_wrong_joined_products_fall_back_to_separate_products(
         def broken(**inputs: Any) -> Any:
             if fault == "fails":
                 raise ValueError("Cannot view a tensor with shape [2, 5, 32]")
-            found = function(**inputs)
-            found["logits"] = found.logits + 1
-            return found
+            outputs = function(**inputs)
+            outputs["logits"] = outputs.logits + 1
+            return outputs
 
         return broken if options else function
 
     monkeypatch.setattr(compiled_model, "compiled", compiled)
     monkeypatch.setattr(compiled_model, "_ROUNDS", 1)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
-    made = compiled_model.CompiledModel(model, model.forward, AccelerateConfig(keep_slower=True))
-    made._fuses = True
+    wrapped = compiled_model.CompiledModel(model, model.forward, AccelerateConfig(keep_slower=True))
+    wrapped._fuses = True
     with caplog.at_level(logging.WARNING, "accel_plugins"), torch.no_grad():
-        torch.testing.assert_close(made(**ragged()).logits, model(**ragged()).logits)
+        torch.testing.assert_close(wrapped(**ragged()).logits, model(**ragged()).logits)
     assert "is compiled without joined matrix products" in caplog.text
-    assert not made._fuses
+    assert not wrapped._fuses

@@ -28,8 +28,8 @@ def functions(model: Any, inputs: dict[str, torch.Tensor], how: Any) -> tuple[li
     called: list[Any] = []
 
     def backend(graph: GraphModule, _: Any) -> Any:
-        for one in how:
-            one(graph.graph)
+        for rewrite in how:
+            rewrite(graph.graph)
         graph.graph.lint()
         graph.recompile()
         called.extend(node.target for node in graph.graph.nodes)
@@ -37,8 +37,8 @@ def functions(model: Any, inputs: dict[str, torch.Tensor], how: Any) -> tuple[li
 
     torch.compiler.reset()
     with torch.no_grad():
-        found = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
-    return called, found
+        outputs = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
+    return called, outputs
 
 
 def texts() -> dict[str, torch.Tensor]:
@@ -47,7 +47,8 @@ def texts() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "family", ["bert", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("roberta", "distilbert", "vit"))]
+    "family",
+    ["bert", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("roberta", "distilbert", "vit"))],
 )
 def test_projections_with_same_input_are_joined(family: str) -> None:
     model = tiny_model(family, "image-classification" if family == "vit" else "text-classification")
@@ -56,15 +57,15 @@ def test_projections_with_same_input_are_joined(family: str) -> None:
     with torch.no_grad():
         expected = model(**inputs)
     before, _ = functions(copy.deepcopy(model), inputs, [])
-    weights = {name: one.clone() for name, one in model.state_dict().items()}
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     join_projections(model)
-    assert all(torch.equal(one, weights[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
     with torch.no_grad():
         torch.testing.assert_close(model(**inputs)[0], expected[0], atol=1e-6, rtol=0)
-    after, found = functions(model, inputs, [join_products])
+    after, outputs = functions(model, inputs, [join_products])
     layers = model.config.num_hidden_layers
     assert before.count(LINEAR) - after.count(LINEAR) == 2 * layers
-    torch.testing.assert_close(found[0], expected[0], atol=2e-6, rtol=0)
+    torch.testing.assert_close(outputs[0], expected[0], atol=2e-6, rtol=0)
 
 
 class Gated(nn.Module):
@@ -83,9 +84,9 @@ def test_projections_with_other_inputs_stay_separate(bias: bool) -> None:
     model, inputs = Gated(bias=bias), {"x": torch.rand(2, 5, 8)}
     expected = model(**inputs).detach()
     join_projections(model)
-    called, found = functions(model, inputs, [join_products])
+    called, outputs = functions(model, inputs, [join_products])
     assert called.count(LINEAR) == 2
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=0)
 
 
 def test_shared_or_unusual_weights_are_unchanged() -> None:
@@ -94,9 +95,9 @@ def test_shared_or_unusual_weights_are_unchanged() -> None:
     model.b.bias = nn.Parameter(torch.rand(8))
     model.c.weight = model.b.weight
     model.a.forward = lambda x: x  # type: ignore[method-assign]
-    held = [one.weight for one in (model.a, model.b, model.c)]
+    weights = [layer.weight for layer in (model.a, model.b, model.c)]
     join_projections(model)
-    assert all(one is other.weight for one, other in zip(held, (model.a, model.b, model.c), strict=True))
+    assert all(weight is layer.weight for weight, layer in zip(weights, (model.a, model.b, model.c), strict=True))
 
 
 class Block(nn.Module):
@@ -122,10 +123,10 @@ def two_readers(x: torch.Tensor) -> torch.Tensor:
 )
 def test_activations_are_fused_into_products(after: Any, shape: tuple[int, ...]) -> None:
     model, inputs = Block(after).to(torch.bfloat16), {"x": torch.rand(shape, dtype=torch.bfloat16)}
-    called, found = functions(model, inputs, [lambda graph: activate_in_products(graph, "cpu")])
+    called, outputs = functions(model, inputs, [lambda graph: activate_in_products(graph, "cpu")])
     assert called.count(torch._addmm_activation) == 1
     assert LINEAR not in called
-    torch.testing.assert_close(found, model(**inputs).detach(), atol=1e-2, rtol=2e-2)
+    torch.testing.assert_close(outputs, model(**inputs).detach(), atol=1e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +152,9 @@ def test_products_of_quantized_weights_are_not_fused() -> None:
     model, inputs = Block(nn.functional.gelu).to(torch.bfloat16), {"x": torch.rand(2, 3, 8, dtype=torch.bfloat16)}
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     join_projections(model)
-    called, found = functions(model, inputs, [lambda graph: activate_in_products(graph, "cpu")])
+    called, outputs = functions(model, inputs, [lambda graph: activate_in_products(graph, "cpu")])
     assert torch._addmm_activation not in called
-    torch.testing.assert_close(found, model(**inputs).detach(), atol=1e-2, rtol=2e-2)
+    torch.testing.assert_close(outputs, model(**inputs).detach(), atol=1e-2, rtol=2e-2)
 
 
 def test_graph_pass_has_stable_uuid_for_the_compiler_cache() -> None:
@@ -187,10 +188,10 @@ def test_float8_layers_compute_products_of_rounded_values(shape: tuple[int, ...]
     x = torch.randn(shape).to(dtype)
     assert round_layers(model) == 2
     for name, layer in parts.items():
-        found = model[name](x)
-        assert (found.shape, found.dtype) == ((*shape[:-1], layer.out_features), dtype)
-        expected = rounded_product(x.float().flatten(0, -2), layer.float()).view(found.shape)
-        torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype is torch.bfloat16 else 2e-3, rtol=1e-2)
+        product = model[name](x)
+        assert (product.shape, product.dtype) == ((*shape[:-1], layer.out_features), dtype)
+        expected = rounded_product(x.float().flatten(0, -2), layer.float()).view(product.shape)
+        torch.testing.assert_close(product.float(), expected, atol=2e-2 if dtype is torch.bfloat16 else 2e-3, rtol=1e-2)
 
 
 def test_unsuitable_layers_stay_in_float() -> None:
@@ -204,7 +205,7 @@ def test_unsuitable_layers_stay_in_float() -> None:
 
     model = Model()
     assert round_layers(model) == 4
-    kinds = {name: type(one) for name, one in model.named_modules() if not list(one.children())}
+    kinds = {name: type(module) for name, module in model.named_modules() if not list(module.children())}
     assert {name for name, kind in kinds.items() if kind is Float8Linear} == {
         "wide.0",
         "wide.2",
@@ -221,14 +222,14 @@ def test_models_have_one_product_per_group_and_fused_gelu(family: str) -> None:
         expected = model(**texts())[0]
         round_layers(model)
         rounded = model(**texts())[0]
-    called, found = functions(model, texts(), [join_products, activate_before_rounding])
+    called, outputs = functions(model, texts(), [join_products, activate_before_rounding])
     layers = model.config.num_hidden_layers
     # In DistilBERT, the output layer of attention is in the same module as query, key and value, so `round_layers`
     # rounds this layer to float8. In BERT, this layer is not rounded.
     assert called.count(float8.LINEAR) == layers * (3 if family == "distilbert" else 2)
     assert called.count(float8.GELU_LINEAR) == layers
     assert nn.functional.gelu not in called
-    torch.testing.assert_close(found[0], rounded, atol=1e-5, rtol=0)
+    torch.testing.assert_close(outputs[0], rounded, atol=1e-5, rtol=0)
     assert 0 < (rounded - expected).abs().max() <= 0.25 * expected.abs().max()
 
 
@@ -297,8 +298,8 @@ def test_products_do_not_move_across_in_place_changes(change: Any, rounds: bool)
     round_layers(model) if rounds else join_projections(model)
     with torch.no_grad():
         expected = model(**inputs)
-    _, found = functions(model, inputs, ALL)
-    torch.testing.assert_close(found, expected, atol=1e-5 if rounds else 0.05, rtol=1e-5 if rounds else 0.05)
+    _, output = functions(model, inputs, ALL)
+    torch.testing.assert_close(output, expected, atol=1e-5 if rounds else 0.05, rtol=1e-5 if rounds else 0.05)
 
 
 class Named(nn.Module):
@@ -310,8 +311,10 @@ class Named(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         f = nn.functional
-        one = f.gelu(input=f.linear(input=x, weight=self.q.weight, bias=self.q.bias))
-        return f.relu(f.linear(one, self.k.weight, bias=self.k.bias)) + self.q(x) + self.k(f.gelu(input=one))
+        activated = f.gelu(input=f.linear(input=x, weight=self.q.weight, bias=self.q.bias))
+        return (
+            f.relu(f.linear(activated, self.k.weight, bias=self.k.bias)) + self.q(x) + self.k(f.gelu(input=activated))
+        )
 
 
 @pytest.mark.parametrize("rounds", [False, True], ids=["joined", "float8"])
@@ -321,8 +324,8 @@ def test_calls_with_keyword_arguments_are_unchanged(rounds: bool) -> None:
     round_layers(model) if rounds else join_projections(model)
     with torch.no_grad():
         expected = model(**inputs)
-    _, found = functions(model, inputs, ALL)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    _, output = functions(model, inputs, ALL)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_models_that_read_weights_directly_read_rounded_weights() -> None:

@@ -12,7 +12,7 @@ from accel_plugins.pytorch.inductor.replays import ReplayedCalls
 from accel_plugins.pytorch.inductor.sizes import CallSizes
 
 
-def known(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], Asked]]:
+def replays(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], Asked]]:
     """Return a `ReplayedCalls` object with graphs for 256 tokens and for all tokens, and a function that creates mask
     readers.
 
@@ -27,7 +27,7 @@ def known(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], Asked]]
 
         return replay
 
-    def asked(tokens: Tokens) -> Asked:
+    def request(tokens: Tokens) -> Asked:
         def wait(begun: bool) -> Tokens:
             done.append("mask, later" if begun else "mask")
             return tokens
@@ -37,41 +37,41 @@ def known(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], Asked]]
     sizes = CallSizes(16, 256)
     return ReplayedCalls(
         CompilationPlan("", sizes, 0, sizes), {tokens: graph(tokens) for tokens in ("all", 256)}
-    ), asked
+    ), request
 
 
 def test_graph_starts_early_after_eight_equal_calls() -> None:
     done: list[object] = []
-    calls, asked = known(done)
+    calls, request = replays(done)
     for _ in range(8):
-        assert calls.answer({}, asked("all")) == "answer of all"
+        assert calls.answer({}, request("all")) == "answer of all"
     assert done == ["mask", "all"] * 8
     done.clear()
-    assert calls.answer({}, asked("all")) == "answer of all"
+    assert calls.answer({}, request("all")) == "answer of all"
     assert done == ["all", "mask, later"]
 
 
 def test_wrong_guess_is_recomputed_and_doubles_the_required_calls() -> None:
     done: list[object] = []
-    calls, asked = known(done)
+    calls, request = replays(done)
     for _ in range(8):
-        calls.answer({}, asked(256))
+        calls.answer({}, request(256))
     done.clear()
-    assert calls.answer({}, asked("all")) == "answer of all"
+    assert calls.answer({}, request("all")) == "answer of all"
     assert done == [256, "mask, later", "all"]
     done.clear()
     for _ in range(15):
-        calls.answer({}, asked("all"))
+        calls.answer({}, request("all"))
     assert done == ["mask", "all"] * 15
     done.clear()
-    calls.answer({}, asked("all"))
+    calls.answer({}, request("all"))
     assert done == ["all", "mask, later"]
 
 
 def test_token_count_without_graph_returns_none() -> None:
     done: list[object] = []
-    calls, asked = known(done)
+    calls, request = replays(done)
     for _ in range(10):
-        assert calls.answer({}, asked(512)) is None
+        assert calls.answer({}, request(512)) is None
     assert done == ["mask"] * 10
     assert calls.answer({}, None) is None

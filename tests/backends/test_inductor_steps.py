@@ -60,30 +60,30 @@ def test_compiled_steps_give_the_models_tokens(opened: tuple[Any, Any], caplog: 
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     for settings in ({}, {"num_beams": 3}):
-        given = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **settings}
-        assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given)), settings
+        options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **settings}
+        assert torch.equal(stepping.generate(ids, **options), plain.generate(ids, **options)), settings
     session = stepping.decoder_step.session
     assert sorted(session._steps) == [(2, 256), (6, 256)]
     assert not session._why_eager
 
     # The third batch size exceeds the limit. The model then runs without compiled code, and logs a warning.
     three = torch.cat([ids, ids[:1]])
-    given = {"attention_mask": torch.ones_like(three), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    assert torch.equal(stepping.generate(three, **given), plain.generate(three, **given))
+    options = {"attention_mask": torch.ones_like(three), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert torch.equal(stepping.generate(three, **options), plain.generate(three, **options))
     assert "Decoding steps are compiled for 2 sizes" in caplog.text
 
     # Crop the cache, then add several tokens at once. Both operations move the cache out of the buffer of the compiled
     # code, and the next step moves the cache into the buffer again.
     caches = [model(ids).past_key_values for model in opened]
     for cut in (None, -6):
-        found = []
+        logits = []
         for model, cache in zip(opened, caches, strict=True):
             if cut is not None:
                 cache.crop(cut)
             model(ids[:, :1], past_key_values=cache)
             model(ids[:, :3], past_key_values=cache)
-            found.append(model(ids[:, 3:4], past_key_values=cache).logits)
-        assert (found[0] - found[1]).abs().max() <= 1e-4 * found[0].abs().max()
+            logits.append(model(ids[:, 3:4], past_key_values=cache).logits)
+        assert (logits[0] - logits[1]).abs().max() <= 1e-4 * logits[0].abs().max()
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_sliding_windows_are_refused_before_compilation(
     monkeypatch.setattr(steps, "compiled", lambda *args, **how: not_to_be_called)
     plain, stepping = opened
     ids = torch.tensor([[5, 6, 7, 8]])
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(stepping.generate(ids, **options), plain.generate(ids, **options))
     assert stepping.decoder_step.session._why_eager == f"NotImplementedError: compiled steps do not support {why}"
     assert why in caplog.text
 
@@ -113,7 +113,7 @@ def test_wrong_steps_fall_back_to_the_model(opened: tuple[Any, Any], caplog: pyt
     right = session._step_code
     session._step_code = lambda *args: 1.1 * right(*args)
     ids = torch.tensor([[5, 6, 7, 8]])
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    assert torch.equal(stepping.generate(ids, **given), plain.generate(ids, **given))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(stepping.generate(ids, **options), plain.generate(ids, **options))
     assert "the logits differ by" in session._why_eager
     assert "the logits differ by" in caplog.text

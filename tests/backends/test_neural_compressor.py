@@ -40,27 +40,29 @@ def _quiet_torchao(recwarn: pytest.WarningsRecorder) -> None:
 
 def rows(count: int = 6, *, types: bool = True) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    made = []
+    batches = []
     for index in range(count):
         ids = torch.randint(6, 100, (2, 5 + index), generator=generator)
-        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         if types:
-            made[-1]["token_type_ids"] = torch.zeros_like(ids)
-    return made
+            batches[-1]["token_type_ids"] = torch.zeros_like(ids)
+    return batches
 
 
 @pytest.fixture(scope="session")
-def made(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
-    folder, kept = tmp_path_factory.mktemp("compressed"), dict[str, Artifact]()
+def quantized_artifact(
+    tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Artifact]:
+    folder, artifacts = tmp_path_factory.mktemp("compressed"), dict[str, Artifact]()
 
     def get(scheme: str, algorithm: str = "rtn") -> Artifact:
         name = f"{scheme}-{algorithm}"
-        if name not in kept:
+        if name not in artifacts:
             settings: dict[str, Any] = {} if scheme == "static-int8" else {"block_size": 16, "algorithm": algorithm}
-            kept[name] = quantize(
+            artifacts[name] = quantize(
                 tiny_folder(), folder / name, backend=BACKEND, scheme=scheme, calibration=rows(), **settings
             )
-        return kept[name]
+        return artifacts[name]
 
     return get
 
@@ -71,10 +73,10 @@ def layers_of(artifact: Artifact) -> dict[str, Any]:
 
 
 def test_static_scales_and_integers_equal_neural_compressors(
-    made: Callable[..., Artifact], tiny_folder: Callable[..., Path]
+    quantized_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]
 ) -> None:
     """The integer layers contain the same integers as the graph that Neural Compressor computes from the same scales."""
-    artifact = made("static-int8")
+    artifact = quantized_artifact("static-int8")
     layers = layers_of(artifact)
     assert set(artifact.manifest.steps[-1].report["layers"]) == set(layers)
     assert {layer.x_zero.dtype for layer in layers.values()} == {torch.uint8}
@@ -90,15 +92,15 @@ def test_static_scales_and_integers_equal_neural_compressors(
 
 
 def test_packed_weights_equal_neural_compressors(
-    tiny_folder: Callable[..., Path], made: Callable[..., Artifact]
+    tiny_folder: Callable[..., Path], quantized_artifact: Callable[..., Artifact]
 ) -> None:
     from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear
     from neural_compressor.torch.quantization import RTNConfig, convert, prepare
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tiny_folder()).eval()
     theirs = convert(prepare(model, RTNConfig(bits=4, group_size=16, use_sym=False)), use_optimum_format=False)
-    packed = {name: one for name, one in theirs.named_modules() if isinstance(one, INCWeightOnlyLinear)}
-    ours = layers_of(made("weight-int4"))
+    packed = {name: module for name, module in theirs.named_modules() if isinstance(module, INCWeightOnlyLinear)}
+    ours = layers_of(quantized_artifact("weight-int4"))
     assert packed.keys() == ours.keys()
     for name, layer in packed.items():
         assert torch.equal(layer.recover(), ours[name].dequantized())
@@ -109,19 +111,19 @@ def test_layers_whose_weights_are_read_directly_stay_in_float(tiny_folder: Calla
     layers in floating point.
     """
     folder = tiny_folder("wav2vec2", "audio-xvector")
-    made = quantize(folder, tmp_path / "out", backend=BACKEND, scheme="weight-int8")
-    assert made.manifest.quantization is not None
-    assert set(made.manifest.quantization.excluded) == {f"tdnn.{i}.kernel" for i in range(5)}
+    quantized = quantize(folder, tmp_path / "out", backend=BACKEND, scheme="weight-int8")
+    assert quantized.manifest.quantization is not None
+    assert set(quantized.manifest.quantization.excluded) == {f"tdnn.{i}.kernel" for i in range(5)}
     sounds = torch.randn((2, 1200), generator=torch.Generator().manual_seed(0))
     original = transformers.AutoModelForAudioXVector.from_pretrained(folder).eval()
     with torch.inference_mode():
         expected = original(sounds).embeddings
-    found = accel.ORTModelForAudioXVector(made, backend="pytorch")(sounds).embeddings
-    assert (found - expected).norm() <= 0.05 * expected.norm()
+    embeddings = accel.ORTModelForAudioXVector(quantized, backend="pytorch")(sounds).embeddings
+    assert (embeddings - expected).norm() <= 0.05 * expected.norm()
 
 
-def test_transformers_folder_is_quantized_directly(made: Callable[..., Artifact]) -> None:
-    manifest = made("static-int8").manifest
+def test_transformers_folder_is_quantized_directly(quantized_artifact: Callable[..., Artifact]) -> None:
+    manifest = quantized_artifact("static-int8").manifest
     assert (manifest.format, manifest.steps[-1].backend) == ("torch", BACKEND)
     assert manifest.quantization is not None
     assert manifest.quantization.calibration == {"method": "minmax", "n": 12, "seed": 0}
@@ -230,15 +232,15 @@ def test_calibration_result_is_independent_of_batching(algorithm: str, tmp_path:
     # Put short and long rows in alternating order.
     alone = [{name: tensor[i : i + 1] for name, tensor in long_rows()[n].items()} for i in (0, 1) for n in (0, 2, 1, 3)]
     settings: dict[str, Any] = {"backend": BACKEND, "scheme": "weight-int4", "algorithm": algorithm, "block_size": 16}
-    found = [
+    layers = [
         layers_of(quantize(folder, tmp_path / name, calibration=batches, exclude=spare, **settings))
         for name, batches in (("alone", alone), ("padded", padded_pairs(alone)))
     ]
-    assert len(found[0]) == 14 - len(spare)
-    assert not set(spare) & found[0].keys()
-    for name, layer in found[0].items():
-        assert torch.equal(layer.packed, found[1][name].packed)
-        assert torch.equal(layer.scales, found[1][name].scales)
+    assert len(layers[0]) == 14 - len(spare)
+    assert not set(spare) & layers[0].keys()
+    for name, layer in layers[0].items():
+        assert torch.equal(layer.packed, layers[1][name].packed)
+        assert torch.equal(layer.scales, layers[1][name].scales)
 
 
 def long_rows() -> list[dict[str, torch.Tensor]]:
@@ -246,24 +248,24 @@ def long_rows() -> list[dict[str, torch.Tensor]]:
     only these rows need an attention mask.
     """
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randint(6, 100, (2, length), generator=generator) for length in (5, 9, 24, 40)]
-    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in made]
+    token_ids = [torch.randint(6, 100, (2, length), generator=generator) for length in (5, 9, 24, 40)]
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in token_ids]
 
 
 def padded_pairs(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Combine each two consecutive rows into one batch. The shorter row is padded on the left."""
-    made = []
-    for one, other in zip(rows[::2], rows[1::2], strict=True):
-        width = max(one["input_ids"].shape[1], other["input_ids"].shape[1])
-        made.append(
+    padded = []
+    for first, other in zip(rows[::2], rows[1::2], strict=True):
+        width = max(first["input_ids"].shape[1], other["input_ids"].shape[1])
+        padded.append(
             {
                 name: torch.cat(
-                    [torch.nn.functional.pad(row[name], (width - row[name].shape[1], 0)) for row in (one, other)]
+                    [torch.nn.functional.pad(row[name], (width - row[name].shape[1], 0)) for row in (first, other)]
                 )
-                for name in one
+                for name in first
             }
         )
-    return made
+    return padded
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,7 @@ def test_repeated_blocks_use_no_kv_cache(tmp_path: Path, monkeypatch: pytest.Mon
         save_generator(tmp_path / "llama", "llama"), tmp_path / "q", backend=BACKEND, scheme="weight-int4",
         algorithm="awq", block_size=16, calibration=long_rows(),
     )  # fmt: skip
-    with_cache = [(id(one), id(cache)) for one, cache in calls if cache is not None]
+    with_cache = [(id(called_block), id(cache)) for called_block, cache in calls if cache is not None]
     assert len(with_cache) == len(set(with_cache)) < len(calls) - 30
 
 
@@ -339,8 +341,8 @@ def test_token_embeddings_are_unchanged_by_quantized_output_head(
     ids = torch.arange(6, 30).view(2, 12)
     with torch.inference_mode():
         expected = original(ids).logits
-    found = accel.ORTModelForMaskedLM(artifact, backend="pytorch")(input_ids=ids).logits
-    assert (found - expected).norm() <= {"weight-int8": 0.05, "weight-int4": 0.3}[scheme] * expected.norm()
+    logits = accel.ORTModelForMaskedLM(artifact, backend="pytorch")(input_ids=ids).logits
+    assert (logits - expected).norm() <= {"weight-int8": 0.05, "weight-int4": 0.3}[scheme] * expected.norm()
 
 
 @pytest.mark.thorough
@@ -349,15 +351,16 @@ def test_openvino_converts_blocks_after_unknown_reshape(tmp_path: Path) -> None:
     size of the last axis after the reshape in BART's attention.
     """
     folder = save_generator(tmp_path / "bart", "bart")
-    made = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int8", block_size=16)
-    artifact = accel.export(made.path, tmp_path / "ir", backend="openvino")
+    quantized = quantize(folder, tmp_path / "q", backend=BACKEND, scheme="weight-int8", block_size=16)
+    artifact = accel.export(quantized.path, tmp_path / "ir", backend="openvino")
     ids = torch.arange(6, 18).view(2, 6)
     feeds = {"input_ids": ids, "decoder_input_ids": ids[:, :3]}
     models = [
-        accel.ORTModelForSeq2SeqLM(one, backend=backend) for one, backend in ((made, "pytorch"), (artifact, "openvino"))
+        accel.ORTModelForSeq2SeqLM(variant, backend=backend)
+        for variant, backend in ((quantized, "pytorch"), (artifact, "openvino"))
     ]
-    plain, found = (model(**feeds).logits for model in models)
-    assert (found - plain).abs().max() <= 1e-4 * plain.abs().max()
+    plain, converted = (model(**feeds).logits for model in models)
+    assert (converted - plain).abs().max() <= 1e-4 * plain.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -384,8 +387,8 @@ def test_neural_compressor_runs_on_cpu_despite_a_gpu(monkeypatch: pytest.MonkeyP
 
     monkeypatch.delenv("INC_TARGET_DEVICE", raising=False)
     monkeypatch.setattr(auto_accelerator.CUDA_Accelerator, "is_available", staticmethod(lambda: True))
-    known = auto_accelerator.accelerator_registry.registered_accelerators
-    monkeypatch.setitem(known, "cuda", (auto_accelerator.CUDA_Accelerator, auto_accelerator.PRIORITY_CUDA))
+    registered = auto_accelerator.accelerator_registry.registered_accelerators
+    monkeypatch.setitem(registered, "cuda", (auto_accelerator.CUDA_Accelerator, auto_accelerator.PRIORITY_CUDA))
     auto_accelerator.auto_detect_accelerator.cache_clear()
     assert auto_accelerator.auto_detect_accelerator().name() == "cuda"
     with mapped("a recipe", "no way"):

@@ -82,8 +82,8 @@ def text(batch: int = 2, sequence: int = 9, seed: int = 0) -> dict[str, torch.Te
 
 def logits(artifact: Artifact, feeds: Mapping[str, torch.Tensor], **how: Any) -> torch.Tensor:
     model = ORTModelForSequenceClassification.from_pretrained(artifact.path, backend="openvino", **how)
-    found: torch.Tensor = model(**feeds).logits
-    return found
+    values: torch.Tensor = model(**feeds).logits
+    return values
 
 
 # The tests below compare outputs with PyTorch. They use one model for each kind of position embedding and of attention,
@@ -111,9 +111,9 @@ def test_outputs_of_fully_masked_tokens_equal_pytorch(tmp_path: Path) -> None:
     mask[0, :4] = 0
     with torch.no_grad():
         expected = original(input_ids=ids, attention_mask=mask)
-    found = model(input_ids=ids, attention_mask=mask)
-    assert torch.allclose(found.last_hidden_state, expected.last_hidden_state, atol=1e-4)
-    assert torch.allclose(found.pooler_output, expected.pooler_output, atol=1e-4)
+    outputs = model(input_ids=ids, attention_mask=mask)
+    assert torch.allclose(outputs.last_hidden_state, expected.last_hidden_state, atol=1e-4)
+    assert torch.allclose(outputs.pooler_output, expected.pooler_output, atol=1e-4)
 
 
 def test_axes_have_names(tiny_ir: Callable[..., Artifact]) -> None:
@@ -128,13 +128,13 @@ def test_axes_of_model_with_few_positions() -> None:
     """The exporter runs the graph with several input sizes to identify the axes of its outputs. These sizes stay within
     the model's number of positions, because the graph fails for longer inputs (as in Wav2Vec2-Conformer).
     """
-    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32, name="x")
-    given.output(0).set_names({"x"})
-    length = ops.gather(ops.shape_of(given), np.array([1]), np.array(0))
+    parameter = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32, name="x")
+    parameter.output(0).set_names({"x"})
+    length = ops.gather(ops.shape_of(parameter), np.array([1]), np.array(0))
     rows = ops.slice(np.ones((1, 20), np.float32), np.array([0]), length, np.array([1]), np.array([1]))
-    answer = ops.multiply(given, ops.reshape(rows, ops.concat([np.array([1]), length], 0), False))
+    answer = ops.multiply(parameter, ops.reshape(rows, ops.concat([np.array([1]), length], 0), False))
     answer.output(0).set_names({"y"})
-    model = ov.Model([answer], [given], "positions")
+    model = ov.Model([answer], [parameter], "positions")
     inputs = (TensorSpec("x", "float32", ("batch", "sequence")),)
     with pytest.raises(ExportError, match="fails for inputs of the sizes"):
         output_specs(model, inputs)
@@ -259,12 +259,12 @@ def test_auto_device(tiny_ir: Callable[..., Artifact]) -> None:
     assert (model(**text()).logits - logits(tiny_ir(), text())).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("given", [{}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 32}], ids=["defaults", "given"])
-def test_auto_device_uses_cpu_settings(given: dict[str, Any]) -> None:
-    made = properties("AUTO", given, SessionOptions(), "float32")["DEVICE_PROPERTIES"]["CPU"]
-    own = properties("CPU", given, SessionOptions(), "float32")
-    assert made == {name: own[name] for name in made}
-    assert made["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == given.get("DYNAMIC_QUANTIZATION_GROUP_SIZE", 0)
+@pytest.mark.parametrize("options", [{}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 32}], ids=["defaults", "given"])
+def test_auto_device_uses_cpu_settings(options: dict[str, Any]) -> None:
+    cpu_properties = properties("AUTO", options, SessionOptions(), "float32")["DEVICE_PROPERTIES"]["CPU"]
+    expected = properties("CPU", options, SessionOptions(), "float32")
+    assert cpu_properties == {name: expected[name] for name in cpu_properties}
+    assert cpu_properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == options.get("DYNAMIC_QUANTIZATION_GROUP_SIZE", 0)
 
 
 def test_auto_device_refuses_cache_dir(tiny_ir: Callable[..., Artifact], tmp_path: Path) -> None:
@@ -316,13 +316,13 @@ def test_failed_step_leaves_state_unchanged(
     cache.reorder_cache(torch.tensor([1, 0]))
     state = cache.state
     with monkeypatch.context() as patch:
-        patch.setattr(state, "check_step", lambda *given: 1)
+        patch.setattr(state, "check_step", lambda *args: 1)
         wrong = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
         wrong |= {"position_ids": torch.tensor([[4, 5, 6]] * 2), "logits_to_keep": torch.tensor([0])}
         with pytest.raises(SessionError, match="OpenVINO failed on inputs"):
             model.decoder_step.session.run(wrong, outputs=("logits",), state=state)
-    found = model(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]
-    assert (found - expected).abs().max() < TOLERANCE
+    logits = model(input_ids=ids[:, :1], past_key_values=cache).logits[:, -1]
+    assert (logits - expected).abs().max() < TOLERANCE
 
 
 def test_states_survive_decoder_rebuild_after_failed_step(
@@ -341,7 +341,7 @@ def test_states_survive_decoder_rebuild_after_failed_step(
     single = model(input_ids=ids[:1]).past_key_values
     compiled = session.runtime
     with monkeypatch.context() as patch:
-        patch.setattr(failing.state, "check_step", lambda *given: 1)
+        patch.setattr(failing.state, "check_step", lambda *args: 1)
         wrong = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
         wrong |= {"position_ids": torch.tensor([[4, 5, 6]] * 2), "logits_to_keep": torch.tensor([0])}
         with pytest.raises(SessionError, match="OpenVINO failed on inputs"):
@@ -351,13 +351,13 @@ def test_states_survive_decoder_rebuild_after_failed_step(
     for cache in (failing, other, None):
         with_one = model(input_ids=longer[:, 4:5] if cache is not None else longer[:, :5], past_key_values=cache)
         assert (with_one.logits[:, -1] - expected).abs().max() < TOLERANCE
-        found = model(input_ids=longer[:, 5:], past_key_values=with_one.past_key_values).logits[:, -1]
-        assert (found - after).abs().max() < TOLERANCE
+        logits = model(input_ids=longer[:, 5:], past_key_values=with_one.past_key_values).logits[:, -1]
+        assert (logits - after).abs().max() < TOLERANCE
     single.state.join(copy)
     step = {"input_ids": longer[[0, 0, 1], 4:5], "attention_mask": torch.ones(3, 5, dtype=torch.int64)}
     step |= {"position_ids": torch.full((3, 1), 4), "logits_to_keep": torch.tensor([0])}
-    found = session.run(step, state=single.state)["logits"][:, -1]
-    assert (found - expected[[0, 0, 1]]).abs().max() < TOLERANCE
+    logits = session.run(step, state=single.state)["logits"][:, -1]
+    assert (logits - expected[[0, 0, 1]]).abs().max() < TOLERANCE
 
 
 def test_state_of_closed_decoder_is_refused(generator: Callable[..., Artifact]) -> None:
@@ -375,14 +375,14 @@ def test_large_outputs_are_not_overwritten(tiny_ir: Callable[..., Artifact]) -> 
         # The large output has 30 x 90 x 32 float32 values (340 KB), so the session does not copy it.
         # The small call uses the same inference request after the large call.
         large, small = text(30, 90, seed=1), text(2, 5, seed=2)
-        kept = model(**large).last_hidden_state
-        copy = kept.clone()
+        hidden = model(**large).last_hidden_state
+        copy = hidden.clone()
         again = model(**text(30, 90, seed=3)).last_hidden_state
         model(**small)
-        assert torch.equal(kept, copy)
-        assert again.data_ptr() != kept.data_ptr()
+        assert torch.equal(hidden, copy)
+        assert again.data_ptr() != hidden.data_ptr()
         with torch.inference_mode():
-            assert (kept - original(**large).last_hidden_state).abs().max() <= TOLERANCE
+            assert (hidden - original(**large).last_hidden_state).abs().max() <= TOLERANCE
             assert (model(**small).last_hidden_state - original(**small).last_hidden_state).abs().max() <= TOLERANCE
 
 
@@ -442,8 +442,8 @@ def test_optimum_intel_folder(tiny_ir: Callable[..., Artifact], tmp_path: Path) 
     adopted = model.artifact.component()
     # A foreign folder has no declared value ranges. The range of token ids is read from the embedding tables, so only
     # the mask has no range.
-    known = artifact.component().inputs
-    assert adopted.inputs == tuple(replace(spec, bounds=None) if spec.role == "mask" else spec for spec in known)
+    specs = artifact.component().inputs
+    assert adopted.inputs == tuple(replace(spec, bounds=None) if spec.role == "mask" else spec for spec in specs)
     assert adopted.outputs == artifact.component().outputs
     assert adopted.max_sizes == {"sequence": 96}
     assert torch.equal(model(**text()).logits, logits(artifact, text()))
@@ -481,11 +481,11 @@ def test_foreign_graph_with_other_file_name_is_listed(tiny_ir: Callable[..., Art
 
 def test_onnx_artifacts_are_converted(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     artifact = tiny_artifact("bert")
-    made = optimize(artifact, tmp_path / "ir", backend="openvino")
-    assert (made.format, made.manifest.opset) == ("openvino_ir", None)
+    converted = optimize(artifact, tmp_path / "ir", backend="openvino")
+    assert (converted.format, converted.manifest.opset) == ("openvino_ir", None)
     assert not list((tmp_path / "ir").glob("*.onnx*"))
-    assert made.manifest.steps[-1].validation["max_abs_difference"] <= TOLERANCE
-    assert [spec.shape for spec in made.component().inputs] == [spec.shape for spec in artifact.component().inputs]
+    assert converted.manifest.steps[-1].validation["max_abs_difference"] <= TOLERANCE
+    assert [spec.shape for spec in converted.component().inputs] == [spec.shape for spec in artifact.component().inputs]
     model = ORTModelForSequenceClassification.from_pretrained(tmp_path / "ir")
     assert model.backend == "openvino"
     assert (model(**text()).logits - logits(artifact, text())).abs().max() <= TOLERANCE
@@ -520,13 +520,13 @@ def test_damaged_cache_is_rebuilt(
     options = {"cache_dir": str(tmp_path / "cache")}
     expected = logits(tiny_ir(), text(), provider_options=options)
     (blob,) = (tmp_path / "cache").glob("*.blob")
-    whole = blob.read_bytes()
-    middle = len(whole) // 2
+    content = blob.read_bytes()
+    middle = len(content) // 2
     blob.write_bytes(
         {
             "garbage": b"not a model",
-            "truncated": whole[:middle],
-            "changed": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "truncated": content[:middle],
+            "changed": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
         }[damage]
     )
     with caplog.at_level(logging.WARNING):
@@ -606,11 +606,13 @@ def test_onnx_image_models_match_onnx_runtime(family: str, tiny_artifact: Callab
     ]
     (images,) = (spec for spec in component.inputs if spec.name == "pixel_values")
     for sizes in ((1, 64, 64), (2, 64, 96)):
-        known = iter(sizes)
-        shape = [3 if i == 1 else next(known) if isinstance(n, str) else n for i, n in enumerate(images.shape)]
+        remaining_sizes = iter(sizes)
+        shape = [
+            3 if i == 1 else next(remaining_sizes) if isinstance(n, str) else n for i, n in enumerate(images.shape)
+        ]
         feeds = {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
         if any(spec.name == "pixel_mask" for spec in component.inputs):
             feeds["pixel_mask"] = torch.ones((shape[0], *shape[2:]), dtype=torch.int64)
-        expected, found = (session.run(feeds) for session in both)
+        expected, outputs = (session.run(feeds) for session in both)
         for name, value in expected.items():
-            assert (found[name] - value).abs().max() <= 1e-4 * max(1.0, float(value.abs().max())), name
+            assert (outputs[name] - value).abs().max() <= 1e-4 * max(1.0, float(value.abs().max())), name

@@ -33,8 +33,8 @@ def test_xvector_head_weights_in_16_bits(dtype: str, tiny_folder: Callable[..., 
     original = transformers.AutoModelForAudioXVector.from_pretrained(folder).eval()
     with torch.inference_mode():
         expected = original(sounds).embeddings
-    found = ORTModelForAudioXVector(artifact, backend="openvino")(sounds).embeddings
-    assert (found - expected).abs().max() <= {"float16": 1e-2, "bfloat16": 1e-1}[dtype] * expected.abs().max()
+    embeddings = ORTModelForAudioXVector(artifact, backend="openvino")(sounds).embeddings
+    assert (embeddings - expected).abs().max() <= {"float16": 1e-2, "bfloat16": 1e-1}[dtype] * expected.abs().max()
 
 
 @pytest.mark.parametrize("type_", ["i32", "i64"])

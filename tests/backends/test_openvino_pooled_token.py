@@ -38,16 +38,16 @@ HEADS = [
 
 def inputs_of(model: ov.Model, size: int) -> dict[str, Any]:
     generator = np.random.default_rng(0)
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for value in model.inputs:
         name = value.get_any_name()
         if name == "pixel_values":
-            found[name] = generator.standard_normal((2, 3, size, size), np.float32)
+            inputs[name] = generator.standard_normal((2, 3, size, size), np.float32)
             continue
-        found[name] = generator.integers(3, 90, (3, 12)) if name == "input_ids" else np.zeros((3, 12), np.int64)
+        inputs[name] = generator.integers(3, 90, (3, 12)) if name == "input_ids" else np.zeros((3, 12), np.int64)
         if name == "attention_mask":
-            found[name] = (np.arange(12) < np.array([[12], [7], [1]])).astype(np.int64)
-    return found
+            inputs[name] = (np.arange(12) < np.array([[12], [7], [1]])).astype(np.int64)
+    return inputs
 
 
 def answers(model: ov.Model, feeds: dict[str, Any]) -> Any:
@@ -70,11 +70,11 @@ def test_early_token_selection_keeps_outputs(
     if format == "onnx":
         artifact = tiny_artifact(family, task)
     else:
-        made = shared(
+        path = shared(
             f"one-token-{family}",
             lambda folder: accel.export(tiny_model(family, task), folder, backend="openvino", task=task),
         )
-        artifact = Artifact.load(made)
+        artifact = Artifact.load(path)
     component = artifact.components[0]
     plain = core().read_model(str(artifact.path / component.file))
     model = read_model(artifact, component)
@@ -99,9 +99,9 @@ def graph(build: Callable[[Any, Any], Any], *, tokens: int = -1, index: int = 0,
     """
     hidden = operators.parameter([-1, tokens, 4], np.float32, name="hidden")
     weight = operators.constant(np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32))
-    made = build(hidden, weight)
-    token = operators.gather(made, operators.constant(index), operators.constant(1))
-    return ov.Model([token, made] if more else [token], [hidden], "graph")
+    result = build(hidden, weight)
+    token = operators.gather(result, operators.constant(index), operators.constant(1))
+    return ov.Model([token, result] if more else [token], [hidden], "graph")
 
 
 def product(hidden: Any, weight: Any) -> Any:
@@ -156,8 +156,8 @@ def test_exported_model_equals_pytorch(shared: Callable[..., Path]) -> None:
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-    found = accel.ORTModelForSequenceClassification.from_pretrained(path, backend="openvino")(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    logits = accel.ORTModelForSequenceClassification.from_pretrained(path, backend="openvino")(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
 def test_fourier_transforms_in_onnx_are_refused(tmp_path: Path) -> None:

@@ -35,11 +35,13 @@ def ir(tiny_ir: Callable[..., Artifact]) -> Artifact:
 
 def rows(count: int = 24, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    batches = []
     for index in range(count):
         ids = torch.randint(6, 100, (1, 4 + index % 12), generator=generator)
-        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)})
-    return made
+        batches.append(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        )
+    return batches
 
 
 @pytest.fixture(scope="session")
@@ -85,10 +87,10 @@ def test_weights_have_7_bits_if_cpu_accumulates_in_16_bits(
     OpenVINO's sums saturate without an error.
     """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
-    made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows(4))
+    quantized = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows(4))
     read = [
         n.input_value(1).get_node()
-        for n in ov.Core().read_model(str(made.file())).get_ops()
+        for n in ov.Core().read_model(str(quantized.file())).get_ops()
         if n.get_type_name() == "MatMul"
     ]
     largest = []
@@ -117,10 +119,10 @@ def test_activation_products_stay_in_float_if_cpu_accumulates_in_16_bits(
     products of each layer.
     """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: flags)
-    made = quantize(tiny_artifact(), tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(4))
+    int8 = quantize(tiny_artifact(), tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(4))
     products = [
         node
-        for node in ov.Core().read_model(str(made.file())).get_ops()
+        for node in ov.Core().read_model(str(int8.file())).get_ops()
         if node.get_type_name() == "MatMul" and not any(quantizer._is_constant(node, side) for side in (0, 1))
     ]
     read = [{value.get_node().get_type_name() for value in node.input_values()} for node in products]
@@ -144,10 +146,10 @@ def test_model_quantized_for_another_cpu_does_not_saturate(
     """
     artifact = ir if made_from == "openvino_ir" else tiny_artifact()
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2", "avx512_vnni"))
-    made = quantize(artifact, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
+    quantized = quantize(artifact, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
     monkeypatch.setattr(backend, "cpu_flags", lambda: ("avx2",))
     with caplog.at_level(logging.WARNING):
-        assert difference(made, ir) < 0.1
+        assert difference(quantized, ir) < 0.1
     assert "was quantized for a different processor" in caplog.text
 
 
@@ -158,8 +160,8 @@ def test_model_quantized_for_this_cpu_stays_int8(
     reads the embedding table, so they cannot saturate a sum.
     """
     monkeypatch.setattr(quantizer, "cpu_flags", lambda: ("avx2",))
-    made = quantize(ir, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
-    model = ov.Core().read_model(str(made.file()))
+    quantized = quantize(ir, tmp_path / "int8", backend="openvino", scheme="static-int8", calibration=rows(8))
+    model = ov.Core().read_model(str(quantized.file()))
     before = [node.get_type_name() for node in model.get_ops()]
     tables = [
         np.ptp(node.get_data().astype(int))
@@ -182,9 +184,9 @@ def test_scaling_product_is_kept(through_integers: bool) -> None:
     def rounded(value: ov.Output) -> ov.Node:
         if not through_integers:
             return operators.fake_quantize(value, -1.0, 1.0, -1.0, 1.0, levels=256)
-        whole = operators.convert(operators.fake_quantize(value, -1.0, 1.0, 0.0, 255.0, levels=256), "u8")
+        integers = operators.convert(operators.fake_quantize(value, -1.0, 1.0, 0.0, 255.0, levels=256), "u8")
         return operators.multiply(
-            operators.subtract(operators.convert(whole, "f32"), np.float32(128)), np.float32(1 / 128)
+            operators.subtract(operators.convert(integers, "f32"), np.float32(128)), np.float32(1 / 128)
         )
 
     left, right = (operators.parameter([4, 4], ov.Type.f32) for _ in range(2))
@@ -196,8 +198,8 @@ def test_scaling_product_is_kept(through_integers: bool) -> None:
     expected = (values[0] @ (0.5 * values[1]).T) @ np.array([[-128, 127]] * 4, np.float32)
     int8_float_fallback.compute_in_float(model, "a model")
     assert sum(node.get_type_name() == "FakeQuantize" for node in model.get_ops()) == 1
-    found = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(list(values))[0]
-    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    output = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(list(values))[0]
+    assert np.abs(output - expected).max() < 0.05 * np.abs(expected).max()
 
 
 def test_static_int8_manifest(static: Artifact, ir: Artifact) -> None:
@@ -224,9 +226,9 @@ def test_static_int8_requires_calibration_data(ir: Artifact, tmp_path: Path) -> 
 
 @pytest.mark.thorough
 def test_calibration_rows_are_limited(ir: Artifact, tmp_path: Path) -> None:
-    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), samples=5)
-    assert made.manifest.quantization is not None
-    assert made.manifest.quantization.calibration == {"rows": 5, "seed": 0}
+    quantized = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), samples=5)
+    assert quantized.manifest.quantization is not None
+    assert quantized.manifest.quantization.calibration == {"rows": 5, "seed": 0}
 
 
 def test_exclude_keeps_layers_in_float(ir: Artifact, static: Artifact, tmp_path: Path) -> None:
@@ -234,8 +236,8 @@ def test_exclude_keeps_layers_in_float(ir: Artifact, static: Artifact, tmp_path:
     budget uses these names to keep layers in floating point.
     """
     first, *others = static.manifest.steps[-1].report["layers"]
-    made = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), exclude=(first,))
-    assert made.manifest.steps[-1].report["layers"] == others
+    quantized = quantize(ir, tmp_path / "out", scheme="static-int8", calibration=rows(), exclude=(first,))
+    assert quantized.manifest.steps[-1].report["layers"] == others
     none = quantize(ir, tmp_path / "none", scheme="static-int8", calibration=rows(), exclude=("re:.*linear.*",))
     assert not none.manifest.steps[-1].report["layers"]
     assert count(none, "FakeQuantize") < count(static, "FakeQuantize")
@@ -255,11 +257,11 @@ def test_grouped_convolutions_stay_in_float(tmp_path: Path) -> None:
     config = transformers.ConvBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, conv_kernel_size=3)
     model = rescale(transformers.ConvBertForSequenceClassification(config)).eval()
     ir = export(model, tmp_path / "ir", task="text-classification", backend="openvino")
-    made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows())
-    assert read_by(made, "GroupConvolution")
-    assert "FakeQuantize" not in read_by(made, "GroupConvolution")
-    assert count(made, "FakeQuantize")
-    assert 1e-4 < difference(made, ir) < 0.5
+    quantized = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=rows())
+    assert read_by(quantized, "GroupConvolution")
+    assert "FakeQuantize" not in read_by(quantized, "GroupConvolution")
+    assert count(quantized, "FakeQuantize")
+    assert 1e-4 < difference(quantized, ir) < 0.5
 
 
 @pytest.mark.thorough
@@ -267,8 +269,8 @@ def test_patch_convolutions_stay_in_float(tiny_ir: Callable[..., Artifact], tmp_
     pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     images = [{"pixel_values": pixels}]
     ir = tiny_ir("vit", "image-classification")
-    made = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=images)
-    assert "FakeQuantize" not in read_by(made, "Convolution")
+    quantized = quantize(ir, tmp_path / "int8", scheme="static-int8", calibration=images)
+    assert "FakeQuantize" not in read_by(quantized, "Convolution")
     named = quantize(
         ir, tmp_path / "named", scheme="static-int8", calibration=images, operators=("Convolution", "MatMul")
     )
@@ -294,8 +296,8 @@ def test_unknown_operator_raises(ir: Artifact, tmp_path: Path) -> None:
     [
         {"smooth_quant": 0.9},
         *(
-            pytest.param(one, marks=pytest.mark.thorough)
-            for one in (
+            pytest.param(setting, marks=pytest.mark.thorough)
+            for setting in (
                 {"preset": "performance"},
                 {"calibration": "percentile", "percentile": 99.9},
                 {"calibration": "moving_average"},
@@ -309,9 +311,9 @@ def test_settings_change_the_result(settings: dict[str, Any], ir: Artifact, stat
     from accel import QuantizeConfig
 
     config = QuantizeConfig(scheme="static-int8", **settings)
-    made = quantize(ir, tmp_path / "out", config=config, calibration=rows())
-    assert made.component().files != static.component().files
-    assert difference(made, ir) < 0.7
+    quantized = quantize(ir, tmp_path / "out", config=config, calibration=rows())
+    assert quantized.component().files != static.component().files
+    assert difference(quantized, ir) < 0.7
 
 
 @pytest.mark.parametrize(
@@ -333,12 +335,14 @@ def test_settings_without_counterpart_raise(
 
 
 def test_weight_int8(ir: Artifact, tmp_path: Path) -> None:
-    made = quantize(ir, tmp_path / "out", scheme="weight-int8")
-    assert "u8" in constants(made)
-    weights = [next(f.bytes for f in a.component().files if f.name.endswith(".bin")) for a in (made, ir)]
+    quantized = quantize(ir, tmp_path / "out", scheme="weight-int8")
+    assert "u8" in constants(quantized)
+    weights = [next(f.bytes for f in a.component().files if f.name.endswith(".bin")) for a in (quantized, ir)]
     assert weights[0] < 0.4 * weights[1]
-    assert open_plan(make_plan(made)).sessions["model"].compute_dtype == "float32", "only the weights are in 8 bits"
-    assert 1e-6 < difference(made, ir) < 0.1
+    assert open_plan(make_plan(quantized)).sessions["model"].compute_dtype == "float32", (
+        "only the weights are in 8 bits"
+    )
+    assert 1e-6 < difference(quantized, ir) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -355,11 +359,11 @@ def test_weight_int8(ir: Artifact, tmp_path: Path) -> None:
 )
 def test_weight_int4(settings: dict[str, Any], needs_data: bool, ir: Artifact, tmp_path: Path) -> None:
     data = rows(8) if needs_data else None
-    made = quantize(ir, tmp_path / "out", scheme="weight-int4", block_size=16, calibration=data, **settings)
-    assert constants(made) & {"i4", "u4"}
-    assert ("i4" in constants(made)) == bool(settings.get("symmetric"))
-    assert 1e-6 < difference(made, ir) < 1.5
-    loaded = ORTModelForSequenceClassification.from_pretrained(made.path)
+    quantized = quantize(ir, tmp_path / "out", scheme="weight-int4", block_size=16, calibration=data, **settings)
+    assert constants(quantized) & {"i4", "u4"}
+    assert ("i4" in constants(quantized)) == bool(settings.get("symmetric"))
+    assert 1e-6 < difference(quantized, ir) < 1.5
+    loaded = ORTModelForSequenceClassification.from_pretrained(quantized.path)
     assert loaded.artifact.manifest.quantization is not None
 
 
@@ -384,8 +388,8 @@ def test_tables_that_are_not_weights_are_not_compressed(tmp_path: Path) -> None:
     config = transformers.GPTJConfig(
         vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8, n_positions=48, bos_token_id=1, eos_token_id=2
     )
-    made = export(transformers.GPTJForCausalLM(config), tmp_path / "ir", format="openvino_ir")
-    compressed = quantize(made, tmp_path / "out", scheme="weight-int4", block_size=32)
+    exported = export(transformers.GPTJForCausalLM(config), tmp_path / "ir", format="openvino_ir")
+    compressed = quantize(exported, tmp_path / "out", scheme="weight-int4", block_size=32)
     model = ov.Core().read_model(str(compressed.path / compressed.component().file))
     floats = [op for op in model.get_ops() if op.get_type_name() == "Constant" and op.get_element_type().is_real()]
     assert [48, 8] in [list(op.shape) for op in floats]
@@ -415,16 +419,16 @@ def test_model_without_weights_raises(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_every_graph_of_an_encoder_decoder_is_quantized(generator: Callable[..., Artifact], tmp_path: Path) -> None:
-    whole = generator("bart", "openvino")
-    made = quantize(whole, tmp_path / "int8", scheme="weight-int8")
-    assert [c.name for c in made.components] == [c.name for c in whole.components]
-    assert len({c.file for c in made.components}) == len(made.components) > 1
-    assert made.bytes < 0.7 * whole.bytes
+    original = generator("bart", "openvino")
+    quantized = quantize(original, tmp_path / "int8", scheme="weight-int8")
+    assert [c.name for c in quantized.components] == [c.name for c in original.components]
+    assert len({c.file for c in quantized.components}) == len(quantized.components) > 1
+    assert quantized.bytes < 0.7 * original.bytes
     ids = torch.tensor([[5, 6, 7, 8, 3]])
-    found = ORTModelForSeq2SeqLM.from_pretrained(made.path).generate(input_ids=ids, max_new_tokens=8)
-    assert found.shape[0] == 1
+    tokens = ORTModelForSeq2SeqLM.from_pretrained(quantized.path).generate(input_ids=ids, max_new_tokens=8)
+    assert tokens.shape[0] == 1
     with pytest.raises(QuantizeError, match="the graphs encoder.* needs calibration data for each graph"):
-        quantize(whole, tmp_path / "static", scheme="static-int8", calibration=rows())
+        quantize(original, tmp_path / "static", scheme="static-int8", calibration=rows())
 
 
 def test_onnx_decoders_are_refused(generator: Callable[..., Artifact], tmp_path: Path) -> None:

@@ -47,52 +47,52 @@ def test_repeats_along_an_unsqueezed_axis(tmp_path: Path) -> None:
     feeds["attention_mask"][-1, 6:] = 0
     with torch.no_grad():
         expected = original(**feeds).logits
-    found = ORTModelForSequenceClassification.from_pretrained(artifact.path, backend="openvino")(**feeds).logits
-    assert (found - expected).abs().max() <= 1e-4
+    logits = ORTModelForSequenceClassification.from_pretrained(artifact.path, backend="openvino")(**feeds).logits
+    assert (logits - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("indices", [[0], [0, 0, 0], [-1, 0], [[0, 0], [0, 0]]], ids=str)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_gather_repeats_along_any_axis(axis: int, indices: list[Any]) -> None:
-    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32)
-    taken = ops.gather(ops.unsqueeze(given, np.array([axis])), np.array(indices), np.array(axis))
-    model = ov.Model([taken], [given], "repeats")
+    parameter = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.f32)
+    gathered = ops.gather(ops.unsqueeze(parameter, np.array([axis])), np.array(indices), np.array(axis))
+    model = ov.Model([gathered], [parameter], "repeats")
     keep_repeats(model)
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
-    found = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(numbers)[0]
-    assert np.array_equal(found, np.take(np.expand_dims(numbers, axis), indices, axis=axis))
+    output = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(numbers)[0]
+    assert np.array_equal(output, np.take(np.expand_dims(numbers, axis), indices, axis=axis))
 
 
 def test_gather_without_repeats_is_unchanged() -> None:
     """The rewrite does not change a Gather with a single index or a Gather from a table with one row."""
-    given = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.i64)
-    one = ops.gather(ops.unsqueeze(given, np.array([1])), np.array(0), np.array(1))
-    rows = ops.gather(np.ones((1, 5), np.float32), given, np.array(0))
-    model = ov.Model([one, rows], [given], "no repeats")
+    parameter = ops.parameter(ov.PartialShape([-1, -1]), ov.Type.i64)
+    single = ops.gather(ops.unsqueeze(parameter, np.array([1])), np.array(0), np.array(1))
+    rows = ops.gather(np.ones((1, 5), np.float32), parameter, np.array(0))
+    model = ov.Model([single, rows], [parameter], "no repeats")
     before = [node.get_type_name() for node in model.get_ordered_ops()]
     keep_repeats(model)
     assert [node.get_type_name() for node in model.get_ordered_ops()] == before
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["numbers", "sizes"])
+@pytest.mark.parametrize("constant", [True, False], ids=["numbers", "sizes"])
 @pytest.mark.parametrize(
     ("shape", "times"),
     [((3, 1, 1, 5), (1, 4, 8, 1)), ((3, 1, 7, 5), (1, 4, 2, 1)), ((3, 2, 5), (2, 3, 1)), ((3, 1, 5), (1, 4, 1))],
     ids=str,
 )
-def test_tile_repeats_of_any_shape(shape: tuple[int, ...], times: tuple[int, ...], known: bool) -> None:
+def test_tile_repeats_of_any_shape(shape: tuple[int, ...], times: tuple[int, ...], constant: bool) -> None:
     """A Tile that repeats two axes gives correct values; a mask for heads and queries uses such a Tile. Without the
     rewrite, OpenVINO would mix up the rows.
     """
-    given = ops.parameter(ov.PartialShape([size if size == 1 else -1 for size in shape]), ov.Type.f32)
-    asked = ops.parameter(ov.PartialShape([len(times)]), ov.Type.i64)
-    tiled = ops.tile(given, np.array(times) if known else asked)
-    model = ov.Model([tiled], [given] if known else [given, asked], "tiles")
+    parameter = ops.parameter(ov.PartialShape([size if size == 1 else -1 for size in shape]), ov.Type.f32)
+    repeats = ops.parameter(ov.PartialShape([len(times)]), ov.Type.i64)
+    tiled = ops.tile(parameter, np.array(times) if constant else repeats)
+    model = ov.Model([tiled], [parameter] if constant else [parameter, repeats], "tiles")
     tile_one_axis_each(model)
     numbers = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     compiled = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    found = compiled([numbers] if known else [numbers, np.array(times)])[0]
-    assert np.array_equal(found, np.tile(numbers, times))
+    output = compiled([numbers] if constant else [numbers, np.array(times)])[0]
+    assert np.array_equal(output, np.tile(numbers, times))
 
 
 def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
@@ -113,29 +113,29 @@ def test_repeats_in_onnx_graphs(tmp_path: Path) -> None:
     onnx.save(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "model.onnx"
     )
-    given = torch.arange(8.0).reshape(2, 4)
+    tensor = torch.arange(8.0).reshape(2, 4)
     model = ORTModelForCustomTasks.from_pretrained(tmp_path, backend="openvino")
-    assert torch.equal(model(x=given)["y"], given.unsqueeze(1).repeat(1, 3, 1))
+    assert torch.equal(model(x=tensor)["y"], tensor.unsqueeze(1).repeat(1, 3, 1))
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kind", ["reduce_mean", "reduce_sum", "reduce_max", "reduce_prod"])
 def test_reduction_of_unit_axis_removes_the_axis(kind: str, keep: bool) -> None:
-    given = ops.parameter(ov.PartialShape([-1, 4, 1]), ov.Type.f32)
-    given.output(0).get_tensor().set_names({"given"})
-    reduced = getattr(ops, kind)(given, np.array([-1]), keep)
+    parameter = ops.parameter(ov.PartialShape([-1, 4, 1]), ov.Type.f32)
+    parameter.output(0).get_tensor().set_names({"x"})
+    reduced = getattr(ops, kind)(parameter, np.array([-1]), keep)
     reduced.output(0).get_tensor().set_names({"reduced"})
-    several = getattr(ops, kind)(given, np.array([1, 2]), keep)
-    model = ov.Model([reduced, several], [given], "reductions")
+    several = getattr(ops, kind)(parameter, np.array([1, 2]), keep)
+    model = ov.Model([reduced, several], [parameter], "reductions")
     expected = ov.compile_model(model, "CPU")
     drop_reductions(model)
     assert [node.get_type_name().startswith("Reduce") for node in model.get_ops()].count(True) == 1, (
         "of several entries"
     )
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4, 1)
-    found = ov.compile_model(model, "CPU")(numbers)
-    assert np.array_equal(found["reduced"], expected(numbers)["reduced"])
-    assert np.array_equal(found[1], expected(numbers)[1])
+    outputs = ov.compile_model(model, "CPU")(numbers)
+    assert np.array_equal(outputs["reduced"], expected(numbers)["reduced"])
+    assert np.array_equal(outputs[1], expected(numbers)[1])
 
 
 @pytest.mark.thorough

@@ -51,6 +51,6 @@ def test_nncf_parameters_exist_by_name() -> None:
         statistics_type=estimators.StatisticsType.QUANTILE, aggregator_type=estimators.AggregatorType.MEAN
     )
     ranges = estimators.RangeEstimatorParameters(min=collector, max=collector)
-    made = advanced.AdvancedQuantizationParameters(activations_range_estimator_params=ranges)
-    assert made.activations_range_estimator_params == ranges
+    parameters = advanced.AdvancedQuantizationParameters(activations_range_estimator_params=ranges)
+    assert parameters.activations_range_estimator_params == ranges
     assert upstream.nncf_library().CompressWeightsMode.INT4_SYM

@@ -115,12 +115,12 @@ def fused(artifact: Artifact) -> dict[str, int]:
 @pytest.mark.parametrize("model", MODELS)
 def test_levels_keep_outputs(artifact_of: Get, tmp_path: Path, model: str, level: str, limit: float) -> None:
     parent = artifact_of(model)
-    made = optimize(parent, tmp_path / "out", level=level)
+    optimized = optimize(parent, tmp_path / "out", level=level)
     feeds = feeds_of(parent)
-    assert (run(made, feeds) - run(parent, feeds)).abs().max() <= limit
-    nodes = made.manifest.steps[-1].report["nodes"]
+    assert (run(optimized, feeds) - run(parent, feeds)).abs().max() <= limit
+    nodes = optimized.manifest.steps[-1].report["nodes"]
     assert nodes["after"] < nodes["before"]
-    assert made.manifest.steps[-1].validation["max_abs_difference"] <= limit
+    assert optimized.manifest.steps[-1].validation["max_abs_difference"] <= limit
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_levels_keep_outputs(artifact_of: Get, tmp_path: Path, model: str, level
     ],
 )
 def test_reports_what_was_fused(artifact_of: Get, tmp_path: Path, model: str, expected: dict[str, int]) -> None:
-    made = optimize(artifact_of(model), tmp_path / "out", level="O2")
-    found = fused(made)
-    assert {name: found[name] for name in expected} == expected
-    operators = {node.op_type for node in load_graph(made, made.component()).graph}
+    optimized = optimize(artifact_of(model), tmp_path / "out", level="O2")
+    counts = fused(optimized)
+    assert {name: counts[name] for name in expected} == expected
+    operators = {node.op_type for node in load_graph(optimized, optimized.component()).graph}
     assert ("MultiHeadAttention" in operators) == ("attention" in expected)
     assert "SkipLayerNormalization" not in operators
 
@@ -149,9 +149,9 @@ def test_rotary_positions_that_differ_between_rows(generator: Get, tmp_path: Pat
     head.
     """
     parent = generator(family)
-    made = optimize(parent, tmp_path / "o2", level="O2")
-    assert fused(made)["rotary"] == 4
-    rotary = [n for n in load_graph(made, made.component()).graph if n.op_type == "RotaryEmbedding"]
+    optimized = optimize(parent, tmp_path / "o2", level="O2")
+    assert fused(optimized)["rotary"] == 4
+    rotary = [n for n in load_graph(optimized, optimized.component()).graph if n.op_type == "RotaryEmbedding"]
     assert [n.inputs[0].shape.rank() for n in rotary] == [rank] * 4
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
     feeds = {
@@ -160,11 +160,11 @@ def test_rotary_positions_that_differ_between_rows(generator: Get, tmp_path: Pat
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
         "logits_to_keep": torch.tensor([3, 5]),
     }
-    found = []
-    for artifact in (parent, made):
+    logits = []
+    for artifact in (parent, optimized):
         session = open_plan(make_plan(artifact)).sessions["model"]
-        found.append(session.run(feeds, outputs=("logits",), state=session.new_state(2))["logits"])
-    assert (found[0] - found[1]).abs().max() < 1e-4
+        logits.append(session.run(feeds, outputs=("logits",), state=session.new_state(2))["logits"])
+    assert (logits[0] - logits[1]).abs().max() < 1e-4
 
 
 def test_enable_and_disable_single_fusions(tiny_artifact: Get, tmp_path: Path) -> None:
@@ -202,16 +202,16 @@ def test_invalid_switches_are_refused(
 
 def test_manifest_and_other_files(tiny_artifact: Get, tmp_path: Path) -> None:
     parent = tiny_artifact("bert")
-    made = Artifact.load(optimize(parent, tmp_path / "out").path)
-    step = made.manifest.steps[-1]
+    optimized = Artifact.load(optimize(parent, tmp_path / "out").path)
+    step = optimized.manifest.steps[-1]
     assert (step.stage, step.backend, step.parent) == ("optimize", "cpu", parent.digest)
     assert step.versions["onnxruntime"] == ort.__version__
-    assert len(made.manifest.steps) == len(parent.manifest.steps) + 1
-    assert made.component().inputs == parent.component().inputs
-    assert made.component().outputs == parent.component().outputs
-    assert made.component().max_sizes == parent.component().max_sizes
-    assert {record.name for record in made.component().files} == {"model.onnx", "model.onnx.data"}
-    assert {p.name for p in made.path.iterdir()} == {p.name for p in parent.path.iterdir()}
+    assert len(optimized.manifest.steps) == len(parent.manifest.steps) + 1
+    assert optimized.component().inputs == parent.component().inputs
+    assert optimized.component().outputs == parent.component().outputs
+    assert optimized.component().max_sizes == parent.component().max_sizes
+    assert {record.name for record in optimized.component().files} == {"model.onnx", "model.onnx.data"}
+    assert {p.name for p in optimized.path.iterdir()} == {p.name for p in parent.path.iterdir()}
 
 
 def test_wrong_rewrite_writes_no_artifact(tiny_artifact: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,12 +241,14 @@ def _move_last_node_first(model: ir.Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [(_rename_output, "changed the inputs or outputs"), (_move_last_node_first, "before another node produces it")],
 )
-def test_rewrite_checks_its_postconditions(tiny_artifact: Get, change: Callable[[ir.Model], None], said: str) -> None:
+def test_rewrite_checks_its_postconditions(
+    tiny_artifact: Get, change: Callable[[ir.Model], None], message: str
+) -> None:
     model = _graph(tiny_artifact("bert"))
-    with pytest.raises(PostconditionError, match=said):
+    with pytest.raises(PostconditionError, match=message):
         Rewrite("broken", lambda model: change(model) or 1)(model)
 
 
@@ -270,14 +272,14 @@ def test_rewrite_requires_value_names(tiny_artifact: Get) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_float16_optimization(artifact_of: Get, tmp_path: Path, model: str) -> None:
     parent = artifact_of(model)
-    made = optimize(parent, tmp_path / "out", level="O4")
-    assert made.dtype == "float16"
-    assert made.component().outputs == parent.component().outputs
+    optimized = optimize(parent, tmp_path / "out", level="O4")
+    assert optimized.dtype == "float16"
+    assert optimized.component().outputs == parent.component().outputs
     feeds = feeds_of(parent)
-    assert 0 < (run(made, feeds) - run(parent, feeds)).abs().max() <= 2e-2
+    assert 0 < (run(optimized, feeds) - run(parent, feeds)).abs().max() <= 2e-2
     # The file consists mostly of weights, which need half the memory in float16.
-    assert made.bytes < 0.75 * parent.bytes
-    assert made.manifest.steps[-1].report["float16"]["converted"] > 30
+    assert optimized.bytes < 0.75 * parent.bytes
+    assert optimized.manifest.steps[-1].report["float16"]["converted"] > 30
 
 
 def test_float16_keeps_large_values_in_float32(tmp_path: Path) -> None:
@@ -301,14 +303,14 @@ def test_float16_keeps_large_values_in_float32(tmp_path: Path) -> None:
     assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
     save_graph(model, tmp_path / "half.onnx")
     session = ort.InferenceSession(str(tmp_path / "half.onnx"))
-    found = session.run(None, {"x": np.ones((1, 4), np.float32)})[0]
+    output = session.run(None, {"x": np.ones((1, 4), np.float32)})[0]
     # The square would overflow in float16, so a correct result shows that the optimizer kept it in float32.
-    assert np.allclose(found, 1200, rtol=1e-2)
+    assert np.allclose(output, 1200, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("steepness", "kept"), [(0.5, ["Slice", "Add", "Where", "Softmax"]), (0.01, [])])
+@pytest.mark.parametrize(("steepness", "float_nodes"), [(0.5, ["Slice", "Add", "Where", "Softmax"]), (0.01, [])])
 def test_float16_keeps_scores_with_large_distances_in_float32(
-    tmp_path: Path, steepness: float, kept: list[str]
+    tmp_path: Path, steepness: float, float_nodes: list[str]
 ) -> None:
     """Attention scores stay in float32 if large position distances are added to them, as in MPT, which counts distances
     from the end of the text.
@@ -336,15 +338,15 @@ def test_float16_keeps_scores_with_large_distances_in_float32(
         node.name = node.op_type
     infer_shapes(model)
     save_graph(model, tmp_path / "whole.onnx")
-    assert to_half(model, "float16", frozenset())["kept"] == kept
+    assert to_half(model, "float16", frozenset())["kept"] == float_nodes
     save_graph(model, tmp_path / "half.onnx")
     hidden = np.arange(length)[None] > np.array([[9], [255]])
     feeds = {"scores": np.random.default_rng(0).standard_normal((2, length), np.float32), "hidden": hidden}
-    found, expected = (
+    outputs, expected = (
         ort.InferenceSession(str(tmp_path / f"{name}.onnx")).run(None, feeds)[0] for name in ("half", "whole")
     )
     # Tokens at the start of the text attend only to tokens far from the end, so all distances in their rows are large.
-    assert np.abs(found - expected).max() < 1e-3
+    assert np.abs(outputs - expected).max() < 1e-3
 
 
 def test_float16_of_constant_of_shape(tmp_path: Path) -> None:
@@ -371,11 +373,11 @@ def test_calibration_data_decides_what_stays_float32(artifact_of: Get, tmp_path:
     large = [{"pixel_values": 1e6 * torch.randn(2, 3, 32, 32)}]
     reports = []
     for name, calibration in (("random", None), ("given", large)):
-        made = optimize(artifact_of("vit"), tmp_path / name, level="O4", calibration=calibration, backend=backend)
-        reports.append(made.manifest.steps[-1].report)
-    random, given = (report["float16"] for report in reports)
-    assert set(random["kept"]) < set(given["kept"])
-    assert (random["watched"], given["watched"]) == ("random inputs", "calibration data")
+        optimized = optimize(artifact_of("vit"), tmp_path / name, level="O4", calibration=calibration, backend=backend)
+        reports.append(optimized.manifest.steps[-1].report)
+    random, calibrated = (report["float16"] for report in reports)
+    assert set(random["kept"]) < set(calibrated["kept"])
+    assert (random["watched"], calibrated["watched"]) == ("random inputs", "calibration data")
     assert "calibration" not in reports[0]
     assert reports[1]["calibration"] == {"source": "batches"}
 
@@ -391,9 +393,9 @@ def test_float16_decoders_observe_prompts(generator: Get, tmp_path: Path) -> Non
     """
     parent = generator("llama")
     for name, calibration in (("random", None), ("given", [{"text": "lost card"}, {"text": "a new pin please"}])):
-        made = optimize(parent, tmp_path / name, level="O4", calibration=calibration)
-        assert {spec.dtype for spec in made.component().inputs if spec.pair is not None} == {"float16"}
-        watched = made.manifest.steps[-1].report["float16"]["watched"]
+        optimized = optimize(parent, tmp_path / name, level="O4", calibration=calibration)
+        assert {spec.dtype for spec in optimized.component().inputs if spec.pair is not None} == {"float16"}
+        watched = optimized.manifest.steps[-1].report["float16"]["watched"]
         assert watched == ("random inputs" if calibration is None else "calibration data")
 
 

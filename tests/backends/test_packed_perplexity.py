@@ -31,9 +31,9 @@ def _quiet_torchao(recwarn: pytest.WarningsRecorder) -> None:
 @pytest.fixture(scope="module")
 def texts() -> list[torch.Tensor]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    found = [torch.tensor(tokenizer(text)["input_ids"][:48]) for text in read_test_set()[0]]
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
-    return [found[i] for i in order]
+    token_ids = [torch.tensor(tokenizer(text)["input_ids"][:48]) for text in read_test_set()[0]]
+    order = torch.randperm(len(token_ids), generator=torch.Generator().manual_seed(0)).tolist()
+    return [token_ids[i] for i in order]
 
 
 def batch_of(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -77,16 +77,16 @@ def perplexity(model: accel.ORTModelForCausalLM, rows: list[torch.Tensor]) -> fl
 
 
 def test_gptq_or_awq_loses_less_than_rounding(trained: Path, texts: list[torch.Tensor], tmp_path: Path) -> None:
-    found = {}
+    perplexities = {}
     for algorithm in ("rtn", "gptq", "awq"):
         packed = quantize(
             trained, tmp_path / algorithm, backend="neural-compressor", scheme="weight-int4", algorithm=algorithm,
             block_size=128, calibration=[batch_of([row]) for row in texts[HELD_OUT : HELD_OUT + 128]],
         )  # fmt: skip
         graph = accel.export(packed.path, tmp_path / f"{algorithm}-onnx")
-        found[algorithm] = perplexity(accel.ORTModelForCausalLM.from_pretrained(graph.path), texts[:HELD_OUT])
+        perplexities[algorithm] = perplexity(accel.ORTModelForCausalLM.from_pretrained(graph.path), texts[:HELD_OUT])
     exact = accel.ORTModelForCausalLM.from_pretrained(trained, export=True)
-    found["float"] = perplexity(exact, texts[:HELD_OUT])
-    assert found["float"] < 60, "a model that has learned nothing proves nothing"
-    assert found["float"] < found["rtn"]
-    assert min(found["gptq"], found["awq"]) < found["rtn"], found
+    perplexities["float"] = perplexity(exact, texts[:HELD_OUT])
+    assert perplexities["float"] < 60, "a model that has learned nothing proves nothing"
+    assert perplexities["float"] < perplexities["rtn"]
+    assert min(perplexities["gptq"], perplexities["awq"]) < perplexities["rtn"], perplexities

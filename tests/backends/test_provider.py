@@ -61,8 +61,10 @@ class FromLibrary(Azure):
 @pytest.fixture
 def open_with(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Any]:
     def open_(backend: ProviderBackend, options: dict[str, object] | None = None, **session: Any) -> Any:
-        made = SessionOptions(**session)
-        return backend.open(tiny_artifact(), OpenRequest(device=HOST, options=options or {}, session=made))["model"]
+        session_options = SessionOptions(**session)
+        return backend.open(tiny_artifact(), OpenRequest(device=HOST, options=options or {}, session=session_options))[
+            "model"
+        ]
 
     return open_
 
@@ -74,7 +76,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, s
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
     FromLibrary.path.write_bytes(b"")
     monkeypatch.setattr(libraries, "_registered", {})
-    monkeypatch.setattr(ort, "register_execution_provider_library", lambda *given: calls.append(given))
+    monkeypatch.setattr(ort, "register_execution_provider_library", lambda *args: calls.append(args))
     return calls
 
 
@@ -151,17 +153,17 @@ def test_compute_dtype_is_limited_to_the_kernels_type(open_with: Callable[..., A
 
 
 def test_options_reach_the_provider(monkeypatch: pytest.MonkeyPatch, open_with: Callable[..., Any]) -> None:
-    seen: list[Any] = []
+    all_providers: list[Any] = []
 
     def session(path: str, options: ort.SessionOptions, *, providers: Any, **_: Any) -> Any:
-        seen.extend(providers)
+        all_providers.extend(providers)
         return real(path, options, providers=[CPU])
 
     real = ort.InferenceSession
     monkeypatch.setattr(ort, "InferenceSession", session)
     with pytest.raises(BackendUnavailableError, match="runs model.onnx on CPUExecutionProvider although Azure"):
         open_with(Azure(), {"color": 3})
-    assert seen == [(AZURE, {"color": "3"})]
+    assert all_providers == [(AZURE, {"color": "3"})]
 
 
 @pytest.mark.parametrize(
@@ -185,16 +187,16 @@ def test_provider_errors_are_raised(
     """An error of the execution provider is raised. The backend disables ONNX Runtime's fallback, which would print the
     error and use the CPU.
     """
-    told: list[object] = []
+    fallbacks: list[object] = []
 
     def session(*_: Any, **settings: Any) -> Any:
-        told.append(settings["enable_fallback"])
+        fallbacks.append(settings["enable_fallback"])
         raise raised
 
     monkeypatch.setattr(ort, "InferenceSession", session)
     with pytest.raises(expected, match=message):
         open_with(Azure())
-    assert told == [0]
+    assert fallbacks == [0]
 
 
 # The tests below check the assignment of nodes to providers.
@@ -222,10 +224,12 @@ def assigned(**operators: dict[str, int]) -> Assignment:
 
 
 def test_assignment_counts_nodes() -> None:
-    found = assigned(npu={"MatMul": 3, "Add": 2}, cpu={"Shape": 4, "com.microsoft.MatMulNBits": 1}, cuda={"Gemm": 1})
-    assert (found.nodes, found.taken, found.left_to_cpu) == (11, 5, 5)
-    assert found.material_on_cpu == {"com.microsoft.MatMulNBits": 1}
-    assert not found.useless
+    assignment = assigned(
+        npu={"MatMul": 3, "Add": 2}, cpu={"Shape": 4, "com.microsoft.MatMulNBits": 1}, cuda={"Gemm": 1}
+    )
+    assert (assignment.nodes, assignment.taken, assignment.left_to_cpu) == (11, 5, 5)
+    assert assignment.material_on_cpu == {"com.microsoft.MatMulNBits": 1}
+    assert not assignment.useless
 
 
 @pytest.mark.parametrize(
@@ -322,9 +326,9 @@ def test_library_lists_devices_and_is_loaded_once(
     backend = FromLibrary()
     probe = backend.probe()
     assert [(device.type, device.index) for device in probe.devices] == [("cpu", 0)]
-    found, expected = open_with(backend), open_with(CpuBackend())
-    feeds = capture.feeds_for(found.inputs, {"batch": 2, "sequence": 5}, seed=0, folder=tiny_artifact().path)
-    assert torch.allclose(found.run(feeds)["logits"], expected.run(feeds)["logits"], atol=1e-5)
+    session, expected = open_with(backend), open_with(CpuBackend())
+    feeds = capture.feeds_for(session.inputs, {"batch": 2, "sequence": 5}, seed=0, folder=tiny_artifact().path)
+    assert torch.allclose(session.run(feeds)["logits"], expected.run(feeds)["logits"], atol=1e-5)
     backend.probe()
     assert loaded == [(CPU, str(FromLibrary.path))]
 

@@ -86,10 +86,10 @@ def test_half_precision_keeps_declared_output_types(tiny_folder: Callable[..., P
         tiny_folder(), backend="pytorch", session_options=SessionOptions(compute_dtype=dtype)
     )
     assert model.compute_dtype == dtype
-    found, expected = model(**inputs()).logits, exact(**inputs()).logits
-    assert found.dtype is torch.float32
+    logits, expected = model(**inputs()).logits, exact(**inputs()).logits
+    assert logits.dtype is torch.float32
     # Logits are of order 1, and bfloat16 has 8 bits of precision.
-    assert 0 < (found - expected).abs().max() < 0.1
+    assert 0 < (logits - expected).abs().max() < 0.1
 
 
 def test_saved_models_load_with_transformers_and_with_us(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_embeddings_are_pooled_as_in_an_export(tiny_folder: Callable[..., Path])
     ours, theirs = (
         accel.ORTModelForFeatureExtraction.from_pretrained(folder, backend=name, **how) for name in ("pytorch", "cpu")
     )
-    found, expected = ours(**inputs()), theirs(**inputs())
-    assert set(found) == set(expected)
-    assert (found.sentence_embedding - expected.sentence_embedding).abs().max() < 1e-5
+    outputs, expected = ours(**inputs()), theirs(**inputs())
+    assert set(outputs) == set(expected)
+    assert (outputs.sentence_embedding - expected.sentence_embedding).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bart"])
@@ -139,9 +139,9 @@ def test_generation_equals_transformers(family: str, tmp_path: Path) -> None:
     mask[1, :3] = 0
     for how in ({}, {"num_beams": 3}, {"use_cache": False}):
         settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}
-        found = model.generate(input_ids=ids, attention_mask=mask, **settings)
+        tokens = model.generate(input_ids=ids, attention_mask=mask, **settings)
         expected = original.generate(input_ids=ids, attention_mask=mask, **settings)
-        assert torch.equal(found, expected), how
+        assert torch.equal(tokens, expected), how
 
 
 def test_prompt_lookup_with_writable_logits(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_pytorch_errors_become_session_errors(
     with pytest.raises(SessionError, match="no such row"):
         model(input_ids=torch.tensor([[9]]), past_key_values=cache)
     monkeypatch.undo()
-    found = model(input_ids=torch.tensor([[9]]), past_key_values=cache).logits[:, -1]
-    assert (found - expected).abs().max() < 1e-4
+    logits = model(input_ids=torch.tensor([[9]]), past_key_values=cache).logits[:, -1]
+    assert (logits - expected).abs().max() < 1e-4
 
 
 def _broken(*args: object, **kwargs: object) -> None:
@@ -212,21 +212,21 @@ def test_cuda_graph_does_not_write_to_released_memory() -> None:
     weights = [torch.randn(size, 32, dtype=torch.float16, device=device) for size in (8192, 16384, 65536)]
     inputs = {f"x{i}": torch.randn(8, len(w), dtype=torch.float16, device=device) for i, w in enumerate(weights)}
 
-    def model(**given: torch.Tensor) -> list[torch.Tensor]:
-        return [one @ weight for one, weight in zip(given.values(), weights, strict=True)]
+    def model(**tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor @ weight for tensor, weight in zip(tensors.values(), weights, strict=True)]
 
     gone = CapturedModule(model, device)
     gone(**inputs)
     del gone
     gc.collect()
-    kept = CapturedModule(model, device)
-    expected = kept(**inputs)
+    captured = CapturedModule(model, device)
+    expected = captured(**inputs)
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     of_others = [
         torch.full((size << 20,), 7, dtype=torch.uint8, device=device) for size in (1, 8, 32) for _ in range(20)
     ]
-    torch.testing.assert_close(kept(**inputs), expected)
+    torch.testing.assert_close(captured(**inputs), expected)
     assert all(bool((tensor == 7).all()) for tensor in of_others)
 
 
@@ -245,10 +245,10 @@ def test_callers_on_different_streams_do_not_overlap() -> None:
     expected = [model(x=x) for x in inputs]
     call(x=inputs[0])
     torch.cuda.synchronize(GPU)
-    found = []
+    outputs = []
     for x in inputs:
         with torch.cuda.stream(torch.cuda.Stream(GPU)):  # type: ignore[no-untyped-call]
-            found.append(call(x=x))
+            outputs.append(call(x=x))
     torch.cuda.synchronize(GPU)
-    for one, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, wanted, atol=1e-4, rtol=1e-4)
+    for output, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, reference, atol=1e-4, rtol=1e-4)

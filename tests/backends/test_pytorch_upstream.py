@@ -30,24 +30,24 @@ def test_copy_all_copies_every_input() -> None:
 
 def test_activated_product_applies_relu() -> None:
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
-    found = upstream.activated_product(bias, x, weight.t(), use_gelu=False)
-    torch.testing.assert_close(found, torch.relu(x @ weight.t() + bias))
+    output = upstream.activated_product(bias, x, weight.t(), use_gelu=False)
+    torch.testing.assert_close(output, torch.relu(x @ weight.t() + bias))
 
 
 def test_scaled_product_of_float8() -> None:
     x, weight = (torch.ones(16, 16).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones(())
-    found = upstream.scaled_product(x, weight.t(), scale_a=one, scale_b=2 * one, out_dtype=torch.float32)
-    assert torch.equal(found, torch.full((16, 16), 32.0))
+    scale = torch.ones(())
+    product = upstream.scaled_product(x, weight.t(), scale_a=scale, scale_b=2 * scale, out_dtype=torch.float32)
+    assert torch.equal(product, torch.full((16, 16), 32.0))
 
 
 def test_rounding_has_a_gradient_for_the_step() -> None:
     step = torch.tensor([0.5], requires_grad=True)
     x = torch.tensor([[0.6, -0.9]])
-    found = upstream.rounded_by_tensor(x, step, torch.zeros(1), -128, 127, 1.0)
-    assert found.tolist() == [[0.5, -1.0]]
+    rounded = upstream.rounded_by_tensor(x, step, torch.zeros(1), -128, 127, 1.0)
+    assert rounded.tolist() == [[0.5, -1.0]]
     rows = upstream.rounded_by_channel(x, step, torch.zeros(1), 0, -127, 127, 1.0)
-    (found + rows).sum().backward()
+    (rounded + rows).sum().backward()
     assert step.grad is not None
 
 
@@ -82,5 +82,5 @@ def test_package_reports_its_device_and_runs(tmp_path: Path) -> None:
     with quiet():
         upstream.compile_package(program, tmp_path / "relu.pt2")
         assert upstream.package_metadata(tmp_path / "relu.pt2")["AOTI_DEVICE_KEY"] == "cpu"
-        (found,) = upstream.load_package(tmp_path / "relu.pt2").run([torch.tensor([-1.0, 1.0])])
-    assert found.tolist() == [0, 1]
+        (output,) = upstream.load_package(tmp_path / "relu.pt2").run([torch.tensor([-1.0, 1.0])])
+    assert output.tolist() == [0, 1]

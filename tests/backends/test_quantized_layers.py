@@ -41,48 +41,48 @@ PRESETS = ("int8", "int8-symmetric", "int4-per-tensor", "int4")
 def rows(count: int = 8, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(6, 100, (2, 4 + i % 9), generator=generator) for i in range(count)]
-    return [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
 
 
 def integers(linear: torch.nn.Linear) -> IntegerLinear:
-    made = IntegerLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    layer = IntegerLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
     weight = linear.weight.detach()
-    made.scale = weight.abs().amax(1) / 127
-    made.weight = torch.round(weight / made.scale[:, None]).to(torch.int8)
-    made.x_scale, made.x_zero = torch.tensor(0.04), torch.tensor(120, dtype=torch.uint8)
-    return made
+    layer.scale = weight.abs().amax(1) / 127
+    layer.weight = torch.round(weight / layer.scale[:, None]).to(torch.int8)
+    layer.x_scale, layer.x_zero = torch.tensor(0.04), torch.tensor(120, dtype=torch.uint8)
+    return layer
 
 
 def blocks(linear: torch.nn.Linear) -> BlockLinear:
-    made = BlockLinear(linear.in_features, linear.out_features, bits=4, block_size=16, bias=linear.bias is not None)
+    layer = BlockLinear(linear.in_features, linear.out_features, bits=4, block_size=16, bias=linear.bias is not None)
     parts = linear.weight.detach().reshape(linear.out_features, -1, 16)
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
-    made.scales = (high - low) / 15
-    zeros = torch.round(-low / made.scales)
-    values = (torch.round(parts / made.scales[..., None]) + zeros[..., None]).clamp(0, 15)
-    made.packed, made.zeros = pack(values.to(torch.uint8), 4), pack(zeros.to(torch.uint8), 4)
-    return made
+    layer.scales = (high - low) / 15
+    zeros = torch.round(-low / layer.scales)
+    values = (torch.round(parts / layer.scales[..., None]) + zeros[..., None]).clamp(0, 15)
+    layer.packed, layer.zeros = pack(values.to(torch.uint8), 4), pack(zeros.to(torch.uint8), 4)
+    return layer
 
 
 def quantized(scheme: str, family: str = "bert") -> Any:
     model = tiny_model(family)
     for name, linear in list(model.named_modules()):
         if type(linear) is torch.nn.Linear:
-            made: QuantizedLinear = integers(linear) if scheme == "static-int8" else blocks(linear)
+            layer: QuantizedLinear = integers(linear) if scheme == "static-int8" else blocks(linear)
             if linear.bias is not None:
-                made.bias = linear.bias.detach()
-            model.set_submodule(name, made)
+                layer.bias = linear.bias.detach()
+            model.set_submodule(name, layer)
     return with_record(model, Quantization(scheme=scheme))
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact]:
-    folder, made = tmp_path_factory.mktemp("quantized"), dict[str, Artifact]()
+    folder, artifacts = tmp_path_factory.mktemp("quantized"), dict[str, Artifact]()
 
     def get(scheme: str) -> Artifact:
-        if scheme not in made:
-            made[scheme] = accel.export(quantized(scheme), folder / scheme, format="torch")
-        return made[scheme]
+        if scheme not in artifacts:
+            artifacts[scheme] = accel.export(quantized(scheme), folder / scheme, format="torch")
+        return artifacts[scheme]
 
     return get
 
@@ -91,12 +91,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact]
 def exported(
     saved: Callable[[str], Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Artifact]:
-    folder, made = tmp_path_factory.mktemp("graphs"), dict[tuple[str, str], Artifact]()
+    folder, artifacts = tmp_path_factory.mktemp("graphs"), dict[tuple[str, str], Artifact]()
 
     def get(scheme: str, format: str) -> Artifact:
-        if (scheme, format) not in made:
-            made[scheme, format] = accel.export(saved(scheme).path, folder / f"{scheme}-{format}", format=format)
-        return made[scheme, format]
+        if (scheme, format) not in artifacts:
+            artifacts[scheme, format] = accel.export(saved(scheme).path, folder / f"{scheme}-{format}", format=format)
+        return artifacts[scheme, format]
 
     return get
 
@@ -151,26 +151,26 @@ def test_onnx_contains_the_models_integers(
     artifact = exported(scheme, "onnx")
     assert artifact.manifest.quantization is not None
     assert artifact.manifest.quantization.scheme == scheme
-    found = weights_of_graph(onnx_ir.load(artifact.file()))
+    weights = weights_of_graph(onnx_ir.load(artifact.file()))
     expected = [layer.dequantized().numpy() for layer in quantized_layers(quantized(scheme)).values()]
-    assert len(found) == len(expected)
+    assert len(weights) == len(expected)
     for want in expected:
-        assert any(have.shape == want.shape and np.array_equal(have, want) for have in found)
+        assert any(have.shape == want.shape and np.array_equal(have, want) for have in weights)
 
 
 def weights_of_graph(model: onnx_ir.Model) -> list[np.ndarray]:
     """Return the dequantized weight matrices, each `(outputs, inputs)`, of an ONNX graph."""
-    found = []
+    weights = []
     for node in model.graph:
-        held = [value.const_value.numpy() if value and value.const_value else None for value in node.inputs]
+        constants = [value.const_value.numpy() if value and value.const_value else None for value in node.inputs]
         if node.op_type == "MatMulNBits":
             layer = BlockLinear(node.attributes.get_int("K"), node.attributes.get_int("N"), bits=4, block_size=16)
-            layer.packed, layer.scales, layer.zeros = (torch.from_numpy(np.array(one)) for one in held[1:4])
-            found.append(layer.dequantized().numpy())
-        elif node.op_type == "DequantizeLinear" and held[0] is not None and held[0].ndim == 2:
-            values = held[0].astype(np.float32) - held[2].astype(np.float32)
-            found.append((values * held[1]).T)
-    return found
+            layer.packed, layer.scales, layer.zeros = (torch.from_numpy(np.array(tensor)) for tensor in constants[1:4])
+            weights.append(layer.dequantized().numpy())
+        elif node.op_type == "DequantizeLinear" and constants[0] is not None and constants[0].ndim == 2:
+            values = constants[0].astype(np.float32) - constants[2].astype(np.float32)
+            weights.append((values * constants[1]).T)
+    return weights
 
 
 def test_static_graphs_have_integer_products_after_loading(exported: Callable[[str, str], Artifact]) -> None:
@@ -215,18 +215,22 @@ def test_inputs_with_very_different_scales_are_not_rounded(apart: float, level: 
     """Inputs with very different AWQ scales are not rounded to 8 bits. AWQ divides a nearly inactive input by a tiny
     number, and rounding would set the other inputs of its block to zero.
     """
-    held = blocks(torch.nn.Linear(32, 8, bias=False))
+    layer = blocks(torch.nn.Linear(32, 8, bias=False))
     x = onnx_ir.Value(name="x", shape=onnx_ir.Shape(["rows", 32]), type=onnx_ir.TensorType(onnx_ir.DataType.FLOAT))
     constants = {
-        "factor": np.linspace(1, apart, 32, dtype=np.float32), "packed": held.packed.numpy(),
-        "scales": held.scales.numpy(), "zeros": held.zeros.numpy(),
+        "factor": np.linspace(1, apart, 32, dtype=np.float32), "packed": layer.packed.numpy(),
+        "scales": layer.scales.numpy(), "zeros": layer.zeros.numpy(),
     }  # fmt: skip
     values = {name: onnx_ir.tensor(array, name=name) for name, array in constants.items()}
-    known = {name: onnx_ir.Value(name=name, const_value=value, shape=value.shape) for name, value in values.items()}
-    scaled = onnx_ir.node("Mul", [x, known.pop("factor")])
+    graph_values = {
+        name: onnx_ir.Value(name=name, const_value=value, shape=value.shape) for name, value in values.items()
+    }
+    scaled = onnx_ir.node("Mul", [x, graph_values.pop("factor")])
     sizes = {"bits": 4, "block_size": 16, "inner": 32}
-    product = onnx_ir.node("block_linear", [scaled.outputs[0], *known.values()], sizes, domain="accel_layers", name="p")
-    initializers = [*known.values(), scaled.inputs[1]]
+    product = onnx_ir.node(
+        "block_linear", [scaled.outputs[0], *graph_values.values()], sizes, domain="accel_layers", name="p"
+    )
+    initializers = [*graph_values.values(), scaled.inputs[1]]
     graph = onnx_ir.Graph(
         [x], product.outputs, nodes=[scaled, product], initializers=initializers, opset_imports={"": 21}
     )
@@ -295,9 +299,9 @@ def test_teacher_changes_the_loss_and_is_not_saved() -> None:
     assert model.state_dict().keys() == alone.state_dict().keys()
     model.eval()
     assert torch.equal(model(**batch).loss, alone.eval()(**batch).loss)
-    for one in (model, alone):
-        one.train()
-        for module in one.modules():
+    for trained_model in (model, alone):
+        trained_model.train()
+        for module in trained_model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
     assert model(**batch).loss != alone(**batch).loss
@@ -315,7 +319,7 @@ def test_invalid_models_are_refused_and_unchanged() -> None:
         accel.prepare_qat(model, calibration=[{"no_such_input": torch.zeros(1, 2)}])
     with pytest.raises(PrepareError, match="float16"):
         accel.prepare_qat(tiny_model("bert").half(), preset="int4", block_size=16)
-    assert {type(one) for one in model.modules() if isinstance(one, torch.nn.Linear)} == {torch.nn.Linear}
+    assert {type(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)} == {torch.nn.Linear}
     twice = accel.prepare_qat(model, preset="int4", block_size=16, exclude=["re:classifier"])
     assert type(twice.classifier) is torch.nn.Linear
     with pytest.raises(PrepareError, match="already prepared"):
@@ -365,12 +369,12 @@ def test_block_layers_have_a_weight_dtype(tmp_path: Path) -> None:
 
 
 def test_unsupported_layer_types_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(training.logger, "warning", lambda text, *values: told.append(text % values))
+    warnings: list[str] = []
+    monkeypatch.setattr(training.logger, "warning", lambda text, *values: warnings.append(text % values))
     settings = transformers.GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, pad_token_id=0)
     accel.prepare_qat(transformers.GPT2ForSequenceClassification(settings), calibration=rows())
-    assert len(told) == 1
-    assert "8 layers of the class Conv1D" in told[0]
+    assert len(warnings) == 1
+    assert "8 layers of the class Conv1D" in warnings[0]
     with pytest.raises(PrepareError, match="7 other layers have the class Conv1D"):
         accel.prepare_qat(transformers.GPT2LMHeadModel(settings), calibration=rows())
 
@@ -382,13 +386,13 @@ def test_checkpoint_in_training_is_not_exported_as_float_model(tmp_path: Path) -
 
 
 def test_unused_teacher_is_warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    warnings: list[str] = []
     model = prepared("int4", distillation=0.5).train()
-    monkeypatch.setattr(distillation.logger, "warning", told.append)
+    monkeypatch.setattr(distillation.logger, "warning", warnings.append)
     for _ in range(2):
         model(**rows(1)[0])
-    assert len(told) == 1
-    assert "distillation has no effect" in told[0]
+    assert len(warnings) == 1
+    assert "distillation has no effect" in warnings[0]
 
 
 def test_mixed_precision_around_forward_is_not_exported(tmp_path: Path) -> None:
@@ -429,8 +433,8 @@ def test_adapters_stay_in_float_on_quantized_layers(first: str, tmp_path: Path) 
         expected = model(**case).logits
     names = {spec.name for spec in artifact.components[0].inputs}
     feeds = {**case, "token_type_ids": torch.zeros_like(case["input_ids"])}
-    found = open_plan(make_plan(artifact)).sessions["model"].run({name: feeds[name] for name in names})["logits"]
-    assert (found - expected).abs().max() < 0.02
+    logits = open_plan(make_plan(artifact)).sessions["model"].run({name: feeds[name] for name in names})["logits"]
+    assert (logits - expected).abs().max() < 0.02
 
 
 def _with_adapter(model: Any, **settings: Any) -> Any:
@@ -450,7 +454,9 @@ def test_adapters_that_read_base_weights_are_refused(preset: str, tmp_path: Path
     settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
     with pytest.raises(PrepareError, match="computes with the weights of its base layer"):
         accel.prepare_qat(before, preset=preset, block_size=16, **settings)
-    assert not [one for one in before.modules() if isinstance(one, training.TrainedLinear | training.TrainedBlocks)]
+    assert not [
+        module for module in before.modules() if isinstance(module, training.TrainedLinear | training.TrainedBlocks)
+    ]
     after = _with_adapter(prepared(preset), use_dora=True)
     with pytest.raises(ExportError, match="cannot be used on a quantized layer"):
         accel.export(after, tmp_path / "onnx", task="text-classification")
@@ -458,20 +464,20 @@ def test_adapters_that_read_base_weights_are_refused(preset: str, tmp_path: Path
 
 @pytest.mark.parametrize("preset", ["int8", "int4"])
 def test_merged_adapter_outside_of_scales_is_warned(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(quantized_module.logger, "warning", lambda text, *values: told.append(text % values))
+    warnings: list[str] = []
+    monkeypatch.setattr(quantized_module.logger, "warning", lambda text, *values: warnings.append(text % values))
     model = _with_adapter(prepared(preset), init_lora_weights=False)
     without_training(model)
-    assert not told, "beside the layers it is computed in floating point"
+    assert not warnings, "beside the layers it is computed in floating point"
     merged = model.merge_and_unload()
     without_training(merged)
-    assert len(told) == 1
-    assert "2 of 14 layers" in told[0]
+    assert len(warnings) == 1
+    assert "2 of 14 layers" in warnings[0]
     again = tiny_model("bert")
     again.load_state_dict(merged.state_dict(), strict=False)
     settings: dict[str, Any] = {} if preset == "int4" else {"calibration": rows()}
     without_training(accel.prepare_qat(again, preset=preset, block_size=16, **settings))
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4-per-tensor", "int4"])
@@ -492,8 +498,8 @@ def test_weight_decay_does_not_change_scales(preset: str) -> None:
 
 
 def _steps(model: Any) -> dict[str, torch.Tensor]:
-    found = quantized_layers(without_training(model)).items()
-    return {name: one.scale if isinstance(one, IntegerLinear) else one.scales for name, one in found}
+    layers = quantized_layers(without_training(model)).items()
+    return {name: layer.scale if isinstance(layer, IntegerLinear) else layer.scales for name, layer in layers}
 
 
 @pytest.mark.parametrize("preset", ["int4-per-tensor", "int4-int8"])
@@ -506,12 +512,12 @@ def test_int4_scale_minimizes_the_error(preset: str) -> None:
     with torch.no_grad():
         layer.weight[0, 0] = 3.0
     accel.prepare_qat(model, calibration=rows(), preset=preset)
-    found = quantized_layers(without_training(model))["bert.encoder.layer.0.attention.self.query"]
+    trained = quantized_layers(without_training(model))["bert.encoder.layer.0.attention.self.query"]
     others = layer.weight.detach()[1:]
     step = layer.weight.detach().abs().amax() / 7
     lost, by_largest = (
-        float((made - others).square().sum() / others.square().sum())
-        for made in (found.dequantized()[1:], torch.round(others / step) * step)
+        float((rounded - others).square().sum() / others.square().sum())
+        for rounded in (trained.dequantized()[1:], torch.round(others / step) * step)
     )
     assert lost < 0.1
     assert by_largest > 5 * lost
@@ -543,9 +549,11 @@ def test_distillation_loss_with_gradient_accumulation(ignored: int) -> None:
     feeds = {"input_ids": ids, "labels": labels}
     accel.prepare_qat(model, calibration=[{"input_ids": ids}], distillation=0.9, temperature=1.0)
     count = labels[:, 1:].ne(-100).sum()
-    whole, parts = (_gradient(model, feeds, n, num_items_in_batch=count) for n in (1, 4))
-    torch.testing.assert_close(parts, whole, atol=1e-5 * float(whole.abs().max()), rtol=1e-3)
-    torch.testing.assert_close(whole, _gradient(model, feeds, 1), atol=1e-5 * float(whole.abs().max()), rtol=1e-3)
+    full_gradient, parts = (_gradient(model, feeds, n, num_items_in_batch=count) for n in (1, 4))
+    torch.testing.assert_close(parts, full_gradient, atol=1e-5 * float(full_gradient.abs().max()), rtol=1e-3)
+    torch.testing.assert_close(
+        full_gradient, _gradient(model, feeds, 1), atol=1e-5 * float(full_gradient.abs().max()), rtol=1e-3
+    )
 
 
 def test_distillation_loss_if_the_model_ignores_accumulation() -> None:
@@ -556,8 +564,8 @@ def test_distillation_loss_if_the_model_ignores_accumulation() -> None:
     ids = torch.randint(6, 100, (8, 8), generator=torch.Generator().manual_seed(0))
     feeds = {"input_ids": ids, "labels": ids[:, 0] % 3}
     accel.prepare_qat(model, calibration=[{"input_ids": ids}], distillation=0.9)
-    found = _gradient(model, feeds, 1, num_items_in_batch=torch.tensor(32))
-    assert torch.equal(found, _gradient(model, feeds, 1))
+    gradient = _gradient(model, feeds, 1, num_items_in_batch=torch.tensor(32))
+    assert torch.equal(gradient, _gradient(model, feeds, 1))
 
 
 def test_distillation_of_spans_and_regression() -> None:
@@ -582,28 +590,28 @@ def test_distillation_of_spans_and_regression() -> None:
 
 def test_layer_with_two_names_is_shared(tmp_path: Path) -> None:
     model = tiny_model("bert")
-    first, second = (one.attention.self for one in model.bert.encoder.layer)
+    first, second = (layer.attention.self for layer in model.bert.encoder.layer)
     second.query = first.query
     ids = torch.randint(6, 100, (4, 8), generator=torch.Generator().manual_seed(0))
     accel.prepare_qat(model, calibration=[{"input_ids": ids}], preset="int4-per-tensor")
     assert type(first.query) is not torch.nn.Linear
     assert second.query is first.query
     artifact = accel.export(model, tmp_path / "out", format="torch")
-    made = without_training(model)
+    plain = without_training(model)
     with torch.inference_mode():
-        wanted = made(input_ids=ids).logits
-    one, other = (layer.attention.self.query for layer in made.bert.encoder.layer)
-    assert isinstance(one, IntegerLinear)
-    assert one is other
+        expected = plain(input_ids=ids).logits
+    query, other = (layer.attention.self.query for layer in plain.bert.encoder.layer)
+    assert isinstance(query, IntegerLinear)
+    assert query is other
     opened = accel.ORTModelForSequenceClassification.from_pretrained(artifact.path)
-    torch.testing.assert_close(opened(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(opened(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_modules_in_evaluation_mode_stay_in_it() -> None:
     model = tiny_model("bert").train()
     model.bert.embeddings.eval()
-    before = [one.training for one in model.modules()]
+    before = [module.training for module in model.modules()]
     ids = torch.randint(6, 100, (4, 8), generator=torch.Generator().manual_seed(0))
     accel.prepare_qat(model, calibration=[{"input_ids": ids}])
     assert not model.bert.embeddings.training
-    assert before == [one.training for one in model.modules()]
+    assert before == [module.training for module in model.modules()]

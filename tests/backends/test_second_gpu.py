@@ -51,8 +51,8 @@ def batch(rows: int, tokens: int, device: str, padded: bool = True) -> dict[str,
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def assert_equal(found: dict[str, torch.Tensor], tolerance: float) -> None:
-    first, second = (found[gpu] for gpu in GPUS)
+def assert_equal(outputs: dict[str, torch.Tensor], tolerance: float) -> None:
+    first, second = (outputs[gpu] for gpu in GPUS)
     assert (str(first.device), str(second.device)) == GPUS
     expected = first.float().cpu()
     assert (second.float().cpu() - expected).abs().max() <= tolerance * expected.abs().max()
@@ -66,16 +66,16 @@ def test_accelerated_model(settings: dict[str, Any]) -> None:
         pytest.skip("this GPU computes in no float8")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     for padded in (False, True):
-        found = {}
+        outputs = {}
         for gpu in GPUS:
             model = tiny_model("bert", seed=1, **sizes).to(gpu)
             with torch.no_grad():
                 accel.accelerate(model, keep_slower=True, **settings)
                 # The third call replays the CUDA graph that the first call captured.
-                found[gpu] = [model(**batch(64, 32, gpu, padded)).logits for _ in range(3)][-1]
+                outputs[gpu] = [model(**batch(64, 32, gpu, padded)).logits for _ in range(3)][-1]
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()
-        assert_equal(found, FLOAT8 if "quantization" in settings else TUNED)
+        assert_equal(outputs, FLOAT8 if "quantization" in settings else TUNED)
 
 
 def test_accelerated_generator(tmp_path: Path) -> None:
@@ -85,15 +85,15 @@ def test_accelerated_generator(tmp_path: Path) -> None:
     import transformers
 
     save_generator(tmp_path, "llama")
-    found = {}
+    tokens = {}
     for gpu in GPUS:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval().to(gpu)
         accel.accelerate(model, keep_slower=True)
         ids = torch.tensor([[5, 6, 7, 8]], device=gpu)
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-        found[gpu] = [model.generate(ids, **given) for _ in range(2)][-1]
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        tokens[gpu] = [model.generate(ids, **options) for _ in range(2)][-1]
         model.restore()
-    assert_equal(found, 0)
+    assert_equal(tokens, 0)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_session(backend: str, options: dict[str, Any], tiny_folder: Callable[..
     source: Path = tiny_folder("bert")
     if backend == "cuda":
         source = optimize(export(source, tmp_path / "onnx"), tmp_path / "o4", backend="cuda", level="O4").path
-    found, threaded = {}, {}
+    outputs, threaded = {}, {}
     for gpu in GPUS:
         model: Any = accel.ORTModelForSequenceClassification.from_pretrained(
             source, backend=backend, device=gpu, provider_options=options
@@ -115,15 +115,15 @@ def test_session(backend: str, options: dict[str, Any], tiny_folder: Callable[..
         answers = [torch.cat([model(**call).logits for call in calls]) for _ in range(3)]
 
         def call(model: Any = model, calls: list[dict[str, torch.Tensor]] = calls, gpu: str = gpu) -> None:
-            threaded[gpu] = torch.cat([model(**one).logits for one in calls])
+            threaded[gpu] = torch.cat([model(**inputs).logits for inputs in calls])
 
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        found[gpu] = answers[-1]
+        outputs[gpu] = answers[-1]
         assert torch.cuda.current_device() == 0
         model.close()
-    assert_equal(found, TUNED)
+    assert_equal(outputs, TUNED)
     assert_equal(threaded, TUNED)
 
 
@@ -164,26 +164,26 @@ def test_generation(backend: str, dtype: str, tmp_path: Path) -> None:
     mask[0, :2] = 0
     settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     for beams in ({}, {"num_beams": 3}):
-        found = {}
+        tokens = {}
         for gpu in GPUS:
             model: Any = accel.ORTModelForCausalLM.from_pretrained(source, backend=backend, device=gpu)
-            given = {"attention_mask": mask.to(gpu), **settings, **beams}
-            found[gpu] = [model.generate(ids.to(gpu), **given) for _ in range(2)][-1]
+            options = {"attention_mask": mask.to(gpu), **settings, **beams}
+            tokens[gpu] = [model.generate(ids.to(gpu), **options) for _ in range(2)][-1]
             assert torch.cuda.current_device() == 0
             model.close()
-        assert_equal(found, 0)
+        assert_equal(tokens, 0)
 
 
 def test_engine(tiny_artifact: Callable[..., Artifact]) -> None:
     texts = ["where is my card", "help", "the bank"]
-    found = []
+    answers = []
     for gpu in GPUS:
         with accel.Engine(tiny_artifact().path, backend="cuda", device=gpu) as engine:
-            found.append([engine.run(text) for text in texts])
-    for one, other in zip(*found, strict=True):
-        (one,), (other,) = ([answer] if isinstance(answer, dict) else answer for answer in (one, other))
-        assert one["label"] == other["label"]
-        assert abs(one["score"] - other["score"]) <= EQUAL
+            answers.append([engine.run(text) for text in texts])
+    for first, other in zip(*answers, strict=True):
+        (first,), (other,) = ([answer] if isinstance(answer, dict) else answer for answer in (first, other))
+        assert first["label"] == other["label"]
+        assert abs(first["score"] - other["score"]) <= EQUAL
 
 
 def test_benchmark_waits_for_the_second_gpu(tiny_folder: Callable[..., Path]) -> None:
@@ -199,25 +199,25 @@ def test_calibrated_model(tiny_artifact: Callable[..., Artifact], tmp_path: Path
     """A model with calibrated Q/DQ pairs gives equal outputs on both GPUs with the CUDA execution provider."""
     fused = optimize(tiny_artifact(), tmp_path / "o2", backend="cuda", level="O2")
     feeds = [{name: tensor.cpu() for name, tensor in batch(2, 8, "cpu", padded).items()} for padded in (False, True)]
-    calibration = [{**one, "token_type_ids": torch.zeros_like(one["input_ids"])} for one in feeds]
-    made = accel.quantize(fused, tmp_path / "q", backend="cuda", scheme="static-int8", calibration=calibration)
-    found = {}
+    calibration = [{**row, "token_type_ids": torch.zeros_like(row["input_ids"])} for row in feeds]
+    quantized = accel.quantize(fused, tmp_path / "q", backend="cuda", scheme="static-int8", calibration=calibration)
+    logits = {}
     for gpu in GPUS:
-        model = accel.ORTModelForSequenceClassification.from_pretrained(made.path, backend="cuda", device=gpu)
-        found[gpu] = model(**batch(4, 8, gpu)).logits
+        model = accel.ORTModelForSequenceClassification.from_pretrained(quantized.path, backend="cuda", device=gpu)
+        logits[gpu] = model(**batch(4, 8, gpu)).logits
         model.close()
-    assert_equal(found, EQUAL)
+    assert_equal(logits, EQUAL)
 
 
 def test_buckets_and_thread_settings(tiny_artifact: Callable[..., Artifact]) -> None:
-    found = {}
+    logits = {}
     for gpu in GPUS:
         model = accel.ORTModelForSequenceClassification.from_pretrained(
             tiny_artifact().path, backend="cuda", device=gpu, session_options=SessionOptions(buckets=(16, 32))
         )
-        found[gpu] = torch.cat([model(**batch(2, tokens, gpu)).logits for tokens in (5, 16, 17, 5)])
+        logits[gpu] = torch.cat([model(**batch(2, tokens, gpu)).logits for tokens in (5, 16, 17, 5)])
         model.close()
-    assert_equal(found, EQUAL)
+    assert_equal(logits, EQUAL)
 
 
 def test_aotinductor_offers_no_gpu() -> None:

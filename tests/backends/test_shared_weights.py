@@ -63,14 +63,14 @@ def universal(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.fixture
 def parent(tiny_artifact: Get, generator: Get, universal: Artifact) -> Get:
     """Return a function that returns an artifact for each kind of shared weights."""
-    made: dict[str, Callable[[], Artifact]] = {
+    builders: dict[str, Callable[[], Artifact]] = {
         "layers (ALBERT)": lambda: tiny_artifact("albert"),
         "layers (Universal)": lambda: universal,
         "embeddings and head (BERT)": lambda: tiny_artifact("bert", "fill-mask"),
         "embeddings and head (GPT-2)": lambda: generator("gpt2"),
         "embeddings, head and encoder (T5)": lambda: generator("t5"),
     }
-    return lambda kind: made[kind]()
+    return lambda kind: builders[kind]()
 
 
 KINDS = (
@@ -109,9 +109,9 @@ def calibration(artifact: Artifact) -> list[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(0)
     names = {spec.name for spec in artifact.components[0].inputs if spec.pair is None}
     ids = torch.randint(5, 60, (2, 9), generator=random)
-    made = {"hidden": torch.randn(2, 9, 64, generator=random), "input_ids": ids, "attention_mask": torch.ones_like(ids),
+    inputs = {"hidden": torch.randn(2, 9, 64, generator=random), "input_ids": ids, "attention_mask": torch.ones_like(ids),
             "token_type_ids": torch.zeros_like(ids)}  # fmt: skip
-    return [{name: value for name, value in made.items() if name in names}]
+    return [{name: value for name, value in inputs.items() if name in names}]
 
 
 THOROUGH = ("static-int8 of integer operators", "weight-int8", "weight-int4 with hqq", "static-fp8 for GPUs")
@@ -125,8 +125,8 @@ THOROUGH = ("static-int8 of integer operators", "weight-int8", "weight-int4 with
 def test_quantized_artifact_stores_each_weight_once(kind: str, scheme: str, parent: Get, tmp_path: Path) -> None:
     artifact, settings = parent(kind), {**SCHEMES, **GPU_SCHEMES}[scheme]
     data = calibration(artifact) if settings["scheme"].startswith("static") else None
-    made = accel.quantize(artifact, tmp_path / "out", calibration=data, **settings)
-    contents = stored(made)
+    quantized = accel.quantize(artifact, tmp_path / "out", calibration=data, **settings)
+    contents = stored(quantized)
     assert sorted(contents) == sorted(set(contents))
 
 
@@ -150,8 +150,8 @@ def test_integers_of_shared_layers_need_a_quarter_of_the_bytes(
     scheme: str, universal: Artifact, tmp_path: Path
 ) -> None:
     data = calibration(universal) if scheme.startswith("static") else None
-    made = accel.quantize(universal, tmp_path / "out", calibration=data, **SCHEMES[scheme])
-    weights = sum(path.stat().st_size for path in made.path.glob("*.data"))
+    quantized = accel.quantize(universal, tmp_path / "out", calibration=data, **SCHEMES[scheme])
+    weights = sum(path.stat().st_size for path in quantized.path.glob("*.data"))
     # The file contains 16,384 weights of at most one byte each. 12,000 bytes are enough for the scales and biases of 192
     # channels, and in 4-bit schemes for one scale per block of 32 weights.
     assert weights < 16_384 + 12_000
@@ -160,23 +160,23 @@ def test_integers_of_shared_layers_need_a_quarter_of_the_bytes(
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_shared_weight_is_one_initializer(scheme: str, universal: Artifact, tmp_path: Path) -> None:
     data = calibration(universal) if scheme.startswith("static") else None
-    made = quantize(universal, tmp_path / "out", calibration=data, **SCHEMES[scheme])
-    graph = onnx.load(made.file(), load_external_data=False).graph
+    quantized = quantize(universal, tmp_path / "out", calibration=data, **SCHEMES[scheme])
+    graph = onnx.load(quantized.file(), load_external_data=False).graph
     kinds = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
     assert sum(t.data_type in kinds and np.prod(t.dims) >= LARGE for t in graph.initializer) == 2
 
 
 def test_openvino_stores_shared_weights_once(tiny_folder: Get, tmp_path: Path) -> None:
     floats = export(tiny_folder("albert"), tmp_path / "float", task="text-classification", backend="openvino")
-    made = quantize(floats, tmp_path / "out", scheme="weight-int8")
-    sizes = [sum(path.stat().st_size for path in one.path.glob("*.bin")) for one in (floats, made)]
+    quantized = quantize(floats, tmp_path / "out", scheme="weight-int8")
+    sizes = [sum(path.stat().st_size for path in variant.path.glob("*.bin")) for variant in (floats, quantized)]
     assert sizes[1] < 0.6 * sizes[0]
 
 
 def test_result_larger_than_its_input_is_warned(
     tiny_artifact: Get, universal: Artifact, caplog: pytest.LogCaptureFixture
 ) -> None:
-    small, large = sorted((tiny_artifact("bert"), universal), key=lambda one: one.bytes)
+    small, large = sorted((tiny_artifact("bert"), universal), key=lambda artifact: artifact.bytes)
     warn_of_size(small, large, "keep the input.")
     assert f"{large.bytes:,} bytes instead of {small.bytes:,} bytes. keep the input." in caplog.text
 

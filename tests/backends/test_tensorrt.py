@@ -49,18 +49,18 @@ def test_device_session_with_the_cuda_provider(tiny_artifact: Callable[..., Arti
     session = DeviceSession(runtime, component, DeviceSpec.parse(str(GPU)), "float32")
     cpu = registry.load(registry.describe("cpu"))
     expected_by = cpu.open(artifact, OpenRequest(device=DeviceSpec("cpu")))["model"]
-    kept = []
+    results = []
     for seed, (batch, sequence) in enumerate([(1, 5), (3, 17), (3, 17)]):
         sizes = {"batch": batch, "sequence": sequence}
         feeds = capture.feeds_for(component.inputs, sizes, seed=seed, folder=artifact.path)
-        found = session.run({name: tensor.to(GPU) for name, tensor in feeds.items()})
-        kept.append((found, expected_by.run(feeds)))
-    for found, expected in kept:
+        outputs = session.run({name: tensor.to(GPU) for name, tensor in feeds.items()})
+        results.append((outputs, expected_by.run(feeds)))
+    for outputs, expected in results:
         for name, value in expected.items():
-            assert found[name].is_cuda
-            assert (found[name].cpu() - value).abs().max() < 1e-4
+            assert outputs[name].is_cuda
+            assert (outputs[name].cpu() - value).abs().max() < 1e-4
     name = component.outputs[0].name
-    buffer = torch.empty_like(kept[-1][0][name])
+    buffer = torch.empty_like(results[-1][0][name])
     session.run(feeds, out={name: buffer})
-    assert torch.equal(buffer, kept[-1][0][name])
+    assert torch.equal(buffer, results[-1][0][name])
     session.close()
