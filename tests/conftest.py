@@ -63,9 +63,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     from accel.backends import registry
 
-    found = registry.probe(registry.describe(mark.args[0] if mark.args else "cuda"))
-    if not found.available:
-        pytest.skip(f"no GPU: {'; '.join(reason.message for reason in found.reasons)}")
+    status = registry.probe(registry.describe(mark.args[0] if mark.args else "cuda"))
+    if not status.available:
+        pytest.skip(f"no GPU: {'; '.join(reason.message for reason in status.reasons)}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,11 +85,11 @@ def _loggers_of_a_new_process() -> None:
         # Libraries that silence logging for some time set the level of every handler, also of pytest's handlers, and do
         # not restore the level.
         handler.setLevel(logging.NOTSET)
-    for name, one in list(logging.root.manager.loggerDict.items()):
-        if isinstance(one, logging.Logger) and name.partition(".")[0] in ("accel", "accel_plugins"):
-            one.disabled, one.propagate = False, True
-            if one.level:
-                one.setLevel(logging.NOTSET)
+    for name, named_logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(named_logger, logging.Logger) and name.partition(".")[0] in ("accel", "accel_plugins"):
+            named_logger.disabled, named_logger.propagate = False, True
+            if named_logger.level:
+                named_logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
@@ -149,8 +149,8 @@ def tiny_ir(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Ca
 
     def get(family: str = "bert", task: str = "text-classification") -> Artifact:
         source = tiny_folder(family, task)
-        made = shared(f"{family}-{task}-openvino", lambda folder: export(source, folder, task=task, backend="openvino"))
-        return Artifact.load(made)
+        path = shared(f"{family}-{task}-openvino", lambda folder: export(source, folder, task=task, backend="openvino"))
+        return Artifact.load(path)
 
     return get
 
@@ -164,9 +164,9 @@ def generator(shared: Callable[..., Path]) -> Callable[..., Artifact]:
     def get(family: str, backend: str = "cpu") -> Artifact:
         source = shared(f"generator-{family}", lambda folder: save_generator(folder, family))
         task = GENERATORS[family][0]
-        made = shared(
+        path = shared(
             f"generator-{family}-{backend}", lambda folder: export(source, folder, task=task, backend=backend)
         )
-        return Artifact.load(made)
+        return Artifact.load(path)
 
     return get

@@ -83,13 +83,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif "/tree/" in path:
             listed = [
-                {"type": "file", "path": one, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for one, content in files.items()
+                {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for file, content in files.items()
             ]
             self._answer(200, json.dumps(listed).encode(), {})
         else:
-            told = {"id": name, "sha": SHA, "siblings": [{"rfilename": one} for one in files]}
-            self._answer(200, json.dumps(told).encode(), {})
+            info = {"id": name, "sha": SHA, "siblings": [{"rfilename": file} for file in files]}
+            self._answer(200, json.dumps(info).encode(), {})
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

@@ -39,13 +39,15 @@ def test_core_contains_no_vendor_names(path: Path) -> None:
         pytest.skip("its subject is another tool's format")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    said = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_docstring(node)}
-    found = {
+    docstrings = {
+        id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_docstring(node)
+    }
+    violations = {
         f"line {node.lineno}: {word}"
         for node in ast.walk(tree)
-        if id(node) not in said and (word := _word(node)) and VENDORS.search(word)
+        if id(node) not in docstrings and (word := _word(node)) and VENDORS.search(word)
     }
-    assert not found
+    assert not violations
 
 
 def _has_docstring(node: ast.AST) -> bool:
@@ -76,16 +78,16 @@ def room_of(path: Path) -> str:
 def imported_modules(path: Path) -> set[str]:
     """Return the dotted names of `accel` modules that a module imports, including imports only for type checkers."""
     package = path.relative_to(ROOT).parts[:-1]
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             parts = [*base, *(node.module.split(".") if node.module else [])]
             if parts == ["accel"]:
-                found |= {f"accel.{alias.name}" for alias in node.names}
+                modules |= {f"accel.{alias.name}" for alias in node.names}
             elif parts[:1] == ["accel"]:
-                found.add(".".join(parts))
-    return found
+                modules.add(".".join(parts))
+    return modules
 
 
 def later(room: str, other: str) -> bool:
@@ -96,7 +98,7 @@ def later(room: str, other: str) -> bool:
 def test_packages_refer_only_to_lower_packages(path: Path) -> None:
     room = room_of(path)
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    said = {
+    docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and _has_docstring(node)
@@ -104,7 +106,7 @@ def test_packages_refer_only_to_lower_packages(path: Path) -> None:
     paths = {
         node.value
         for node in ast.walk(tree)
-        if id(node) not in said
+        if id(node) not in docstrings
         and isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch(r"accel(\.\w+)+(:\w+)?", node.value)
@@ -122,19 +124,19 @@ def repeated(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
     places: dict[str, list[str]] = {}
     for name, place in pairs:
         places.setdefault(name, []).append(place)
-    return {name: found for name, found in places.items() if len(found) > 1}
+    return {name: locations for name, locations in places.items() if len(locations) > 1}
 
 
 def test_module_names_are_unique() -> None:
     modules = [path for path in CORE if room_of(path) not in PARTS and not path.stem.startswith("__")]
-    found = repeated([(path.stem, name_of(path)) for path in modules])
-    assert not found
+    duplicates = repeated([(path.stem, name_of(path)) for path in modules])
+    assert not duplicates
 
 
 def test_public_class_names_are_unique() -> None:
     # Triton requires a class with the name `TritonPythonModel` in each Python model, so this name may occur several
     # times.
-    found = repeated(
+    duplicates = repeated(
         [
             (node.name, name_of(path))
             for path in CORE
@@ -143,7 +145,7 @@ def test_public_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "TritonPythonModel"
         ]
     )
-    assert not found
+    assert not duplicates
 
 
 def test_search_is_implemented_once() -> None:

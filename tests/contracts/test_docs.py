@@ -123,7 +123,7 @@ def has_python(page: Path) -> bool:
 
 
 @pytest.fixture
-def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def _shared_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace `accel.export` for the demo model. Six pages export this model with the same settings, so the first
     export is copied for the other pages.
     """
@@ -132,20 +132,20 @@ def _one_demo_export(shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatc
     def export(model: Any, out: Any, **settings: Any) -> Artifact:
         if settings or model != MODEL:
             return real(model, out, **settings)
-        made = shared("demo-model-onnx", lambda folder: real(model, folder))
-        return Artifact.load(shutil.copytree(made, check_output(out, MODEL), dirs_exist_ok=True))
+        exported = shared("demo-model-onnx", lambda folder: real(model, folder))
+        return Artifact.load(shutil.copytree(exported, check_output(out, MODEL), dirs_exist_ok=True))
 
     monkeypatch.setattr(accel, "export", export)
 
 
-@pytest.mark.usefixtures("_one_demo_export")
+@pytest.mark.usefixtures("_shared_demo_export")
 @pytest.mark.parametrize("page", slow_ones([page for page in PAGES if has_python(page)]), ids=name_of)
 def test_page_blocks_run_and_print_their_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # The output of a page must not depend on the installed plugins, so the test enables only some plugins. The page of
     # a backend also enables the backend.
-    own = page.stem if page.parent.name == "backends" else "cpu"
-    monkeypatch.setenv("ACCEL_PLUGINS", f"cpu,{own}")
+    backend = page.stem if page.parent.name == "backends" else "cpu"
+    monkeypatch.setenv("ACCEL_PLUGINS", f"cpu,{backend}")
     namespace: dict[str, Any] = {"__name__": "docs_page"}
     printed = None
     for block in blocks(page):
@@ -186,12 +186,12 @@ def test_blocks_that_do_not_run_are_few_and_have_a_reason() -> None:
 
 
 def test_fences_have_a_known_word() -> None:
-    known = {"python", "python notest", "text output", "text", "bash", "toml", "json", "yaml", "diff"}
+    fence_words = {"python", "python notest", "text output", "text", "bash", "toml", "json", "yaml", "diff"}
     unknown = [
         f"{name_of(b.page)}:{b.line}: {b.info}"
         for p in PAGES
         for b in blocks(p)
-        if b.info not in known and " from=" not in b.info
+        if b.info not in fence_words and " from=" not in b.info
     ]
     assert not unknown
 
@@ -215,21 +215,21 @@ def commands_in(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 def test_commands_in_bash_blocks_exist_with_their_flags() -> None:
     reference = tool("cli_reference")
-    known = {path: reference.options(command, context) for path, command, context in reference.commands()}
-    wrong, seen = [], 0
+    known_flags = {path: reference.options(command, context) for path, command, context in reference.commands()}
+    wrong, count = [], 0
     for page in PAGES:
         for where, words in commands_in(page):
-            seen += 1
+            count += 1
             path = "accel"
             for word in words[1:]:
-                if f"{path} {word}" not in known:
+                if f"{path} {word}" not in known_flags:
                     break
                 path = f"{path} {word}"
             flags = {word.split("=")[0] for word in words if word.startswith("-")}
-            if not flags <= known[path] or (path == "accel" and len(words) > 1 and not words[1].startswith("-")):
-                wrong.append(f"{where}: {' '.join(words)}: {sorted(flags - known[path])}")
+            if not flags <= known_flags[path] or (path == "accel" and len(words) > 1 and not words[1].startswith("-")):
+                wrong.append(f"{where}: {' '.join(words)}: {sorted(flags - known_flags[path])}")
     assert not wrong
-    assert seen >= 5
+    assert count >= 5
 
 
 @pytest.mark.skipif(
@@ -373,8 +373,10 @@ def test_pages_and_examples_contain_no_local_paths() -> None:
         *(ROOT / "benchmarks").glob("*.py"),
         *(DOCS / "tools").glob("*.py"),
     ]
-    found = [f"{name_of(path)}: {match}" for path in files for match in _MACHINE_PATH.findall(path.read_text("utf-8"))]
-    assert not found
+    matches = [
+        f"{name_of(path)}: {match}" for path in files for match in _MACHINE_PATH.findall(path.read_text("utf-8"))
+    ]
+    assert not matches
 
 
 def test_pages_do_not_install_another_accel_package() -> None:

@@ -69,9 +69,9 @@ def words(path: Path) -> Iterator[tuple[str, int]]:
     """Yield the model types and model class names that a module mentions, with their line numbers."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     # Collect expression statements, such as docstrings, because their text is skipped.
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             if node.value in CONFIG_MAPPING_NAMES or node.value in classes_of_models() or is_of_a_model(node.value):
                 yield node.value, node.lineno
         elif isinstance(node, ast.Attribute) and node.attr in classes_of_models():
@@ -108,7 +108,7 @@ def is_a_model_type(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr == "model_type"
     is_read = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("get", "getattr")
-    return is_read and any(isinstance(one, ast.Constant) and one.value == "model_type" for one in node.args)
+    return is_read and any(isinstance(arg, ast.Constant) and arg.value == "model_type" for arg in node.args)
 
 
 def is_a_class(node: ast.AST) -> bool:
@@ -116,14 +116,14 @@ def is_a_class(node: ast.AST) -> bool:
 
 
 def is_excepted(word: str, path: str) -> bool:
-    return any(word == known and path.startswith(places) for known, places, _ in EXCEPTIONS)
+    return any(word == excepted and path.startswith(places) for excepted, places, _ in EXCEPTIONS)
 
 
 @pytest.mark.parametrize("path", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_model_type_outside_of_families(path: Path) -> None:
     name = str(path.relative_to(ROOT))
-    found = {f"line {line}: {word}" for word, line in words(path) if not is_excepted(word, name)}
-    assert not found, (
+    model_types = {f"line {line}: {word}" for word, line in words(path) if not is_excepted(word, name)}
+    assert not model_types, (
         "ask accel.interfaces.family_registry.family_of(config), and put the fact into the family's module"
     )
 

@@ -28,8 +28,8 @@ def example() -> Iterator[None]:
         patch.setattr(
             metadata,
             "entry_points",
-            lambda **asked: metadata.EntryPoints(
-                [*real(**asked), *([entry] if asked.get("group") == entry.group else [])]
+            lambda **params: metadata.EntryPoints(
+                [*real(**params), *([entry] if params.get("group") == entry.group else [])]
             ),
         )
         yield

@@ -34,10 +34,10 @@ def example() -> Iterator[BackendSpec]:
         import accel_coreml
         from accel_coreml.backend import CoreMlBackend
 
-        here = ModuleType(MODULE)
-        here.SPEC = replace(accel_coreml.SPEC, impl=f"{MODULE}:Here")  # type: ignore[attr-defined]
-        here.Here = type("Here", (CoreMlBackend,), {"provider": "CPUExecutionProvider"})  # type: ignore[attr-defined]
-        patch.setitem(sys.modules, MODULE, here)
+        module = ModuleType(MODULE)
+        module.SPEC = replace(accel_coreml.SPEC, impl=f"{MODULE}:Here")  # type: ignore[attr-defined]
+        module.Here = type("Here", (CoreMlBackend,), {"provider": "CPUExecutionProvider"})  # type: ignore[attr-defined]
+        patch.setitem(sys.modules, MODULE, module)
         entry = metadata.EntryPoint("coreml", f"{MODULE}:SPEC", group_of("backends"))
         real = metadata.entry_points
         patch.setattr(
@@ -65,10 +65,10 @@ class TestExample(BackendConformance):
         assert probe.reasons[0].remedy
 
     def test_device_selects_the_compute_units(self, implementation: Backend, artifact: Artifact) -> None:
-        told = implementation.provider_options(  # type: ignore[attr-defined]
+        options = implementation.provider_options(  # type: ignore[attr-defined]
             artifact, artifact.components[0], DeviceSpec("npu"), {"ModelCacheDirectory": "/tmp"}
         )
-        assert told == {
+        assert options == {
             "ModelCacheDirectory": "/tmp", "ModelFormat": "MLProgram", "MLComputeUnits": "CPUAndNeuralEngine",
         }  # fmt: skip
 

@@ -102,45 +102,45 @@ def sessions(
         "openvino in steps": (onnx, RunPreferences(backend="openvino", options=SessionOptions(pad_to_multiple_of=8))),
     }
     opened = {name: open_plan(make_plan(artifact, settings)) for name, (artifact, settings) in ways.items()}
-    yield {name: one.sessions["model"] for name, one in opened.items()}
-    for one in opened.values():
-        one.close()
+    yield {name: plan.sessions["model"] for name, plan in opened.items()}
+    for plan in opened.values():
+        plan.close()
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_are_equal_on_every_backend(sessions: dict[str, Any], name: str) -> None:
     wrong = WRONG[name]
     expected = {who: session.run(right())["logits"] for who, session in sessions.items()}
-    found = {}
+    errors = {}
     for who, session in sessions.items():
         with pytest.raises(AccelError) as caught:
             session.run(wrong.feeds(right()), **(wrong.more or {}))
-        found[who] = (type(caught.value), str(caught.value))
+        errors[who] = (type(caught.value), str(caught.value))
         assert caught.value.fix
         assert torch.equal(session.run(right())["logits"], expected[who]), "a refused call leaves nothing behind"
-    assert len(set(found.values())) == 1, found
+    assert len(set(errors.values())) == 1, errors
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_unusual_inputs_are_refused_or_equal_pytorch(sessions: dict[str, Any], name: str) -> None:
     feeds = ODD[name](right())
-    wanted = sessions["pytorch"].run(feeds)["logits"]
+    expected = sessions["pytorch"].run(feeds)["logits"]
     answered = 0
     for who, session in sessions.items():
         before = session.run(right())["logits"]
         try:
-            found = session.run(feeds)["logits"]
+            logits = session.run(feeds)["logits"]
         except AccelError:
             pass
         else:
             answered += 1
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4, msg=who)
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4, msg=who)
         assert torch.equal(session.run(right())["logits"], before), who
     assert answered >= 4, "only what a runtime cannot answer is refused"
 
 
 def test_closed_sessions_raise_the_same_error(tiny_artifact: Callable[..., Artifact], tiny_folder: Any) -> None:
-    found = set()
+    messages = set()
     for artifact, backend in (
         (tiny_artifact(), "cpu"),
         (tiny_artifact(), "openvino"),
@@ -150,8 +150,8 @@ def test_closed_sessions_raise_the_same_error(tiny_artifact: Callable[..., Artif
         opened.close()
         with pytest.raises(accel.AccelError) as caught:
             opened.sessions["model"].run(right())
-        found.add(str(caught.value))
-    assert len(found) == 1
+        messages.add(str(caught.value))
+    assert len(messages) == 1
 
 
 # The tests below use image models.
@@ -191,8 +191,8 @@ def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfPictures
         return model, sessions[0], sessions[1]
 
     yield get
-    for one in opened:
-        one.close()
+    for plan in opened:
+        plan.close()
 
 
 @pytest.mark.thorough
@@ -209,9 +209,9 @@ def test_session_works_after_a_too_small_image(
             session.run(picture(1), outputs=outputs)
         for side in (*reversed(sides), *sides):
             with torch.inference_mode():
-                wanted = model(**picture(side)).logits
+                expected = model(**picture(side)).logits
             torch.testing.assert_close(
-                session.run(picture(side), outputs=outputs)["logits"], wanted, atol=1e-5, rtol=1e-4
+                session.run(picture(side), outputs=outputs)["logits"], expected, atol=1e-5, rtol=1e-4
             )
 
 
@@ -220,15 +220,15 @@ def test_session_works_after_a_too_small_image(
 def test_non_finite_pixels_are_refused_or_equal_pytorch(of_pictures: OfPictures, name: str, value: float) -> None:
     model, *sessions = of_pictures(name)
     with torch.inference_mode():
-        wanted, right_one = model(**with_value(value)).logits, model(**picture()).logits
+        expected, right_one = model(**with_value(value)).logits, model(**picture()).logits
     for session in sessions:
         for outputs in (None, ("logits",)):
             try:
-                found = session.run(with_value(value), outputs=outputs)["logits"]
+                logits = session.run(with_value(value), outputs=outputs)["logits"]
             except InputError:
                 pass
             else:
-                torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
+                torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
             torch.testing.assert_close(
                 session.run(picture(), outputs=outputs)["logits"], right_one, atol=1e-4, rtol=1e-4
             )
@@ -256,9 +256,9 @@ def decoders(generator: Callable[..., Artifact]) -> Iterator[Callable[[str], Any
 
     @functools.cache
     def opened(backend: str) -> Any:
-        made = open_plan(make_plan(generator("bart", backend), RunPreferences(backend=backend)))
-        closing.callback(made.close)
-        return made.sessions["decoder"]
+        plan = open_plan(make_plan(generator("bart", backend), RunPreferences(backend=backend)))
+        closing.callback(plan.close)
+        return plan.sessions["decoder"]
 
     with contextlib.ExitStack() as closing:
         yield opened
@@ -269,22 +269,22 @@ def decoders(generator: Callable[..., Artifact]) -> Iterator[Callable[[str], Any
 def test_encoder_outputs_must_fit_the_decoder(backend: str, wrong: str, decoders: Callable[[str], Any]) -> None:
     session = decoders(backend)
     sizes = {"batch": 2, "sequence": 3, "total": 3, "encoder_sequence": 5}
-    given: Feeds = {}
+    feeds: Feeds = {}
     for spec in session.inputs:
         if spec.pair is None:
             shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape if axis != "kept"]
             draw = torch.Generator().manual_seed(0)
             floats = spec.dtype == "float32"
-            given[spec.name] = torch.randn(shape, generator=draw) if floats else torch.ones(shape, dtype=torch.int64)
+            feeds[spec.name] = torch.randn(shape, generator=draw) if floats else torch.ones(shape, dtype=torch.int64)
             if spec.shape == ("kept",):
-                given[spec.name] = torch.tensor([2])
-    expected = session.run(given, state=session.new_state(2))["logits"]
-    tried = [name for name in given if name.startswith(("encoder", "cross"))]
+                feeds[spec.name] = torch.tensor([2])
+    expected = session.run(feeds, state=session.new_state(2))["logits"]
+    tried = [name for name in feeds if name.startswith(("encoder", "cross"))]
     assert tried
     for name in tried:
         with pytest.raises(InputError) as caught:
-            session.run({**given, name: WRONG_BESIDE[wrong](name, given[name])}, state=session.new_state(2))
+            session.run({**feeds, name: WRONG_BESIDE[wrong](name, feeds[name])}, state=session.new_state(2))
         # If two inputs have different sizes for the same axis, the error may name either input.
         assert name in str(caught.value) or "'encoder_sequence'" in str(caught.value)
         assert caught.value.fix
-        assert torch.equal(session.run(given, state=session.new_state(2))["logits"], expected)
+        assert torch.equal(session.run(feeds, state=session.new_state(2))["logits"], expected)

@@ -17,7 +17,9 @@ NAMING = ("accel/tasks/", "accel/testing/", "accel/demo/", "accel/compat/")
 SPECS = tuple(
     f"accel_plugins/{path.parent.name}/__init__.py" for path in (ROOT / "accel_plugins").glob("*/__init__.py")
 )
-NAMES = {word for spec in all_tasks() for word in (*spec.serves, *(one for one in spec.synonyms if "-" in one))}
+NAMES = {
+    word for spec in all_tasks() for word in (*spec.serves, *(synonym for synonym in spec.synonyms if "-" in synonym))
+}
 OTHER_MEANINGS = {
     # These strings are names of model kinds and modules in sentence-transformers.
     ("accel/artifact/sentence_settings.py", "cross-encoder"),

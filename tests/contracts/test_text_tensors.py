@@ -33,13 +33,13 @@ MODEL: Any = SimpleNamespace(
 def front(task: str) -> dict[str, dict[str, str]]:
     """Return the required inputs and the outputs of the Triton model that accepts texts, with their types."""
     configs = json.loads((GOLDEN / f"onnxruntime-cpu.{task}.json").read_text(encoding="utf-8"))
-    lines = "\n".join(next(one for one in configs.values() if any("TYPE_STRING" in line for line in one)))
-    found: dict[str, dict[str, str]] = {"input": {}, "output": {}}
+    lines = "\n".join(next(config for config in configs.values() if any("TYPE_STRING" in line for line in config)))
+    declared: dict[str, dict[str, str]] = {"input": {}, "output": {}}
     for kind, block in re.findall(r"^(input|output) \{\n(.*?)^\}", lines, flags=re.MULTILINE | re.DOTALL):
         named = dict(re.findall(r"^  (name|data_type|optional): \"?(\w+)", block, flags=re.MULTILINE))
         if "optional" not in named:
-            found[kind][named["name"]] = TYPES[named["data_type"]]
-    return found
+            declared[kind][named["name"]] = TYPES[named["data_type"]]
+    return declared
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -50,4 +50,4 @@ def test_both_servers_use_the_same_tensors(name: str) -> None:
 
 
 def test_every_operation_with_text_tensors_is_compared() -> None:
-    assert {name for name, one in all_operations().items() if one.tensor_outputs(MODEL)} == set(TASKS)
+    assert {name for name, operation in all_operations().items() if operation.tensor_outputs(MODEL)} == set(TASKS)

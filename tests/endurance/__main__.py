@@ -66,7 +66,7 @@ def main() -> int:
     from .world import import_everything
 
     import_everything()
-    found: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
+    results: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
     faults = 0
     for name in args.experiments or _COUNTS:
         root = Path(tempfile.mkdtemp(prefix=f"accel-{name}-"))
@@ -77,13 +77,13 @@ def main() -> int:
             print(f"what made faults is kept in {root}", flush=True)
         else:
             shutil.rmtree(root, ignore_errors=True)
-        told = json.dumps(result["faults"]).replace(str(root), "").replace(sys.executable, "python")
-        result["faults"] = json.loads(told)
+        text = json.dumps(result["faults"]).replace(str(root), "").replace(sys.executable, "python")
+        result["faults"] = json.loads(text)
         facts = machine()
         about = {"accel": facts["accel"], "processors": facts["processors"]}
         result["seeds"] = [args.seed]
-        found[name] = {**about, **(added(found.get(name, {}), result) if args.add else result)}
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        results[name] = {**about, **(added(results.get(name, {}), result) if args.add else result)}
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
         faults += len(result["faults"])
         print(f"{name}: {result['total']} tries, {len(result['faults'])} faults", flush=True)
     return int(faults > 0)

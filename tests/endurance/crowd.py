@@ -35,15 +35,15 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         bad: list[str] = []
         out = world.work / f"out{number}"
         while time.monotonic() < until:
-            what = chance.choices(("tune", "load", "export", "clear"), (1, 8, 4, 4))[0]
+            action = chance.choices(("tune", "load", "export", "clear"), (1, 8, 4, 4))[0]
             try:
-                _one(what, world, out, chance)
+                _run_action(action, world, out, chance)
             except SystemExit as error:
                 if error.code:
-                    bad.append(f"{what}: exit code {error.code}")
+                    bad.append(f"{action}: exit code {error.code}")
             except Exception as error:
-                bad.append(f"{what}: {type(error).__name__}: {error}")
-            done[what] += 1
+                bad.append(f"{action}: {type(error).__name__}: {error}")
+            done[action] += 1
             shutil.rmtree(out, ignore_errors=True)
         (world.root / f"member{number}.json").write_text(json.dumps({"done": done, "bad": bad}))
 
@@ -52,12 +52,12 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
     faults = [{"what": f"member {n} ended with {code}"} for n, code in enumerate(codes) if code]
     total: Counter[str] = Counter()
     for n in range(_MEMBERS):
-        told = world.root / f"member{n}.json"
-        if told.exists():
-            found = json.loads(told.read_text())
-            total.update(found["done"])
+        report_file = world.root / f"member{n}.json"
+        if report_file.exists():
+            report = json.loads(report_file.read_text())
+            total.update(report["done"])
             log = (world.root / f"log{n}").read_text(errors="replace")[-2000:]
-            faults += [{"what": f"member {n}: {what}", "log": log} for what in found["bad"]]
+            faults += [{"what": f"member {n}: {problem}", "log": log} for problem in report["bad"]]
     for folder in (*(world.home / "exports").glob("*/"), *(world.home / "tune" / "artifacts").glob("*/")):
         if not folder.name.startswith(".accel-staging-"):
             try:
@@ -77,15 +77,15 @@ def _tuning(world: World) -> list[object]:
     return ["--data", world.rows, "--backend", "cpu", "--sequence", 8, "--max-drop", 100]
 
 
-def _one(what: str, world: World, out: Path, chance: random.Random) -> None:
+def _run_action(action: str, world: World, out: Path, chance: random.Random) -> None:
     import accel
 
-    if what == "tune":
+    if action == "tune":
         accel_command(["tune", world.model, out, *_tuning(world)])()
-    elif what == "load":
+    elif action == "load":
         opset = chance.choice((18, 20, 21))
         accel.ORTModelForSequenceClassification.from_pretrained(world.model, opset=opset).close()
-    elif what == "export":
+    elif action == "export":
         accel_command(["export", world.model, out])()
     else:
         accel_command(["cache", "clear"])()

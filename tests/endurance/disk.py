@@ -56,16 +56,16 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
     results: dict[str, dict[str, int]] = {}
     faults: list[dict[str, str]] = []
 
-    def judge(name: str, ended: Ended, kept: list[str]) -> None:
+    def judge(name: str, ended: Ended, leftovers: list[str]) -> None:
         tally = results.setdefault(name, {"done": 0, "refused": 0})
         tally["done" if ended.code == 0 else "refused"] += 1
         wrong = [f"exit code {ended.code}: {ended.text[-400:]}"] if ended.code not in (0, 1, 2) else []
         wrong += [f"a traceback: {ended.text[-600:]}"] if ended.raw else []
         wrong += [f"no remedy: {ended.text[-400:]}"] if ended.code and "Fix:" not in ended.text else []
-        wrong += [f"left: {entry}" for entry in kept]
-        for what in wrong:
-            faults.append({"command": name, "what": what})
-            print(f"{name}: {what}", flush=True)
+        wrong += [f"left: {entry}" for entry in leftovers]
+        for problem in wrong:
+            faults.append({"command": name, "what": problem})
+            print(f"{name}: {problem}", flush=True)
 
     def fill(folder: Path, step: int) -> None:
         """Fill the disk except for a free part that grows with `step`. At step 0, 4 KB are free."""
@@ -90,10 +90,10 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             with small_disk(disk, _MEGABYTES):
                 fill(disk, step)
                 ended = world.run(accel_command(arguments))
-                kept = [path.name for path in disk.iterdir() if path.name not in ("filled", "out")]
+                leftovers = [path.name for path in disk.iterdir() if path.name not in ("filled", "out")]
                 if ended.code:
-                    kept += ["out"] if out.exists() else []
-                judge(f"{name}, output on a full disk", ended, kept)
+                    leftovers += ["out"] if out.exists() else []
+                judge(f"{name}, output on a full disk", ended, leftovers)
         shutil.rmtree(world.home)
         world.home.mkdir()
 

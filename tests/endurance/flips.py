@@ -35,16 +35,16 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
     flips: Counter[str] = Counter()
     faults: list[dict[str, str]] = []
     for path, times in each.items():
-        name, whole = str(path.relative_to(folder)), path.read_bytes()
+        name, content = str(path.relative_to(folder)), path.read_bytes()
         for _ in range(times):
             place, bit = chance.randrange(sizes[path]), 1 << chance.randrange(8)
-            changed = bytearray(whole)
+            changed = bytearray(content)
             changed[place] ^= bit
             path.write_bytes(changed)
             flips[name] += 1
             if fault := _fault(folder, name):
                 faults.append({"file": name, "place": str(place), "bit": str(bit), "what": fault})
-        path.write_bytes(whole)
+        path.write_bytes(content)
     removed = {}
     for path in files:
         name, away = str(path.relative_to(folder)), root / "away"
@@ -61,17 +61,17 @@ def _fault(folder: Path, name: str) -> str:
     """Load the damaged folder. Return an empty string if the error names the damaged file, and a description of the
     fault if not.
     """
-    said = []
-    for opening in (
+    messages = []
+    for load in (
         lambda: accel.ORTModelForSequenceClassification.from_pretrained(folder).close(),
         lambda: Artifact.load(folder).verify(),
     ):
         try:
-            opening()
+            load()
         except AccelError as error:
-            said.append(str(error))
+            messages.append(str(error))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         else:
             return "it opened"
-    return "" if Path(name).name in said[0] else f"not named: {said[0]}"
+    return "" if Path(name).name in messages[0] else f"not named: {messages[0]}"

@@ -28,22 +28,22 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     """Return a copy of a file's content with one to four damages: changed bits or bytes, replaced numbers, and removed,
     repeated or truncated parts.
     """
-    made = bytearray(content)
+    changed = bytearray(content)
     for _ in range(chance.randint(1, 4)):
-        place, kind = chance.randrange(len(made)), chance.random()
+        place, kind = chance.randrange(len(changed)), chance.random()
         if kind < 0.5:
-            made[place] ^= 1 << chance.randrange(8)
+            changed[place] ^= 1 << chance.randrange(8)
         elif kind < 0.7:
-            made[place] = chance.choice(b"\x00\x01\x7f\x80\xff09/<")
+            changed[place] = chance.choice(b"\x00\x01\x7f\x80\xff09/<")
         elif kind < 0.85:
-            made[place : place + 8] = chance.choice(_HUGE)
+            changed[place : place + 8] = chance.choice(_HUGE)
         elif kind < 0.9:
-            del made[place : place + chance.randint(1, 64)]
+            del changed[place : place + chance.randint(1, 64)]
         elif kind < 0.95:
-            made[place:place] = made[place : place + chance.randint(1, 64)]
-        elif len(made) > 64:
-            del made[chance.randrange(64, len(made)) :]
-    return bytes(made)
+            changed[place:place] = changed[place : place + chance.randint(1, 64)]
+        elif len(changed) > 64:
+            del changed[chance.randrange(64, len(changed)) :]
+    return bytes(changed)
 
 
 def _open(folder: Path) -> None:
@@ -85,13 +85,13 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
     foreign = as_foreign(onnx, root / "inner" / "foreign")
     places = [(onnx, "model.onnx"), (foreign, "model.onnx"), (ir, "model.xml")]
     places = [(folder, next(p.name for p in folder.glob(f"*{Path(name).suffix}"))) for folder, name in places]
-    whole = {folder: (folder / name).read_bytes() for folder, name in places}
+    contents = {folder: (folder / name).read_bytes() for folder, name in places}
     before = _files(root)
     ends: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     for number in range(count):
         folder, name = places[number % len(places)]
-        content = mutated(whole[folder], chance)
+        content = mutated(contents[folder], chance)
         (folder / name).write_bytes(content)
         if (folder / MANIFEST).exists():
             edit_manifest(folder, lambda values, f=folder, n=name: _record(values, f, n))
@@ -107,14 +107,14 @@ def run(root: Path, *, count: int, seed: int) -> dict[str, Any]:
         new = {path for path, at in _files(root).items() if before.get(path) != at}
         wrong += [f"wrote {path}" for path in new - {str(folder / name), str(folder / MANIFEST)}]
         if wrong:
-            kept = root / "faults" / f"{number}-{folder.name}-{name}"
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_bytes(content)
-            kept.with_suffix(".log").write_text(ended.text)
+            saved = root / "faults" / f"{number}-{folder.name}-{name}"
+            saved.parent.mkdir(exist_ok=True)
+            saved.write_bytes(content)
+            saved.with_suffix(".log").write_text(ended.text)
             before = _files(root)
             faults.append({"graph": f"{folder.name}, number {number}", "what": "; ".join(wrong)})
             print(faults[-1], flush=True)
-        (folder / name).write_bytes(whole[folder])
+        (folder / name).write_bytes(contents[folder])
         before |= {str(p): p.stat().st_mtime_ns for p in (folder / name, folder / MANIFEST) if p.exists()}
     return {"ends": dict(ends), "total": count, "faults": faults}
 

@@ -36,8 +36,8 @@ class Written:
 
 
 def _commands(world: World) -> list[Written]:
-    made = world.root / "made"
-    onnx, ir = made / "onnx", made / "ir"
+    artifacts = world.root / "made"
+    onnx, ir = artifacts / "onnx", artifacts / "ir"
     for folder, more in ((onnx, ()), (ir, ("--backend", "openvino"))):
         ended = world.run(accel_command(["export", world.model, folder, *more]))
         assert ended.code == 0, ended.text
@@ -123,9 +123,9 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
     kills: Counter[str] = Counter()
     faults: list[dict[str, str]] = []
     for command in commands:
-        wanted, tries = max(1, round(count * command.share / total)), 0
+        target, tries = max(1, round(count * command.share / total)), 0
         # A run that ended before it could be killed does not count.
-        while kills[command.name] < wanted and tries < 3 * wanted:
+        while kills[command.name] < target and tries < 3 * target:
             tries += 1
             command.prepare()
             if command.name != "cache clear":
@@ -134,18 +134,18 @@ def run(root: Path, *, count: int, seed: int, only: str = "") -> dict[str, Any]:
             moment = chance.uniform(0, seconds[command.name])
             ended = world.run(command.action, kill_after_s=moment)
             kills[command.name] += ended.code < 0
-            found = [_state_of(out), *world.orphans()]
+            problems = [_state_of(out), *world.orphans()]
             shutil.rmtree(out, ignore_errors=True)
             again = world.run(command.action)
             if again.code != 0:
-                found.append(f"the next run failed: {again.text[-500:]}")
+                problems.append(f"the next run failed: {again.text[-500:]}")
             else:
                 # Use the shortest duration, because other programs may have slowed the first run.
                 seconds[command.name] = min(seconds[command.name], again.seconds)
-                found.append(_state_of(out))
+                problems.append(_state_of(out))
             shutil.rmtree(out, ignore_errors=True)
-            found += [f"left behind: {name}" for name in world.leftovers()]
-            for name in found:
+            problems += [f"left behind: {name}" for name in world.leftovers()]
+            for name in problems:
                 if name:
                     faults.append({"command": command.name, "moment": f"{moment:.3f} s", "what": name})
                     print(f"{command.name} at {moment:.3f} s: {name}", flush=True)

@@ -144,10 +144,10 @@ class World:
         has ended. Kill these processes.
         """
         deadline = time.monotonic() + patience_s
-        while found := [p for p in psutil.process_iter() if self._is_mine(p)]:
+        while processes := [p for p in psutil.process_iter() if self._is_mine(p)]:
             if time.monotonic() > deadline:
-                names = [" ".join(p.cmdline())[:120] for p in found]
-                for process in found:
+                names = [" ".join(p.cmdline())[:120] for p in processes]
+                for process in processes:
                     process.kill()
                 return names
             time.sleep(0.1)
@@ -164,14 +164,14 @@ class World:
         and incomplete files.
         """
         # Ignore the file `.ses`, to which ONNX Runtime writes its session number in the folder for temporary files.
-        found = [str(path.relative_to(self.root)) for path in self.temporary.iterdir() if path.name != ".ses"]
+        paths = [str(path.relative_to(self.root)) for path in self.temporary.iterdir() if path.name != ".ses"]
         for folder in (self.home, self.work):
-            found += [
+            paths += [
                 str(path.relative_to(self.root))
                 for path in folder.rglob("*")
                 if any(part in path.name for part in (".accel-staging-", ".json.", "candidate"))
             ]
-        return found
+        return paths
 
 
 def accel_command(arguments: Sequence[object]) -> Callable[[], None]:
